@@ -45,7 +45,7 @@ from sglang.srt.distributed.custom_all_reduce import (  # noqa: E402
     Workspaces,
     data_vectors_for,
 )
-from sglang.srt.kernels.all_reduce_table import KIB, MIB, Band, ExchangeBand  # noqa: E402
+from sglang.srt.kernels.all_reduce_table import KIB, MIB, ExchangeRange, TileConfig  # noqa: E402
 from sglang.srt.layers import native_ops  # noqa: E402
 from sglang.srt.layers.triton_ops.norm import fused_add_rmsnorm  # noqa: E402
 
@@ -57,7 +57,7 @@ PARTS = ("packed", "one_shot")
 KINDS = ("gather", "exchange")
 LARGEST_PART = 2 * MIB
 """Of a gather and of an exchange."""
-EXCHANGES = ExchangeBand(frozenset(), frozenset(), 0, LARGEST_PART, "")
+EXCHANGES = ExchangeRange(frozenset(), frozenset(), 0, LARGEST_PART, "")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-6
 POOL_BYTES = 4 * LARGEST
@@ -165,12 +165,14 @@ class Rank:
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
     def all_reduce_over(self, workspaces: Workspaces, deadline: float = 20.0) -> CustomAllReduce:
-        bands = [Band(frozenset(), frozenset(), "two_shot", LARGEST, "")]
-        return CustomAllReduce(self.library, workspaces, bands, deadline, parts=EXCHANGES)
+        configs = [TileConfig(frozenset(), frozenset(), "two_shot", LARGEST, "")]
+        return CustomAllReduce(self.library, workspaces, configs, deadline, parts=EXCHANGES)
 
     def data_vectors(self, largest: int) -> int:
-        bands = [Band(frozenset(), frozenset(), algorithm, largest, "") for algorithm in ("one_shot", "two_shot")]
-        return data_vectors_for(bands, self.ranks, self.library.ROW_VECTORS, EXCHANGES)
+        configs = [
+            TileConfig(frozenset(), frozenset(), algorithm, largest, "") for algorithm in ("one_shot", "two_shot")
+        ]
+        return data_vectors_for(configs, self.ranks, self.library.ROW_VECTORS, EXCHANGES)
 
     # --- right or wrong ---
 

@@ -36,7 +36,7 @@ from sglang.srt.distributed.custom_all_reduce import (  # noqa: E402
 )
 from sglang.srt.distributed.quantized_sums import GROUP, WIRE, QuantizedSums, TorchCodec  # noqa: E402
 from sglang.srt.hardware.topology import Topology  # noqa: E402
-from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, Band, bands_for  # noqa: E402
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, TileConfig, ranges_for  # noqa: E402
 from sglang.srt.layers.triton_ops.quantized_sums import TritonCodec  # noqa: E402
 
 LIMIT_SECONDS = 240
@@ -65,17 +65,17 @@ class QuantizedRank(Rank):
     """Ways of adding up: each takes and gives [T, H] in 16 bits."""
 
     @property
-    def bands(self) -> tuple[Band, ...]:
+    def configs(self) -> tuple[TileConfig, ...]:
         """Of sums in 16 bits, as a server has them."""
         topology = Topology.NVLINK if torch.cuda.get_device_capability()[0] in (9, 10) else Topology.HOST_BRIDGE
-        return bands_for(topology, self.ranks)
+        return ranges_for(topology, self.ranks)
 
     def create_reduce(self, workspaces: Workspaces) -> CustomAllReduce:
-        return CustomAllReduce(self.library, workspaces, self.bands, 20.0, e4m3_bytes=PIECE_BYTES)
+        return CustomAllReduce(self.library, workspaces, self.configs, 20.0, e4m3_bytes=PIECE_BYTES)
 
     def vectors(self) -> int:
-        e4m3 = Band(frozenset(), frozenset(), TWO_SHOT_E4M3, PIECE_BYTES, "")
-        return data_vectors_for([*self.bands, e4m3], self.ranks, self.library.ROW_VECTORS)
+        e4m3 = TileConfig(frozenset(), frozenset(), TWO_SHOT_E4M3, PIECE_BYTES, "")
+        return data_vectors_for([*self.configs, e4m3], self.ranks, self.library.ROW_VECTORS)
 
     def sums(self, peers: CustomAllReduce | None) -> QuantizedSums:
         assert self.nccl is not None
@@ -87,7 +87,7 @@ class QuantizedRank(Rank):
         rows = max(1, int(2 ** rng.uniform(4, largest.bit_length() - 1)) // (2 * hidden))
         return dtype, (rows, hidden), rng.randrange(0, 2 * LARGEST, 16)
 
-    def summands(self, drawn: tuple[torch.dtype, tuple[int, int], int]) -> list[torch.Tensor]:
+    def partial_sums(self, drawn: tuple[torch.dtype, tuple[int, int], int]) -> list[torch.Tensor]:
         dtype, shape, offset = drawn
         nbytes = 2 * shape[0] * shape[1]
         return [pool[offset : offset + nbytes].view(dtype).view(shape) for pool in self.pools[dtype]]
@@ -95,7 +95,7 @@ class QuantizedRank(Rank):
     def eager_sums(self, sums: QuantizedSums, rounds: int, largest: int, seed: int) -> None:
         rng = random.Random(seed)
         for number in range(rounds):
-            every = self.summands(self.draw(rng, largest))
+            every = self.partial_sums(self.draw(rng, largest))
             self.wrong += (sums.all_reduce(every[self.rank].clone()) != reference(every)).any()
             if rng.random() < 0.02 and number % self.ranks == self.rank:
                 time.sleep(0.002)  # ranks drift
@@ -105,7 +105,7 @@ class QuantizedRank(Rank):
         rng = random.Random(seed)
         for _ in range(max(1, rounds // 100)):
             drawn = [self.draw(rng, largest) for _ in range(10)]
-            static = [self.summands(each)[self.rank].clone() for each in drawn]
+            static = [self.partial_sums(each)[self.rank].clone() for each in drawn]
             sums.all_reduce(static[0].clone())  # what a library makes at its first call
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -114,10 +114,10 @@ class QuantizedRank(Rank):
             for _ in range(10):
                 again = [(dtype, shape, rng.randrange(0, 2 * LARGEST, 16)) for dtype, shape, _ in drawn]
                 for x, each in zip(static, again, strict=True):
-                    x.copy_(self.summands(each)[self.rank])
+                    x.copy_(self.partial_sums(each)[self.rank])
                 graph.replay()
                 for result, each in zip(results, again, strict=True):
-                    self.wrong += (result != reference(self.summands(each))).any()
+                    self.wrong += (result != reference(self.partial_sums(each))).any()
             torch.cuda.synchronize()
             del graph
 

@@ -30,7 +30,7 @@ from nvcc_build import compile_library  # noqa: E402
 from srt.layers.moe.moe_harness import NATIVE, expected, make_case  # noqa: E402
 
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation  # noqa: E402
-from sglang.srt.kernels.bands import ANY, Band  # noqa: E402
+from sglang.srt.kernels.tile_configs import ANY, TileConfig  # noqa: E402
 from sglang.srt.layers.moe import mixed_moe  # noqa: E402
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED  # noqa: E402
 
@@ -105,9 +105,9 @@ def products(shape: Shape) -> Iterator[tuple[str, float, float]]:
     case.ids[0] = -1
     wanted = expected(case, shape.activation)
     for block_m in (64, 128):
-        bands = (Band(ANY, MIXED, (({"BLOCK_M": block_m},),)),)
+        configs = (TileConfig(ANY, MIXED, (({"BLOCK_M": block_m},),)),)
         started = time.perf_counter()
-        actual = mixed_moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, shape.activation, bands)
+        actual = mixed_moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, shape.activation, configs)
         error = float((actual.float() - wanted).norm() / wanted.norm())
         seconds = time.perf_counter() - started
         finite = bool(torch.isfinite(actual.float()).all()) and not bool(actual[0].any())

@@ -18,7 +18,7 @@ import torch
 
 from sglang.srt.mem_cache.cache_tier import PageMoves
 from sglang.srt.mem_cache.copy_engine import Copier, page_lock
-from sglang.srt.mem_cache.layer_loads import LayerArrivals
+from sglang.srt.mem_cache.layerwise_load import LayerwiseLoad
 from sglang.srt.mem_cache.page_pool import PagePool
 
 CACHES: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -46,7 +46,7 @@ def layer_seconds(copier: Copier, pool: PagePool, moves: PageMoves, repeats: int
     """Of a load layer by layer."""
     times = []
     for _ in range(repeats + 1):
-        arrivals = LayerArrivals(list(pool.of_layer), copier.device.type == "cuda")
+        arrivals = LayerwiseLoad(list(pool.of_layer), copier.device.type == "cuda")
         start = time.perf_counter()
         copier.load_layers([pool], [moves], arrivals)
         copier.finish()

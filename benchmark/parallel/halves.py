@@ -7,10 +7,11 @@
 For each way between the GPUs (host: NCCL without peer-to-peer copies, as a stand-in for PCIe cards that have none):
 the embedded model's greedy tokens in all four settings, then the time of a prompt of a few layers of GLM-4.7-FP8 and of
 a dense FP8 model of Qwen3-32B's shapes with random weights. Beside it stands what the time of the same prompt without
-sums and the time of a sum predict (`sglang.tuning.two_batch_overlap.in_turns`), and how long the host takes to launch it: what is
-not shorter than the whole is bound by the host. `--kernels` adds the kernels whose time differs most between the prompt
-whole and in halves, without sums. Ends with status 1 if halves change more answers of the embedded model than roundings
-explain. `--device cpu` shows over gloo that it runs, with small shapes and times that do not count.
+sums and the time of a sum predict (`sglang.tuning.two_batch_overlap.in_turns`), and how long the host takes to launch
+it: what is not shorter than the whole is bound by the host. `--kernels` adds the kernels whose time differs most
+between the prompt whole and in halves, without sums. Ends with status 1 if halves change more answers of the embedded
+model than roundings explain. `--device cpu` shows over gloo that it runs, with small shapes and times that do not
+count.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang.plan.floors import StepFloors
 from sglang.plan.host_memory import UNBOUNDED, UNKNOWN, HostMemory, Machine
-from sglang.srt.configs.fused_projections import with_projection_stripes
+from sglang.srt.configs.fused_projections import with_tp_blocks
 from sglang.srt.configs.hf_config import merge_overrides, read_config, read_generation_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.model_path import resolve_model_path
@@ -26,9 +26,9 @@ from sglang.srt.configs.ngram_tables import with_table_dtype
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
-from sglang.srt.kernels.bands import OpBands
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
+from sglang.srt.kernels.tile_configs import OpTileConfigs
 from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import describe_capacity
@@ -36,7 +36,7 @@ from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, with_
 from sglang.srt.plan.host_cache import GIB, keeps_unasked
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.plan import ModelPlanner, make_plan, serving_of, why_shared_apart
@@ -44,8 +44,8 @@ from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.remedies import trial_or_advice
-from sglang.srt.plan.speculation import verify_needs, speculative_settings
-from sglang.srt.plan.tile_bands import cut_bands
+from sglang.srt.plan.speculation import speculative_settings, verify_needs
+from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.ops import MOST
 from sglang.tuning.report import (
@@ -78,7 +78,7 @@ class Explanation:
     arch: ArchTraits
     model: ModelDescription
     kv_dtype: str
-    serving: Serving
+    parallel: ParallelConfig
     replicas: int = 1
     not_implemented: str | None = None  # why this model cannot be served yet
     refused: str | None = None  # why no server starts in this layout
@@ -88,7 +88,7 @@ class Explanation:
     """Tokens of a request in a step, of which all but the last sampled one are draft tokens."""
     groups: tuple[CacheGroup, ...] = ()
     outcomes: tuple[Choice | NoKernel, ...] = ()
-    bands: Mapping[str, OpBands] = field(default_factory=dict)  # the plan's, by the key of the need
+    tile_configs: Mapping[str, OpTileConfigs] = field(default_factory=dict)  # the plan's, by the key of the need
     plan: dict[str, Any] | None = None  # sizes and memory
     host: HostMemory | None = None  # of cached prefixes in main memory
     notes: tuple[str, ...] = ()
@@ -96,21 +96,21 @@ class Explanation:
     @property
     def moe_tiles(self) -> str | None:
         """Returns the source of the experts' tiles; None without experts."""
-        return self.bands["fused_moe"].source if "fused_moe" in self.bands else None
+        return self.tile_configs["fused_moe"].source if "fused_moe" in self.tile_configs else None
 
     def draft_json(self) -> dict[str, Any]:
         """Returns the draft's description, and the bytes of its weights and of a cached token on a GPU."""
-        draft, serving = self.draft, self.serving
+        draft, parallel = self.draft, self.parallel
         assert draft is not None
         features = self.arch.features if self.arch.device == "cuda" else None
-        size = draft.weight_bytes(serving.dtype, has_tensor_scales(serving.kv_dtype), features)
-        cost = cache_cost(cache_groups(draft.description.model, serving))
+        size = draft.weight_bytes(parallel.dtype, has_tensor_scales(parallel.kv_dtype), features)
+        cost = cache_cost(cache_groups(draft.description.model, parallel))
         return {**draft.describe(), "weight_bytes": size, "bytes_per_token": math.ceil(cost.bytes_per_token)}
 
     @property
     def gpus(self) -> int:
         """Number of all GPUs."""
-        return self.replicas * self.serving.ranks.world_size
+        return self.replicas * self.parallel.ranks.world_size
 
     @property
     def missing(self) -> tuple[NoKernel, ...]:
@@ -137,25 +137,25 @@ def explain(
     Raises UserError: a model or configuration that cannot be read."""
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(with_table_dtype(read_config(directory), directory), args.model_overrides())
-    config = with_projection_stripes(config, directory)
+    config = with_tp_blocks(config, directory)
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
-    serving = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
-    serving = with_pages(args, model, serving) if args.page_size is None else serving
+    parallel = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
+    parallel = with_pages(args, model, parallel) if args.page_size is None else parallel
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
     config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
     planner = ModelPlanner(config_of_model, arch, free, packages, served=not not_implemented, advises=advises)
 
-    nothing = Explanation(arch, model, serving.kv_dtype, serving, args.dp_size, not_implemented)
+    nothing = Explanation(arch, model, parallel.kv_dtype, parallel, args.dp_size, not_implemented)
     try:
-        check_machine(arch, serving.ranks, args.nnodes, args.dp_size)
-        check_layout(model, serving.ranks)
+        check_machine(arch, parallel.ranks, args.nnodes, args.dp_size)
+        check_layout(model, parallel.ranks)
     except UserError:
         return replace(nothing, refused=_refusal(planner, args))
     draft = planner.draft(args, model)
-    needs = needs_with_draft(rank_weights(model, serving.ranks), draft, serving)
-    needs += verify_needs(args, serving.dtype)
+    needs = needs_with_draft(rank_weights(model, parallel.ranks), draft, parallel)
+    needs += verify_needs(args, parallel.dtype)
     chosen = choose_kernels(args, needs, arch, packages)
     plan, notes, unfit, host = None, chosen.notes, None, None
     if arch.device != "cpu":
@@ -164,31 +164,31 @@ def explain(
         except UserError as error:
             unfit = str(error)
     settings = speculative_settings(args, model.architecture)
-    uneven = uneven_heads(model, serving.attn_tp_size)
+    uneven = uneven_heads(model, parallel.attn_tp_size)
     if plan is not None and args.dcp_size > 1:
         notes = (*notes, *_describe_dcp(planner, args, plan["max_total_num_tokens"]))
     if plan is not None and args.attn_dp_size > 1:
-        notes = (*notes, _of_attention_groups(planner, args, plan["max_total_num_tokens"]))
+        notes = (*notes, _describe_attention_groups(planner, args, plan["max_total_num_tokens"]))
     return replace(
         nothing,
-        serving=_with_libraries(serving, chosen),
+        parallel=_with_libraries(parallel, chosen),
         unfit=unfit,
         draft=draft,
         width=1 if settings is None else settings.num_draft_tokens,
-        groups=cache_groups(with_draft_layers(model, draft), serving),
+        groups=cache_groups(with_draft_layers(model, draft), parallel),
         outcomes=chosen.outcomes,
-        bands=cut_bands((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
+        tile_configs=make_tile_configs((outcome for outcome in chosen.outcomes if isinstance(outcome, Choice)), arch),
         plan=plan,
         host=host,
         notes=(*notes, uneven) if uneven else notes,
     )
 
 
-def _with_libraries(serving: Serving, chosen: KernelChoices) -> Serving:
+def _with_libraries(parallel: ParallelConfig, chosen: KernelChoices) -> ParallelConfig:
     """Says which libraries serve, for predicted times."""
     names = {(choice.need.op, choice.name) for choice in chosen.chosen().values()}
     return replace(
-        serving,
+        parallel,
         library_prompts=any(op == "long_prompt_attention" for op, _ in names),
         library_latents=any(op == "long_latent_prompt" for op, _ in names),
         sgl_kernel_experts=("fused_moe", "sgl_kernel") in names,
@@ -204,7 +204,7 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
     raise AssertionError("the planner takes a layout that was refused")
 
 
-def _of_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -> str:
+def _describe_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -> str:
     """What it gains and costs that groups of ranks have requests of their own."""
     groups = args.attn_dp_size
     alone = replace(args, attn_dp_size=1, enable_dp_attention=False, enable_dp_lm_head=False)
@@ -222,15 +222,15 @@ def _of_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -
 
 def _describe_dcp(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
     """What it gains and costs that ranks share out the tokens of caches."""
-    model, serving = planner.describe(args)
-    sites = [site_of(layer.mixer, serving.attn_tp_size, serving.dcp_size) for layer in model.layers]
-    layers = sum(site is not None and site.token_ranks > 1 for site in sites)
+    model, parallel = planner.describe(args)
+    sites = [site_of(layer.mixer, parallel.attn_tp_size, parallel.dcp_size) for layer in model.layers]
+    layers = sum(site is not None and site.dcp_size > 1 for site in sites)
     try:
         whole = trial_or_advice(replace(planner, advises=False), replace(args, dcp_size=1)).capacity
         gain = f"{tokens:,} tokens in the place of {whole.max_total_num_tokens:,}"
     except UserError:
         gain = f"{tokens:,} tokens, and without it there is room for none"
-    floors = StepFloors(model, serving, planner.arch, {})
+    floors = StepFloors(model, parallel, planner.arch, {})
     cost = ""
     if floors.link != "NVLink":
         ms = [1e3 * floors.exchange_seconds(requests) for requests in (1, 64)]
@@ -281,7 +281,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "kv_cache": _kv_json(explanation),
         **({"draft": explanation.draft_json()} if explanation.draft is not None else {}),
         "moe_tiles": explanation.moe_tiles,
-        "ops": {outcome.need.key: _op_json(outcome, explanation.bands) for outcome in explanation.outcomes},
+        "ops": {outcome.need.key: _op_json(outcome, explanation.tile_configs) for outcome in explanation.outcomes},
         "plan": explanation.plan,
         **({"main_memory": explanation.host.to_json()} if explanation.host is not None else {}),
         "notes": list(explanation.notes),
@@ -298,7 +298,7 @@ def _kv_json(explanation: Explanation) -> dict[str, Any]:
     }
 
 
-def _op_json(outcome: Choice | NoKernel, bands: Mapping[str, OpBands]) -> dict[str, Any]:
+def _op_json(outcome: Choice | NoKernel, tile_configs: Mapping[str, OpTileConfigs]) -> dict[str, Any]:
     rejected = {rejection.kernel: list(rejection.reasons) for rejection in outcome.rejected}
     need = outcome.need.describe()
     if isinstance(outcome, NoKernel):
@@ -310,7 +310,7 @@ def _op_json(outcome: Choice | NoKernel, bands: Mapping[str, OpBands]) -> dict[s
         "note": outcome.note,
         "remark": outcome.remark,
         "tile": dict(outcome.tile) if outcome.tile else None,
-        "tiles": bands[outcome.need.key].to_json() if outcome.need.key in bands else [],
+        "tiles": tile_configs[outcome.need.key].to_json() if outcome.need.key in tile_configs else [],
         "smem": record.smem if record else None,
         "registers": record.registers if record else None,
         "spills": record.spills if record else None,
@@ -326,7 +326,7 @@ def to_text(explanation: Explanation) -> str:
         f"{model.architecture} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
     ]
     if explanation.replicas > 1:
-        each = explanation.serving.ranks.world_size
+        each = explanation.parallel.ranks.world_size
         lines.append(
             f"{explanation.replicas} replicas of {each} GPU{'s' * (each > 1)} each: {explanation.gpus} GPUs. What"
             " follows is one replica."
@@ -351,7 +351,7 @@ def to_text(explanation: Explanation) -> str:
     for row, outcome in zip(rows, (None, *explanation.outcomes), strict=True):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         if outcome is not None:
-            lines += _details(outcome, explanation.bands.get(outcome.need.key))
+            lines += _details(outcome, explanation.tile_configs.get(outcome.need.key))
     if explanation.plan:
         if "estimate" in explanation.plan:
             lines += ["", "An estimate: nothing here allocates this model yet."]
@@ -388,7 +388,7 @@ def _cells(outcome: Choice | NoKernel) -> tuple[str, ...]:
     return (outcome.need.key, outcome.name, tile, f"{record.smem:,}", str(record.registers), str(record.spills), mma)
 
 
-def _details(outcome: Choice | NoKernel, bands: OpBands | None) -> list[str]:
+def _details(outcome: Choice | NoKernel, tile_configs: OpTileConfigs | None) -> list[str]:
     """The need, the note, and the rejected candidates; those with the same reason share an entry."""
     by_reason: dict[tuple[str, ...], list[str]] = {}
     for rejection in outcome.rejected:
@@ -397,12 +397,12 @@ def _details(outcome: Choice | NoKernel, bands: OpBands | None) -> list[str]:
     texts = [f"for {outcome.need.describe()}"]
     if isinstance(outcome, Choice) and outcome.note:
         texts.append(f"because {outcome.note}")
-    if bands is not None and bands.source:
-        texts.append(f"tiles: {bands.source}")
+    if tile_configs is not None and tile_configs.source:
+        texts.append(f"tiles: {tile_configs.source}")
     if isinstance(outcome, Choice) and outcome.remark:
         texts.append(f"how: {outcome.remark}")
-    if isinstance(outcome, Choice) and outcome.spec.bands and bands is not None:
-        texts += bands.describe()
+    if isinstance(outcome, Choice) and outcome.spec.configs and tile_configs is not None:
+        texts += tile_configs.describe()
     if entries:
         texts.append("not chosen: " + " | ".join(entries))
     return [
@@ -477,7 +477,7 @@ def _machine(free_gib: float | None, numa_nodes: int) -> Machine:
 def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
     content = to_json(explanation)
     if options.time and explanation.refused is None:
-        where = explanation.serving, explanation.arch, options.time_context
+        where = explanation.parallel, explanation.arch, options.time_context
         content["time"] = time_json(explanation.model, *where)
         if explanation.host is not None:
             content["main_memory"]["loading_seconds"] = explanation.host.loading_seconds(options.time_context)
@@ -489,7 +489,7 @@ def _json_text(explanation: Explanation, options: argparse.Namespace) -> str:
 def _text(explanation: Explanation, options: argparse.Namespace) -> str:
     if not options.time or explanation.refused is not None:
         return to_text(explanation)
-    where = explanation.serving, explanation.arch, options.time_context
+    where = explanation.parallel, explanation.arch, options.time_context
     lines = [to_text(explanation).splitlines()[0], *time_lines(explanation.model, *where)]
     if explanation.host is not None:
         seconds = explanation.host.loading_seconds(options.time_context)

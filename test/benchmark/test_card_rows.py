@@ -18,7 +18,7 @@ from sglang.tuning.attention_model import SHARED, Keys, Prompt
 from sglang.tuning.measured import measured_times, table_path
 from sglang.tuning.ops import Linear
 from sglang.tuning.rates import CEILINGS
-from sglang.tuning.sglang_times import of_sglang
+from sglang.tuning.sglang_times import time_by_sglang
 from sglang.tuning.steps import decode_step, prefill_step, time_step, total
 
 ROWS = json.loads(Path(fitting.__file__).with_name("measured_rows.json").read_text())
@@ -54,7 +54,7 @@ def product_errors(name: str) -> list[float]:
     """Of what the command line says."""
     errors = []
     for kind, m, n, k, seconds in ROWS[name]:
-        known = of_sglang(Linear(m, n, k, SCHEMES[kind]), model_tables.CARD)
+        known = time_by_sglang(Linear(m, n, k, SCHEMES[kind]), model_tables.CARD)
         assert known is not None
         errors.append(math.log(known[0] / seconds))
     return errors

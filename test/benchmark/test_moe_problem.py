@@ -9,7 +9,7 @@ from moe_problem import Problem
 
 from sglang.srt.configs.activation import SILU
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as module
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import forced
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import forced
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, tile
 from sglang.tuning.search_space import MoeShape
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from dying_rank import COLLECTIVES, TWO_BATCH_THRESHOLDS, PROMPT, dies_inside
+from dying_rank import COLLECTIVES, PROMPT, TWO_BATCH_THRESHOLDS, dies_inside
 from shared_files import array_directories, mapped_files
 
 from sglang.embedded import DEFAULT_MODEL_PATH

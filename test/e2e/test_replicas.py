@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dying_rank import COLLECTIVES, TWO_BATCH_THRESHOLDS, PROMPT, dies_inside
+from dying_rank import COLLECTIVES, PROMPT, TWO_BATCH_THRESHOLDS, dies_inside
 from forked_servers import forked_children
 from live_server import LiveServer, live_server
 

@@ -20,7 +20,7 @@ from sglang.plan.floors import StepFloors, _entries_of_all, nccl_seconds
 from sglang.plan.layouts import Layout
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import Choice
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.plan import serving_of
 from sglang.srt.server_args import ServerArgs
 
@@ -43,8 +43,8 @@ def floors(directory: str, tp_size: int = 1) -> StepFloors:
     args = ServerArgs.from_cli(["--model-path", directory, "--tp-size", str(tp_size)])
     explained = explain(args, arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}))
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
-    serving = serving_of(args, explained.model.dtype, explained.model)
-    return StepFloors(explained.model, serving, explained.arch, choices)
+    parallel = serving_of(args, explained.model.dtype, explained.model)
+    return StepFloors(explained.model, parallel, explained.arch, choices)
 
 
 def test_glm47_is_what_its_log_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -233,20 +233,20 @@ def test_steps_are_predicted_with_their_range(tmp_path: Path, capsys: pytest.Cap
 
 def test_predictions_are_of_the_libraries_that_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("library_prompts", "library_latents", "sgl_kernel_experts")
-    seen: list[Serving] = []
+    seen: list[ParallelConfig] = []
 
     def explained(*given: Any, **options: Any) -> Any:
         one = explain(*given, **options)
-        return replace(one, serving=replace(one.serving, **dict.fromkeys(flags, True)))
+        return replace(one, parallel=replace(one.parallel, **dict.fromkeys(flags, True)))
 
-    def predict(model: Any, serving: Serving, *_: Any) -> None:
-        seen.append(serving)
+    def predict(model: Any, parallel: ParallelConfig, *_: Any) -> None:
+        seen.append(parallel)
 
     monkeypatch.setattr(layouts, "explain", explained)
     monkeypatch.setattr(layouts, "predict", predict)
     words = ["--model-path", model_dir(tmp_path, "qwen3")]
     layouts.survey(words, 1, arch_by_name("rtx-pro-6000"), layouts.Load(1024, 1), None)
-    assert seen and all(getattr(serving, flag) for serving in seen for flag in flags)
+    assert seen and all(getattr(parallel, flag) for parallel in seen for flag in flags)
 
 
 @pytest.mark.parametrize(("requests", "published"), [pytest.param(64, 1028, marks=pytest.mark.thorough), (512, 4500)])

@@ -219,7 +219,7 @@ def rounded(x: torch.Tensor, weight: LinearWeight | ExpertWeights) -> torch.Tens
     return round_activation(x, weight.scheme, weight.input_scale.max())
 
 
-def rounding_linear(weight: LinearWeight, arch: object, bands: object) -> Callable[..., torch.Tensor]:
+def rounding_linear(weight: LinearWeight, arch: object, configs: object) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return F.linear(rounded(x, weight), weight.dequantized(), bias).to(out_dtype or x.dtype)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
-from srt.distributed.test_quantized_sums import reference, shape_of, summand
+from srt.distributed.test_quantized_sums import partial_sum, reference, shape_of
 
 from sgl_kernel.conftest import PACKAGE, load_file
 from sglang.srt.distributed.custom_all_reduce import (
@@ -23,14 +23,14 @@ from sglang.srt.distributed.custom_all_reduce import (
     exchange,
 )
 from sglang.srt.distributed.quantized_sums import QuantizedSums, TorchCodec
-from sglang.srt.kernels.all_reduce_table import KIB, Band, ExchangeBand
+from sglang.srt.kernels.all_reduce_table import KIB, ExchangeRange, SizeRange
 from sglang.srt.layers import native_ops
 
-BANDS = tuple(
-    Band(frozenset(), frozenset(), algorithm, most, "")
-    for algorithm, most in (("packed", 2 * KIB), ("one_shot", 8 * KIB), ("two_shot", 64 * KIB))
+SIZE_RANGES = tuple(
+    SizeRange(frozenset(), frozenset(), algorithm, max_bytes, "")
+    for algorithm, max_bytes in (("packed", 2 * KIB), ("one_shot", 8 * KIB), ("two_shot", 64 * KIB))
 )
-PARTS = ExchangeBand(frozenset(), frozenset(), KIB, KIB, "")
+PARTS = ExchangeRange(frozenset(), frozenset(), KIB, KIB, "")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -60,8 +60,8 @@ def serve(rank: int, ranks: int, folder: str, library: str) -> None:
     group = joined(rank, ranks, folder)
     assert exchange(group, bytes([rank]) * rank) == [bytes([r]) * r for r in range(ranks)]
     loaded = collectives(library)
-    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS))
-    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=60)
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(SIZE_RANGES, ranks, loaded.ROW_VECTORS))
+    reduce = CustomAllReduce(loaded, workspaces, SIZE_RANGES, deadline=60)
     assert not reduce.can_serve(64 * KIB + 16) and not reduce.can_serve(0) and not reduce.can_serve(40)
     assert reduce.algorithm_for(2 * KIB) == "packed" and reduce.algorithm_for(64 * KIB) == "two_shot"
     rng = random.Random(3)
@@ -102,10 +102,10 @@ def test_sums_and_norms(ranks: int, tmp_path: Path, cpu_collectives: Path) -> No
 def serve_exchanges(rank: int, ranks: int, folder: str, library: str) -> None:
     """Between sums, of every type, packed and by flags, from memory that lies anywhere."""
     group = joined(rank, ranks, folder)
-    loaded, most = collectives(library), 16 * KIB
-    parts = ExchangeBand(frozenset(), frozenset(), 2 * KIB, most, "")
-    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS, parts))
-    peers = CustomAllReduce(loaded, workspaces, BANDS, deadline=60, parts=parts)
+    loaded, max_bytes = collectives(library), 16 * KIB
+    parts = ExchangeRange(frozenset(), frozenset(), 2 * KIB, max_bytes, "")
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(SIZE_RANGES, ranks, loaded.ROW_VECTORS, parts))
+    peers = CustomAllReduce(loaded, workspaces, SIZE_RANGES, deadline=60, parts=parts)
     rng = random.Random(5)
     for number in range(24):
         dtype, seed = rng.choice((*DTYPES, torch.int32, torch.uint8)), 100 * number
@@ -118,9 +118,9 @@ def serve_exchanges(rank: int, ranks: int, folder: str, library: str) -> None:
         assert torch.equal(peers.gather(moved[0].T), torch.stack([each[0].T for each in every]))
         x = values(seed + rank, (2, 16), torch.bfloat16)
         assert torch.equal(peers.all_reduce(x), summed(seed, ranks, (2, 16), torch.bfloat16))
-    largest = torch.full((most,), rank, dtype=torch.uint8)
-    assert torch.equal(peers.gather(largest), torch.arange(ranks, dtype=torch.uint8)[:, None].expand(-1, most))
-    refused = (largest[:17], torch.zeros(0), torch.zeros(most + 16, dtype=torch.uint8))
+    largest = torch.full((max_bytes,), rank, dtype=torch.uint8)
+    assert torch.equal(peers.gather(largest), torch.arange(ranks, dtype=torch.uint8)[:, None].expand(-1, max_bytes))
+    refused = (largest[:17], torch.zeros(0), torch.zeros(max_bytes + 16, dtype=torch.uint8))
     assert not any(peers.can_exchange(each) for each in refused)
     peers.raise_if_stalled()
     peers.close()
@@ -135,14 +135,14 @@ def test_parts_arrive_as_they_are(ranks: int, tmp_path: Path, cpu_collectives: P
 def serve_in_e4m3(rank: int, ranks: int, folder: str, library: str) -> None:
     """The kernel's bits are those of the reference, in place, in one piece and in several."""
     group = joined(rank, ranks, folder)
-    loaded, most = collectives(library), 8 * KIB
-    bands = [*BANDS, Band(frozenset(), frozenset(), TWO_SHOT_E4M3, most, "")]
-    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(bands, ranks, loaded.ROW_VECTORS))
-    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=60, e4m3_bytes=most)
-    sums = QuantizedSums(group, TorchCodec(), 0, 1, most, reduce)
+    loaded, max_bytes = collectives(library), 8 * KIB
+    rows = [*SIZE_RANGES, SizeRange(frozenset(), frozenset(), TWO_SHOT_E4M3, max_bytes, "")]
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(rows, ranks, loaded.ROW_VECTORS))
+    reduce = CustomAllReduce(loaded, workspaces, SIZE_RANGES, deadline=60, e4m3_bytes=max_bytes)
+    sums = QuantizedSums(group, TorchCodec(), 0, 1, max_bytes, reduce)
     for seed in range(5):
         dtype, (rows, hidden) = DTYPES[seed % 2], shape_of(seed)
-        every = [summand(seed, other, (3 * rows, hidden), dtype) for other in range(ranks)]
+        every = [partial_sum(seed, other, (3 * rows, hidden), dtype) for other in range(ranks)]
         if seed == 4:
             every[-1][0, 5] = torch.inf
         x = every[rank].clone()
@@ -152,7 +152,7 @@ def serve_in_e4m3(rank: int, ranks: int, folder: str, library: str) -> None:
         assert torch.equal(reduce.all_reduce(first[rank].clone()), sum_of(first)), "exact sums in between"
     refused = (x.float(), x[:, : hidden // 2], torch.zeros(20, dtype=dtype))
     assert not any(reduce.can_sum_in_e4m3(each) for each in refused)
-    without = CustomAllReduce(loaded, workspaces, BANDS, deadline=60)
+    without = CustomAllReduce(loaded, workspaces, SIZE_RANGES, deadline=60)
     assert not without.can_sum_in_e4m3(x)
     reduce.raise_if_stalled()
     reduce.close()
@@ -174,8 +174,8 @@ def test_sums_in_e4m3(ranks: int, tmp_path: Path, cpu_collectives: Path) -> None
 def stay_away(rank: int, ranks: int, folder: str, library: str, gathers: bool) -> None:
     group = joined(rank, ranks, folder)
     loaded = collectives(library)
-    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(BANDS, ranks, loaded.ROW_VECTORS))
-    reduce = CustomAllReduce(loaded, workspaces, BANDS, deadline=0.2, parts=PARTS)
+    workspaces = IpcWorkspaces(loaded, group, rank, data_vectors_for(SIZE_RANGES, ranks, loaded.ROW_VECTORS))
+    reduce = CustomAllReduce(loaded, workspaces, SIZE_RANGES, deadline=0.2, parts=PARTS)
     if rank != 1:
         x = reduce.gather(torch.ones(64)) if gathers else reduce.all_reduce(torch.ones(64))
         assert x[1 if gathers else slice(None)].isnan().all()

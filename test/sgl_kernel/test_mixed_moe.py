@@ -9,14 +9,14 @@ from types import ModuleType
 import interpreter
 import pytest
 import torch
-from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, bands_of, expected, make_case
+from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, expected, make_case, tile_configs_of
 
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.bands import ANY, Band, band_of
 from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.tile_configs import ANY, TileConfig, config_for
 from sglang.srt.layers.moe import mixed_moe
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import mixed_bands
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import mixed_tile_configs
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
 
 BLOCK_M = (64, 128)
@@ -44,8 +44,8 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def run(case: Case, block_m: int, activation: Activation = SILU) -> torch.Tensor:
-    bands = (Band(ANY, MIXED, (({"BLOCK_M": block_m},),)),)
-    return mixed_moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, activation, bands)
+    configs = (TileConfig(ANY, MIXED, (({"BLOCK_M": block_m},),)),)
+    return mixed_moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, activation, configs)
 
 
 def case_of(num_tokens: int, **sizes) -> Case:
@@ -86,18 +86,18 @@ def test_clamped_swiglu_with_biases(dtype: torch.dtype) -> None:
 def test_few_pairs_are_left_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_moe.streamed, "fused_moe", lambda *args: args)
     case = make_case("mxfp4_mxfp8", 3, num_experts=16, features=NATIVE)
-    bands = bands_of(case.w13, case.w2, case.ids, NATIVE)
-    args = (case.x, case.w13, case.w2, case.weights, case.ids, GPT_OSS_SWIGLU, bands, NATIVE)
+    configs = tile_configs_of(case.w13, case.w2, case.ids, NATIVE)
+    args = (case.x, case.w13, case.w2, case.weights, case.ids, GPT_OSS_SWIGLU, configs, NATIVE)
     assert mixed_moe.fused_moe(*args) == args
 
 
 def test_blocks_follow_the_pairs_of_an_expert(library_module: ModuleType) -> None:
     shapes = ((5760, 2880, True), (2880, 2880, True))
     need = Need("fused_moe", quant="mxfp4_mxfp8", shapes=shapes, experts=(128, 4, 1))
-    bands = mixed_bands(need, arch_by_name("sm_120")).by_shape[None]
+    configs = mixed_tile_configs(need, arch_by_name("sm_120")).by_shape[None]
     rows = {1: None, 47: None, 48: 64, 71: 64, 72: 128, 4096: 128}
-    found = {each: band_of(bands, 32 * each) for each in rows}
-    assert {each: band.tiles[0]["BLOCK_M"] if band.way == MIXED else None for each, band in found.items()} == rows
+    found = {each: config_for(configs, 32 * each) for each in rows}
+    assert {each: config.tiles[0]["BLOCK_M"] if config.way == MIXED else None for each, config in found.items()} == rows
     assert set(BLOCK_M) == set(library_module.MIXED_BLOCK_M)
 
 

@@ -14,7 +14,7 @@ from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.scaled_product import product_of
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK
@@ -37,7 +37,7 @@ from sglang.tuning.ops import (
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.replays import FORM_BYTES
-from sglang.tuning.sglang_times import gated, of_sglang
+from sglang.tuning.sglang_times import gated, time_by_sglang
 from sglang.tuning.steps import Step, decode_step, ops_of, prefill_step, time_step, total, unserved_ops
 from sglang.tuning.streaming import pair_kind
 
@@ -67,9 +67,9 @@ def test_a_grid_gives_its_entries_back_and_lies_between_them() -> None:
 
 def test_a_grid_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="3 times for 2 x 2"):
-        Grid.of_json({"axes": {"m": [1, 2], "n": [1, 2]}, "codes": encoded((1, 2, 3))})
+        Grid.from_json({"axes": {"m": [1, 2], "n": [1, 2]}, "codes": encoded((1, 2, 3))})
     with pytest.raises(ValueError, match="pairs of the digits"):
-        Grid.of_json({"axes": {"m": [1]}, "codes": "0"})
+        Grid.from_json({"axes": {"m": [1]}, "codes": "0"})
 
 
 def test_codes_come_back() -> None:
@@ -217,7 +217,7 @@ def test_exact_rows_say_so() -> None:
     assert exact is not None and exact.exact
     assert between is not None and not between.exact
     assert best(Linear(64, 4096, 7168), H200) is None
-    assert of_sglang(Linear(64, 4096, 7168), H200) is None
+    assert time_by_sglang(Linear(64, 4096, 7168), H200) is None
 
 
 def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
@@ -259,10 +259,10 @@ def test_schemes_are_multiplied_as_the_kernels_do(scheme: str, arch: ArchTraits)
 @pytest.mark.parametrize("name", RANKS)
 def test_steps_of_models(name: str, tmp_path: Path) -> None:
     model = model_of(name, tmp_path)
-    serving = Serving("bfloat16", "bfloat16", 1, RANKS[name])
+    parallel = ParallelConfig("bfloat16", "bfloat16", 1, RANKS[name])
     last = 0.0
     for step in (decode_step(1), decode_step(16), decode_step(64), decode_step(256), prefill_step(8192)):
-        time = total(time_step(model, serving, step, CARD))
+        time = total(time_step(model, parallel, step, CARD))
         assert time.floor < time.seconds and time.low < time.seconds < time.high
         assert time.best <= time.seconds
         assert time.seconds > last
@@ -273,7 +273,7 @@ def test_a_decode_step_reads_every_weight_of_a_dense_model_once(tmp_path: Path) 
     """The op list misses nothing that is large: Qwen3-8B in 16 bits has 8.19e9 parameters, 0.62e9 of them in the
     embedding, which is not multiplied."""
     model = model_of("qwen3", tmp_path)
-    ops = [op for _, op in ops_of(model, Serving("bfloat16", "bfloat16"), decode_step(1, 1))]
+    ops = [op for _, op in ops_of(model, ParallelConfig("bfloat16", "bfloat16"), decode_step(1, 1))]
     weights = sum(op.rows * op.cols for op in ops if isinstance(op, Linear))
     embedding = model.vocab_size * model.hidden_size
     dense = sum(m.rows * m.cols for m, _ in rank_weights(model, ONE_RANK).matrices())
@@ -282,15 +282,15 @@ def test_a_decode_step_reads_every_weight_of_a_dense_model_once(tmp_path: Path) 
 
 def test_what_nothing_computes_is_no_prediction(tmp_path: Path) -> None:
     """Where an op has no kernel, others' times or bytes stand in, and are said to."""
-    model, serving = model_of("deepseek_v4", tmp_path), Serving("bfloat16", "bfloat16", 4, 4)
-    rows = time_step(model, serving, decode_step(16), CARD)
+    model, parallel = model_of("deepseek_v4", tmp_path), ParallelConfig("bfloat16", "bfloat16", 4, 4)
+    rows = time_step(model, parallel, decode_step(16), CARD)
     missing = total(rows).missing
-    unserved = unserved_ops(model, serving, CARD)
+    unserved = unserved_ops(model, parallel, CARD)
     assert {name.partition(" ")[0] for name in missing} <= unserved
     for row in rows:
         assert (row.ours is None) == (row.name in missing)
     served = model_of("qwen3", tmp_path)
-    assert unserved_ops(served, Serving("bfloat16", "bfloat16"), CARD) == frozenset()
+    assert unserved_ops(served, ParallelConfig("bfloat16", "bfloat16"), CARD) == frozenset()
 
 
 def test_experts_by_rank_are_the_same_work(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_experts_by_rank_are_the_same_work(tmp_path: Path) -> None:
     whole, by_rank = (
         sum(
             row.count * row.floor
-            for row in time_step(model, Serving("bfloat16", "bfloat16", 1, 8, "", ep), decode_step(256), CARD)
+            for row in time_step(model, ParallelConfig("bfloat16", "bfloat16", 1, 8, "", ep), decode_step(256), CARD)
             if row.name == "fused_moe"
         )
         for ep in (1, 8)
@@ -309,7 +309,8 @@ def test_experts_by_rank_are_the_same_work(tmp_path: Path) -> None:
 def test_ranks_share_the_work(tmp_path: Path) -> None:
     model = model_of("glm47", tmp_path)
     one, eight = (
-        total(time_step(model, Serving("bfloat16", "bfloat16", 1, tp), decode_step(64), CARD)).floor for tp in (1, 8)
+        total(time_step(model, ParallelConfig("bfloat16", "bfloat16", 1, tp), decode_step(64), CARD)).floor
+        for tp in (1, 8)
     )
     assert one / 8.5 < eight < one / 5
 
@@ -396,7 +397,7 @@ def test_the_attention_of_v4_is_predicted_faster_than_it_was_measured(heads: int
     ]
     prompts = [CompressedAttention(b, n, heads, 128, n, scheme) for b in (1, 16) for n in (128, 1024, 8192)]
     for op in (*decodes, *prompts):
-        ours, others = predicted(op, CARD), of_sglang(op, CARD)
+        ours, others = predicted(op, CARD), time_by_sglang(op, CARD)
         assert ours is not None and others is not None
         assert ours.seconds * (1 + ours.error) < 0.5 * others[0], describe(op)
 
@@ -414,10 +415,10 @@ def test_sums_in_eight_bits_are_predicted_where_they_are_asked_for(tmp_path: Pat
     model = model_of("glm47", tmp_path)
 
     def seconds(mode: str, step: Step) -> float:
-        serving = Serving("bfloat16", "bfloat16", tp_size=8, quantized_sums=mode)
-        names = {name for name, _ in ops_of(model, serving, step)}
+        parallel = ParallelConfig("bfloat16", "bfloat16", tp_size=8, quantized_sums=mode)
+        names = {name for name, _ in ops_of(model, parallel, step)}
         assert ("all_reduce in e4m3" in names) != ("all_reduce" in names)
-        return total(time_step(model, serving, step, CARD)).seconds
+        return total(time_step(model, parallel, step, CARD)).seconds
 
     prompt, many, one = prefill_step(8192), decode_step(256), decode_step(1)
     assert seconds("prefill", prompt) == seconds("all", prompt) < 0.75 * seconds("off", prompt)

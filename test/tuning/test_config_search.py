@@ -115,12 +115,14 @@ def test_which_weights_are_widened_agrees_with_the_kernels(name: str) -> None:
 
 
 def test_what_the_cost_model_is_told() -> None:
-    native, widened = (TileRecord(0, 0, 0, 0, mma) for mma in (("m16n8k64 mxf4nvf4 4X",), ("wgmma m64n64k16 bf16",)))
+    native, dequantized = (
+        TileRecord(0, 0, 0, 0, mma) for mma in (("m16n8k64 mxf4nvf4 4X",), ("wgmma m64n64k16 bf16",))
+    )
     shape = MoeShape(384, 256, 7168, 8, "nvfp4")
     product = grouped_product(shape, "gate_up", native)
     assert (product.columns, product.depth, product.width) == (256, 7168, 2)
     assert product.widening is None and product.x_bytes == product.w_bytes == 0.5625
-    product = grouped_product(shape, "down", widened)
+    product = grouped_product(shape, "down", dequantized)
     assert (product.columns, product.depth, product.width) == (7168, 256, 1)
     assert product.widening is not None and product.x_bytes == 2.0 and product.w_bytes == 0.5625
 

@@ -236,17 +236,17 @@ def test_every_product_with_rates_exists_and_half_is_the_slowest() -> None:
     ],
 )
 def test_rates_of_instructions(instructions: tuple[str, ...], rate: float) -> None:
-    assert rates_of(SM120).of_instructions(instructions) == rate
+    assert rates_of(SM120).slowest_rate(instructions) == rate
 
 
 def test_hopper_needs_wgmma_for_its_rate() -> None:
     rates = rates_of(H200)
-    assert rates.of_instructions(("m16n8k16 bf16",)) < 0.7 * rates.of_instructions(("wgmma m64n64k16 bf16",))
+    assert rates.slowest_rate(("m16n8k16 bf16",)) < 0.7 * rates.slowest_rate(("wgmma m64n64k16 bf16",))
 
 
 def test_what_has_no_rate_is_an_error_that_says_so() -> None:
     with pytest.raises(UserError, match="m16n8k64 mxf4nvf4 4X"):
-        rates_of(H200).of_instructions(("m16n8k64 mxf4nvf4 4X",))
+        rates_of(H200).slowest_rate(("m16n8k64 mxf4nvf4 4X",))
     with pytest.raises(UserError, match="no rates are known for cpu"):
         rates_of(CPU)
 

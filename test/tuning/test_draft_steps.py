@@ -60,7 +60,7 @@ def test_what_drafts_multiply(name: str, tmp_path: Path) -> None:
     explained = explain.explain(ServerArgs.from_cli(flags), arch_by_name(CARD), frozenset({"triton"}))
     assert explained.draft is not None
     draft, step = explained.draft.description, verify_step(8, explained.width, 1024)
-    ops = list(draft_ops(explained.model, draft, explained.serving, step))
+    ops = list(draft_ops(explained.model, draft, explained.parallel, step))
     heads = [op.tokens for called, op in ops if called == "lm_head"]  # type: ignore[union-attr]
     assert sum(heads) == 8 * (explained.width - 1)
     block = draft.rows_a_request > 1

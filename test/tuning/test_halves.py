@@ -11,10 +11,10 @@ import pytest
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.two_batch_table import TWO_BATCH_THRESHOLDS, two_batch_threshold
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.two_batch_overlap import min_tokens
-from sglang.srt.plan.layer_spec import Serving
-from sglang.tuning.two_batch_overlap import Stretch, halved_seconds, split_step, in_turns, runs_overlapped, step_time
 from sglang.tuning.steps import Step, decode_step, prefill_step, time_step, total, verify_step
+from sglang.tuning.two_batch_overlap import Stretch, halved_seconds, in_turns, runs_overlapped, split_step, step_time
 
 from .test_card_times import model_of
 
@@ -36,18 +36,18 @@ CASES = [
 def test_halves_are_predicted_to_gain_where_no_flag_asks_for_them(
     experts: bool, ranks: int, eight_bits: bool, tmp_path: Path
 ) -> None:
-    band = two_batch_threshold(Topology.HOST_BRIDGE, ranks, experts, eight_bits)
+    row = two_batch_threshold(Topology.HOST_BRIDGE, ranks, experts, eight_bits)
     gains = []
     for name in MODELS[experts][ranks]:
         model = model_of(name, tmp_path)
         mode = "prefill" if eight_bits else "off"
-        serving = Serving(model.dtype, model.dtype, tp_size=ranks, quantized_sums=mode)
-        least = min_tokens(band, model, 1)
+        parallel = ParallelConfig(model.dtype, model.dtype, tp_size=ranks, quantized_sums=mode)
+        least = min_tokens(row, model, 1)
         for tokens in sorted({least, *(size for size in CHUNKS if size > least)}):
             step = prefill_step(tokens)
-            whole = total(time_step(model, serving, step, CARD)).seconds
-            gains.append(whole / halved_seconds(model, serving, step, CARD))
-    if band.unasked:
+            whole = total(time_step(model, parallel, step, CARD)).seconds
+            gains.append(whole / halved_seconds(model, parallel, step, CARD))
+    if row.unasked:
         assert min(gains) > 1.0, gains
     else:
         assert min(gains) < 1.03, gains
@@ -61,7 +61,7 @@ def test_every_row_is_reached_and_says_why() -> None:
         for experts in (False, True)
         for eight_bits in (False, True)
     }
-    assert {id(band) for band in TWO_BATCH_THRESHOLDS} <= reached and all(band.reason for band in TWO_BATCH_THRESHOLDS)
+    assert {id(row) for row in TWO_BATCH_THRESHOLDS} <= reached and all(row.reason for row in TWO_BATCH_THRESHOLDS)
     assert not two_batch_threshold(Topology.NVLINK, 2, True, False).unasked
     assert not two_batch_threshold(None, 2, True, False).unasked
 
@@ -69,11 +69,11 @@ def test_every_row_is_reached_and_says_why() -> None:
 def test_a_prompt_of_glm_on_eight_cards(tmp_path: Path) -> None:
     """Of 8,192 tokens: at most 800 ms where sums travel in eight bits as well."""
     model, step = model_of("glm47", tmp_path), prefill_step(8192)
-    plain = Serving("bfloat16", "bfloat16", tp_size=8)
+    plain = ParallelConfig("bfloat16", "bfloat16", tp_size=8)
     both = replace(plain, quantized_sums="prefill", two_batch="auto")
     seconds = {
-        (serving.quantized_sums, serving.two_batch): step_time(model, serving, step, CARD).seconds
-        for serving in (plain, replace(plain, two_batch="auto"), replace(plain, quantized_sums="prefill"), both)
+        (parallel.quantized_sums, parallel.two_batch): step_time(model, parallel, step, CARD).seconds
+        for parallel in (plain, replace(plain, two_batch="auto"), replace(plain, quantized_sums="prefill"), both)
     }
     assert seconds["off", "auto"] < 0.8 * seconds["off", "off"]
     assert seconds["prefill", "auto"] < 0.7 * seconds["prefill", "off"] and seconds["prefill", "auto"] < 0.8
@@ -96,10 +96,10 @@ def test_a_prompt_of_glm_on_eight_cards(tmp_path: Path) -> None:
 def test_which_steps_are_predicted_as_halves(
     flags: dict[str, object], step: Step, wanted: bool, tmp_path: Path
 ) -> None:
-    serving = Serving(**{"dtype": "bfloat16", "kv_dtype": "bfloat16", "tp_size": 8, **flags})  # type: ignore[arg-type]
+    parallel = ParallelConfig(**{"dtype": "bfloat16", "kv_dtype": "bfloat16", "tp_size": 8, **flags})  # type: ignore[arg-type]
     model = model_of("glm47", tmp_path)
-    assert runs_overlapped(model, serving, step, CARD) == wanted
-    assert not runs_overlapped(model, replace(serving, two_batch="auto"), step, H200)
+    assert runs_overlapped(model, parallel, step, CARD) == wanted
+    assert not runs_overlapped(model, replace(parallel, two_batch="auto"), step, H200)
 
 
 def test_three_clocks() -> None:

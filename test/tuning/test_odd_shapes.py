@@ -14,7 +14,7 @@ from sglang.tuning.ops import floor, parse_shape
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.report import shape_json
-from sglang.tuning.sglang_times import of_sglang
+from sglang.tuning.sglang_times import time_by_sglang
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 ODD = (
@@ -65,7 +65,7 @@ ODD = (
 @pytest.mark.parametrize("shape", ODD)
 def test_odd_sizes_have_sane_times(shape: str) -> None:
     op, ceilings = parse_shape(shape), ceilings_of(CARD)
-    ours, known, others = predicted(op, CARD), of_sglang(op, CARD), best(op, CARD)
+    ours, known, others = predicted(op, CARD), time_by_sglang(op, CARD), best(op, CARD)
     assert ours is not None or op.kind == "hyper_connection" or "head_dim=80" in shape
     multiplied = op.operations / ceilings.products.get(op.operand, ceilings.products["half"])
     if ours is not None:
@@ -147,8 +147,8 @@ def test_columns_that_16_divides_are_not_predicted_as_those_that_are_loaded_in_p
 def test_windows_are_not_what_flashinfer_takes() -> None:
     """With windows SGLang has its own kernel, which takes several times as long at head dim 256, cut off or not."""
     sizes = "extend_attention batch=8 new=512 heads=16 kv_heads=8 head_dim=256"
-    whole, windowed = (of_sglang(parse_shape(sizes + window), CARD) for window in ("", " window=1024"))
+    whole, windowed = (time_by_sglang(parse_shape(sizes + window), CARD) for window in ("", " window=1024"))
     assert whole is not None and windowed is not None
     assert windowed[0] > 3 * whole[0] and "Triton" in windowed[1]
     narrow = "extend_attention batch=8 new=512 heads=20 kv_heads=4 head_dim=128"
-    assert of_sglang(parse_shape(narrow + " window=8192"), CARD) == of_sglang(parse_shape(narrow), CARD)
+    assert time_by_sglang(parse_shape(narrow + " window=8192"), CARD) == time_by_sglang(parse_shape(narrow), CARD)

@@ -11,14 +11,14 @@ from sglang import explain
 from sglang.cli import main
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import describe_model
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import best
 from sglang.tuning.ops import WITHOUT_GATE, DecodeAttention, Experts, ExtendAttention, Linear, describe, parse_shape
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import CEILINGS, RATES, ceilings_of, rates_of
-from sglang.tuning.sglang_times import PREDICTED, TIMED, gated, of_sglang
+from sglang.tuning.sglang_times import PREDICTED, TIMED, gated, time_by_sglang
 from sglang.tuning.steps import decode_step, ops_of, time_step, total
 
 CARD = arch_by_name("rtx-pro-6000-server")
@@ -64,14 +64,14 @@ def test_a_shape_of_nemotrons_experts_has_no_gate() -> None:
     ],
 )
 def test_experts_of_a_framework_with_the_same_kernel_stand_in(shape: str, microseconds: float) -> None:
-    known = of_sglang(parse_shape(f"fused_moe {shape}"), CARD)
+    known = time_by_sglang(parse_shape(f"fused_moe {shape}"), CARD)
     assert known is not None and known[1] == TIMED
     assert known[0] * 1e6 == pytest.approx(microseconds, rel=0.15)
 
 
 def test_without_a_gate_it_takes_the_time_of_two_matrices_in_16_bits_too() -> None:
     sizes = (256, 512, 22, 4096, 2688)
-    without, with_gate = (of_sglang(Experts(*sizes, gate=gate), CARD) for gate in (False, True))
+    without, with_gate = (time_by_sglang(Experts(*sizes, gate=gate), CARD) for gate in (False, True))
     assert without is not None and with_gate is not None
     assert 0.55 < without[0] / with_gate[0] < 0.75
     assert best(Experts(*sizes), CARD) is None, "nobody timed these experts with a gate"
@@ -80,7 +80,9 @@ def test_without_a_gate_it_takes_the_time_of_two_matrices_in_16_bits_too() -> No
 def test_steps_of_nemotron_have_experts_without_gates(tmp_path: Path) -> None:
     config = json.loads((PUBLISHED / "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16" / "config.json").read_text())
     model = describe_model(config, quantization_of(config, tmp_path, None, "default"), source="nemotron")
-    experts = {op for _, op in ops_of(model, Serving("bfloat16", "bfloat16"), decode_step(1)) if op.kind == "fused_moe"}
+    experts = {
+        op for _, op in ops_of(model, ParallelConfig("bfloat16", "bfloat16"), decode_step(1)) if op.kind == "fused_moe"
+    }
     assert experts == {Experts(1, 128, 6, 2688, 1856, gate=False)}
 
 
@@ -99,7 +101,7 @@ def test_one_expert_a_token_is_known_without_its_table(
     tokens: int, experts: int, intermediate: int, scheme: str | None, microseconds: float
 ) -> None:
     """Published times of hidden size 5,120, by the cost model alone."""
-    known = of_sglang(Experts(tokens, experts, 1, 5120, intermediate, scheme), CARD, {})
+    known = time_by_sglang(Experts(tokens, experts, 1, 5120, intermediate, scheme), CARD, {})
     assert known is not None and "predicted" in known[1]
     assert known[0] * 1e6 == pytest.approx(microseconds, rel=0.2)
 
@@ -111,7 +113,7 @@ def test_forty_and_eight_heads_take_flashinfer() -> None:
     """As their neighbours do: 48 and 8, 40 and 4. Shards of Llama 4 were timed with SGLang's own kernel."""
 
     def prompt(heads: int, kv_heads: int) -> tuple[float, str]:
-        known = of_sglang(ExtendAttention(Prompt(1, 4096, heads, kv_heads, 128, 128)), CARD)
+        known = time_by_sglang(ExtendAttention(Prompt(1, 4096, heads, kv_heads, 128, 128)), CARD)
         assert known is not None
         return known[0] / heads, known[1]
 
@@ -120,7 +122,7 @@ def test_forty_and_eight_heads_take_flashinfer() -> None:
     assert all(0.85 < whole[0] / other < 1.15 for other, _ in near)
     shard = prompt(20, 4)
     assert shard[1] == PREDICTED and shard[0] > 1.7 * whole[0]
-    keys = of_sglang(DecodeAttention(Keys(16, 4096, 40, 8, 128, 128)), CARD)
+    keys = time_by_sglang(DecodeAttention(Keys(16, 4096, 40, 8, 128, 128)), CARD)
     assert keys is not None and keys[1] == TIMED
 
 
@@ -149,7 +151,7 @@ def test_a_card_by_its_data_sheet_has_wider_errors(product: str) -> None:
         ours, timed = predicted(op, arch), predicted(op, CARD)
         assert ours is not None and timed is not None and "by its data sheet" in ours.how
         assert 0.3 < ours.error and timed.error < ours.error, shape
-        assert best(op, arch) is None and of_sglang(op, arch) is None
+        assert best(op, arch) is None and time_by_sglang(op, arch) is None
         if arch.bandwidth < CARD.bandwidth and arch.num_sms < CARD.num_sms:
             assert ours.seconds > timed.seconds, shape
 
@@ -183,10 +185,10 @@ def test_the_commands_know_these_cards(product: str, tmp_path: Path, capsys: pyt
 def test_ranges_of_steps_are_wider_than_on_the_card_that_was_timed(tmp_path: Path) -> None:
     config = json.loads((CONFIGS / "qwen3.json").read_text())
     model = describe_model(config, quantization_of(config, tmp_path, None, "default"), source="qwen3")
-    serving = Serving("bfloat16", "bfloat16")
+    parallel = ParallelConfig("bfloat16", "bfloat16")
 
     def width(product: str) -> float:
-        time = total(time_step(model, serving, decode_step(16), arch_by_name(product)))
+        time = total(time_step(model, parallel, decode_step(16), arch_by_name(product)))
         return (time.high - time.low) / time.seconds
 
     assert width("rtx-5090") > 1.8 * width("rtx-pro-6000-server")

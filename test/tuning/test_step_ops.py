@@ -14,7 +14,7 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import SKINNY_LEAST_N, SKINNY_MOST_ROWS
 from sglang.srt.layers.attention import sites
 from sglang.srt.plan.defaults import cuda_graph_prefill_tokens
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.tuning import steps
@@ -31,9 +31,9 @@ def model_of(name: str) -> ModelDescription:
     return describe_model(configs()[name], None, False)
 
 
-def named(model: ModelDescription, serving: Serving, step: Step) -> dict[str, list[Op]]:
+def named(model: ModelDescription, parallel: ParallelConfig, step: Step) -> dict[str, list[Op]]:
     ops: dict[str, list[Op]] = {}
-    for name, op in ops_of(model, serving, step):
+    for name, op in ops_of(model, parallel, step):
         ops.setdefault(name, []).append(op)
     return ops
 
@@ -44,39 +44,39 @@ def test_long_prompts_are_those_of_a_server() -> None:
 
 @pytest.mark.parametrize("card", [CARD, GEFORCE], ids=["server", "5090"])
 def test_a_library_computes_long_prompts_where_it_is_chosen(card: ArchTraits) -> None:
-    model, serving = model_of("Qwen3-8B"), Serving("bfloat16", "bfloat16")
-    chosen = replace(serving, library_prompts=True)
-    assert "long_prompt_attention" not in named(model, serving, prefill_step(8192))
+    model, parallel = model_of("Qwen3-8B"), ParallelConfig("bfloat16", "bfloat16")
+    chosen = replace(parallel, library_prompts=True)
+    assert "long_prompt_attention" not in named(model, parallel, prefill_step(8192))
     assert "extend_attention" in named(model, chosen, prefill_step(steps.LONG_PROMPTS - 1))
     layers = named(model, chosen, prefill_step(steps.LONG_PROMPTS))
     assert len(layers["long_prompt_attention"]) == len(model.layers) and "extend_attention" not in layers
     by_triton, by_library = (
-        total(time_step(model, each, prefill_step(8192), card)).seconds for each in (serving, chosen)
+        total(time_step(model, each, prefill_step(8192), card)).seconds for each in (parallel, chosen)
     )
     assert by_library < by_triton
-    assert named(model, chosen, decode_step(4)).keys() == named(model, serving, decode_step(4)).keys()
+    assert named(model, chosen, decode_step(4)).keys() == named(model, parallel, decode_step(4)).keys()
 
 
 def test_a_library_computes_long_prompts_over_latents_where_it_is_chosen() -> None:
-    model, serving = model_of("deepseek_v3"), Serving("bfloat16", "bfloat16", tp_size=16)
-    chosen = replace(serving, library_latents=True)
-    assert "long_latent_prompt" not in named(model, serving, prefill_step(8192))
+    model, parallel = model_of("deepseek_v3"), ParallelConfig("bfloat16", "bfloat16", tp_size=16)
+    chosen = replace(parallel, library_latents=True)
+    assert "long_latent_prompt" not in named(model, parallel, prefill_step(8192))
     assert "extend_attention" in named(model, chosen, prefill_step(steps.LONG_PROMPTS - 1))
     layers = named(model, chosen, prefill_step(8192))
     assert len(layers["long_latent_prompt"]) == len(model.layers) and "extend_attention" not in layers
     measured = predicted(layers["long_latent_prompt"][0], CARD)
     assert measured is not None and measured.seconds == pytest.approx(549e-6, rel=0.03)
-    (by_triton,) = {predicted(op, CARD) for op in named(model, serving, prefill_step(8192))["extend_attention"]}
+    (by_triton,) = {predicted(op, CARD) for op in named(model, parallel, prefill_step(8192))["extend_attention"]}
     assert by_triton is not None and by_triton.seconds > 1.8 * measured.seconds
-    assert named(model, chosen, decode_step(4)).keys() == named(model, serving, decode_step(4)).keys()
+    assert named(model, chosen, decode_step(4)).keys() == named(model, parallel, decode_step(4)).keys()
 
 
 def test_layers_in_windows_and_narrow_heads_keep_their_kernel() -> None:
     """Gemma 3 has one layer in six that attends to all tokens; heads of GPT-OSS have 64 dims."""
-    serving = Serving("bfloat16", "bfloat16", library_prompts=True)
-    gemma = named(model_of("Gemma-3-27B"), serving, prefill_step(8192))
+    parallel = ParallelConfig("bfloat16", "bfloat16", library_prompts=True)
+    gemma = named(model_of("Gemma-3-27B"), parallel, prefill_step(8192))
     assert len(gemma["extend_attention in a window"]) > 4 * len(gemma["long_prompt_attention"]) > 0
-    assert "long_prompt_attention" not in named(model_of("gpt_oss"), serving, prefill_step(8192))
+    assert "long_prompt_attention" not in named(model_of("gpt_oss"), parallel, prefill_step(8192))
 
 
 def test_a_prefix_takes_a_library_the_time_of_its_keys() -> None:
@@ -95,7 +95,9 @@ def test_a_prefix_takes_a_library_the_time_of_its_keys() -> None:
 def test_norms_of_whole_rows_are_summed_over_ranks(name: str, layers: int) -> None:
     model = model_of(name)
     for tokens in (1, 64):
-        one, four = (named(model, Serving("bfloat16", "bfloat16", tp_size=tp), decode_step(tokens)) for tp in (1, 4))
+        one, four = (
+            named(model, ParallelConfig("bfloat16", "bfloat16", tp_size=tp), decode_step(tokens)) for tp in (1, 4)
+        )
         assert "all_reduce of norms" not in one and len(one["qk_whole_norm"]) == layers
         assert four["all_reduce of norms"] == [AllReduce(8 * tokens, 4)] * layers
 
@@ -104,9 +106,9 @@ def test_norms_of_whole_rows_are_summed_over_ranks(name: str, layers: int) -> No
 def test_rows_of_n_grams_are_read_once_for_a_token(tp_size: int) -> None:
     """As many rows as a token's n-grams have, of all ranks together; each rank gathers them all."""
     model = model_of("DeepSeek-V4.1-Flash")
-    tables = [layer.ngrams for layer in model.layers if layer.ngrams.weights(8, Serving("", "").ranks, 1)]
+    tables = [layer.ngrams for layer in model.layers if layer.ngrams.weights(8, ParallelConfig("", "").ranks, 1)]
     assert tables
-    ops = named(model, Serving("bfloat16", "bfloat16", tp_size=tp_size), decode_step(16))
+    ops = named(model, ParallelConfig("bfloat16", "bfloat16", tp_size=tp_size), decode_step(16))
     assert len(ops["ngram_embedding"]) == len(tables)
     for op, table in zip(ops["ngram_embedding"], tables, strict=True):
         assert isinstance(op, Elementwise)
@@ -147,7 +149,7 @@ def test_biases_by_distance_are_made_and_read(step: Step, tokens: int, full: int
         2.0 * tokens * mixer.num_heads // 2 * (mixer.bias_dims + mixer.bias_extent + seen[mixer.window])
         for mixer in mixers
     ]
-    got = named(model, Serving("bfloat16", "bfloat16", tp_size=2), step)["attention_biases"]
+    got = named(model, ParallelConfig("bfloat16", "bfloat16", tp_size=2), step)["attention_biases"]
     assert [op.num_bytes for op in got] == wanted and len(got) == len(model.layers)
 
 
@@ -158,5 +160,5 @@ def test_prefill_graphs_end_where_a_slow_host_keeps_up(name: str, tokens: int, t
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = describe_model(config, quantization_of(config, tmp_path, None, "default"), source=name)
     largest = cuda_graph_prefill_tokens(model, 1, 8192)[-1]
-    time = total(time_step(model, Serving("bfloat16", "bfloat16"), prefill_step(largest), CARD))
+    time = total(time_step(model, ParallelConfig("bfloat16", "bfloat16"), prefill_step(largest), CARD))
     assert largest == tokens and time.seconds / len(model.layers) == pytest.approx(0.83e-3, rel=0.3)

@@ -118,9 +118,9 @@ def steps(configs: Path) -> Iterator[str]:
     yield "| model | cards | step | before, ms | after, ms | |"
     yield "|---|---|---|---|---|---|"
     for config, name, cards in model_tables.LAYOUTS:
-        model, serving = model_tables.described(configs, config, cards)
+        model, parallel = model_tables.described(configs, config, cards)
         for step in (decode_step(64), decode_step(128), decode_step(256)):
-            rows = time_step(model, serving, step, CARD)
+            rows = time_step(model, parallel, step, CARD)
             after = total(rows).seconds
             before = after + sum(
                 row.count * (_before(row.op) - row.ours.seconds)

@@ -39,7 +39,7 @@ from sglang.tuning.ops import (
     Linear,
     Op,
 )
-from sglang.tuning.sglang_times import gated, of_sglang
+from sglang.tuning.sglang_times import gated, time_by_sglang
 
 CARD = arch_by_name("rtx-pro-6000-server")
 FOLDS, MOST = 5, 4000
@@ -203,10 +203,10 @@ def judged(trial: Trial, tables: Path) -> Iterator[Judged]:
     shapes = sorted({tuple(shape) for shape in rows[list(trial.shape)].itertuples(index=False)})
     for fold in range(FOLDS):
         out = set(map(tuple, (shape for i, shape in enumerate(shapes) if _part(i) == fold)))
-        grids = {name: Grid.of_json(table) for name, table in trial.derive(_source(trial, tables, out)).items()}
+        grids = {name: Grid.from_json(table) for name, table in trial.derive(_source(trial, tables, out)).items()}
         here = rows[[tuple(shape) in out for shape in rows[list(trial.shape)].itertuples(index=False)]]
         for row in here.iloc[:: max(1, len(here) // MOST)].itertuples():
-            known = of_sglang(trial.op_of(row), CARD, grids)
+            known = time_by_sglang(trial.op_of(row), CARD, grids)
             measured = _measured(row, here)
             if known is not None and measured is not None:
                 yield str(getattr(row, trial.part)), float(getattr(row, trial.size)), math.log(known[0] / measured)

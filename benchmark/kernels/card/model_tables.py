@@ -19,11 +19,11 @@ from sglang.srt.configs.hf_config import read_config
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.tuning.ops import CompressedAttention, Op, SelectedAttention
 from sglang.tuning.predicted_times import beyond_cache
-from sglang.tuning.sglang_times import of_sglang
+from sglang.tuning.sglang_times import time_by_sglang
 from sglang.tuning.steps import Step, TimedOp, decode_step, prefill_step, time_step, total
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
@@ -94,14 +94,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = (*(decode_step(batch, args.context) for batch in (1, 16, 64, 256)), prefill_step(8192))
     timed = []
     for config, name, cards in LAYOUTS:
-        model, serving = described(args.configs, config, cards)
-        serving = replace(serving, library_prompts=args.flashinfer)
-        timed.append((name, cards, {step: time_step(model, serving, step, CARD) for step in steps}))
+        model, parallel = described(args.configs, config, cards)
+        parallel = replace(parallel, library_prompts=args.flashinfer)
+        timed.append((name, cards, {step: time_step(model, parallel, step, CARD) for step in steps}))
     print("\n".join([*summary(timed), "", *losses(timed), "", *published(args.configs), "", *details(timed)]))
     return 0
 
 
-def described(configs: Path, config: str, cards: int) -> tuple[ModelDescription, Serving]:
+def described(configs: Path, config: str, cards: int) -> tuple[ModelDescription, ParallelConfig]:
     """As `explain` reads them: the cache's type from the checkpoint. `config`: NAME of NAME.json, or a directory of
     those beside."""
     whole = configs.parent / "published" / config
@@ -116,7 +116,7 @@ def described(configs: Path, config: str, cards: int) -> tuple[ModelDescription,
         values = read_config(Path(directory))
         quantization = quantization_of(values, Path(directory), None, "default")
     model = describe_model(values, quantization, source=config)
-    return model, Serving(model.dtype, kv_cache_dtype("auto", model.dtype, quantization), 1, cards)
+    return model, ParallelConfig(model.dtype, kv_cache_dtype("auto", model.dtype, quantization), 1, cards)
 
 
 Timed = Sequence[tuple[str, int, dict[Step, list[TimedOp]]]]
@@ -185,7 +185,7 @@ def _theirs(rows: Sequence[TimedOp], step: Step, entry: Published) -> tuple[str,
         if row.name == "all_reduce":
             reduces, reducing = row.count, row.seconds
             continue
-        known = of_sglang(_timed_op(row, step, entry.cards), CARD)
+        known = time_by_sglang(_timed_op(row, step, entry.cards), CARD)
         one = beyond_cache(known[0], row.op.num_bytes, CARD) if known else row.seconds / row.count
         seconds += row.count * one
     whole = step.tokens / entry.tokens_per_second

@@ -25,7 +25,7 @@ from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import ExpertLayer, bands_of
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import ExpertLayer, tile_configs_of
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk
@@ -149,11 +149,13 @@ def experts(tokens: int) -> Iterator[Case]:
     torch.manual_seed(tokens)
     weights, ids = topk.topk_softmax(torch.randn(tokens, num_experts, device="cuda"), top_k, True)
     used = len(ids.unique())
-    bands = bands_of(ExpertLayer(product_of(None, ()), num_experts, top_k, hidden, inter), current_arch().features)
+    configs = tile_configs_of(
+        ExpertLayer(product_of(None, ()), num_experts, top_k, hidden, inter), current_arch().features
+    )
 
     def make() -> Callable[[], object]:
         x = randn(tokens, hidden)
-        return lambda: fused_moe(x, ExpertWeights(w13), ExpertWeights(w2), weights, ids, SILU, bands)
+        return lambda: fused_moe(x, ExpertWeights(w13), ExpertWeights(w2), weights, ids, SILU, configs)
 
     num_bytes = used * 3 * inter * hidden * 2
     yield Case(f"fused_moe T={tokens} ({used} experts)", num_bytes, make, 6.0 * tokens * top_k * inter * hidden)

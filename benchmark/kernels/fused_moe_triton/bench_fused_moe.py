@@ -161,7 +161,7 @@ def our_layer(inputs: Inputs) -> Layer:
     from sglang.srt.hardware.arch import current_arch
     from sglang.srt.kernels.spec import Need
     from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
-    from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
+    from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import triton_tile_configs
     from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
     from sglang.srt.layers.triton_ops import pdl
 
@@ -176,10 +176,10 @@ def our_layer(inputs: Inputs) -> Layer:
     ]
     sizes = ((2 * shape.intermediate, shape.hidden, False), (shape.hidden, shape.intermediate, False))
     need = Need("fused_moe", quant=name, shapes=sizes, experts=(shape.num_experts, shape.top_k, 1))
-    bands = triton_bands(need, arch).by_shape[None]
+    configs = triton_tile_configs(need, arch).by_shape[None]
 
     def layer(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return fused_moe(x, *matrices, weights, ids, SILU, bands, arch.features)
+        return fused_moe(x, *matrices, weights, ids, SILU, configs, arch.features)
 
     return layer
 

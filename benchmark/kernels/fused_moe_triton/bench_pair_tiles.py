@@ -28,8 +28,8 @@ def main() -> None:
     default = PAIR_TILES[kind]
 
     def seconds_of(count: int, way: str) -> float:
-        bands = tuple(band for band in problem.bands() if band.way == way)
-        return problem.time_bands(count, bands)
+        configs = tuple(config for config in problem.configs() if config.way == way)
+        return problem.time_bands(count, configs)
 
     for count in counts:
         print(f"{count} tokens: pairs {1e6 * seconds_of(count, FEW):.1f} us", end="")

@@ -119,9 +119,9 @@ def report(model: Model, rows: tuple[MoeTiles, ...], arch: ArchTraits) -> None:
             )
     print("\n| tokens | bf16 | converted | native | experts of a step | native saves of the step | sgl-kernel |")
     print("|---|---|---|---|---|---|---|")
-    widened = replace(model, shape=replace(model.shape, scheme="mxfp4"))
+    dequantized = replace(model, shape=replace(model.shape, scheme="mxfp4"))
     for tokens in TOKENS:
-        times = {"bf16": sum(_best_of_record(widened, kind, tokens, arch) for kind in KINDS)}
+        times = {"bf16": sum(_best_of_record(dequantized, kind, tokens, arch) for kind in KINDS)}
         for name, share in (("converted", 1.0), ("native", 0.0)):
             times[name] = min(
                 sum(

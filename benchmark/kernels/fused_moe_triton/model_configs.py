@@ -93,15 +93,15 @@ def worth_recording(shape: MoeShape, kind: str, tile: GroupedTile) -> bool:
     scheme, width = shape.scheme, 2 if kind == "gate_up" else 1
     sums = tile["BLOCK_M"] * tile["BLOCK_N"] * width // 128
     rows, timed = tile["BLOCK_N"] * width, scheme == "fp8_channel"
-    widened = widens(scheme, ARCH)
-    few = widened and tile["BLOCK_M"] < 64 and tile["BLOCK_K"] == STRIP
+    dequantized = widens(scheme, ARCH)
+    few = dequantized and tile["BLOCK_M"] < 64 and tile["BLOCK_K"] == STRIP
     if rows < (32 if timed else 64) or rows > (128 if few else 256):
         return False
     if not timed and sums != 64 and (tile["num_warps"] == 8) != (sums > 64):
         return False
     bits = SCHEMES[scheme].bits if scheme else 16
     row_bytes, ragged = tile["BLOCK_K"] * bits // 8, shape.depth(kind) % tile["BLOCK_K"] != 0
-    if row_bytes > 256 or row_bytes < 64 or (ragged and tile["BLOCK_K"] > 128 and not widened):
+    if row_bytes > 256 or row_bytes < 64 or (ragged and tile["BLOCK_K"] > 128 and not dequantized):
         return False
     if bits == 8 and row_bytes == 64 and shape.depth(kind) % 128 == 0:
         return False

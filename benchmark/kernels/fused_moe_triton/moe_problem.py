@@ -26,14 +26,14 @@ from sglang.ledger.compile import matrix_instructions
 from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import current_arch
-from sglang.srt.kernels.bands import Bands
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import TileRecord
+from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.moe.fused_moe_triton import kernels
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.config_format import TilePair
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import ExpertLayer, bands_of, forced
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import ExpertLayer, forced, tile_configs_of
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import (
     Operand,
     _operand,
@@ -209,21 +209,21 @@ class Problem:
 
     def time_layer(self, num_tokens: int, pair: TilePair | None) -> float:
         """Seconds of `fused_moe`; with the tiles of the tables if there are none."""
-        return self.time_bands(num_tokens, self.bands(pair))
+        return self.time_bands(num_tokens, self.configs(pair))
 
-    def bands(self, pair: TilePair | None = None) -> Bands:
+    def configs(self, pair: TilePair | None = None) -> TileConfigs:
         """With these tiles, or those of the tables."""
         shape, product = self.shape, product_for(self.w13)
         if pair is not None:
             return forced(MoeTiles(float("inf"), pair.gate_up, pair.down), product)
         layer = ExpertLayer(product, shape.num_experts, shape.top_k, shape.hidden, shape.intermediate)
-        return bands_of(layer, self.features)
+        return tile_configs_of(layer, self.features)
 
-    def time_bands(self, num_tokens: int, bands: Bands) -> float:
+    def time_bands(self, num_tokens: int, configs: TileConfigs) -> float:
         self.prepare(num_tokens)
         inputs = self.inputs
         given = (inputs.x, self.w13, self.w2, inputs.topk_weights)
-        calls = [functools.partial(fused_moe, *given, ids, SILU, bands, self.features) for ids in inputs.topk_ids]
+        calls = [functools.partial(fused_moe, *given, ids, SILU, configs, self.features) for ids in inputs.topk_ids]
         return time_graph(calls)
 
 

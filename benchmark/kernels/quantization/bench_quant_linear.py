@@ -88,8 +88,8 @@ def ours(x: torch.Tensor, weights: list[PackedWeight], tile: dict[str, int] | No
     if tile is not None:
         return seconds([lambda w=w: many_rows(x, w, tile) for w in weights])
     shape = (*weights[0].weight.data.shape[:1], weights[0].cols, False)
-    bands = linear_tiles.bands_of(weights[0].weight.scheme, shape, weights[0].arch)
-    products = [packed_linear(weight, bands) for weight in weights]
+    configs = linear_tiles.tile_configs_of(weights[0].weight.scheme, shape, weights[0].arch)
+    products = [packed_linear(weight, configs) for weight in weights]
     return seconds([lambda product=product: product(x) for product in products])
 
 

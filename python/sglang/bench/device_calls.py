@@ -15,7 +15,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Need
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import triton_tile_configs
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.tuning.ops import DecodeAttention, Experts, ExtendAttention, GatedDeltaRule, LatentAbsorb, Linear, Op
 from sglang.tuning.served_attention import SERVED_CONTEXT
@@ -49,8 +49,8 @@ def _linear(op: Linear, arch: ArchTraits, device: str) -> list[Call]:
         weights = [_half(op.rows, op.cols, device=device) for _ in range(count)]
         return [lambda w=w: gemv.linear(x, w) for w in weights]  # type: ignore[misc]
     scheme, shape = SCHEMES[op.scheme], (op.rows, op.cols, False)
-    bands = linear_tiles.bands_of(scheme, shape, arch)
-    products = [quant_linear.quantized_linear(_linear_weight(scheme, op, device), arch, bands) for _ in range(count)]
+    configs = linear_tiles.tile_configs_of(scheme, shape, arch)
+    products = [quant_linear.quantized_linear(_linear_weight(scheme, op, device), arch, configs) for _ in range(count)]
     return [lambda product=product: product(x) for product in products]  # type: ignore[misc]
 
 
@@ -82,7 +82,7 @@ def _experts(op: Experts, arch: ArchTraits, device: str) -> list[Call]:
     w2 = _expert_weights(op, op.hidden, op.intermediate, arch, device)
     shapes = ((2 * op.intermediate, op.hidden, op.bias), (op.hidden, op.intermediate, op.bias))
     need = Need("fused_moe", quant=op.scheme, shapes=shapes, experts=(op.num_experts, op.top_k, 1))
-    bands = triton_bands(need, arch).by_shape[None]
+    configs = triton_tile_configs(need, arch).by_shape[None]
     x = _half(op.tokens, op.hidden, device=device)
     weights = torch.full((op.tokens, op.top_k), 1.0 / op.top_k, device=device)
     routings = [
@@ -92,7 +92,7 @@ def _experts(op: Experts, arch: ArchTraits, device: str) -> list[Call]:
     activation = GPT_OSS_SWIGLU if op.bias else SILU
 
     def call(ids: torch.Tensor) -> torch.Tensor:
-        return fused_moe(x, w13, w2, weights, ids, activation, bands, arch.features)
+        return fused_moe(x, w13, w2, weights, ids, activation, configs, arch.features)
 
     return [lambda ids=ids: call(ids) for ids in routings]  # type: ignore[misc]
 

@@ -26,7 +26,7 @@ from sglang.ledger.lock_writer import digest_of, write_lock
 from sglang.ledger.measure import Job, all_jobs, measure, targets, to_rows, variant_table
 from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels.ledger_file import LOCKS, WIDENED_TAIL, Ledger, Measurement, Row, RowKey, Rows, read_lock
+from sglang.srt.kernels.ledger_file import LOCKS, WIDENED_TAIL, Ledger, LedgerRows, Measurement, Row, RowKey, read_lock
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def check(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _drift(lock: str, rows: Rows, args: argparse.Namespace) -> list[str]:
+def _drift(lock: str, rows: LedgerRows, args: argparse.Namespace) -> list[str]:
     """Rows whose code changed since they were measured, and measured rows that now compile to other numbers."""
     import triton
 
@@ -155,12 +155,12 @@ def update(args: argparse.Namespace) -> int:
     return 1 if failures else 0
 
 
-def _unedited(lock: str) -> Rows:
+def _unedited(lock: str) -> LedgerRows:
     """The rows that need not be measured again."""
     return {key: row for key, row in read_lock(lock).items() if row.digest == digest_of(key, row)}
 
 
-def _measure_with(directory: Path, lock: str, args: argparse.Namespace) -> Rows:
+def _measure_with(directory: Path, lock: str, args: argparse.Namespace) -> LedgerRows:
     path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-m", "sglang.ledger", "update", "--lock", lock, "--only-measure", out]
@@ -178,7 +178,7 @@ def _measurement(values: Sequence[object]) -> Measurement:
     return smem, registers, spills, stack, tuple(mma)  # type: ignore[return-value,arg-type]
 
 
-def _merge(into: Rows, rows: Rows) -> None:
+def _merge(into: LedgerRows, rows: LedgerRows) -> None:
     """Measurements of other code are replaced, those of the same code completed."""
     for key, row in rows.items():
         if key not in into or into[key].code != row.code:
@@ -186,7 +186,7 @@ def _merge(into: Rows, rows: Rows) -> None:
         into[key].by_target.update(row.by_target)
 
 
-def _combined(lock: str, known: Rows, fresh: Rows) -> Rows:
+def _combined(lock: str, known: LedgerRows, fresh: LedgerRows) -> LedgerRows:
     """Known rows of the table stay until they are measured anew; `check` reports those whose code changed."""
     combined = {key: Row(row.code, dict(row.by_target)) for key, row in known.items() if key in variant_table(lock)}
     _merge(combined, fresh)

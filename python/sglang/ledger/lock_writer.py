@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
-from sglang.srt.kernels.ledger_file import LOCK_DIR, LOCKS, Measurement, Row, RowKey, Rows
+from sglang.srt.kernels.ledger_file import LOCK_DIR, LOCKS, LedgerRows, Measurement, Row, RowKey
 
 
 def digest_of(key: RowKey, row: Row) -> str:
@@ -18,7 +18,7 @@ def digest_of(key: RowKey, row: Row) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def write_lock(name: str, rows: Rows, directory: Path = LOCK_DIR) -> None:
+def write_lock(name: str, rows: LedgerRows, directory: Path = LOCK_DIR) -> None:
     """One line a row, sorted; targets with equal numbers share an entry."""
     tree: dict[str, dict[str, list[str]]] = {}
     for (op, key, tile), row in sorted(rows.items()):

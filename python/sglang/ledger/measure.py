@@ -17,7 +17,7 @@ from sglang.ledger.targets import COMPLETE, NOT_NATIVE
 from sglang.ledger.variant import Variant
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.ledger_file import LOCKS, Measurement, Row, RowKey, Rows, tile_key
+from sglang.srt.kernels.ledger_file import LOCKS, LedgerRows, Measurement, Row, RowKey, tile_key
 
 # Named, not imported: each loads Triton. Each has OPS and variants(op, features).
 VARIANT_MODULES = (
@@ -101,7 +101,7 @@ def targets(lock: str, variant: Variant, triton_version: str) -> tuple[str, ...]
     return tuple(a for a in LOCKS[lock] if not (variant.native_only and f"{triton_version}/{a}" in NOT_NATIVE))
 
 
-def all_jobs(lock: str, only: str = "", known: Rows | None = None, triton_version: str = "") -> list[Job]:
+def all_jobs(lock: str, only: str = "", known: LedgerRows | None = None, triton_version: str = "") -> list[Job]:
     """One a row. `only`: rows whose op/key/tile contains it. `known`: what it holds for `triton_version`, measured from
     the same code, is left out."""
     jobs: list[Job] = []
@@ -117,9 +117,9 @@ def all_jobs(lock: str, only: str = "", known: Rows | None = None, triton_versio
     return jobs
 
 
-def to_rows(lock: str, results: Results, triton_version: str) -> tuple[Rows, list[str]]:
+def to_rows(lock: str, results: Results, triton_version: str) -> tuple[LedgerRows, list[str]]:
     """Rows of the lock file, and the messages of what did not compile."""
-    rows: Rows = {}
+    rows: LedgerRows = {}
     failures: list[str] = []
     for job, result in results.items():
         if isinstance(result, str):

@@ -10,7 +10,7 @@ from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
 from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import tiles
-from sglang.srt.kernels.ledger_file import LOCKS, Ledger, Rows
+from sglang.srt.kernels.ledger_file import LOCKS, Ledger, LedgerRows
 from sglang.srt.kernels.spec import Need
 
 SPILL_BUDGET = 0
@@ -118,8 +118,8 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         "decode_attention",
         "576x512/",
         1568,
-        "with draft tokens, as the rows are, up to twice as much as with one token; outside the loop, or with the widest"
-        " blocks; the fastest of the tiles on an H200 (benchmark/results)",
+        "with draft tokens, as the rows are, up to twice as much as with one token; outside the loop, or with the"
+        " widest blocks; the fastest of the tiles on an H200 (benchmark/results)",
     ),
     AcceptedSpill("sm120", "sparse_indexer", "select/16384/", 320, _WHOLE_ROWS),
     AcceptedSpill("sm90", "sparse_indexer", "select/16384/", 320, _WHOLE_ROWS),
@@ -137,7 +137,7 @@ def spill_budget(lock: str, op: str, key: str) -> int:
     return max(accepted, default=SPILL_BUDGET)
 
 
-def over_limit(lock: str, rows: Rows) -> Iterator[str]:
+def over_limit(lock: str, rows: LedgerRows) -> Iterator[str]:
     """Tiles that ask for more shared memory than a block can have."""
     for (op, key, tile), row in rows.items():
         for target, (smem, *_) in row.by_target.items():
@@ -146,7 +146,7 @@ def over_limit(lock: str, rows: Rows) -> Iterator[str]:
                 yield f"{lock}: {op}/{key} tile {tile} needs {smem:,} B on {target}, limit {limit:,} B"
 
 
-def over_spill_budget(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
+def over_spill_budget(lock: str, rows: LedgerRows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
     """Default tiles that spill more than they may."""
     for (op, key, tile), row in rows.items():
         variant = table.get((op, key, tile))
@@ -158,14 +158,14 @@ def over_spill_budget(lock: str, rows: Rows, table: Mapping[tuple[str, str, str]
                 yield f"{lock}: {op}/{key} default tile {tile} spills {spills} B on {target}, budget {budget} B"
 
 
-def edited(lock: str, rows: Rows) -> Iterator[str]:
+def edited(lock: str, rows: LedgerRows) -> Iterator[str]:
     """Rows whose figures are not those that were written when they were measured."""
     for key, row in rows.items():
         if row.digest != digest_of(key, row):
             yield f"{lock}: {'/'.join(key)}: its figures were edited after they were measured"
 
 
-def missing(lock: str, rows: Rows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
+def missing(lock: str, rows: LedgerRows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
     """Tiles of the table that were never measured, and rows of tiles that no longer exist."""
     for (op, key, tile), variant in table.items():
         row = rows.get((op, key, tile))

@@ -159,7 +159,7 @@ def _prospect_json(prospect: Prospect, accept_length: float) -> dict[str, Any]:
         "weights": prospect.weights,
         "cache": prospect.cache,
         "tokens": prospect.tokens,
-        "requests": prospect.most_requests,
+        "requests": prospect.max_requests,
         "decode_one": _floor_json(prospect.one),
         "decode_load": _floor_json(prospect.loaded) | {"requests_per_server": prospect.requests_per_server},
         "tokens_per_second_at_most": prospect.tokens_per_second,
@@ -286,7 +286,7 @@ def _row(prospect: Prospect) -> tuple[str, ...]:
         f"{prospect.weights / GIB:.2f}",
         f"{prospect.cache / GIB:.2f}",
         f"{prospect.tokens:,}",
-        f"{prospect.most_requests:,}",
+        f"{prospect.max_requests:,}",
         f"{one.seconds * 1e3:.2f}",
         f"{one.seconds_with_nccl * 1e3:.2f}",
         f"{loaded.seconds * 1e3:.2f}",
@@ -377,7 +377,7 @@ def reasons(result: Survey) -> list[str]:
         if result.prospects:
             return [f"no layout holds a request of {result.load.length:,} tokens; a shorter --length fits more"]
         return [f"the weights fit in no layout of {result.gpus} such GPUs"]
-    others = [p for p in result.prospects if p is not best and p.most_requests > 0]
+    others = [p for p in result.prospects if p is not best and p.max_requests > 0]
     figures = best.predicted_tokens_per_second
     speed = (
         f"at most {best.tokens_per_second:,.0f} tok/s"
@@ -393,7 +393,7 @@ def reasons(result: Survey) -> list[str]:
     if at_once < result.load.concurrency:
         texts.append(f"only {at_once} of {result.load.concurrency} requests run at once; the others wait")
     else:
-        texts.append(f"its cache holds {best.most_requests:,} requests of {result.load.length:,} tokens at once")
+        texts.append(f"its cache holds {best.max_requests:,} requests of {result.load.length:,} tokens at once")
     if best.predicted is not None and 0 < best.loaded_seconds < best.predicted.prefill.seconds:
         texts.append(
             f"a session of {result.load.length:,} tokens that the GPUs have evicted and main memory has"
@@ -403,7 +403,7 @@ def reasons(result: Survey) -> list[str]:
             f" {LARGEST_UNASKED * best.cache / GIB:,.1f} GiB of main memory for each GPU, at its NUMA node, keep such"
             " prefixes (four times its cache, or half of what is free there)"
         )
-    alone = result.fastest_alone()
+    alone = result.fastest_solo()
     if alone is not None and alone.one_request_per_second >= CLEARLY * best.one_request_per_second:
         how = "at most" if alone.predicted is None else "predicted"
         texts.append(

@@ -17,7 +17,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, PerRequest, Serving, Window
+from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, ParallelConfig, PerRequest, Window
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pooled_sparse import PooledSparse
@@ -68,7 +68,7 @@ class StepFloors:
     """Floors of the steps of one rank of a model on a GPU. `choices`: the kernels of its needs, by key."""
 
     model: ModelDescription
-    serving: Serving
+    parallel: ParallelConfig
     arch: ArchTraits
     choices: Mapping[str, Choice]
     crosses_machines: bool = False
@@ -76,7 +76,7 @@ class StepFloors:
 
     def decode(self, num_requests: int, length: int) -> Floor:
         """One token for each of `num_requests` requests, all `length` tokens long."""
-        of_group = -(-num_requests // self.serving.attn_dp_size)
+        of_group = -(-num_requests // self.parallel.attn_dp_size)
         read = self._weight_bytes(num_requests) + of_group * self._cache_bytes(length)
         pairs = sum(self._attended(layer, length, _entries) for layer in self.model.layers)
         return self._floor(read, num_requests, of_group * pairs, num_requests, self._exchanged(num_requests))
@@ -89,9 +89,9 @@ class StepFloors:
     def _exchanged(self, num_requests: int) -> list[float]:
         """The bytes of each collective in which ranks that share out tokens gather queries, and exchange what each made
         of its own: those that one rank receives or keeps, of half of which an all-reduce would take as long."""
-        ranks, sizes = self.serving.ranks, []
+        ranks, sizes = self.parallel.ranks, []
         for site in (site_of(layer.mixer, ranks.attn_tp_size, ranks.dcp_size) for layer in self.model.layers):
-            if site is not None and site.token_ranks > 1:
+            if site is not None and site.dcp_size > 1:
                 heads = num_requests * site.gathered.num_heads * self._item
                 sizes += [float(heads * site.shape.head_dim), float(heads * site.shape.v_head_dim)]
         return sizes
@@ -101,7 +101,7 @@ class StepFloors:
         return self._exchange_seconds(self._exchanged(num_requests))
 
     def _exchange_seconds(self, exchanged: Sequence[float]) -> float:
-        return sum(nccl_seconds(self.serving.dcp_size, size / 2) for size in exchanged)
+        return sum(nccl_seconds(self.parallel.dcp_size, size / 2) for size in exchanged)
 
     def _floor(self, read: float, tokens: int, attention: float, logits: int, exchanged: Sequence[float] = ()) -> Floor:
         flops, seconds = attention, self._seconds_of(attention, HALF)
@@ -112,10 +112,10 @@ class StepFloors:
             flops += work
             more = self._seconds_of(work, self._instructions(key))
             seconds = None if seconds is None or more is None else seconds + more
-        message = tokens * self.model.hidden_size * KV_DTYPE_BYTES[self.serving.dtype]
-        ranks, reduces = self.serving.tp_size, self._reduces
+        message = tokens * self.model.hidden_size * KV_DTYPE_BYTES[self.parallel.dtype]
+        ranks, reduces = self.parallel.tp_size, self._reduces
         sent = reduces * 2 * (ranks - 1) / ranks * message
-        sharing = self.serving.dcp_size
+        sharing = self.parallel.dcp_size
         sent += sum(exchanged) * (sharing - 1) / sharing
         nccl = 0.0
         if ranks > 1 and self.link != "NVLink":
@@ -134,17 +134,17 @@ class StepFloors:
 
     def _seconds_of(self, flops: float, instructions: tuple[str, ...]) -> float | None:
         try:
-            return flops / rates_of(self.arch).of_instructions(instructions)
+            return flops / rates_of(self.arch).slowest_rate(instructions)
         except UserError:
             return None
 
     @cached_property
     def _held(self) -> RankWeights:
-        return rank_weights(self.model, self.serving.ranks)
+        return rank_weights(self.model, self.parallel.ranks)
 
     @cached_property
     def _item(self) -> int:
-        return KV_DTYPE_BYTES[self.serving.dtype]
+        return KV_DTYPE_BYTES[self.parallel.dtype]
 
     @property
     def _head(self) -> Matrix:
@@ -165,7 +165,7 @@ class StepFloors:
     def _chosen_experts(self) -> float:
         """The number of experts of a token, on this rank on average."""
         experts = self.model.experts
-        return 0 if experts is None else experts.top_k / self.serving.ep_size + experts.fused_shared
+        return 0 if experts is None else experts.top_k / self.parallel.ep_size + experts.fused_shared
 
     def _weight_bytes(self, num_tokens: int) -> float:
         """The bytes that a step reads of the weights: of the experts those that some token is expected to choose."""
@@ -180,10 +180,10 @@ class StepFloors:
         if not matrix.experts or experts is None:
             return 1.0
         used, _ = used_blocks(num_tokens, experts.num_experts, experts.top_k, 16)
-        return (used / self.serving.ep_size + experts.fused_shared) / matrix.experts
+        return (used / self.parallel.ep_size + experts.fused_shared) / matrix.experts
 
     def _cache_bytes(self, length: int) -> float:
-        caches = (cache for layer in self.model.layers for cache in layer.caches(self.serving))
+        caches = (cache for layer in self.model.layers for cache in layer.caches(self.parallel))
         return sum(cache.entry_bytes * self._read(cache, length, _entries) for cache in caches)
 
     def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
@@ -194,7 +194,7 @@ class StepFloors:
         if isinstance(cache.lifetime, Window):
             reach = cache.lifetime.tokens
         elif self._index_top_k and (cache.name in CHOSEN_BY_INDEX or (cache.name == "kv" and cache.neighbours > 1)):
-            reach = self._index_top_k / (rate * cache.token_ranks)
+            reach = self._index_top_k / (rate * cache.dcp_size)
         elif self._block_budget and cache.name == "kv":
             reach = self._block_budget
         return count(length, min(reach, length), rate)
@@ -213,20 +213,22 @@ class StepFloors:
 
     def _attended(self, layer: LayerSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Operations of a rank's heads over what they attend to, without an indexer's scores."""
-        mixer, shape = layer.mixer, layer.mixer.attention_shape(self.serving.attn_tp_size)
+        mixer, shape = layer.mixer, layer.mixer.attention_shape(self.parallel.attn_tp_size)
         if shape is None:
             return 0.0
         dims = shape.head_dim + shape.v_head_dim
         if isinstance(mixer, MLA) and count is _entries_of_all:
             dims = mixer.qk_dim + mixer.v_dim
-        caches = [c for c in mixer.caches(self.serving) if not isinstance(c.lifetime, PerRequest) and c.name != "index"]
+        caches = [
+            c for c in mixer.caches(self.parallel) if not isinstance(c.lifetime, PerRequest) and c.name != "index"
+        ]
         # Of tokens that ranks share out each attends to its own, with the heads of all.
-        return 2.0 * shape.num_heads * dims * sum(self._read(c, length, count) * c.token_ranks for c in caches)
+        return 2.0 * shape.num_heads * dims * sum(self._read(c, length, count) * c.dcp_size for c in caches)
 
     @cached_property
     def _reduces(self) -> int:
         """All-reduces of a step: of the embedding, and of what each block makes."""
-        if self.serving.tp_size == 1:
+        if self.parallel.tp_size == 1:
             return 0
         return 1 + sum(block != ABSENT for layer in self.model.layers for block in (layer.mixer, layer.ffn))
 

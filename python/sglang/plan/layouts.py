@@ -14,7 +14,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.host_cache import BUS_RATE
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import with_pages
@@ -109,7 +109,7 @@ class Prospect:
     weights: int
     cache: int
     tokens: int  # of one server
-    most_requests: int
+    max_requests: int
     one: Floor  # a decode step of one request
     loaded: Floor  # of as many as a step of a server has with the load
     requests_per_server: int
@@ -129,7 +129,7 @@ class Prospect:
     @property
     def tokens_per_second(self) -> float:
         """The most tokens a second of all servers with the load: with all-reduces as NCCL was measured."""
-        if not self.most_requests:
+        if not self.max_requests:
             return 0.0
         return self.layout.servers * self.requests_per_server / self.loaded.seconds_with_nccl
 
@@ -139,7 +139,7 @@ class Prospect:
         if self.predicted is None:
             return None
         time, requests = self.predicted.loaded, self.layout.servers * self.requests_per_server
-        if not self.most_requests:
+        if not self.max_requests:
             return 0.0, 0.0, 0.0
         return requests / time.seconds, requests / time.high, requests / time.low
 
@@ -172,7 +172,7 @@ class Survey:
     def best(self) -> Prospect | None:
         """The best of the layouts in which a server starts: the most tokens a second for the load; of those within 2%,
         the fastest for one request. By predictions where the card was timed, else by floors."""
-        able = [p for p in self.prospects if p.most_requests > 0 and p.starts]
+        able = [p for p in self.prospects if p.max_requests > 0 and p.starts]
         most = max((p.rating for p in able), default=0.0)
         close = [p for p in able if p.rating >= most / CLEARLY]
         return max(close, key=lambda p: p.one_request_per_second, default=None)
@@ -185,8 +185,8 @@ class Survey:
             if whole is not None and whole is not prospect and whole.tokens:
                 yield prospect, whole
 
-    def fastest_alone(self) -> Prospect | None:
-        able = [p for p in self.prospects if p.most_requests > 0]
+    def fastest_solo(self) -> Prospect | None:
+        able = [p for p in self.prospects if p.max_requests > 0]
         return max(able, key=lambda p: p.one_request_per_second, default=None)
 
 
@@ -267,9 +267,9 @@ def _prospect(
     """a_machine: the GPUs of one; 0: all."""
     assert explained.plan is not None
     model, plan = explained.model, explained.plan
-    serving = with_pages(args, model, explained.serving)
+    parallel = with_pages(args, model, explained.parallel)
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
-    floors = StepFloors(model, serving, explained.arch, choices, layout.crosses_machines)
+    floors = StepFloors(model, parallel, explained.arch, choices, layout.crosses_machines)
     groups = layout.attn_dp_size  # of which each has what the plan says
     most = groups * requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), most))
@@ -280,24 +280,24 @@ def _prospect(
         weights=memory["weights"],
         cache=memory["kv_cache"] + memory["windows"] + memory["states"],
         tokens=groups * plan["max_total_num_tokens"],
-        most_requests=most * layout.servers,
+        max_requests=most * layout.servers,
         one=floors.decode(1, load.length),
         loaded=floors.decode(a_step, load.length),
         requests_per_server=each,
         prefill=floors.prefill(load.length),
         commands=tuple(layout.commands(words, a_machine // layout.gpus_each if a_machine else None)),
         notes=explained.notes,
-        predicted=_predicted(explained, model, serving, a_step, load.length) if layout.machines == 1 else None,
+        predicted=_predicted(explained, model, parallel, a_step, load.length) if layout.machines == 1 else None,
         starts=explained.problem is None,
         loaded_bytes=0 if explained.arch.unified_memory else int(cost.bytes_per_token * load.length) + cost.state_bytes,
     )
 
 
 def _predicted(
-    explained: Explanation, model: ModelDescription, serving: Serving, requests: int, length: int
+    explained: Explanation, model: ModelDescription, parallel: ParallelConfig, requests: int, length: int
 ) -> Prediction | None:
     draft = None if explained.draft is None else explained.draft.description
-    return predict(model, serving, explained.arch, requests, length, draft, explained.width)
+    return predict(model, parallel, explained.arch, requests, length, draft, explained.width)
 
 
 def requests_that_fit(plan: dict[str, Any], length: int) -> int:

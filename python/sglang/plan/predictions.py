@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.drafts.description import DraftDescription
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
-from sglang.tuning.two_batch_overlap import step_time
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.steps import Step, StepTime, decode_step, prefill_step, verify_step
+from sglang.tuning.two_batch_overlap import step_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Prediction:
 
 def predict(
     model: ModelDescription,
-    serving: Serving,
+    parallel: ParallelConfig,
     arch: ArchTraits,
     requests: int,
     length: int,
@@ -40,10 +40,10 @@ def predict(
     measured, or a model that cannot be divided so."""
 
     def timed(step: Step) -> StepTime:
-        return step_time(model, serving, step, arch)
+        return step_time(model, parallel, step, arch)
 
     def drafted(batch: int) -> DraftedStep:
-        return time_drafted(model, draft, serving, verify_step(batch, width, length), arch)
+        return time_drafted(model, draft, parallel, verify_step(batch, width, length), arch)
 
     try:
         ceilings_of(arch)

@@ -25,21 +25,21 @@ _HOST_AND_PORT = re.compile(r"(tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}")
 _ORIGIN = re.compile(r"\*|null|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s?#@]+|file://")
 
 
-def _of_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_host_cache(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.enable_hierarchical_cache and args.disable_hierarchical_cache:
         text = "--enable-hierarchical-cache and --disable-hierarchical-cache: remove one of them."
         yield {"enable_hierarchical_cache", "disable_hierarchical_cache"}, text
     if args.enable_hierarchical_cache and args.disable_radix_cache:
         text = "--enable-hierarchical-cache keeps cached prefixes, of which --disable-radix-cache leaves none."
         yield {"enable_hierarchical_cache", "disable_radix_cache"}, text
-    yield from _of_storage(args)
+    yield from _check_storage(args)
     if args.hicache_ratio is not None and args.hicache_ratio <= 0:
         yield {"hicache_ratio"}, f"--hicache-ratio must be above 0; got {args.hicache_ratio:g}."
     if args.hicache_host_memory_fraction <= 0:
         yield {"hicache_host_memory_fraction"}, "--hicache-host-memory-fraction must be above 0."
 
 
-def _of_storage(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_storage(args: Any) -> Iterator[tuple[set[str], str]]:
     backend, extra = args.hicache_storage_backend, args.hicache_storage_backend_extra_config
     if backend is None:
         if extra is not None:
@@ -79,7 +79,7 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if page is not None and args.max_total_tokens is not None and args.max_total_tokens < page:
         text = f"--max-total-tokens {args.max_total_tokens} is less than one page of {page} tokens."
         yield {"max_total_tokens", "page_size"}, text
-    yield from _of_host_cache(args)
+    yield from _check_host_cache(args)
     if args.retraction_policy == "priority" and not args.enable_priority_scheduling:
         text = "--retraction-policy priority needs --enable-priority-scheduling."
         yield {"retraction_policy", "enable_priority_scheduling"}, text
@@ -96,8 +96,8 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"allowed_origins"}, text
     if args.node_rank >= args.nnodes:
         yield {"node_rank", "nnodes"}, f"--node-rank must be below --nnodes {args.nnodes}; got {args.node_rank}."
-    yield from _of_machines(args)
-    yield from _of_attention_groups(args)
+    yield from _check_machines(args)
+    yield from _check_attention_groups(args)
     yield from refused_pairs(args)
     if args.strict_backends and args.sampling_backend not in OUR_SAMPLING:
         text = (
@@ -110,13 +110,13 @@ def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.ple_offload_embedding and args.no_ple_offload_embedding:
         text = "--ple-offload-embedding and --no-ple-offload-embedding contradict each other; remove one."
         yield {"ple_offload_embedding", "no_ple_offload_embedding"}, text
-    yield from _of_media(args)
-    yield from _of_speculation(args)
+    yield from _check_media(args)
+    yield from _check_speculation(args)
 
 
-def _of_machines(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_machines(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.use_ray:
-        yield from _of_ray(args)
+        yield from _check_ray(args)
     if args.nnodes == 1:
         return
     ranks = args.tp_size * args.pp_size
@@ -131,7 +131,7 @@ def _of_machines(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"dist_init_addr"}, f"--dist-init-addr must be HOST:PORT; got {args.dist_init_addr!r}."
 
 
-def _of_ray(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_ray(args: Any) -> Iterator[tuple[set[str], str]]:
     if args.node_rank:
         yield {"use_ray", "node_rank"}, "--use-ray starts all machines by one command: remove --node-rank."
     if args.base_gpu_id:
@@ -144,7 +144,7 @@ def _of_ray(args: Any) -> Iterator[tuple[set[str], str]]:
         yield {"use_ray", "dist_init_addr", "dp_size"}, text
 
 
-def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
     groups = args.attn_dp_size
     if args.enable_dp_lm_head and groups == 1:
         text = (
@@ -162,7 +162,7 @@ def _of_attention_groups(args: Any) -> Iterator[tuple[set[str], str]]:
 MEDIA_KINDS = ("image", "video", "audio")
 
 
-def _of_media(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_media(args: Any) -> Iterator[tuple[set[str], str]]:
     limits = json.loads(args.limit_mm_data_per_request)
     if any(kind not in MEDIA_KINDS or type(limit) is not int or limit < 0 for kind, limit in limits.items()):
         text = f'--limit-mm-data-per-request takes whole numbers by kind, such as {{"image": 4}}; got {limits}.'
@@ -185,7 +185,7 @@ _SPECULATION_ONLY = (
 )
 
 
-def _of_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
     algorithm, path = args.speculative_algorithm, args.speculative_draft_model_path
     if algorithm is None:
         given = [name for name in _SPECULATION_ONLY if getattr(args, name)]
@@ -207,13 +207,13 @@ def _of_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
     if algorithm != NGRAM and args.speculative_ngram_external_corpus_path is not None:
         text = "--speculative-ngram-external-corpus-path needs --speculative-algorithm NGRAM."
         yield {"speculative_algorithm", "speculative_ngram_external_corpus_path"}, text
-    yield from _of_blocks(args)
+    yield from _check_blocks(args)
     if args.is_embedding:
         text = "--is-embedding generates no tokens that could be drafted; remove --speculative-algorithm."
         yield {"speculative_algorithm", "is_embedding"}, text
 
 
-def _of_blocks(args: Any) -> Iterator[tuple[set[str], str]]:
+def _check_blocks(args: Any) -> Iterator[tuple[set[str], str]]:
     """Yields what contradicts itself among the numbers of tokens and of draft tokens of a block."""
     tokens = args.speculative_num_draft_tokens
     for kind, name, more in (

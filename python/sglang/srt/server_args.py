@@ -119,8 +119,8 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     enable_two_batch_overlap: bool = option(
         False,
         PARALLEL,
-        "Compute steps with many prompt tokens as two microbatches, whose sums over the GPUs travel while the other half "
-        "computes; without the flag where that is predicted to be faster.",
+        "Compute steps with many prompt tokens as two microbatches, whose sums over the GPUs travel while the "
+        "other computes; without the flag where that is predicted to be faster.",
     )
     disable_two_batch_overlap: bool = option(False, PARALLEL, "Compute every step as one, wherever it runs.")
     two_batch_overlap_min_tokens: int | None = option(
@@ -255,9 +255,9 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
     speculative_algorithm: str | None = option(
         None,
         SPECULATION,
-        "Who draft tokens tokens that a step verifies: earlier tokens (NGRAM), a small model (STANDALONE), a head (EAGLE, "
-        "EAGLE3), the model's own layers for it (NEXTN), a draft of blocks (DFLASH, DSPARK). Answers are the same, "
-        "token for token.",
+        "Who drafts the tokens that a step verifies: earlier tokens (NGRAM), a small model (STANDALONE), a head "
+        "(EAGLE, EAGLE3), the model's own layers for it (NEXTN), a draft of blocks (DFLASH, DSPARK). Answers are the "
+        "same, token for token.",
         choices=(*ALGORITHMS, NEXTN),
     )
     speculative_draft_model_path: str | None = option(

@@ -265,11 +265,11 @@ class _Launch:
         product, constants = self.product, self.constants
         m, n, k = self.tile["BLOCK_M"], self.tile["BLOCK_N"] * product.width, self.tile["BLOCK_K"]
         fill = min(1.0, self.tile["num_warps"] * sharing / FULL_WARPS)
-        matrix_rate = self.rates.of_instructions(self.record.mma) / self.arch.num_sms * constants.matrix_share * fill
-        widened = n * k * self._widening_instructions() / constants.issue_share
+        matrix_rate = self.rates.slowest_rate(self.record.mma) / self.arch.num_sms * constants.matrix_share * fill
+        dequantized = n * k * self._widening_instructions() / constants.issue_share
         every = product.scaled_every
         scaled = m * n * max(1, k // every) * constants.scale_ops if every else 0.0
-        return 2.0 * m * n * k / matrix_rate + (widened + scaled) / (LANES_PER_SM * self.rates.clock)
+        return 2.0 * m * n * k / matrix_rate + (dequantized + scaled) / (LANES_PER_SM * self.rates.clock)
 
     def _widening_instructions(self) -> float:
         """Returns the number of instructions that widen a weight, of all warps that do so."""

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.drafts.description import Block, MTPByLayer, DraftDescription, Assistant, Separate
-from sglang.srt.plan.layer_spec import LayerSpec, Matrix, Serving
+from sglang.srt.plan.drafts.description import Assistant, Block, DraftDescription, MTPByLayer, Separate
+from sglang.srt.plan.layer_spec import LayerSpec, Matrix, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.tuning.ops import Elementwise, Linear, Op
@@ -55,57 +55,57 @@ class DraftedStep:
 
 
 def time_drafted(
-    model: ModelDescription, draft: DraftDescription | None, serving: Serving, step: Step, arch: ArchTraits
+    model: ModelDescription, draft: DraftDescription | None, parallel: ParallelConfig, step: Step, arch: ArchTraits
 ) -> DraftedStep:
     """Returns the times of a step that verifies `step.new` tokens of each request. draft None: guesses are looked up,
     which is not counted. Raises UserError for a card that nobody measured."""
-    unserved = frozenset() if draft is None else unserved_ops(draft.model, serving, arch)
-    ops = () if draft is None else draft_ops(model, draft, serving, step)
+    unserved = frozenset() if draft is None else unserved_ops(draft.model, parallel, arch)
+    ops = () if draft is None else draft_ops(model, draft, parallel, step)
     return DraftedStep(
         step,
-        plain=total(time_step(model, serving, decode_step(step.batch, step.context), arch)),
-        verify=total(time_step(model, serving, step, arch)),
+        plain=total(time_step(model, parallel, decode_step(step.batch, step.context), arch)),
+        verify=total(time_step(model, parallel, step, arch)),
         draft=total(timed(ops, unserved, arch)),
     )
 
 
 def draft_ops(
-    model: ModelDescription, draft: DraftDescription, serving: Serving, step: Step
+    model: ModelDescription, draft: DraftDescription, parallel: ParallelConfig, step: Step
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops behind a step that verifies, with which its drafts are made."""
     if isinstance(draft.form, Block):
-        yield from _block(model, draft, draft.form, serving, step)
+        yield from _block(model, draft, draft.form, parallel, step)
         return
     draft_tokens, layers = step.new - 1, draft.model.layers
     one = decode_step(step.batch, step.context)
     head = model if draft.head_size == 0 else draft.model
     for i in range(draft_tokens):
-        yield from head_ops(head, serving, step.batch)
+        yield from head_ops(head, parallel, step.batch)
         if isinstance(draft.form, MTPByLayer):  # the depths from i on have a row for the guess before
-            yield from _pass(draft, layers[i:], serving, one if i else step, i)
+            yield from _pass(draft, layers[i:], parallel, one if i else step, i)
         elif i or isinstance(draft.form, Assistant):
-            yield from _pass(draft, layers, serving, one)
+            yield from _pass(draft, layers, parallel, one)
         else:
-            yield from _pass(draft, layers, serving, step)
+            yield from _pass(draft, layers, parallel, step)
             if isinstance(draft.form, Separate):  # its first guess has a row of its own
-                yield from _pass(draft, layers, serving, one)
+                yield from _pass(draft, layers, parallel, one)
 
 
 def _pass(
-    draft: DraftDescription, layers: tuple[LayerSpec, ...], serving: Serving, step: Step, first: int = 0
+    draft: DraftDescription, layers: tuple[LayerSpec, ...], parallel: ParallelConfig, step: Step, first: int = 0
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops of one pass: the embedding, the products before the layers, and the layers."""
     model = draft.model
     yield "embedding", Elementwise("embedding", 4.0 * step.tokens * model.hidden_size)
     for matrix in _matrices(draft):
         yield matrix.name, Linear(step.tokens, matrix.rows, matrix.cols)
-    rows, quant = expert_rows(model, serving.ranks), model.expert_quant
+    rows, quant = expert_rows(model, parallel.ranks), model.expert_quant
     for i, layer in enumerate(layers, first):
-        yield from layer_ops(model, i, layer, serving, step, rows, quant.scheme if quant else None)
+        yield from layer_ops(model, i, layer, parallel, step, rows, quant.scheme if quant else None)
 
 
 def _block(
-    model: ModelDescription, draft: DraftDescription, form: Block, serving: Serving, step: Step
+    model: ModelDescription, draft: DraftDescription, form: Block, parallel: ParallelConfig, step: Step
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops that keep the step's tokens for the draft, of one pass over blocks, and of the guesses that a head
     corrects one after the other."""
@@ -117,18 +117,18 @@ def _block(
         for _ in range(draft_tokens if per_draft_token else 1):
             yield matrix.name, Linear(step.batch if per_draft_token else tokens, matrix.rows, matrix.cols)
     for i, layer in enumerate(draft.model.layers):
-        for part in layer.mixer.weights(draft.model.hidden_size, serving.tp_size):
+        for part in layer.mixer.weights(draft.model.hidden_size, parallel.tp_size):
             if isinstance(part, Matrix) and part.name in _KEPT:
                 quant = draft.model.quant_of(i, part)
                 yield (
                     f"{part.name} of kept tokens",
                     Linear(step.tokens, part.rows, part.cols, quant.scheme if quant else None),
                 )
-    experts, quant = expert_rows(draft.model, serving.ranks), draft.model.expert_quant
+    experts, quant = expert_rows(draft.model, parallel.ranks), draft.model.expert_quant
     yield "embedding", Elementwise("embedding", 4.0 * rows.tokens * draft.model.hidden_size)
     for i, layer in enumerate(draft.model.layers):
-        yield from layer_ops(draft.model, i, layer, serving, rows, experts, quant.scheme if quant else None)
-    yield from head_ops(model, serving, step.batch * draft_tokens)
+        yield from layer_ops(draft.model, i, layer, parallel, rows, experts, quant.scheme if quant else None)
+    yield from head_ops(model, parallel, step.batch * draft_tokens)
     if form.head is not None:  # guesses are drawn one after the other
         size = 4.0 * 3 * step.batch * model.vocab_size
         yield from (("sampling", Elementwise("sampling", size, 3)) for _ in range(draft_tokens - 1))

@@ -28,7 +28,7 @@ class Grid:
     codes: tuple[int, ...]
 
     @staticmethod
-    def of_json(table: Mapping[str, Any]) -> Grid:
+    def from_json(table: Mapping[str, Any]) -> Grid:
         axes = tuple(tuple(axis) for axis in table["axes"].values())
         codes = decoded(table["codes"])
         if len(codes) != math.prod(map(len, axes)):

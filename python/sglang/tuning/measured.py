@@ -27,7 +27,7 @@ def measured_times(product: str | None) -> Mapping[str, Grid]:
     path = table_path(SAME_CARD.get(product or "", product or ""))
     if not path.is_file():
         return {}
-    return {name: Grid.of_json(table) for name, table in json.loads(path.read_text())["tables"].items()}
+    return {name: Grid.from_json(table) for name, table in json.loads(path.read_text())["tables"].items()}
 
 
 def tables_of(arch: ArchTraits) -> Mapping[str, Grid]:

@@ -15,14 +15,14 @@ from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, SKINNY_LEAST_N, SKINNY_MOST_ROWS
 from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
+from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.kernels.tiles import LEAST_TOKENS, attention_tiles
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import mixed_bands, triton_bands
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import mixed_tile_configs, triton_tile_configs
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED, few_pairs
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS, num_splits
@@ -60,9 +60,9 @@ from sglang.tuning.served_attention import (
     served_prompt_seconds,
     shared_times,
 )
-from sglang.tuning.sglang_times import of_sglang, product_seconds
+from sglang.tuning.sglang_times import product_seconds, time_by_sglang
 from sglang.tuning.sparse_times import attention_seconds, choice_seconds
-from sglang.tuning.streaming import LAUNCH, of_pairs, of_rows, reading_seconds, streamed_seconds
+from sglang.tuning.streaming import LAUNCH, reading_seconds, stream_pairs, stream_rows, streamed_seconds
 
 NORMALIZATION = 2e-6
 """The chain of 20 rounds of hyper-connections: 39 times two shuffles, sums and a division, about 100 clocks each. Not
@@ -120,7 +120,7 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     if op.scheme is None:
         return _plain_linear(op, arch)
     if op.tokens <= FEW_ROWS:
-        return Predicted(streamed_seconds(of_rows(op, arch), arch), 0.15, "weights streamed once")
+        return Predicted(streamed_seconds(stream_rows(op, arch), arch), 0.15, "weights streamed once")
     kind, tile = kind_of(op.scheme, arch), linear_tile(op, arch)
     record = _linear_record(op, tile, arch)
     if record is None:
@@ -170,14 +170,14 @@ def kind_of(scheme: str, arch: ArchTraits) -> str:
 
 
 @functools.cache
-def _linear_bands(scheme: str, rows: int, cols: int, arch: ArchTraits) -> Bands:
-    return linear_tiles.bands_of(SCHEMES[scheme], (rows, cols, False), arch)
+def _linear_tile_configs(scheme: str, rows: int, cols: int, arch: ArchTraits) -> TileConfigs:
+    return linear_tiles.tile_configs_of(SCHEMES[scheme], (rows, cols, False), arch)
 
 
 def linear_tile(op: Linear, arch: ArchTraits) -> Tile:
     """The tile of a quantized product by Triton."""
     assert op.scheme is not None
-    return band_of(_linear_bands(op.scheme, op.rows, op.cols, arch), op.tokens).tiles[0]
+    return config_for(_linear_tile_configs(op.scheme, op.rows, op.cols, arch), op.tokens).tiles[0]
 
 
 def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | None:
@@ -186,8 +186,8 @@ def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | Non
     name = tile_key(tile)
     pieces = op.cols % 16 != 0
     packed = "block_scaled_mma" in arch.features
-    for widened, in_pieces in ((False, pieces), (False, False)) if packed else ((True, False), (False, pieces)):
-        record = _linear_records(op.scheme, arch.name, widened, in_pieces).get(name)
+    for dequantized, in_pieces in ((False, pieces), (False, False)) if packed else ((True, False), (False, pieces)):
+        record = _linear_records(op.scheme, arch.name, dequantized, in_pieces).get(name)
         if record is not None:
             return record
     return None
@@ -198,15 +198,15 @@ IN_PIECES = frozenset({"odd", "odd_rows"})
 
 
 @functools.cache
-def _linear_records(scheme: str, arch_name: str, widened: bool, in_pieces: bool) -> Mapping[str, TileRecord]:
-    """Returns the records by tile, of the newest Triton on record; `widened`: those of GPUs that do not multiply with
-    block scales."""
+def _linear_records(scheme: str, arch_name: str, dequantized: bool, in_pieces: bool) -> Mapping[str, TileRecord]:
+    """Returns the records by tile, of the newest Triton on record; `dequantized`: those of GPUs that do not multiply
+    with block scales."""
     choice: dict[str, TileRecord] = {}
     for (op, key, tile), row in Ledger.load().rows.items():
         parts = key.split("/")
         if op != "linear" or parts[:2] != ["tiles", scheme] or "fp32" in parts:
             continue
-        if (WIDENED_TAIL in key) == widened and bool(IN_PIECES & set(parts)) == in_pieces:
+        if (WIDENED_TAIL in key) == dequantized and bool(IN_PIECES & set(parts)) == in_pieces:
             for target in sorted(row.by_target):
                 if target.endswith("/" + arch_name):
                     choice[tile] = TileRecord(*row.by_target[target])
@@ -217,14 +217,14 @@ def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
     """Parts of K as experts that every token goes to."""
     assert op.scheme is not None
     scheme = SCHEMES[op.scheme]
-    widened = in_half(record)
+    dequantized = in_half(record)
     return GroupedProduct(
         num_experts=splits,
         top_k=splits,
         columns=op.rows,
         depth=-(-op.cols // splits),
         width=1,
-        x_bytes=2.0 if widened else 0.5625 if scheme.activation == "nvfp4" else 1.0,
+        x_bytes=2.0 if dequantized else 0.5625 if scheme.activation == "nvfp4" else 1.0,
         w_bytes=scheme.bytes_per_weight(),
         out_bytes=8.0 if splits > 1 else 2.0,
         widening=widening_of(op.scheme, record),
@@ -249,7 +249,7 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
     four_bits = op.scheme is not None and SCHEMES[op.scheme].bits == 4
     if few_pairs(op.pairs, op.num_experts):
         error = 0.3 if four_bits and arch.product not in CONFIRMED else 0.2
-        return Predicted(streamed_seconds(of_pairs(op, arch), arch), error, "chosen experts streamed, pair by pair")
+        return Predicted(streamed_seconds(stream_pairs(op, arch), arch), error, "chosen experts streamed, pair by pair")
     products = _grouped_products(op, arch)
     if not products:
         floor = ceilings_of(arch).floor(op.num_bytes, op.operations, op.operand)
@@ -265,15 +265,15 @@ def _grouped_products(op: Experts, arch: ArchTraits) -> list[tuple[float, float]
     """Returns the seconds of both products, with tokens that choose independently and with pairs shared out evenly;
     none where a tile is not on record or does not fit."""
     shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias, op.gate)
-    band = band_of(_expert_bands(shape, arch, op.sgl_kernel), op.tokens)
+    config = config_for(_expert_tile_configs(shape, arch, op.sgl_kernel), op.tokens)
     times = []
     for at, kind in enumerate(KINDS):
-        if band.way == MIXED:
-            block_m = band.tiles[0]["BLOCK_M"]
+        if config.variant == MIXED:
+            block_m = config.tiles[0]["BLOCK_M"]
             tile, record = mixed_tile(shape, kind, block_m), RECORDS[kind, block_m]
             product = mixed_product(shape, kind, block_m)
         else:
-            tile = dict(band.tiles[at])
+            tile = dict(config.tiles[at])
             cost = recorded_cost(shape.product_tile(kind, tile), arch)
             if not isinstance(cost, TileRecord):
                 return []
@@ -288,14 +288,14 @@ def _grouped_products(op: Experts, arch: ArchTraits) -> list[tuple[float, float]
 
 
 @functools.cache
-def _expert_bands(shape: MoeShape, arch: ArchTraits, sgl_kernel: bool = False) -> Bands:
+def _expert_tile_configs(shape: MoeShape, arch: ArchTraits, sgl_kernel: bool = False) -> TileConfigs:
     weights = (
         ((1 + shape.gate) * shape.intermediate, shape.hidden, shape.bias),
         (shape.hidden, shape.intermediate, shape.bias),
     )
     numbers = (shape.num_experts, shape.top_k, 1)
     need = Need("fused_moe", quant=shape.scheme, shapes=weights, experts=numbers)
-    return (mixed_bands if sgl_kernel else triton_bands)(need, arch).by_shape[None]
+    return (mixed_tile_configs if sgl_kernel else triton_tile_configs)(need, arch).by_shape[None]
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ FLASHINFER_LATENT_DIMS, FLASHINFER_LATENTS = (192, 128), 313.0 / 458.8
 
 def _flashinfer(op: ExtendAttention, arch: ArchTraits) -> Predicted:
     """As SGLang was timed with it, where there is no prefix; otherwise by the rate that it reached."""
-    known = of_sglang(ExtendAttention(op.prompt), arch) if op.prompt.head_dim in FLASHINFER else None
+    known = time_by_sglang(ExtendAttention(op.prompt), arch) if op.prompt.head_dim in FLASHINFER else None
     if known is not None and not op.prompt.window:
         return Predicted(known[0], 0.15, "FlashInfer as measured")
     latents = (op.prompt.head_dim, op.prompt.v_head_dim) == FLASHINFER_LATENT_DIMS

@@ -47,7 +47,7 @@ class Rates:
     l2_bytes_per_clock: float = 20.0  # others measured 16 to 24 on large GPUs
     mma_sync_share: float = 1.0
 
-    def of_instructions(self, instructions: tuple[str, ...]) -> float:
+    def slowest_rate(self, instructions: tuple[str, ...]) -> float:
         """Operations a second of the slowest of a kernel's matrix instructions ("m16n8k32 e4m3", "wgmma ... bf16").
 
         Raises UserError for one that the product has no rate for.

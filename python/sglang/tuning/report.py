@@ -8,16 +8,16 @@ from typing import Any
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.drafts.description import DraftDescription
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.best_times import best
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
-from sglang.tuning.two_batch_overlap import runs_overlapped, step_time
 from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import Predicted, predicted
 from sglang.tuning.rates import UNMEASURED, ceilings_of
-from sglang.tuning.sglang_times import of_sglang
+from sglang.tuning.sglang_times import time_by_sglang
 from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total, verify_step
+from sglang.tuning.two_batch_overlap import runs_overlapped, step_time
 
 BATCHES, PREFILL, CONTEXT = (1, 16, 64, 256), 8192, 2048
 HEAD = (
@@ -41,18 +41,18 @@ def steps_of(context: int = CONTEXT) -> tuple[Step, ...]:
 
 
 def time_lines(
-    model: ModelDescription, serving: Serving, arch: ArchTraits, context: int = CONTEXT, details: bool = True
+    model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits, context: int = CONTEXT, details: bool = True
 ) -> Iterator[str]:
     """A summary of the steps, and each of them op by op. Raises UserError for a card that nobody measured."""
-    timed = [(step, time_step(model, serving, step, arch)) for step in steps_of(context)]
+    timed = [(step, time_step(model, parallel, step, arch)) for step in steps_of(context)]
     yield HEAD
     yield from data_sheet_lines(arch)
     yield ""
-    yield from _table(SUMMARY, [_summary(step, step_time(model, serving, step, arch)) for step, _ in timed])
+    yield from _table(SUMMARY, [_summary(step, step_time(model, parallel, step, arch)) for step, _ in timed])
     for step, rows in timed:
-        if runs_overlapped(model, serving, step, arch):
-            yield f"{step}: as two microbatches, of which one computes while the sums of the other travel; as one, whose ops"
-            yield f"stand below, {total(rows).seconds * 1e3:.2f} ms."
+        if runs_overlapped(model, parallel, step, arch):
+            yield f"{step}: as two microbatches, one computes while the sums of the other travel; as one, whose"
+            yield f"ops stand below, {total(rows).seconds * 1e3:.2f} ms."
     missing = total(timed[0][1]).missing
     if missing:
         yield f"No kernel here computes {', '.join(missing)}: counted as the best measured, or the floor."
@@ -66,10 +66,10 @@ DRAFTED_BATCHES = (1, 8, 32, 64)
 DRAFTED = ("requests", "plain, ms", "verify, ms", "draft, ms", "pays from")
 
 
-def drafted_steps(drafts: Drafts, serving: Serving, arch: ArchTraits, context: int) -> list[DraftedStep]:
+def drafted_steps(drafts: Drafts, parallel: ParallelConfig, arch: ArchTraits, context: int) -> list[DraftedStep]:
     """Returns steps with all guesses of as many requests as DRAFTED_BATCHES says. Raises UserError."""
     steps = (verify_step(batch, drafts.width, context) for batch in DRAFTED_BATCHES)
-    return [time_drafted(drafts.model, drafts.draft, serving, step, arch) for step in steps]
+    return [time_drafted(drafts.model, drafts.draft, parallel, step, arch) for step in steps]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ class Drafts:
     accept_lengths: tuple[float, ...]
 
 
-def drafted_lines(drafts: Drafts, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> Iterator[str]:
+def drafted_lines(drafts: Drafts, parallel: ParallelConfig, arch: ArchTraits, context: int = CONTEXT) -> Iterator[str]:
     """A table of steps with drafts. Raises UserError for a card that nobody measured."""
     draft_tokens = drafts.width - 1
-    yield f"Steps with {draft_tokens} draft token{'s' * (draft_tokens > 1)} of each request. Pays from: the accept length (tokens of a"
-    yield "request and step) from which drafts are faster than none. Then tokens/s, plain and at accept lengths."
+    yield f"Steps with {draft_tokens} draft token{'s' * (draft_tokens > 1)} of a request. Pays from: the accept length"
+    yield "(tokens of a request and step) from which drafts are faster. Then tokens/s, plain and at accept lengths."
     yield ""
     lengths = [f"at {length:g}" for length in drafts.accept_lengths]
     rows = []
-    for drafted in drafted_steps(drafts, serving, arch, context):
+    for drafted in drafted_steps(drafts, parallel, arch, context):
         batch, parts = drafted.step.batch, (drafted.plain, drafted.verify, drafted.draft)
         speeds = (batch / drafted.plain.seconds, *map(drafted.tokens_per_second, drafts.accept_lengths))
         ms = (f"{part.seconds * 1e3:.2f}" for part in parts)
@@ -99,7 +99,7 @@ def drafted_lines(drafts: Drafts, serving: Serving, arch: ArchTraits, context: i
     yield from _table((*DRAFTED, "plain tok/s", *lengths), rows)
 
 
-def drafted_json(drafts: Drafts, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> dict[str, Any]:
+def drafted_json(drafts: Drafts, parallel: ParallelConfig, arch: ArchTraits, context: int = CONTEXT) -> dict[str, Any]:
     """Returns, by number of requests, seconds of a step's parts and tokens a second by accept length."""
     return {
         str(drafted.step.batch): {
@@ -109,7 +109,7 @@ def drafted_json(drafts: Drafts, serving: Serving, arch: ArchTraits, context: in
             "pays_from": drafted.pays_from,
             "tokens_per_second": {f"{n:g}": drafted.tokens_per_second(n) for n in drafts.accept_lengths},
         }
-        for drafted in drafted_steps(drafts, serving, arch, context)
+        for drafted in drafted_steps(drafts, parallel, arch, context)
     }
 
 
@@ -187,7 +187,7 @@ def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
 def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
     """Microseconds, None where nothing is known. Raises UserError."""
     op = parse_shape(shape)
-    ours, best_known, theirs = predicted(op, arch), best(op, arch), of_sglang(op, arch)
+    ours, best_known, theirs = predicted(op, arch), best(op, arch), time_by_sglang(op, arch)
     return {
         "shape": describe(op),
         "ours_us": ours and ours.seconds * 1e6,
@@ -202,14 +202,16 @@ def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
     }
 
 
-def time_json(model: ModelDescription, serving: Serving, arch: ArchTraits, context: int = CONTEXT) -> dict[str, Any]:
+def time_json(
+    model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits, context: int = CONTEXT
+) -> dict[str, Any]:
     """Returns the seconds of each step, and of its ops. Raises UserError."""
     steps = {}
     for step in steps_of(context):
-        rows = time_step(model, serving, step, arch)
-        time = step_time(model, serving, step, arch)
+        rows = time_step(model, parallel, step, arch)
+        time = step_time(model, parallel, step, arch)
         steps[str(step)] = {
-            "forward_microbatches": runs_overlapped(model, serving, step, arch),
+            "forward_microbatches": runs_overlapped(model, parallel, step, arch),
             "seconds": time.seconds,
             "low": time.low,
             "high": time.high,

@@ -177,10 +177,10 @@ def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
     them as they are."""
     if scheme is None:
         return None
-    widened = in_half(record)
-    if not widened and (SCHEMES[scheme].element != "e2m1" or not any("mxf8f6f4" in name for name in record.mma)):
+    dequantized = in_half(record)
+    if not dequantized and (SCHEMES[scheme].element != "e2m1" or not any("mxf8f6f4" in name for name in record.mma)):
         return None
-    return widening(scheme, "wgmma" if any(name.startswith("wgmma") for name in record.mma) else "mma", widened)
+    return widening(scheme, "wgmma" if any(name.startswith("wgmma") for name in record.mma) else "mma", dequantized)
 
 
 def in_half(record: TileRecord) -> bool:
@@ -191,8 +191,8 @@ def in_half(record: TileRecord) -> bool:
 def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedProduct:
     """Returns the shape of a product for the cost model."""
     scheme = SCHEMES[shape.scheme] if shape.scheme else None
-    widened = scheme is not None and in_half(record)
-    if scheme is None or widened:
+    dequantized = scheme is not None and in_half(record)
+    if scheme is None or dequantized:
         x_bytes = 2.0
     else:
         x_bytes = 0.5625 if scheme.activation == "nvfp4" else 1.0

@@ -38,7 +38,7 @@ TIMED = "interpolated"
 PREDICTED = "its Triton kernel, predicted"
 
 
-def of_sglang(op: Op, arch: ArchTraits, tables: Tables | None = None) -> Known:
+def time_by_sglang(op: Op, arch: ArchTraits, tables: Tables | None = None) -> Known:
     """None where nothing is known. `tables`: in place of those that ship."""
     if SAME_CARD.get(arch.product or "", arch.product) != "rtx-pro-6000-server" or op.kind not in _KINDS:
         return None

@@ -21,7 +21,7 @@ from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
-from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, Serving
+from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
@@ -127,10 +127,10 @@ class StepTime:
     missing: tuple[str, ...]
 
 
-def unserved_ops(model: ModelDescription, serving: Serving, arch: ArchTraits) -> frozenset[str]:
+def unserved_ops(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -> frozenset[str]:
     """Ops of the model that no kernel of this server computes there, as `explain` finds them. Raises UserError."""
     unserved = set()
-    for need in needs_of(rank_weights(model, serving.ranks), serving):
+    for need in needs_of(rank_weights(model, parallel.ranks), parallel):
         try:
             resolve(need, arch, Ledger.load(), frozenset({"triton"}))
         except NoKernel:
@@ -138,9 +138,9 @@ def unserved_ops(model: ModelDescription, serving: Serving, arch: ArchTraits) ->
     return frozenset(unserved)
 
 
-def time_step(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> list[TimedOp]:
+def time_step(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> list[TimedOp]:
     """Raises UserError where experts cannot be divided, or for a card that nobody measured."""
-    return timed(ops_of(model, serving, step), unserved_ops(model, serving, arch), arch)
+    return timed(ops_of(model, parallel, step), unserved_ops(model, parallel, arch), arch)
 
 
 def timed(ops: Iterable[tuple[str, Op]], unserved: frozenset[str], arch: ArchTraits) -> list[TimedOp]:
@@ -172,23 +172,23 @@ def total(rows: list[TimedOp]) -> StepTime:
     return StepTime(seconds, seconds - off, seconds + off, fastest, sum(row.count * row.floor for row in rows), missing)
 
 
-def ops_of(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
+def ops_of(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     """Yields the ops of a step in their order, each with its name."""
     tokens, hidden = step.tokens, model.hidden_size
-    rows, quant = expert_rows(model, serving.ranks), model.expert_quant
+    rows, quant = expert_rows(model, parallel.ranks), model.expert_quant
     scheme = quant.scheme if quant else None
     yield "embedding", Elementwise("embedding", 4.0 * tokens * hidden)
     for i, layer in enumerate(model.layers):
-        yield from layer_ops(model, i, layer, serving, step, rows, scheme)
-    yield from head_ops(model, serving, tokens if step.verifies else step.batch)
+        yield from layer_ops(model, i, layer, parallel, step, rows, scheme)
+    yield from head_ops(model, parallel, tokens if step.verifies else step.batch)
 
 
-def head_ops(model: ModelDescription, serving: Serving, rows: int) -> Iterator[tuple[str, Op]]:
+def head_ops(model: ModelDescription, parallel: ParallelConfig, rows: int) -> Iterator[tuple[str, Op]]:
     """Yields the ops from the last hidden states of `rows` tokens to what is sampled."""
-    vocab, head = -(-model.vocab_size // serving.ranks.vocab_tp_size), model.head_quant
+    vocab, head = -(-model.vocab_size // parallel.ranks.vocab_tp_size), model.head_quant
     yield "lm_head", Linear(rows, vocab, model.hidden_size, head.scheme if head else None)
-    if serving.tp_size > 1:
-        yield "all_gather of logits", AllGather(4 * rows * model.vocab_size, serving.tp_size)
+    if parallel.tp_size > 1:
+        yield "all_gather of logits", AllGather(4 * rows * model.vocab_size, parallel.tp_size)
     yield "sampling", Elementwise("sampling", 4.0 * 3 * rows * model.vocab_size, 3)
 
 
@@ -196,23 +196,23 @@ def layer_ops(
     model: ModelDescription,
     index: int,
     layer: LayerSpec,
-    serving: Serving,
+    parallel: ParallelConfig,
     step: Step,
     rows: int,
     expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
     tokens, hidden = step.tokens, model.hidden_size
-    of_group = step_of_group(step, serving.attn_dp_size)
+    of_group = step_of_group(step, parallel.attn_dp_size)
     prompt = not step.decodes and not step.verifies
-    quantized = serving.quantized_sums == "all" or (serving.quantized_sums == "prefill" and prompt)
-    mixer = (layer.mixer.weights(hidden, serving.attn_tp_size), _mixer(layer, serving, of_group))
-    blocks = [(*mixer, of_group.tokens, _sums(of_group.tokens * hidden, serving.attn_tp_size, quantized))]
+    quantized = parallel.quantized_sums == "all" or (parallel.quantized_sums == "prefill" and prompt)
+    mixer = (layer.mixer.weights(hidden, parallel.attn_tp_size), _mixer(layer, parallel, of_group))
+    blocks = [(*mixer, of_group.tokens, _sums(of_group.tokens * hidden, parallel.attn_tp_size, quantized))]
     blocks += (
         (
-            block.weights(hidden, serving.ranks, rows),
-            _feed_forward(model, block, serving, tokens, rows, expert_scheme),
+            block.weights(hidden, parallel.ranks, rows),
+            _feed_forward(model, block, parallel, tokens, rows, expert_scheme),
             tokens,
-            _sums_of_groups(tokens * hidden, serving, quantized),
+            _sums_of_groups(tokens * hidden, parallel, quantized),
         )
         for block in layer.token_blocks
     )
@@ -242,15 +242,15 @@ def _sums(elements: int, ranks: int, quantized: bool) -> Iterator[tuple[str, Op]
         yield "all_reduce", AllReduce(2 * elements, ranks)
 
 
-def _sums_of_groups(elements: int, serving: Serving, quantized: bool) -> Iterator[tuple[str, Op]]:
+def _sums_of_groups(elements: int, parallel: ParallelConfig, quantized: bool) -> Iterator[tuple[str, Op]]:
     """Attention groups with requests of their own gather rows and scatter sums: each has half of the bytes of a sum on
     all ranks, and is counted as a sum of half as many."""
-    if serving.attn_dp_size == 1:
-        yield from _sums(elements, serving.tp_size, quantized)
+    if parallel.attn_dp_size == 1:
+        yield from _sums(elements, parallel.tp_size, quantized)
         return
-    yield from _sums(elements // 2, serving.tp_size, quantized)
-    yield from _sums(elements // 2, serving.tp_size, quantized)
-    yield from _sums(elements // serving.attn_dp_size, serving.attn_tp_size, quantized)
+    yield from _sums(elements // 2, parallel.tp_size, quantized)
+    yield from _sums(elements // 2, parallel.tp_size, quantized)
+    yield from _sums(elements // parallel.attn_dp_size, parallel.attn_tp_size, quantized)
 
 
 def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
@@ -262,9 +262,9 @@ def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str,
     yield "fused_add_rmsnorm", Elementwise("fused_add_rmsnorm", 8.0 * tokens * hidden)
 
 
-def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
-    mixer, tp = layer.mixer, serving.attn_tp_size
-    item = math.ceil(value_bytes(serving.kv_dtype))  # the model has no four-bit kernels: as FP8, at most
+def _mixer(layer: LayerSpec, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    mixer, tp = layer.mixer, parallel.attn_tp_size
+    item = math.ceil(value_bytes(parallel.kv_dtype))  # the model has no four-bit kernels: as FP8, at most
     if isinstance(mixer, GQA):
         heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
         dims = (mixer.head_dim, mixer.v_head_dim)
@@ -278,7 +278,7 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
         if mixer.bias_extent:
             yield "attention_biases", _biases(mixer, step, heads)
-        sharing = mixer.token_ranks(tp, serving.dcp_size)
+        sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
         yield from _gathered_queries(step, sharing, heads * dims[0])
         if mixer.block > 1:  # the rows of a draft's block attend as the heads of one
             one = decode_step(step.batch, step.context)
@@ -287,23 +287,23 @@ def _mixer(layer: LayerSpec, serving: Serving, step: Step) -> Iterator[tuple[str
             yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
         else:
             local = _own_tokens(step, sharing)
-            long = serving.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
+            long = parallel.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
             here = _in_chunks(local, mixer.window) if mixer.chunked else local
             yield _attention(here, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
         yield from _exchanged_parts(step, sharing, heads * dims[1])
     elif isinstance(mixer, MLA):
-        sharing = mixer.token_ranks(tp, serving.dcp_size)
-        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, serving.library_latents)
+        sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
+        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, parallel.library_latents)
     elif isinstance(mixer, GatedDelta):
         heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
         channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
         yield "causal_conv1d", Elementwise("causal_conv1d", step.tokens * channels * 4.0)
-        state = KV_DTYPE_BYTES.get(serving.state_dtype or mixer.state_dtype, 4)
+        state = KV_DTYPE_BYTES.get(parallel.state_dtype or mixer.state_dtype, 4)
         rule = GatedDeltaRule(step.batch, step.new, heads, keys, mixer.key_dim, mixer.value_dim, state)
         yield "gated_delta_rule", rule
         yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * heads * mixer.value_dim)
     elif isinstance(mixer, KimiDelta):
-        yield from _kimi_delta(mixer, step, serving)
+        yield from _kimi_delta(mixer, step, parallel)
     elif isinstance(mixer, Mamba2):
         heads = mixer.num_heads // tp
         states = 2.0 * step.batch * heads * mixer.head_dim * mixer.state_dim * 4
@@ -325,11 +325,11 @@ def _biases(mixer: GQA, step: Step, heads: int) -> Elementwise:
     return Elementwise("attention_biases", 2.0 * step.tokens * heads * (mixer.bias_dims + mixer.bias_extent + seen))
 
 
-def _kimi_delta(mixer: KimiDelta, step: Step, serving: Serving) -> Iterator[tuple[str, Op]]:
+def _kimi_delta(mixer: KimiDelta, step: Step, parallel: ParallelConfig) -> Iterator[tuple[str, Op]]:
     """Prompts take four launches, which hand on the sums of decays in fp32, u, w, and numbers for pairs of tokens."""
-    width, heads = mixer.width(serving.attn_tp_size), mixer.num_heads // serving.attn_tp_size
+    width, heads = mixer.width(parallel.attn_tp_size), mixer.num_heads // parallel.attn_tp_size
     yield "causal_conv1d", Elementwise("causal_conv1d", 12.0 * step.tokens * width)
-    item = KV_DTYPE_BYTES.get(serving.state_dtype or mixer.state_dtype, 4)
+    item = KV_DTYPE_BYTES.get(parallel.state_dtype or mixer.state_dtype, 4)
     states, rows = 2.0 * step.batch * width * mixer.head_dim * item, 10.0 * step.tokens * width
     intermediate = 0.0 if step.decodes else 2.0 * step.tokens * (8 * width + 6 * heads * CHUNK_TOKENS)
     yield "kimi_delta_rule", Elementwise("kimi_delta_rule", states + rows + intermediate, 1 if step.decodes else 4)
@@ -490,10 +490,10 @@ FROM_HOST = 60.0
 """How much slower a GPU reads rows in the host's memory over PCIe 5 than in its own: a guess, 25 GB/s of 1,540."""
 
 
-def _ngrams(table: NgramEmbedding, serving: Serving, tokens: int) -> Iterator[tuple[str, Op]]:
+def _ngrams(table: NgramEmbedding, parallel: ParallelConfig, tokens: int) -> Iterator[tuple[str, Op]]:
     """The rows of a table of n-grams, of which each rank looks up those of its heads; and what the streams take of
     them. Every row lies alone, and is read in whole pieces of 32 bytes."""
-    ranks, item = serving.attn_tp_size, KV_DTYPE_BYTES.get(table.table_dtype or serving.dtype, 2)
+    ranks, item = parallel.attn_tp_size, KV_DTYPE_BYTES.get(table.table_dtype or parallel.dtype, 2)
     row = table.table_elements(ranks) / table.rank_rows(ranks) * item
     pieces = 32.0 * math.ceil(row / 32) * (FROM_HOST if table.on_host else 1.0)
     yield "ngram_embedding", Elementwise("ngram_embedding", tokens * table.num_heads / ranks * pieces, 2)
@@ -509,23 +509,28 @@ def _mean_context(step: Step) -> int:
 
 
 def _feed_forward(
-    model: ModelDescription, ffn: FeedForward, serving: Serving, tokens: int, rows: int, expert_scheme: str | None
+    model: ModelDescription,
+    ffn: FeedForward,
+    parallel: ParallelConfig,
+    tokens: int,
+    rows: int,
+    expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops of a feed-forward block. With whole experts by rank, each rank has its share of the pairs, as if
     of fewer tokens that all choose here."""
-    tp = serving.tp_size
+    tp = parallel.tp_size
     if isinstance(ffn, NgramEmbedding):
-        yield from _ngrams(ffn, serving, tokens)
+        yield from _ngrams(ffn, parallel, tokens)
     elif isinstance(ffn, Dense):
         yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.padded_rows(tp))
     elif isinstance(ffn, MoE):
         yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)
         hidden = ffn.latent_size or model.hidden_size
         top_k = ffn.top_k + ffn.fused_shared
-        room = serving.ranks.padded_experts(ffn.num_experts) + ffn.fused_shared
-        share, gate = -(-tokens // serving.ranks.ep_size), ffn.activation.gated
+        room = parallel.ranks.padded_experts(ffn.num_experts) + ffn.fused_shared
+        share, gate = -(-tokens // parallel.ranks.ep_size), ffn.activation.gated
         sizes = (share, room, min(top_k, room), hidden, rows)
-        yield "fused_moe", Experts(*sizes, expert_scheme, ffn.bias, gate, serving.sgl_kernel_experts)
+        yield "fused_moe", Experts(*sizes, expert_scheme, ffn.bias, gate, parallel.sgl_kernel_experts)
         if ffn.shared is not None and not ffn.fused_shared:
             size = 6.0 * tokens * ffn.shared.dense(ffn.activation).padded_rows(tp)
             yield ffn.activation.op, Elementwise(ffn.activation.op, size)

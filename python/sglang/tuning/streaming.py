@@ -52,7 +52,7 @@ def _seconds(stream: Stream, arch: ArchTraits) -> float:
     return LAUNCH + largest(reading_seconds(stream.num_bytes, arch), issuing)
 
 
-def of_pairs(op: Experts, arch: ArchTraits) -> tuple[Stream, Stream]:
+def stream_pairs(op: Experts, arch: ArchTraits) -> tuple[Stream, Stream]:
     """Both products of experts whose pairs stream them one by one."""
     up_tile, down_tile = PAIR_TILES[pair_kind(op.scheme, arch.features)]
     counts, item = streamed(op.scheme, arch.name), weight_bytes(op.scheme)
@@ -66,7 +66,7 @@ def of_pairs(op: Experts, arch: ArchTraits) -> tuple[Stream, Stream]:
     )
 
 
-def of_rows(op: Linear, arch: ArchTraits) -> tuple[Stream]:
+def stream_rows(op: Linear, arch: ArchTraits) -> tuple[Stream]:
     """A product of few rows with quantized weights; each row is a program's own, the weights come from the L2."""
     kind = pair_kind(op.scheme, arch.features)
     assert op.scheme is not None

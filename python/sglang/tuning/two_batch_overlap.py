@@ -1,9 +1,9 @@
 """Steps with prompts as two microbatches, whose sums over ranks travel while the other microbatch computes
 (--enable-two-batch-overlap).
 
-Three clocks follow the turns of `distributed/ping_pong`: the host's launches and what is computed, in the order A1, B1, A2,
-B2, ..., and the sums, one behind the other. A microbatch is priced as a step of its own: the second one of a prompt attends
-to the first, and each reads all weights. While sums travel, what is computed takes longer by SLOWDOWN.
+Three clocks follow the turns of `distributed/ping_pong`: the host's launches and what is computed, in the order A1, B1,
+A2, B2, ..., and the sums, one behind the other. A microbatch is priced as a step of its own: the second one of a prompt
+attends to the first, and each reads all weights. While sums travel, what is computed takes longer by SLOWDOWN.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
-from sglang.srt.plan.two_batch_overlap import has_experts, min_tokens, alternates_by_block, why_not_split
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
+from sglang.srt.plan.two_batch_overlap import alternates_by_block, has_experts, min_tokens, why_not_split
 from sglang.tuning.ops import AllReduce, Elementwise, Op
 from sglang.tuning.steps import (
     Step,
@@ -48,43 +48,43 @@ class Stretch:
     sums: float
 
 
-def runs_overlapped(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> bool:
-    """Returns whether a server computes the step as two microbatches there, its cards joined by PCIe or by NVLink; False of
-    attention groups with requests of their own, of whose microbatches nothing is predicted."""
+def runs_overlapped(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> bool:
+    """Returns whether a server computes the step as two microbatches there, its cards joined by PCIe or by NVLink;
+    False of attention groups with requests of their own, of whose microbatches nothing is predicted."""
     prompt = not step.decodes and not step.verifies
-    whole = why_not_split(serving.tp_size, serving.dcp_size) or serving.attn_dp_size > 1
-    if serving.two_batch == "off" or whole or not prompt:
+    whole = why_not_split(parallel.tp_size, parallel.dcp_size) or parallel.attn_dp_size > 1
+    if parallel.two_batch == "off" or whole or not prompt:
         return False
-    band = _band(model, serving, arch)
-    least = min_tokens(band, model, serving.attn_dp_size)
-    return step.tokens >= least and (band.unasked or serving.two_batch == "on")
+    config = _band(model, parallel, arch)
+    least = min_tokens(config, model, parallel.attn_dp_size)
+    return step.tokens >= least and (config.unasked or parallel.two_batch == "on")
 
 
-def _band(model: ModelDescription, serving: Serving, arch: ArchTraits) -> TwoBatchThreshold:
+def _band(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -> TwoBatchThreshold:
     links = Topology.NVLINK if "nvlink" in arch.features else Topology.HOST_BRIDGE
-    return two_batch_threshold(links, serving.tp_size, has_experts(model), serving.quantized_sums != "off")
+    return two_batch_threshold(links, parallel.tp_size, has_experts(model), parallel.quantized_sums != "off")
 
 
-def step_time(model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits) -> StepTime:
+def step_time(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> StepTime:
     """The time of a step, as two microbatches where it runs so. Raises UserError as `time_step`."""
-    whole = total(time_step(model, serving, step, arch))
-    if not runs_overlapped(model, serving, step, arch):
+    whole = total(time_step(model, parallel, step, arch))
+    if not runs_overlapped(model, parallel, step, arch):
         return whole
-    seconds = halved_seconds(model, serving, step, arch)
+    seconds = halved_seconds(model, parallel, step, arch)
     shorter = seconds / whole.seconds
     return replace(whole, seconds=seconds, low=whole.low * shorter, high=whole.high * shorter)
 
 
 def halved_seconds(
-    model: ModelDescription, serving: Serving, step: Step, arch: ArchTraits, slowdown: float = SLOWDOWN
+    model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits, slowdown: float = SLOWDOWN
 ) -> float:
     """The seconds of a step of prompts as two microbatches, whose sums are exact where the table says so."""
-    if _band(model, serving, arch).exact:
-        serving = replace(serving, quantized_sums="off")
-    unserved = unserved_ops(model, serving, arch)
-    first, second = (stretches(model, serving, microbatch, unserved, arch) for microbatch in split_step(step))
-    head = timed(head_ops(model, serving, step.batch), unserved, arch)
-    turn = TURN_S if alternates_by_block(model, serving.attn_dp_size) else THREADS_TURN_S
+    if _band(model, parallel, arch).exact:
+        parallel = replace(parallel, quantized_sums="off")
+    unserved = unserved_ops(model, parallel, arch)
+    first, second = (stretches(model, parallel, microbatch, unserved, arch) for microbatch in split_step(step))
+    head = timed(head_ops(model, parallel, step.batch), unserved, arch)
+    turn = TURN_S if alternates_by_block(model, parallel.attn_dp_size) else THREADS_TURN_S
     return in_turns(first, second, slowdown, turn) + sum(row.seconds for row in head)
 
 
@@ -98,11 +98,11 @@ def split_step(step: Step) -> tuple[Step, Step]:
 
 
 def stretches(
-    model: ModelDescription, serving: Serving, step: Step, unserved: frozenset[str], arch: ArchTraits
+    model: ModelDescription, parallel: ParallelConfig, step: Step, unserved: frozenset[str], arch: ArchTraits
 ) -> list[Stretch]:
     """The step up to its last hidden states; the last stretch has no sum."""
     before_sums, compute = [], 0.0
-    for row in _rows(model, serving, step, unserved, arch):
+    for row in _rows(model, parallel, step, unserved, arch):
         if isinstance(row.op, AllReduce):
             before_sums.append(Stretch(compute, row.seconds))
             compute = 0.0
@@ -127,18 +127,18 @@ def in_turns(
 
 
 def _rows(
-    model: ModelDescription, serving: Serving, step: Step, unserved: frozenset[str], arch: ArchTraits
+    model: ModelDescription, parallel: ParallelConfig, step: Step, unserved: frozenset[str], arch: ArchTraits
 ) -> Iterator[TimedOp]:
     """The ops in their order, each timed once."""
     known: dict[tuple[str, Op], TimedOp] = {}
-    for name, op in _ops(model, serving, step):
+    for name, op in _ops(model, parallel, step):
         if (name, op) not in known:
             (known[name, op],) = timed([(name, op)], unserved, arch)
         yield known[name, op]
 
 
-def _ops(model: ModelDescription, serving: Serving, step: Step) -> Iterator[tuple[str, Op]]:
-    rows, quant = expert_rows(model, serving.ranks), model.expert_quant
+def _ops(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    rows, quant = expert_rows(model, parallel.ranks), model.expert_quant
     yield "embedding", Elementwise("embedding", 4.0 * step.tokens * model.hidden_size)
     for i, layer in enumerate(model.layers):
-        yield from layer_ops(model, i, layer, serving, step, rows, quant.scheme if quant else None)
+        yield from layer_ops(model, i, layer, parallel, step, rows, quant.scheme if quant else None)

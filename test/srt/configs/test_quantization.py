@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quantization import SPELLINGS, agree, detect, quantization_of
 from sglang.srt.errors import UserError
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.rank_weights import rank_weights
@@ -243,9 +243,9 @@ def test_modules_computed_as_one() -> None:
     ignore = ["re:.*k_proj"]
     found = detect({"quantization_config": compressed("float-quantized", CHANNEL, TOKEN, ignore)}, HERE)
     assert found is not None
-    assert found.of_fused(["a.gate_proj", "a.up_proj"]) == ModuleQuant("fp8_channel", "compressed-tensors")
+    assert found.fused_quant(["a.gate_proj", "a.up_proj"]) == ModuleQuant("fp8_channel", "compressed-tensors")
     with pytest.raises(UserError, match=r"differently: a\.q_proj fp8_channel, a\.k_proj not quantized"):
-        found.of_fused(["a.q_proj", "a.k_proj"])
+        found.fused_quant(["a.q_proj", "a.k_proj"])
 
 
 def test_nothing_is_quantized(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_schemes_of_layers(
         {"text_config": sizes, "quantization_config": quantization},
     ):
         model = describe_model(config, detect(config, HERE))
-        needs = needs_of(rank_weights(model, ONE_RANK), Serving("bfloat16", "bfloat16"))
+        needs = needs_of(rank_weights(model, ONE_RANK), ParallelConfig("bfloat16", "bfloat16"))
         found = tuple(need.quant for need in needs if need.op == "linear" and need.quant)
         assert (model.expert_quant.scheme if model.expert_quant else None, found) == (experts, linears)
 
@@ -573,7 +573,9 @@ def test_experts_of_several_schemes_are_refused() -> None:
     quantized["config_groups"]["group_1"] = of_layer_2 | {"input_activations": None}
     config = MOE | {"quantization_config": quantized}
     with pytest.raises(UserError, match="quantized in several ways are not supported: fp8_channel, int4_g32"):
-        needs_of(rank_weights(describe_model(config, detect(config, HERE)), ONE_RANK), Serving("bfloat16", "bfloat16"))
+        needs_of(
+            rank_weights(describe_model(config, detect(config, HERE)), ONE_RANK), ParallelConfig("bfloat16", "bfloat16")
+        )
 
 
 def test_experts_of_some_layers_may_be_in_16_bits() -> None:
@@ -581,5 +583,5 @@ def test_experts_of_some_layers_may_be_in_16_bits() -> None:
     config = MOE | {"quantization_config": compressed("float-quantized", CHANNEL, TOKEN, ignore)}
     model = describe_model(config, detect(config, HERE))
     assert model.wide_experts and model.expert_quant is not None and model.expert_quant.scheme == "fp8_channel"
-    keys = {need.key for need in needs_of(rank_weights(model, ONE_RANK), Serving("bfloat16", "bfloat16"))}
+    keys = {need.key for need in needs_of(rank_weights(model, ONE_RANK), ParallelConfig("bfloat16", "bfloat16"))}
     assert {"fused_moe", "fused_moe/16_bits"} <= keys

@@ -86,8 +86,8 @@ class FakeLinks:
         x = x.clone()
         if way == LIBRARY and self.defect == "wrong library" and self.rank == 0:
             x[3] += 1
-        summands = [torch.frombuffer(bytearray(each), dtype=x.dtype) for each in self.tell(x.numpy().tobytes())]
-        return torch.stack(summands).sum(0)
+        partial_sums = [torch.frombuffer(bytearray(each), dtype=x.dtype) for each in self.tell(x.numpy().tobytes())]
+        return torch.stack(partial_sums).sum(0)
 
     def agree(self, ok: bool) -> bool:
         return all(answer == b"1" for answer in self.tell(b"1" if ok else b"0"))

@@ -82,7 +82,9 @@ def _rank(rank: int, size: int, folder: str) -> None:
     dist.broadcast = broadcast
     assert sent == [1024, 1024, 1024, 1024, 1024, 1, 1024, 256_000 - 1016], "what is short is one message"
     assert parallel_state.least(5 - rank) == 5 - (size - 1)
-    assert parallel_state.least_each([rank, -rank, 7]) == [0, 1 - size, 7] and parallel_state.least_each([]) == []
+    assert (
+        parallel_state.all_reduce_min([rank, -rank, 7]) == [0, 1 - size, 7] and parallel_state.all_reduce_min([]) == []
+    )
     parallel_state.shutdown()
     assert parallel_state.tp_size() == 1
 

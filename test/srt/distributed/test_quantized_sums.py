@@ -16,7 +16,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of values on their way through GPUs, and of those on CPUs."""
 
 
-def summand(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def partial_sum(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Groups of very different sizes, in every third case with outliers, zeros and groups of zeros."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     x = torch.randn(shape, generator=generator)
@@ -54,7 +54,7 @@ def through(codec: TorchCodec, x: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 def check_round(sums: QuantizedSums, rank: int, ranks: int, seed: int) -> None:
     dtype, shape = DTYPES[seed // 2 % 3], shape_of(seed)
-    every = [summand(seed, other, shape, dtype) for other in range(ranks)]
+    every = [partial_sum(seed, other, shape, dtype) for other in range(ranks)]
     x = every[rank].clone()
     total = sums.all_reduce(x)
     assert total.data_ptr() == x.data_ptr(), "written over the summand"
@@ -68,14 +68,14 @@ def check_parts(sums: QuantizedSums, rank: int, ranks: int, seed: int) -> None:
     """Reduce-scatter and all-gather: half of an all-reduce each."""
     shape = (3, 2 * GROUP)
     for_each = [
-        torch.stack([summand(seed, 8 * other + to, shape, torch.bfloat16) for to in range(ranks)])
+        torch.stack([partial_sum(seed, 8 * other + to, shape, torch.bfloat16) for to in range(ranks)])
         for other in range(ranks)
     ]
     part = sums.reduce_scatter(for_each[rank])
     exact = torch.stack([x[rank] for x in for_each]).double().flatten(1)
     error = (part.double().flatten() - exact.sum(0)).abs()
     assert bool((error <= error_bound(exact)).all())
-    mine = [summand(seed, 80 + other, shape, torch.bfloat16) for other in range(ranks)]
+    mine = [partial_sum(seed, 80 + other, shape, torch.bfloat16) for other in range(ranks)]
     gathered = sums.all_gather(mine[rank])
     assert torch.equal(gathered, torch.cat([through(TorchCodec(), x.flatten(), x.dtype).view(shape) for x in mine]))
 
@@ -118,7 +118,7 @@ def test_the_bound_is_not_loose() -> None:
     """Some errors are more than seven tenths of it; a typical one is less than a twenty-fifth of the sum."""
     worst, typical = 0.0, []
     for seed in range(60):
-        every = [summand(seed, rank, (8, 256), torch.bfloat16) for rank in range(2)]
+        every = [partial_sum(seed, rank, (8, 256), torch.bfloat16) for rank in range(2)]
         exact = torch.stack(every).double().flatten(1)
         error = (reference(every).double().flatten() - exact.sum(0)).abs()
         worst = max(worst, float((error / error_bound(exact)).max()))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.ping_pong import Blocks, LateLane, MicrobatchesDiffer, PingPong
 from sglang.srt.distributed.quantized_sums import QuantizedSums
-from sglang.srt.distributed.ping_pong import Blocks, MicrobatchesDiffer, LateLane, PingPong
 
 
 def microbatch(turns: PingPong, log: list[str], name: str, count: int = 3) -> Callable[[], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.distributed.ping_pong import Blocks, Collective, StreamLane, PingPong
+from sglang.srt.distributed.ping_pong import Blocks, Collective, PingPong, StreamLane
 
 pytestmark = pytest.mark.gpu
 ROUNDS, BLOCKS, ROWS, COLUMNS = 20, 12, 512, 4096

@@ -20,10 +20,10 @@ from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.bands import band_of
 from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Tile
+from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
@@ -51,22 +51,22 @@ from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, E
 from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import TALL_ROWS, mixed_from
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.ngrams.kernels import NgramHash
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
+from sglang.srt.layers.quantization.activations import RowForm
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.quantization.quantized_rows import RowForm
 from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
 from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, VerifiedRows
 from sglang.srt.layers.recurrent.triton_ops import causal_conv, channel_recurrence, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,
+    draft_rows,
     embedding,
     gated_streams,
     gemv,
-    draft_rows,
     hyper_connection,
     index_rope,
     index_store,
@@ -112,7 +112,7 @@ from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
-from ..layers.moe.moe_harness import bands_of
+from ..layers.moe.moe_harness import tile_configs_of
 from .published import LAYOUTS, accepted_layouts, described
 
 BF16 = torch.bfloat16
@@ -193,7 +193,12 @@ def launch_all(
         if isinstance(layer.mixer, MLA) or (isinstance(layer.mixer, GQA) and layer.mixer.caches_tokens):
             for dcp_size in (size for size in range(2, tp_size + 1) if tp_size % size == 0):
                 shape = layer.mixer.attention_shape(tp_size)
-                once(_parts_of_ranks, shape.num_heads, shape.v_head_dim, layer.mixer.token_ranks(tp_size, dcp_size))
+                once(
+                    _parts_of_ranks,
+                    shape.num_heads,
+                    shape.v_head_dim,
+                    layer.mixer.effective_dcp_size(tp_size, dcp_size),
+                )
         if isinstance(layer.mixer, GQA) and layer.mixer.window and model.architecture in SEEING_THEMSELVES:
             once(_images_both_ways, layer.mixer.attention_shape(tp_size), layer.mixer.window, arch)
         for block in layer.token_blocks:
@@ -1007,12 +1012,12 @@ def _products(
     weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     """For as many rows of x as a row of the table is for."""
-    bands = linear_tiles.bands_of(weight.weight.scheme, sizes, weight.arch)
+    configs = linear_tiles.tile_configs_of(weight.weight.scheme, sizes, weight.arch)
     for tokens in (1, linear_tiles.FEW_ROWS):
-        quant_linear.few_rows(empty(tokens, sizes[1]), weight, band_of(bands, tokens).tiles[0], bias, out)
+        quant_linear.few_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
     tiles = _linear_tiles(weight)
     for tokens in tiles:
-        quant_linear.many_rows(empty(tokens, sizes[1]), weight, band_of(bands, tokens).tiles[0], bias, out)
+        quant_linear.many_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
     last_resort = linear_tiles.last_resort(weight.product.kind)
     quant_linear.many_rows(empty(min(tiles), sizes[1]), weight, last_resort, bias, out)
 
@@ -1115,24 +1120,24 @@ def _experts(
 ) -> None:
     """Few pairs, many, groups of every size, and the tiles of a tuning file."""
     matrices, zeros = _expert_matrices(experts, hidden, inter, scheme, static, act, bias, arch)
-    rungs = _rungs(scheme, arch)
+    candidates = _candidates(scheme, arch)
     with patch.object(config_files, "files", _tuning_files):
         tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
     pairs = {str(pair): pair for pair in tuned.by_tokens.values()} if tuned else {}
     own = [(16, MoeTiles(float("inf"), pair.gate_up, pair.down)) for pair in pairs.values()]
     for each in filter(None, (matrices, zeros)):
-        _launch(each, top_k, [(1, None), (MANY, rungs[0]), *(own if each is matrices else ())], act, arch)
-    for block in {rung.gate_up["BLOCK_M"] for rung in rungs}:
+        _launch(each, top_k, [(1, None), (MANY, candidates[0]), *(own if each is matrices else ())], act, arch)
+    for block in {candidate.gate_up["BLOCK_M"] for candidate in candidates}:
         moe.align(empty(16, top_k, dtype=torch.int32), experts, block)
     own_kernel = "mma_sync_block_scale" in arch.features and act.trait in ("", "clamped_gate")
     if scheme is SCHEMES["mxfp4_mxfp8"] and own_kernel:
         with patch.multiple(mixed_moe, _library=NoLibrary, _stream=lambda x: 0):
-            bands = tuple(mixed_from(0, -(-TALL_ROWS * experts // top_k) - 1))
+            configs = tuple(mixed_from(0, -(-TALL_ROWS * experts // top_k) - 1))
             for pairs_an_expert in (MIXED_ROWS, TALL_ROWS):
                 tokens = -(-pairs_an_expert * experts // top_k)
                 x, weights = empty(tokens, hidden), empty(tokens, top_k, dtype=torch.float32)
                 ids = empty(tokens, top_k, dtype=torch.int32)
-                mixed_moe.fused_moe(x, *matrices, weights, ids, act, bands)
+                mixed_moe.fused_moe(x, *matrices, weights, ids, act, configs)
 
 
 def _expert_tiles(
@@ -1147,7 +1152,7 @@ def _expert_tiles(
 ) -> None:
     """All tiles that many pairs may get: of the table, and what they step down to."""
     for each in filter(None, _expert_matrices(128, hidden, inter, scheme, static, act, bias, arch)):
-        _launch(each, top_k, [(16, rung) for rung in _rungs(scheme, arch)], act, arch)
+        _launch(each, top_k, [(16, candidate) for candidate in _candidates(scheme, arch)], act, arch)
 
 
 Experts = tuple[ExpertWeights, ExpertWeights]
@@ -1173,7 +1178,7 @@ def _expert_matrices(
     return of(False), of(True) if scheme is not None and scheme.element == "int4" else None
 
 
-def _rungs(scheme: Scheme | None, arch: ArchTraits) -> list[MoeTiles]:
+def _candidates(scheme: Scheme | None, arch: ArchTraits) -> list[MoeTiles]:
     kind = product_of(scheme, arch.features).tile_kind
     return [*tile_rows(kind, arch.features), last_resort(kind)]
 
@@ -1187,7 +1192,9 @@ def _launch(
         for tokens, tiles in launches:
             x, weights = empty(tokens, w2.rows), empty(tokens, top_k, dtype=torch.float32)
             ids = empty(tokens, top_k, dtype=torch.int32)
-            moe.fused_moe(x, w13, w2, weights, ids, act, bands_of(w13, w2, ids, arch.features, tiles), arch.features)
+            moe.fused_moe(
+                x, w13, w2, weights, ids, act, tile_configs_of(w13, w2, ids, arch.features, tiles), arch.features
+            )
 
 
 class NoLibrary:

@@ -172,8 +172,8 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
     groups, recorder = parallel_state.groups_of(plan.ranks, 0), Recorder()
     if tp_size > 1:
         groups.tp.reduce_with(PeerSums(recorder, "pdl" in arch.features))
-    serving = serving_of(args, plan.model.dtype, plan.description)
-    caches = cache_groups(plan.description, serving)
+    parallel = serving_of(args, plan.model.dtype, plan.description)
+    caches = cache_groups(plan.description, parallel)
     tables = row_tables(caches)
     windows = tuple(WindowSize(table.tokens, 65_535) for table in tables if isinstance(table, Window))
     capability = arch.capability or (12, 0)

@@ -10,15 +10,15 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels import tables
 from sglang.srt.kernels.all_reduce_table import (
-    BANDS,
     EXCHANGES,
     KIB,
     LARGEST,
     NORMED_ROW_BYTES,
     NORMED_ROWS,
+    SIZE_RANGES,
     algorithms,
-    bands_for,
     exchanges_for,
+    ranges_for,
 )
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
@@ -41,20 +41,20 @@ def reason(choice: Choice, kernel: str) -> str:
 @pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
 def test_bands_rise_and_say_why(topology: Topology, ranks: int) -> None:
     """No band is hidden by one before it, and none is larger than what its algorithm takes."""
-    bands = bands_for(topology, ranks)
-    sizes = [band.most for band in bands]
+    rows = ranges_for(topology, ranks)
+    sizes = [row.max_bytes for row in rows]
     assert sizes and sizes == sorted(set(sizes)) and sizes[-1] <= LARGEST
     packed_bytes = int(eval(re.search(r"PACKED_BYTES = (.+)", COLLECTIVES.read_text())[1]))  # type: ignore[index]
-    for band in bands:
-        assert band.reason and band.most % 16 == 0
-        assert band.algorithm != "packed" or band.most <= packed_bytes
-        assert band.algorithm in algorithms(topology, ranks) and band.reason in algorithms(topology, ranks)
+    for row in rows:
+        assert row.reason and row.max_bytes % 16 == 0
+        assert row.algorithm != "packed" or row.max_bytes <= packed_bytes
+        assert row.algorithm in algorithms(topology, ranks) and row.reason in algorithms(topology, ranks)
     assert algorithms(topology, ranks).endswith("nccl above")
 
 
 def test_every_row_serves_somebody() -> None:
-    served = {band for topology in Topology for ranks in range(2, 9) for band in bands_for(topology, ranks)}
-    assert served == set(BANDS)
+    served = {row for topology in Topology for ranks in range(2, 9) for row in ranges_for(topology, ranks)}
+    assert served == set(SIZE_RANGES)
 
 
 def test_most_ranks_is_the_library_s() -> None:
@@ -90,7 +90,7 @@ def test_rows_that_are_normed_fit_a_block() -> None:
 
 
 def test_bands_are_in_bytes() -> None:
-    assert min(band.most for band in BANDS) >= 8 * KIB
+    assert min(row.max_bytes for row in SIZE_RANGES) >= 8 * KIB
 
 
 @pytest.mark.parametrize("name", ["sm_120", "h200"])
@@ -114,10 +114,10 @@ def test_flashinfer_adds_up_only_where_it_was_asked_for(name: str) -> None:
 @pytest.mark.parametrize("topology", Topology)
 @pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
 def test_parts_are_exchanged_wherever_sums_are_taken(topology: Topology, ranks: int) -> None:
-    band = exchanges_for(topology, ranks)
-    assert band is not None and bands_for(topology, ranks)
-    assert band.reason and 0 < band.packed <= min(band.most, 128 * KIB) and band.packed % 16 == band.most % 16 == 0
-    assert sum(topology in band.topologies and ranks in band.ranks for band in EXCHANGES) == 1
+    row = exchanges_for(topology, ranks)
+    assert row is not None and ranges_for(topology, ranks)
+    assert row.reason and 0 < row.packed <= min(row.max_bytes, 128 * KIB) and row.packed % 16 == row.max_bytes % 16 == 0
+    assert sum(topology in row.topologies and ranks in row.ranks for row in EXCHANGES) == 1
 
 
 def test_more_ranks_exchange_through_nccl() -> None:

@@ -44,7 +44,7 @@ from sglang.srt.plan.model_description import describe_model
 from sglang.srt.server_args import ServerArgs
 from srt.kernels import census
 from srt.kernels.published import configs
-from srt.layers.moe.moe_harness import bands_of
+from srt.layers.moe.moe_harness import tile_configs_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
 UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one for each token"}
@@ -348,8 +348,8 @@ def test_defect_an_unaligned_dimension() -> None:
         x, ids = census.empty(1, 1000), census.empty(1, 8, dtype=torch.int32)
         w13 = census.expert_weights(128, 512, 1000, None, False, False, ARCH)
         w2 = census.expert_weights(128, 1000, 256, None, False, False, ARCH)
-        bands = bands_of(w13, w2, ids, ARCH.features)
-        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, SILU, bands, ARCH.features)
+        configs = tile_configs_of(w13, w2, ids, ARCH.features)
+        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, SILU, configs, ARCH.features)
     problems = coverage("sm120").uncovered(found)
     assert len(problems) == 2
     assert "gate_up_pairs_kernel" in problems[0] and "hidden is not a multiple of 16" in problems[0]

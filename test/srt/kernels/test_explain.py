@@ -233,7 +233,7 @@ def advised(refusal: str) -> list[list[str]]:
     """The flags of the layouts that a refusal says work; of a run of sizes the ends."""
     *ways, sizes = refusal.partition("what works: ")[2].split(" or ")
     ends = sizes.removeprefix("--tp-size ").replace(" to ", ", ").split(", ")
-    return [*(way.split() for way in ways), *(["--tp-size", size] for size in ends)]
+    return [*(variant.split() for variant in ways), *(["--tp-size", size] for size in ends)]
 
 
 @pytest.mark.parametrize("model_dir", ["qwen3"], indirect=True)

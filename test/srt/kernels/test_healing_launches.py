@@ -17,15 +17,15 @@ from triton.runtime.errors import OutOfResources
 from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import launch
-from sglang.srt.kernels.bands import ANY, Band
 from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.tile_configs import ANY, TileConfig
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton import kernels
 from sglang.srt.layers.moe.fused_moe_triton import tiles as moe_tiles
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILES, MoeTiles, tile
 from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
 from sglang.srt.layers.triton_ops.quant_linear import many_rows, pack, packed_linear, quantized_linear
-from srt.layers.moe.moe_harness import Case, assert_close, bands_of, expected, make_case
+from srt.layers.moe.moe_harness import Case, assert_close, expected, make_case, tile_configs_of
 from srt.layers.quantization.test_quant_linear import activations, weight_of
 
 ARCH = arch_by_name("sm_90")
@@ -59,7 +59,7 @@ def at_most(rows: int) -> Callable[[Launch], bool]:
 def forget() -> None:
     """As a new process, but for the file."""
     launch._step_downs.clear()
-    launch._ladders.clear()
+    launch._fallbacks.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +82,8 @@ def experts(scheme: str | None, num_tokens: int = 40) -> Case:
 
 
 def run(case: Case, tiles: MoeTiles | None = None) -> torch.Tensor:
-    bands = bands_of(case.w13, case.w2, case.ids, tiles=tiles)
-    return moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, SILU, bands)
+    configs = tile_configs_of(case.w13, case.w2, case.ids, tiles=tiles)
+    return moe.fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, SILU, configs)
 
 
 def key_of(tiles: MoeTiles) -> str:
@@ -156,26 +156,26 @@ def test_quantized_products_step_down(scheme: str, monkeypatch: pytest.MonkeyPat
     held, x = pack(weight_of(scheme, (128, 128), 1280), ARCH), activations(40, 1280)
     bias = torch.linspace(-1, 1, 256, device=interpreter.DEVICE).bfloat16()
     first = next(row.tile for row in linear_tiles.TILES[held.product.kind] if row.max_rows >= 40)
-    rungs = [first, *linear_tiles.smaller_tiles(first, held.product.kind)[:-1]]
-    bands = (Band(ANY, linear_tiles.MANY, tuple((rung,) for rung in rungs)),)
+    candidates = [first, *linear_tiles.smaller_tiles(first, held.product.kind)[:-1]]
+    configs = (TileConfig(ANY, linear_tiles.MANY, tuple((candidate,) for candidate in candidates)),)
     monkeypatch.setattr(quant_linear, "num_splits", lambda *sizes: 2)
-    wanted = many_rows(x, held, rungs[-1], bias)
+    wanted = many_rows(x, held, candidates[-1], bias)
     limited = limit(monkeypatch, quant_linear, "tiles_kernel", at_most(16))
     for _ in range(2):
-        assert torch.equal(packed_linear(held, bands)(x, bias), wanted) and not held.arrivals.any()
+        assert torch.equal(packed_linear(held, configs)(x, bias), wanted) and not held.arrivals.any()
     assert limited.refused == [64, 32] and limited.launched == [16, 16]
     assert [(s["op"], s["failed"], s["used"]) for s in launch.step_downs()] == [
-        (f"linear/{scheme}", tile_key(rungs[i]), tile_key(rungs[i + 1])) for i in range(2)
+        (f"linear/{scheme}", tile_key(candidates[i]), tile_key(candidates[i + 1])) for i in range(2)
     ]
     forget()
-    assert torch.equal(packed_linear(held, bands)(x, bias), wanted)
+    assert torch.equal(packed_linear(held, configs)(x, bias), wanted)
     assert limited.refused == [64, 32] and len(launch.step_downs()) == 2, "recalled"
 
 
 @interpreter.kernel_test
 def test_a_layer_steps_down_and_a_forced_tile_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of("fp8_channel", (64,), 256)
-    layer = quantized_linear(weight, ARCH, linear_tiles.bands_of(weight.scheme, (64, 256, False), ARCH))
+    layer = quantized_linear(weight, ARCH, linear_tiles.tile_configs_of(weight.scheme, (64, 256, False), ARCH))
     x = activations(20, 256)
     wanted = layer(x)
     limited = limit(monkeypatch, quant_linear, "tiles_kernel", at_most(16))
@@ -204,10 +204,10 @@ def test_smaller_tiles_of_experts(table: Mapping[str, tuple[MoeTiles, ...]]) -> 
 def test_smaller_tiles_of_quantized_products(table: Mapping[str, tuple[linear_tiles.LinearTile, ...]]) -> None:
     for kind, rows in table.items():
         for row in rows:
-            rungs = (row.tile, *linear_tiles.smaller_tiles(row.tile, kind))
-            sizes = [rung["BLOCK_M"] * rung["BLOCK_N"] for rung in rungs]
-            assert sizes == sorted(sizes, reverse=True) and rungs.count(row.tile) == 1
-            assert rungs[-1] == linear_tiles.TILES[kind][0].tile | {"num_stages": 2}
+            candidates = (row.tile, *linear_tiles.smaller_tiles(row.tile, kind))
+            sizes = [candidate["BLOCK_M"] * candidate["BLOCK_N"] for candidate in candidates]
+            assert sizes == sorted(sizes, reverse=True) and candidates.count(row.tile) == 1
+            assert candidates[-1] == linear_tiles.TILES[kind][0].tile | {"num_stages": 2}
 
 
 @pytest.mark.gpu

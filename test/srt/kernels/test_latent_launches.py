@@ -26,7 +26,7 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.plan import Plan, make_plan, serving_of
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.server_args import ServerArgs
-from srt.distributed.summands import Summands
+from srt.distributed.partial_sums import Summands
 
 CONFIGS = Path(__file__).parent / "configs"
 CONTEXT = 8192

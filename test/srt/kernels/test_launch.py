@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.kernels import launch
-from sglang.srt.kernels.launch import TileLadder, step_downs
+from sglang.srt.kernels.launch import FallbackTiles, step_downs
 from sglang.srt.kernels.spec import Tile
 
 BIG, MIDDLE, SMALL = ({"BLOCK_M": m, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2} for m in (128, 64, 32))
@@ -43,18 +43,18 @@ class Gpu:
         return tile["BLOCK_M"]
 
 
-def ladder(op: str = "extend_attention") -> TileLadder:
-    return TileLadder(op, (BIG, MIDDLE, SMALL), MODULE)
+def fallbacks(op: str = "extend_attention") -> FallbackTiles:
+    return FallbackTiles(op, (BIG, MIDDLE, SMALL), MODULE)
 
 
 def test_a_launch_that_works_changes_nothing(fresh: Path) -> None:
-    steps = ladder()
+    steps = fallbacks()
     assert steps.run(Gpu(128)) == 128
     assert step_downs() == [] and not list(fresh.iterdir())
 
 
 def test_steps_down_until_it_launches_and_stays_there(caplog: pytest.LogCaptureFixture) -> None:
-    gpu, steps = Gpu(32), ladder()
+    gpu, steps = Gpu(32), fallbacks()
     with caplog.at_level(logging.WARNING):
         assert [steps.run(gpu) for _ in range(3)] == [32, 32, 32]
     assert gpu.tried == [128, 64, 32, 32, 32]
@@ -68,41 +68,41 @@ def test_steps_down_until_it_launches_and_stays_there(caplog: pytest.LogCaptureF
 
 
 def test_a_later_process_starts_where_the_last_one_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder().run(Gpu(64))
+    fallbacks().run(Gpu(64))
     monkeypatch.setattr(launch, "_step_downs", [])
     gpu = Gpu(64)
-    assert ladder().run(gpu) == 64 and gpu.tried == [64]
+    assert fallbacks().run(gpu) == 64 and gpu.tried == [64]
     assert step_downs()[0]["failed"] == "M128 N32 w4 s2"
 
 
 def test_what_is_remembered_belongs_to_one_op_kernel_gpu_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    ladder().run(Gpu(64))
-    assert ladder("decode_attention").tile == BIG
-    assert TileLadder("extend_attention", (BIG, SMALL), "sglang.srt.kernels.spec").tile == BIG
+    fallbacks().run(Gpu(64))
+    assert fallbacks("decode_attention").tile == BIG
+    assert FallbackTiles("extend_attention", (BIG, SMALL), "sglang.srt.kernels.spec").tile == BIG
     monkeypatch.setattr(launch, "device_name", lambda: "another GPU")
     launch._cache_key.cache_clear()
-    assert ladder().tile == BIG
+    assert fallbacks().tile == BIG
     launch._cache_key.cache_clear()
 
 
 def test_ladders_of_one_op_do_not_take_over_each_others_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles for many rows step down to those for few, which are tiles of a ladder of their own."""
-    ladder().run(Gpu(64))  # BIG -> MIDDLE
+    """Tiles for many rows step down to those for few, which are tiles of a list of fallback tiles of their own."""
+    fallbacks().run(Gpu(64))  # BIG -> MIDDLE
     other = BIG | {"num_stages": 4}
-    assert TileLadder("extend_attention", (other, BIG, MIDDLE, SMALL), MODULE).tile == other
-    assert TileLadder("extend_attention", (MIDDLE, SMALL), MODULE).tile == MIDDLE
-    ladder().run(Gpu(32))  # MIDDLE -> SMALL
+    assert FallbackTiles("extend_attention", (other, BIG, MIDDLE, SMALL), MODULE).tile == other
+    assert FallbackTiles("extend_attention", (MIDDLE, SMALL), MODULE).tile == MIDDLE
+    fallbacks().run(Gpu(32))  # MIDDLE -> SMALL
     for tiles in ((BIG, MIDDLE, SMALL), (MIDDLE, SMALL)):
         gpu = Gpu(32)
-        assert TileLadder("extend_attention", tiles, MODULE).run(gpu) == 32 and gpu.tried == [32]
+        assert FallbackTiles("extend_attention", tiles, MODULE).run(gpu) == 32 and gpu.tried == [32]
     assert len(step_downs()) == 2, "each is reported once"
 
 
 def test_what_is_remembered_belongs_to_all_modules_of_a_kernel() -> None:
     both = (MODULE, "sglang.srt.kernels.spec")
-    TileLadder("op", (BIG, SMALL), *both).run(Gpu(32))
-    assert TileLadder("op", (BIG, SMALL), *both).tile == SMALL
-    assert TileLadder("op", (BIG, SMALL), MODULE).tile == BIG
+    FallbackTiles("op", (BIG, SMALL), *both).run(Gpu(32))
+    assert FallbackTiles("op", (BIG, SMALL), *both).tile == SMALL
+    assert FallbackTiles("op", (BIG, SMALL), MODULE).tile == BIG
 
 
 NUM_RANKS, NUM_OPS = 4, 25
@@ -127,7 +127,7 @@ def test_ranks_that_step_down_together_lose_nothing(fresh: Path) -> None:
 
 
 def test_tiles_may_be_of_any_type() -> None:
-    steps = TileLadder("op", ((BIG, BIG), (SMALL, SMALL)), MODULE, key=lambda pair: f"pair of {pair[0]['BLOCK_M']}")
+    steps = FallbackTiles("op", ((BIG, BIG), (SMALL, SMALL)), MODULE, key=lambda pair: f"pair of {pair[0]['BLOCK_M']}")
     assert steps.run(lambda pair: Gpu(32)(pair[1])) == 32
     assert (step_downs()[0]["failed"], step_downs()[0]["used"]) == ("pair of 128", "pair of 32")
 
@@ -137,20 +137,20 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
 ) -> None:
     (fresh / "file").touch()
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(fresh / "file"))
-    assert ladder().run(Gpu(64)) == 64
+    assert fallbacks().run(Gpu(64)) == 64
     assert "not remembered for later processes" in caplog.text and len(step_downs()) == 1
 
 
 def test_no_tile_left_raises_the_launch_error() -> None:
     with pytest.raises(OutOfResources, match="101376"):
-        ladder().run(Gpu(16))
+        fallbacks().run(Gpu(16))
 
 
 def test_other_errors_are_not_swallowed() -> None:
     def broken(tile: Tile) -> None:
         raise ValueError("a bug")
 
-    steps = ladder()
+    steps = fallbacks()
     with pytest.raises(ValueError, match="a bug"):
         steps.run(broken)
     assert steps.tile == BIG
@@ -158,7 +158,7 @@ def test_other_errors_are_not_swallowed() -> None:
 
 def test_a_damaged_cache_file_is_ignored_loudly(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
     (fresh / "step_downs.json").write_text("{")
-    assert ladder().tile == BIG
+    assert fallbacks().tile == BIG
     assert "not valid JSON" in caplog.text
 
 
@@ -172,7 +172,7 @@ def test_it_knows_tritons_errors() -> None:
         compiler_errors.CompilationError("", None, "shapes do not fit"),
     )
     for error in refused:
-        steps = ladder()
+        steps = fallbacks()
 
         def attempt(tile: Tile, error: Exception = error) -> int:
             if tile == BIG:
@@ -197,11 +197,11 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
     small_extend = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     big_decode = {"BLOCK_H": 16, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3, "ctas_per_sm": 2, "waves": 4}
     small_decode = big_decode | {"BLOCK_N": 32, "num_stages": 2, "ctas_per_sm": 4}
-    ladders = {"extend_attention": (BIG, small_extend), "decode_attention": (big_decode, small_decode)}
+    fallbacks = {"extend_attention": (BIG, small_extend), "decode_attention": (big_decode, small_decode)}
     cache = CacheStore(0, "kv")
     layer = Attention(cache, 4, 2, 64, 0.125)
     plan = SimpleNamespace(
-        ladder=lambda op: TileLadder(op, ladders[op], MODULE),
+        fallbacks=lambda op: FallbackTiles(op, fallbacks[op], MODULE),
         attention_shapes=(layer.site.shape,),
         attention_op=lambda op, shape: op,
         arch=SimpleNamespace(num_sms=8),

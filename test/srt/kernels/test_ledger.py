@@ -16,12 +16,12 @@ from sglang.ledger.measure import row_key, variant_table
 from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import tiles
-from sglang.srt.kernels.ledger_file import LOCKS, Ledger, Row, Rows, read_lock, tile_key
+from sglang.srt.kernels.ledger_file import LOCKS, Ledger, LedgerRows, Row, read_lock, tile_key
 
 KEY = ("extend_attention", "576x512/bfloat16/bfloat16/plain", "M32 N64 w8 s1")
 
 
-def rows_with(smem: int = 1000, spills: int = 0, target: str = "3.9.0/sm_120") -> Rows:
+def rows_with(smem: int = 1000, spills: int = 0, target: str = "3.9.0/sm_120") -> LedgerRows:
     return {KEY: Row("code", {target: (smem, 128, spills, 0, ("m16n8k16 bf16",))})}
 
 

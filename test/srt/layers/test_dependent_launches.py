@@ -33,7 +33,7 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.triton_ops import gemv, linear_tiles, pdl, topk
 from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
-from srt.layers.moe.moe_harness import Case, bands_of, make_case
+from srt.layers.moe.moe_harness import Case, make_case, tile_configs_of
 
 TARGET, FEATURES = "sm_120", ("cp_async",)
 PLAN = {"work_ptr", "req_pool_indices_ptr"}
@@ -203,8 +203,8 @@ def _experts_of_every_row(case: Case, router: torch.Tensor) -> list[torch.Tensor
     """Row after row through a router, the choice of experts and both their products."""
     rows = (case.x[i : i + 1] for i in range(len(case.x)))
     choices = ((row, topk.topk_softmax(gemv.gemv(row, router), 8, True)) for row in rows)
-    bands = bands_of(case.w13, case.w2, case.ids)
-    return [fused_moe(row, case.w13, case.w2, weights, ids, SILU, bands) for row, (weights, ids) in choices]
+    configs = tile_configs_of(case.w13, case.w2, case.ids)
+    return [fused_moe(row, case.w13, case.w2, weights, ids, SILU, configs) for row, (weights, ids) in choices]
 
 
 @pytest.mark.gpu
@@ -231,6 +231,6 @@ def test_experts_in_a_graph_read_the_choices_of_their_own_row() -> None:
 @pytest.mark.parametrize("cols", [512, 1536, 5120, 7168, 8192])
 def test_one_row_asks_for_whole_rows_of_weights_before_it_waits(scheme: str, cols: int) -> None:
     """So that they travel while a sum over the ranks waits for its peers."""
-    (few, *_) = linear_tiles.bands_of(SCHEMES[scheme], (2048, cols, False), arch_by_name("rtx-pro-6000-server"))
-    (tile,) = few.rungs[0]
-    assert few.way == linear_tiles.FEW and tile["EARLY"] * tile["COLS"] >= cols
+    (few, *_) = linear_tiles.tile_configs_of(SCHEMES[scheme], (2048, cols, False), arch_by_name("rtx-pro-6000-server"))
+    (tile,) = few.candidates[0]
+    assert few.variant == linear_tiles.FEW and tile["EARLY"] * tile["COLS"] >= cols

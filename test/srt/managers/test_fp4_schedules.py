@@ -16,7 +16,7 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.native_fp4 import quantize_fp4_rows
 from sglang.srt.plan.ranks import RankLayout
 from srt.managers.test_host_tier import SHARED
-from srt.managers.test_random_schedules import FEW_PROMPTS, DRAFT_TOKENS, PAGES, Schedule, World, short_pauses
+from srt.managers.test_random_schedules import DRAFT_TOKENS, FEW_PROMPTS, PAGES, Schedule, World, short_pauses
 
 FP4 = {"kv_cache_dtype": "fp4_e2m1"}
 MODELS = ("qwen3", "mistral_windows", "gpt_oss", "llama4", "qwen3_5", "nemotron_h", "qwen3_5_moe")

@@ -82,7 +82,7 @@ class Ranks:
         self.verifier = FakeVerifier()
         self.ranks = [Rank(self.verifier), Rank()]
         self._states: list[list[int]] = []
-        monkeypatch.setattr(parallel_state, "least_each", self._least)
+        monkeypatch.setattr(parallel_state, "all_reduce_min", self._least)
         self._pass = 0
 
     def _least(self, states: list[int]) -> list[int]:

@@ -18,8 +18,8 @@ from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.layers import embedding
 from sglang.srt.model_executor import two_batch_overlap
 from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
-from sglang.srt.plan.two_batch_overlap import alternates_by_block
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.two_batch_overlap import alternates_by_block
 
 from .test_attention_groups import MODELS, save_models
 from .test_parallel_schedules import POOL, Outcome, outcome
@@ -81,8 +81,8 @@ class Halved(Counter[str]):
             inside = bool(first.slots[-1] == second.slots[0])
             self.update(steps=1, mixed=first.num_decodes > 0, inside=inside, between=not inside)
             model = halves.state.model
-            assert model.leaves_sums == alternates_by_block(model.description, halves.groups.dp.size)
-            self["by block"] += model.leaves_sums
+            assert model.defers_all_reduce == alternates_by_block(model.description, halves.groups.dp.size)
+            self["by block"] += model.defers_all_reduce
             return compute(halves, batch, both, loads)
 
         def counted_start(turns: Any, what: Any, collective: Any) -> Any:
@@ -104,7 +104,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
     counts = Halved()
     with pytest.MonkeyPatch.context() as monkeypatch:
         counts.watch(monkeypatch)
-        monkeypatch.setattr(step_halves, "OFF_MIDDLE", 3)  # so that some of these short prompts stay whole
+        monkeypatch.setattr(two_batch_overlap, "OFF_MIDDLE", 3)  # so that some of these short prompts stay whole
         for name, folder in folders.items():
             known: dict[str, list[int]] | None = None
             for mode in modes:

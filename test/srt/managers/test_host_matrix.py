@@ -28,14 +28,14 @@ from sglang.srt.mem_cache import host_tier
 from sglang.srt.plan.host_cache import COPIED
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from srt.managers.test_host_tier import (
+    DCP_SHARDED,
     OPTIONS,
     SHARED,
-    DCP_SHARDED,
     HostSchedule,
     HostWorld,
     loads_by_layers_sometimes,
 )
-from srt.managers.test_random_schedules import FEW_PROMPTS, DRAFT_TOKENS, PAGES, World, short_pauses
+from srt.managers.test_random_schedules import DRAFT_TOKENS, FEW_PROMPTS, PAGES, World, short_pauses
 from srt.models.harness import save_tiny
 
 TURNS = 13_000

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache import host_tier
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
 from sglang.srt.mem_cache.copy_engine import Copier, PendingCopy, ThreadedCopies
 from sglang.srt.mem_cache.host_tier import HostTier
-from sglang.srt.mem_cache.layer_loads import FIRST, LayerArrivals, LayerWaits
+from sglang.srt.mem_cache.layerwise_load import FIRST, LayerWaits, LayerwiseLoad
 from sglang.srt.mem_cache.page_pool import PagePool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.causal_lm import DecoderLayer
@@ -180,7 +180,7 @@ def _rank(rank: int, name: str, folder: Path, known: dict[str, Any], layouts: di
             seen: Counter[str] = Counter()
             for seed in range(24):  # threads decide what is copied in time
                 seen += schedules(world, "none", page, range(seed, seed + 1))
-                if parallel_state.least_each([min(1, seen[what]) for what in COPIES]) == [1, 1, 1]:
+                if parallel_state.all_reduce_min([min(1, seen[what]) for what in COPIES]) == [1, 1, 1]:
                     break
             assert all(seen[what] for what in COPIES), (layout, seen)
             parallel_state.shutdown()
@@ -524,10 +524,10 @@ def test_a_prompt_begins_when_its_first_layer_is_there(
     server = Server(folder)
     answer = server.keep_in_main_memory_alone(PROMPT)
     order: list[str] = []
-    arrived, compute = LayerArrivals.arrived, DecoderLayer.by_block
+    arrived, compute = LayerwiseLoad.arrived, DecoderLayer.by_block
     layers = server.runner.model.layers
 
-    def arrives(self: LayerArrivals, index: int, stream: Any) -> None:
+    def arrives(self: LayerwiseLoad, index: int, stream: Any) -> None:
         if index == len(self.layers) - 1:
             time.sleep(0.2)
         order.append(f"arrived {self.layers[index]}")
@@ -537,7 +537,7 @@ def test_a_prompt_begins_when_its_first_layer_is_there(
         order.append(f"layer {layers.index(self)}")
         return compute(self, stream, batch)
 
-    monkeypatch.setattr(LayerArrivals, "arrived", arrives)
+    monkeypatch.setattr(LayerwiseLoad, "arrived", arrives)
     monkeypatch.setattr(DecoderLayer, "by_block", computes)
     assert server.answer("returns", PROMPT) == answer
     last = len(layers) - 1

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import AbortReq
+from srt.managers.drafting_runner import DraftingRunner
 from srt.managers.fake_runner import (
     EOS,
     Collector,
@@ -22,7 +23,6 @@ from srt.managers.fake_runner import (
     request,
     run_to_end,
 )
-from srt.managers.drafting_runner import DraftingRunner
 from srt.managers.test_scheduler import prompt, workload
 
 

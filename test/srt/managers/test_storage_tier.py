@@ -41,17 +41,17 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
 from srt.managers.test_host_tier import (
+    DCP_SHARDED,
     OPTIONS,
     OTHER,
     PROMPT,
     SHARED,
-    DCP_SHARDED,
     HostSchedule,
     HostWorld,
     Server,
     loads_by_layers_sometimes,
 )
-from srt.managers.test_random_schedules import FEW_PROMPTS, GARBAGE, DRAFT_TOKENS, PAGES, short_pauses
+from srt.managers.test_random_schedules import DRAFT_TOKENS, FEW_PROMPTS, GARBAGE, PAGES, short_pauses
 from srt.models.harness import random_tokens, save_tiny
 
 STORAGE = {

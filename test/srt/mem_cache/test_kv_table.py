@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from sglang.srt.mem_cache.cache_tier import Departure
+from sglang.srt.mem_cache.cache_tier import PinnedPrefix
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.mem_cache.window_table import WindowTable
@@ -142,12 +142,12 @@ def test_where_prompts_pause_for_a_state() -> None:
 @pytest.mark.parametrize(("chunk", "growing"), [(5, 1), (5, 3), (4, 3)])
 def test_most_tokens_of_a_window_while_a_prompt_is_computed(chunk: int, growing: int) -> None:
     window: Any = SimpleNamespace(window=8, page_size=1, growing=growing)
-    assert WindowTable.most_of_prompt(window, chunk) == window_tokens(8, 1, chunk + growing - 1)
+    assert WindowTable.max_prompt_tokens(window, chunk) == window_tokens(8, 1, chunk + growing - 1)
 
 
 @pytest.mark.parametrize("readable", [True, False])
 def test_a_state_that_is_still_being_written_is_not_copied(readable: bool) -> None:
     checkpoints = SimpleNamespace(is_readable=lambda node: readable, pin=lambda node: 7)
-    departure = Departure(cast(Any, SimpleNamespace(checkpoints=checkpoints)), cast(Any, None))
+    departure = PinnedPrefix(cast(Any, SimpleNamespace(checkpoints=checkpoints)), cast(Any, None))
     assert departure.keep_state(cast(Any, None)) == readable
     assert departure.row == (7 if readable else 0)

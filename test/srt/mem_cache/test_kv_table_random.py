@@ -82,7 +82,7 @@ class Machine:
         self.random = random.Random(seed)
         cost = sized_cost(groups, page, REQUESTS, CONTEXT, CHUNK)
         memory = cost.pool_bytes(24 * page if page > 1 else 300)
-        pools = plan_pools(cost, memory, page, most_tokens=1 << 20)
+        pools = plan_pools(cost, memory, page, max_tokens=1 << 20)
         has_states = cost.state_bytes > 0
         checkpoints = 4 if has_states else 0
         self.sizes = PoolSizes(pools.tokens - page, page, REQUESTS, CONTEXT, pools.windows, has_states, checkpoints)
@@ -184,7 +184,7 @@ class Machine:
             assert counts["free"] + counts["cached"] + counts["held"] == counts["total"]
             for seq in self.running:
                 kept = -(-seq.kv_len // page) * page - int(window.start[seq.slot])
-                assert kept <= window.most_of_prompt(CHUNK), "a request has more than its window and a chunk"
+                assert kept <= window.max_prompt_tokens(CHUNK), "a request has more than its window and a chunk"
 
 
 @pytest.mark.parametrize("name", MODELS)

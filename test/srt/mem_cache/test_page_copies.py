@@ -19,7 +19,7 @@ from pairs import some_of
 from sglang.srt.mem_cache import copy_engine
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
 from sglang.srt.mem_cache.copy_engine import BusBudget, Copier, PendingCopy, ThreadedCopies, page_lock
-from sglang.srt.mem_cache.layer_loads import FIRST, LayerArrivals, LayerWaits
+from sglang.srt.mem_cache.layerwise_load import FIRST, LayerWaits, LayerwiseLoad
 from sglang.srt.mem_cache.page_pool import PagePool
 
 PARTS = {
@@ -136,9 +136,9 @@ def test_layers_are_loaded_one_after_the_other(kind: str) -> None:
         copier.copy(one, PageMoves(on_device, in_host), True)
         for part in one.parts:
             part[:] = 0
-    arrivals, seen = LayerArrivals(sorted(set(layers)), False), []
+    arrivals, seen = LayerwiseLoad(sorted(set(layers)), False), []
 
-    class Recorded(LayerArrivals):
+    class Recorded(LayerwiseLoad):
         def arrived(self, index: int, stream: object) -> None:
             seen.append([bool(part[torch.from_numpy(on_device)].any()) for part in (*states.parts, *pool.parts)])
 
@@ -153,7 +153,7 @@ def test_layers_are_loaded_one_after_the_other(kind: str) -> None:
 
 
 def test_a_wait_ends_with_the_copy() -> None:
-    arrivals = LayerArrivals([0, 4], False)
+    arrivals = LayerwiseLoad([0, 4], False)
     waits = LayerWaits([arrivals])
     arrivals.arrived(0, None)
     waits.before(FIRST)

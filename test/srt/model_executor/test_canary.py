@@ -15,7 +15,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.mem_cache.layer_loads import LayerWaits
+from sglang.srt.mem_cache.layerwise_load import LayerWaits
 from sglang.srt.model_executor import graph_runner
 from sglang.srt.model_executor.canary import check_runner
 from sglang.srt.model_executor.device_state import StepShape, shape_of

@@ -1,6 +1,6 @@
-"""Steps as two microbatches that give way to one another at collectives that are drawn, cut at places that are drawn, for
-every kind of model and layout: the hidden states of every token and everything that the ranks keep of requests (keys,
-latents, states, tables) are those of the whole step.
+"""Steps as two microbatches that give way to one another at collectives that are drawn, cut at places that are drawn,
+for every kind of model and layout: the hidden states of every token and everything that the ranks keep of requests
+(keys, latents, states, tables) are those of the whole step.
 
 A block that reads what is kept of a request before a collective and writes it behind that one gives the second half
 what was there before the step: this test is there to notice it. The orders are all those in which the second half
@@ -126,18 +126,20 @@ class Compared:
         num_tokens = len(step.out_cache_loc)
         hidden = launched.output.hidden[:num_tokens].clone()
         after = {name: tensor.clone() for name, tensor in kept.items()}
-        by_block = self.runner.model.leaves_sums
+        by_block = self.runner.model.defers_all_reduce
         for order in range(self.orders + by_block):
             for name, tensor in kept.items():
                 tensor.copy_(before[name])
-            self.runner.model.leaves_sums = order == self.orders  # the last one; before it threads, in drawn orders
+            self.runner.model.defers_all_reduce = (
+                order == self.orders
+            )  # the last one; before it threads, in drawn orders
             self.seen["by block"] += order == self.orders
             halved = self.whole(step).output.hidden
             assert halved is not None
             self._compare("hidden states", halved[:num_tokens], hidden, before=None)
             for name, tensor in kept.items():
                 self._compare(name, tensor, after[name], before[name])
-        self.runner.model.leaves_sums = by_block
+        self.runner.model.defers_all_reduce = by_block
         for name, tensor in kept.items():
             tensor.copy_(after[name])
         return launched
@@ -179,8 +181,8 @@ def _rank(
     embedding.FEWEST_SHARDED_ROWS = 2
     results: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_halves, "Turns", DrawnTurns)
-        patch.setattr(step_halves, "choose_cut", drawn_cut)
+        patch.setattr(two_batch_overlap, "PingPong", DrawnTurns)
+        patch.setattr(two_batch_overlap, "choose_cut", drawn_cut)
         if fault is not None:
             FAULTS[fault](patch)
         for number, (name, folder) in enumerate(folders.items()):

@@ -35,8 +35,8 @@ WINDOWS = Qwen2_5VLTower(**SIZES, patch_shape=(3, 2, 14, 14), window=4, full_lay
 
 def of_layer(layer: LayerTimes, clips: list[int]) -> float:
     """Milliseconds of a whole layer over clips of so many patches."""
-    halves = 2 * layer.of_piece(Piece(0.5, sum(clips), 0.0))
-    return halves + layer.of_piece(Piece(0.0, sum(clips), sum(size**2 for size in clips)))
+    halves = 2 * layer.time_chunk(Piece(0.5, sum(clips), 0.0))
+    return halves + layer.time_chunk(Piece(0.0, sum(clips), sum(size**2 for size in clips)))
 
 
 def test_times_of_layers_are_those_that_were_measured() -> None:
@@ -65,7 +65,7 @@ def times(pace: MediaPace, tower: Tower, grids: list[Grid], requests: int) -> li
     pieces = [piece for part in parts_of(tower, grids) for piece in pieces_of(tower, part, slices.cuts)]
     assert sum(slices.pieces) == len(pieces) and min(slices.pieces) > 0
     ends = np.cumsum(slices.pieces)[:-1]
-    return [sum(map(pace.layer.of_piece, run)) for run in np.split(np.array(pieces, dtype=object), ends)]
+    return [sum(map(pace.layer.time_chunk, run)) for run in np.split(np.array(pieces, dtype=object), ends)]
 
 
 @pytest.mark.parametrize("tower", [TOWER, WINDOWS])
@@ -74,7 +74,7 @@ def times(pace: MediaPace, tower: Tower, grids: list[Grid], requests: int) -> li
 def test_a_slice_is_a_share_of_the_step(requests: int, step_ms: float, grids: list[Grid], tower: Tower) -> None:
     """Also of an image whose layer takes 12 ms, as far as products of all patches allow: these are not cut."""
     slices = times(PACE, tower, grids, requests)
-    products = max(LAYER.of_piece(Piece(0.5, num_patches(part), 0.0)) for part in parts_of(tower, grids))
+    products = max(LAYER.time_chunk(Piece(0.5, num_patches(part), 0.0)) for part in parts_of(tower, grids))
     assert max(slices) <= max(SHARE * step_ms, products) + 1e-9
     assert sum(slices) / len(slices) > SHARE * step_ms / 2
     assert PACE.slices(tower, grids, requests).cuts.queries <= MOST_CUTS

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.parameter import Param, Part, PartKey
+from sglang.srt.layers.parameter import Param, PartKey, TensorPart
 from sglang.srt.model_loader import weight_check
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 
 
 def check(name: str, tensor: torch.Tensor, filled: slice = slice(None)) -> None:
-    param = Param(name, tensor, {PartKey(): Part(tuple(tensor[filled].shape), (), (filled,))})
+    param = Param(name, tensor, {PartKey(): TensorPart(tuple(tensor[filled].shape), (), (filled,))})
     refuse_not_finite({name: param}, {"stored": [(param, PartKey())]}, "model")
 
 

@@ -45,7 +45,7 @@ class PlanWithDraft(NativePlan):
         return with_draft_layers(self.description, self.draft)
 
     @functools.cached_property
-    def of_draft(self) -> NativePlan:
+    def for_draft(self) -> NativePlan:
         draft = self.draft.description.model
         model = replace(self.model, quantization=draft.quantization)
         view = NativePlan(model, self.context_len, self.device, self.arch, self.kv_cache_dtype, self.ranks)

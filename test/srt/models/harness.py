@@ -19,7 +19,7 @@ import torch
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
-from sglang.srt.kernels.bands import Bands
+from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers import (
     hyper_native,
     native_block_groups,
@@ -44,7 +44,7 @@ from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, with_draft_layers
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
@@ -1064,7 +1064,7 @@ class NativePlan:
     def tile(self, op: str) -> None:
         return None
 
-    def tiles(self, op: str, shape: object = None) -> Bands:
+    def tiles(self, op: str, shape: object = None) -> TileConfigs:
         return ()
 
 
@@ -1086,7 +1086,7 @@ class TinyRunner:
 
     def __init__(self, plan: NativePlan, load_format: str = "auto", seed: int = 0, state_dtype: str = "") -> None:
         self.model = filled_model(plan, load_format)
-        serving = Serving(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size, state_dtype=state_dtype)
+        serving = ParallelConfig(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size, state_dtype=state_dtype)
         everything = with_draft_layers(plan.description, plan.draft)
         groups = cache_groups(everything, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.errors import UserError
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.caches import cache_groups
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.pool_checks import with_pages
@@ -128,19 +128,19 @@ def published(**changes: Any) -> dict[str, Any]:
 
 def test_a_token_takes_137_472_bytes_and_a_page_is_a_block() -> None:
     model = describe_model(published(), None)
-    (group,) = cache_groups(model, Serving("bfloat16", "bfloat16"))
+    (group,) = cache_groups(model, ParallelConfig("bfloat16", "bfloat16"))
     assert group.bytes_per_token == 60 * 4 * 2 * 256 + 57 * 256 == 137_472
     assert group.page_multiple == 128
-    (quantized,) = cache_groups(model, Serving("bfloat16", "fp8_e4m3"))
+    (quantized,) = cache_groups(model, ParallelConfig("bfloat16", "fp8_e4m3"))
     assert quantized.bytes_per_token == 60 * 4 * 256 + 57 * 256, "index keys stay in 16 bits"
-    (shared,) = cache_groups(model, Serving("bfloat16", "bfloat16", tp_size=8))
+    (shared,) = cache_groups(model, ParallelConfig("bfloat16", "bfloat16", tp_size=8))
     assert shared.bytes_per_token == 60 * 2 * 256 + 57 * 256, "a KV head on two ranks, the index key on all"
     indexers = [layer.mixer.indexer for layer in model.layers if isinstance(layer.mixer, GQA)]
     assert indexers == [None] * 3 + [BlockIndexer(128, 128, 16)] * 57
 
 
 def test_pages_hold_whole_blocks() -> None:
-    model, serving = describe_model(published(), None), Serving("bfloat16", "bfloat16")
+    model, serving = describe_model(published(), None), ParallelConfig("bfloat16", "bfloat16")
     args = ServerArgs(model_path="m")
     assert with_pages(args, model, serving).page_size == 128
     sized = replace(serving, page_size=256)

@@ -19,7 +19,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.model_loader.loader import filled_draft, load_model
 from sglang.srt.plan.caches import row_tables
-from sglang.srt.plan.layer_spec import Serving, Window
+from sglang.srt.plan.layer_spec import ParallelConfig, Window
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 
@@ -28,7 +28,7 @@ from .draft_harness import PlanWithDraft
 from .harness import plan_for, save_tiny
 
 Tensors = dict[str, torch.Tensor]
-SERVING = Serving("bfloat16", "bfloat16")
+SERVING = ParallelConfig("bfloat16", "bfloat16")
 
 
 def planned(folder: Path, draft_tokens: int = 3, **args: Any) -> PlanWithDraft:

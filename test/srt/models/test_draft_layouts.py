@@ -127,7 +127,7 @@ def test_ranks_agree_with_one_rank(tmp_path: Path) -> None:
 def stage_plan(plan: PlanWithDraft, number: int, count: int) -> PlanWithDraft:
     stages = cut_stages(replace(plan.weights, ranks=RankLayout(pp_size=count)), "float32")
     staged = replace(plan)
-    staged.__dict__.update(description=stages[number].model, weights=plan.weights.of_stage(stages[number].model))
+    staged.__dict__.update(description=stages[number].model, weights=plan.weights.select_stage(stages[number].model))
     staged.__dict__["draft"] = plan.draft
     return staged
 
@@ -136,7 +136,7 @@ def stage_plan(plan: PlanWithDraft, number: int, count: int) -> PlanWithDraft:
 def test_what_is_captured_travels_through_the_stages(
     draft: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last stage has a copy of the embedding, and draft tokens what one stage draft tokens."""
+    """The last stage has a copy of the embedding, and drafts what one stage drafts."""
     if draft == "eagle3":
         save_tiny("qwen3", tmp_path / "target", num_hidden_layers=7)
         head = save(

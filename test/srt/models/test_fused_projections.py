@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang import explain
-from sglang.srt.configs.fused_projections import STRIPES, with_projection_stripes
+from sglang.srt.configs.fused_projections import TP_BLOCKS, with_tp_blocks
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
@@ -31,17 +31,17 @@ PARTS = ("q_proj", "k_proj", "v_proj")
 V2_5 = {"architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2", "attention_projection_layout": "fused_qkv"}
 
 
-def stripe_by_stripe(weights: list[torch.Tensor], stripes: int) -> torch.Tensor:
-    """q, k and v, one below the other in each of `stripes` parts of their heads."""
-    return torch.cat([part for chunks in zip(*(w.chunk(stripes) for w in weights), strict=True) for part in chunks])
+def stripe_by_stripe(weights: list[torch.Tensor], tp_blocks: int) -> torch.Tensor:
+    """q, k and v, one below the other in each of `tp_blocks` parts of their heads."""
+    return torch.cat([part for chunks in zip(*(w.chunk(tp_blocks) for w in weights), strict=True) for part in chunks])
 
 
-def taken_apart(fused: torch.Tensor, rows: list[int], stripes: int) -> list[torch.Tensor]:
-    parts = [stripe.split([count // stripes for count in rows]) for stripe in fused.chunk(stripes)]
+def taken_apart(fused: torch.Tensor, rows: list[int], tp_blocks: int) -> list[torch.Tensor]:
+    parts = [tp_block.split([count // tp_blocks for count in rows]) for tp_block in fused.chunk(tp_blocks)]
     return [torch.cat(chunks) for chunks in zip(*parts, strict=True)]
 
 
-def save_fused(folder: Path, stripes: int, quantized: bool = True, **more: object) -> Path:
+def save_fused(folder: Path, tp_blocks: int, quantized: bool = True, **more: object) -> Path:
     """A MiMo-V2 with four KV heads in folder/quantized, and what it stands for in folder/reference, which is
     returned. Not `quantized`: attention stays in the model's type."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -58,49 +58,49 @@ def save_fused(folder: Path, stripes: int, quantized: bool = True, **more: objec
     for layer in range(3):
         at = f"model.layers.{layer}.self_attn."
         weights = [stored.pop(f"{at}{part}.weight") for part in PARTS]
-        fused = stripe_by_stripe(weights, stripes)
+        fused = stripe_by_stripe(weights, tp_blocks)
         if quantized:
-            made = [reference.quantize(stripe, SCHEMES["fp8_block"]) for stripe in fused.chunk(stripes)]
-            stored[f"{at}qkv_proj.weight"] = torch.cat([stripe.data for stripe in made])
-            stored[f"{at}qkv_proj.weight_scale_inv"] = torch.cat([stripe.scale for stripe in made])
-            fused = torch.cat([reference.dequantize(stripe, SCHEMES["fp8_block"]) for stripe in made])
+            made = [reference.quantize(tp_block, SCHEMES["fp8_block"]) for tp_block in fused.chunk(tp_blocks)]
+            stored[f"{at}qkv_proj.weight"] = torch.cat([tp_block.data for tp_block in made])
+            stored[f"{at}qkv_proj.weight_scale_inv"] = torch.cat([tp_block.scale for tp_block in made])
+            fused = torch.cat([reference.dequantize(tp_block, SCHEMES["fp8_block"]) for tp_block in made])
         else:
             stored[f"{at}qkv_proj.weight"] = fused
-        apart = taken_apart(fused, [len(weight) for weight in weights], stripes)
+        apart = taken_apart(fused, [len(weight) for weight in weights], tp_blocks)
         exact |= {f"{at}{part}.weight": weight.contiguous() for part, weight in zip(PARTS, apart, strict=True)}
     save_file(stored, folder / "quantized" / "model.safetensors")
     save_file(exact, folder / "reference" / "model.safetensors", {"format": "pt"})
     return folder / "reference"
 
 
-@pytest.mark.parametrize("stripes", [1, 4])
-def test_the_rows_of_scales_tell_the_stripes(stripes: int, tmp_path: Path) -> None:
-    """The full layer has 2,816 rows: 22 blocks, or 6 in each of four stripes. Layers with a window have 32 either
+@pytest.mark.parametrize("TP blocks", [1, 4])
+def test_the_rows_of_scales_tell_the_stripes(tp_blocks: int, tmp_path: Path) -> None:
+    """The full layer has 2,816 rows: 22 blocks, or 6 in each of four TP blocks. Layers with a window have 32 either
     way."""
-    want = wanted(save_fused(tmp_path, stripes))
+    want = wanted(save_fused(tmp_path, tp_blocks))
     plan = plan_for(tmp_path / "quantized")
     mixers = [layer.mixer for layer in plan.description.layers]
-    assert [mixer.stripes for mixer in mixers if isinstance(mixer, GQA)] == [stripes] * 3
+    assert [mixer.tp_blocks for mixer in mixers if isinstance(mixer, GQA)] == [tp_blocks] * 3
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
-@pytest.mark.parametrize("stripes", [1, 4])
+@pytest.mark.parametrize("TP blocks", [1, 4])
 def test_what_tells_nothing_is_refused_until_it_is_stated(
-    stripes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tp_blocks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    want = wanted(save_fused(tmp_path, stripes, quantized=False))
+    want = wanted(save_fused(tmp_path, tp_blocks, quantized=False))
     folder = tmp_path / "quantized"
     with pytest.raises(UserError, match=r"without scales .* once or 4 times, and the wrong one .* State which"):
         plan_for(folder)
     assert explain.main(["--arch", "sm_120", "--model-path", str(folder)]) == 2
-    assert f'{STRIPES}": 1' in capsys.readouterr().err
-    stated = json.dumps({STRIPES: stripes})
+    assert f'{TP_BLOCKS}": 1' in capsys.readouterr().err
+    stated = json.dumps({TP_BLOCKS: tp_blocks})
     plan = plan_for(folder, json_model_override_args=stated)
     torch.testing.assert_close(steps(TinyRunner(plan)), want, **TOLERANCE)
-    with pytest.raises(UserError, match=f"{STRIPES} 3 does not divide the 4 KV heads"):
-        _ = plan_for(folder, json_model_override_args=json.dumps({STRIPES: 3})).description
+    with pytest.raises(UserError, match=f"{TP_BLOCKS} 3 does not divide the 4 KV heads"):
+        _ = plan_for(folder, json_model_override_args=json.dumps({TP_BLOCKS: 3})).description
 
 
 def header_only(folder: Path, config: dict[str, object], layers: dict[str, tuple[int, int]]) -> dict[str, object]:
@@ -110,7 +110,7 @@ def header_only(folder: Path, config: dict[str, object], layers: dict[str, tuple
         tensors[f"{module}.qkv_proj.weight"] = torch.zeros(rows, 1, dtype=torch.float8_e4m3fn)
         tensors[f"{module}.qkv_proj.weight_scale_inv"] = torch.zeros(scales, 1)
     save_file(tensors, folder / "model.safetensors")
-    return with_projection_stripes(config | V2_5, folder)
+    return with_tp_blocks(config | V2_5, folder)
 
 
 FULL, WINDOW, DRAFT = (f"model.{name}.self_attn" for name in ("layers.0", "layers.1", "mtp.layers.0"))
@@ -119,7 +119,7 @@ PRO_HEADS: dict[str, object] = {"num_key_value_heads": 8, "swa_num_key_value_hea
 
 
 @pytest.mark.parametrize(
-    ("heads", "layers", "stripes"),
+    ("heads", "layers", "TP blocks"),
     [
         (V2_5_HEADS, {FULL: (13568, 108), WINDOW: (14848, 116), DRAFT: (14848, 116)}, 4),
         (V2_5_HEADS, {FULL: (13568, 106), WINDOW: (14848, 116)}, 1),
@@ -129,9 +129,9 @@ PRO_HEADS: dict[str, object] = {"num_key_value_heads": 8, "swa_num_key_value_hea
     ],
 )
 def test_published_shapes(
-    heads: dict[str, object], layers: dict[str, tuple[int, int]], stripes: int, tmp_path: Path
+    heads: dict[str, object], layers: dict[str, tuple[int, int]], tp_blocks: int, tmp_path: Path
 ) -> None:
-    assert header_only(tmp_path, heads, layers)[STRIPES] == stripes
+    assert header_only(tmp_path, heads, layers)[TP_BLOCKS] == tp_blocks
 
 
 @pytest.mark.parametrize(
@@ -155,47 +155,49 @@ def test_shapes_that_do_not_tell_are_refused(
 
 
 def test_layouts_of_the_published_sizes(tmp_path: Path) -> None:
-    """MiMo-V2.5 in four stripes stays in FP8 on the four and eight ranks that it is served on; on two, full layers have
-    keys whose blocks go on in values, and are held in 16 bits."""
+    """MiMo-V2.5 in four TP blocks stays in FP8 on the four and eight ranks that it is served on; on two, full layers
+    have keys whose blocks go on in values, and are held in 16 bits."""
     config = json.loads(PUBLISHED.read_text()) | V2_5
     (tmp_path / "config.json").write_text(json.dumps(config))
     mixers = [layer.mixer for layer in plan_for(tmp_path).description.layers]
-    widened = {size: sum(mixer.widened(size) for mixer in mixers if isinstance(mixer, GQA)) for size in (1, 2, 4, 8)}
-    assert {mixer.stripes for mixer in mixers if isinstance(mixer, GQA)} == {4}
-    assert widened == {1: 9, 2: 9, 4: 0, 8: 39}
+    dequantized = {
+        size: sum(mixer.dequantized(size) for mixer in mixers if isinstance(mixer, GQA)) for size in (1, 2, 4, 8)
+    }
+    assert {mixer.tp_blocks for mixer in mixers if isinstance(mixer, GQA)} == {4}
+    assert dequantized == {1: 9, 2: 9, 4: 0, 8: 39}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 16])
-@pytest.mark.parametrize("stripes", [1, 2, 4, 8])
-def test_ranks_have_the_rows_of_their_heads(stripes: int, size: int) -> None:
+@pytest.mark.parametrize("TP blocks", [1, 2, 4, 8])
+def test_ranks_have_the_rows_of_their_heads(tp_blocks: int, size: int) -> None:
     """16 query heads of 3 rows over 8 KV heads, with values of 2 rows: every row is numbered by part, head and row."""
     dims, counts = (3, 3, 2), (16, 8, 8)
     weights = [
         torch.tensor([[part, head, row] for head in range(count) for row in range(dim)])
         for part, (count, dim) in enumerate(zip(counts, dims, strict=True))
     ]
-    fused = stripe_by_stripe(weights, stripes)
+    fused = stripe_by_stripe(weights, tp_blocks)
     shares = HeadShares(16, 8, size)
     for rank in range(size):
         heads = (shares.heads(rank), shares.kv_heads(rank), shares.kv_heads(rank))
-        rows = fused_rows(tuple(zip(heads, dims, strict=True)), stripes)
+        rows = fused_rows(tuple(zip(heads, dims, strict=True)), tp_blocks)
         got = torch.cat([fused[share.run] for share in rows])
-        want = [w[head.of_dims(dim).run] for w, head, dim in zip(weights, heads, dims, strict=True)]
+        want = [w[head.scale_dims(dim).run] for w, head, dim in zip(weights, heads, dims, strict=True)]
         assert torch.equal(got, torch.cat(want))
         assert sum(share.padded_count for share in rows) == sum(
             head.padded_count * dim for head, dim in zip(heads, dims, strict=True)
         )
-        if stripes == size:
+        if tp_blocks == size:
             assert len(rows) == 1 and keep_groups(rows, 128)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_their_heads_of_every_stripe(size: int, tmp_path: Path) -> None:
-    folders = {stripes: tmp_path / str(stripes) for stripes in (1, 4)}
-    for stripes, folder in folders.items():
+    folders = {tp_blocks: tmp_path / str(tp_blocks) for tp_blocks in (1, 4)}
+    for tp_blocks, folder in folders.items():
         folder.mkdir()
-        save_fused(folder, stripes, moe_intermediate_size=512)
+        save_fused(folder, tp_blocks, moe_intermediate_size=512)
     assert_ranks_alike(size, steps, TOLERANCE, *folders.values())
 
 
@@ -209,7 +211,7 @@ def test_draft_layers_are_stored_as_the_models(tmp_path: Path) -> None:
         tensors[f"{at}qkv_proj.weight"] = stripe_by_stripe([tensors.pop(f"{at}{part}.weight") for part in PARTS], 2)
     save_file(tensors, tmp_path / "model.safetensors")
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | V2_5 | {STRIPES: 2}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | V2_5 | {TP_BLOCKS: 2}))
     plan = planned(tmp_path)
     for loadable, before in zip(
         (loadable for loadable, _ in filled_draft(plan, load_model(plan)).loadables()),  # type: ignore[arg-type]

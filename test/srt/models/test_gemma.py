@@ -21,7 +21,7 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
-from sglang.srt.plan.layer_spec import FULL, Serving, Window
+from sglang.srt.plan.layer_spec import FULL, ParallelConfig, Window
 from sglang.srt.server_args import ServerArgs
 
 from .harness import (
@@ -148,7 +148,7 @@ def test_experts_beside_an_mlp(tmp_path: Path) -> None:
 
 def test_layers_that_share_a_cache_cost_none(tmp_path: Path) -> None:
     description = described(GEMMA4_E2B, tmp_path).description
-    groups = {group.lifetime: group for group in cache_groups(description, Serving("bfloat16", "bfloat16"))}
+    groups = {group.lifetime: group for group in cache_groups(description, ParallelConfig("bfloat16", "bfloat16"))}
     assert {lifetime: group.num_caches for lifetime, group in groups.items()} == {Window(512): 12, FULL: 3}
     assert [layer.mixer.cache_layer for layer in description.layers[14:20]] == [-1, 13, 13, 13, 13, 14]
     assert [layer.ffn.intermediate_size for layer in description.layers[14:16]] == [6144, 12288]

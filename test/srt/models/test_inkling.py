@@ -15,7 +15,7 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.towers.inkling import InklingTower
@@ -37,7 +37,8 @@ def changed(folder: Path, **keys: Any) -> None:
 
 
 def test_chunks_may_end_anywhere(tmp_path: Path) -> None:
-    """Convolutions reach over the ends of several chunks of a token each, windows and bands end within chunks."""
+    """Convolutions reach over the ends of several chunks of a token each, windows and tile configs end within
+    chunks."""
     model, tokens = save_tiny("inkling", tmp_path), random_tokens(46, seed=1)
     want, runner = hf_logits(model, tokens), TinyRunner(plan_for(tmp_path))
     for first in (1, 2, 3, 6):
@@ -59,7 +60,7 @@ def test_published_configs(tmp_path: Path) -> None:
     mixers = [layer.mixer for layer in plan.description.layers]
     assert all(isinstance(mixer, GQA) for mixer in mixers)
     assert [mixer.bias_extent for mixer in mixers] == [12, 20, 12, 20]
-    assert [bool(mixer.query_growth) for mixer in mixers] == [False, True] * 2
+    assert [bool(mixer.attn_temperature) for mixer in mixers] == [False, True] * 2
     assert [type(layer.ffn) for layer in plan.description.layers] == [Dense, MoE, MoE, MoE]
     torch.testing.assert_close(TinyRunner(plan).extend({1: tokens})[0], hf_logits(model, tokens), **CLOSE)
 
@@ -139,7 +140,7 @@ def test_caches_in_four_bits_are_refused(tmp_path: Path) -> None:
     save_tiny("inkling", tmp_path)
     layer = plan_for(tmp_path).description.layers[0]
     with pytest.raises(UserError, match="relative biases"):
-        layer.caches(Serving("bfloat16", "fp4_e2m1"))
+        layer.caches(ParallelConfig("bfloat16", "fp4_e2m1"))
 
 
 def test_states_of_the_convolutions(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_states_of_the_convolutions(tmp_path: Path) -> None:
     save_tiny("inkling", tmp_path)
     hidden = TINY["inkling"][1].get("hidden_size", 64)
     for layer, kv_heads in zip(plan_for(tmp_path).description.layers, (4, 2, 4, 2), strict=True):
-        caches = {cache.name: cache for cache in layer.caches(Serving("bfloat16", "bfloat16"))}
+        caches = {cache.name: cache for cache in layer.caches(ParallelConfig("bfloat16", "bfloat16"))}
         assert [tensor.shape for tensor in caches["kv_rows"].tensors] == [(3, 2 * kv_heads * 32)]
         assert [tensor.shape for tensor in caches["block_rows"].tensors] == [(3, hidden)] * 2
 

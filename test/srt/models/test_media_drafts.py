@@ -186,8 +186,8 @@ def test_answers_are_those_of_transformers(family: str, kind: str, tmp_path: Pat
 
 def _rank(rank: int, family: str, layout: str, folder: Path, options: dict[str, dict[str, Any]], out: Path) -> None:
     torch.set_num_threads(1)
-    for number, (kind, of_draft) in enumerate(options.items()):
-        chosen = {"chunked_prefill_size": 24, **of_draft, **LAYOUTS[layout]}
+    for number, (kind, for_draft) in enumerate(options.items()):
+        chosen = {"chunked_prefill_size": 24, **for_draft, **LAYOUTS[layout]}
         scheduler = seeing_scheduler(folder, None, rank, f"file://{out}/{number}", **chosen)
         play = partial(answers, family=family, folder=folder)
         torch.save(play(scheduler), out / f"{kind}, rank {rank}.pt")

@@ -97,7 +97,7 @@ def test_ranks_whose_keys_end_within_blocks_hold_them_in_the_models_type(size: i
     as_published(tmp_path / "quantized")
     full, window = (layer.mixer for layer in plan_for(tmp_path / "quantized").description.layers[:2])
     assert isinstance(full, GQA) and isinstance(window, GQA) and full.scale_rows == window.scale_rows == 128
-    assert full.widened(size) and window.widened(size) == (size == 4)
+    assert full.dequantized(size) and window.dequantized(size) == (size == 4)
     assert_ranks_alike(size, steps, TOLERANCE, tmp_path)
 
 
@@ -107,6 +107,11 @@ def test_projections_in_the_models_type_by_layout() -> None:
     config = json.loads(PUBLISHED.read_text())
     model = describe_model(config, detect(config, PUBLISHED.parent))
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, GQA)]
-    assert {size: sum(mixer.widened(size) for mixer in mixers) for size in (1, 2, 4, 8)} == {1: 0, 2: 0, 4: 9, 8: 48}
+    assert {size: sum(mixer.dequantized(size) for mixer in mixers) for size in (1, 2, 4, 8)} == {
+        1: 0,
+        2: 0,
+        4: 9,
+        8: 48,
+    }
     for size in (4, 8):
         check_layout(model, RankLayout(size))

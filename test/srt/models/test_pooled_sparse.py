@@ -89,7 +89,7 @@ class StagePlan(NativePlan):
 
     @functools.cached_property
     def weights(self) -> RankWeights:
-        return rank_weights(NativePlan(self.model).description, self.ranks).of_stage(self.description)
+        return rank_weights(NativePlan(self.model).description, self.ranks).select_stage(self.description)
 
 
 @torch.inference_mode()

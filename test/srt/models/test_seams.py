@@ -18,7 +18,7 @@ from sglang.srt.layers.residual import Block
 from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.plan.layer_spec import Serving, Weights
+from sglang.srt.plan.layer_spec import ParallelConfig, Weights
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK
@@ -35,7 +35,7 @@ class Copies:
 
     streams: int
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
+    def needs(self, serving: ParallelConfig) -> Iterator[Need]:
         return iter(())
 
     def weights(self, hidden_size: int) -> Weights:

@@ -24,7 +24,7 @@ from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
 from sglang.srt.models.vision.pieces import Cuts, parts_of, pieces_of
-from sglang.srt.models.vision.shared_encoder import SharedEncoder, shared_out
+from sglang.srt.models.vision.shared_encoder import SharedEncoder, split_evenly
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.plan import describe_served_model
@@ -262,7 +262,7 @@ def test_cubic_places_are_those_of_torch(grid: Grid) -> None:
     ],
 )
 def test_ranks_share_out_frames(sizes: list[int], want: list[list[int]]) -> None:
-    assert [sizes[share] for share in shared_out(sizes, len(want))] == want
+    assert [sizes[share] for share in split_evenly(sizes, len(want))] == want
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "kimi_k25", "gemma4"])

@@ -1,4 +1,4 @@
-"""The DSpark draft that DeepSeek-V4.1's checkpoints bring, written small as it is published, and what it draft tokens
+"""The DSpark draft that DeepSeek-V4.1's checkpoints bring, written small as it is published, and what it proposes
 in plain fp32 torch."""
 
 from __future__ import annotations

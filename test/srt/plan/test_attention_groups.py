@@ -16,7 +16,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.drafts.draft_plan import layout_of_draft
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.memory import GATHER_BYTES, Sizes, _attention_sizes, activation_bytes, graph_bytes
 from sglang.srt.plan.pool_sizes import CacheCost
@@ -110,8 +110,8 @@ def test_a_rank_has_the_cache_of_its_group_alone(tmp_path: Path) -> None:
     model = plan_for(tmp_path).description
 
     def entry(ranks: RankLayout) -> int:
-        serving = Serving("float32", "float32", tp_size=ranks.tp_size, attn_dp_size=ranks.attn_dp_size)
-        return sum(group.bytes_per_entry for group in cache_groups(model, serving))
+        parallel = ParallelConfig("float32", "float32", tp_size=ranks.tp_size, attn_dp_size=ranks.attn_dp_size)
+        return sum(group.bytes_per_entry for group in cache_groups(model, parallel))
 
     assert entry(RankLayout(2, attn_dp_size=2)) == entry(ONE_RANK) == 2 * entry(RankLayout(2))
     assert entry(RankLayout(4, attn_dp_size=2)) == entry(RankLayout(2))

@@ -77,7 +77,7 @@ def test_a_head_is_a_part_of_its_targets_plan(tmp_path: Path) -> None:
     assert plan.memory.weights == plain.memory.weights + weights
     assert plan.max_total_num_tokens < plain.max_total_num_tokens
     assert {"fused_moe", "fused_moe/draft"}.isdisjoint(plan.choices) and plan.draft.description.reduced
-    view = plan.of_draft
+    view = plan.for_draft
     assert view.description.layers[0].mixer.weights(hidden, 1)[0].cols == 2 * hidden
     assert (hidden, 3 * hidden, False) in plan.choices["linear"].need.shapes
 
@@ -89,7 +89,8 @@ def test_the_draft_of_experts_in_16_bits_has_a_kernel_of_its_own(tmp_path: Path)
     routed, own = plan.choices["fused_moe"], plan.choices["fused_moe/draft"]
     assert routed.need.quant == "nvfp4" and own.need.quant is None
     assert (
-        plan.of_draft.choices["fused_moe"] is own and plan.of_draft.bands["fused_moe"] is plan.bands["fused_moe/draft"]
+        plan.for_draft.choices["fused_moe"] is own
+        and plan.for_draft.tile_configs["fused_moe"] is plan.tile_configs["fused_moe/draft"]
     )
     assert plan.draft.describe()["weights"] == ["16 bits"]
 

@@ -158,7 +158,7 @@ def test_ranks_share_latents(name: str, dcp_size: int, share: bool, tmp_path: Pa
     assert made.host_cache.sharers == (2 if share else 1) and made.host_cache.processes == (1 if share else 2)
     token_bytes = sum(group.bytes_per_token for group in made.caches)
     assert made.host_cache.token_bytes == token_bytes * made.host_cache.sizes.tokens
-    assert all(group.token_ranks == dcp_size for group in made.caches)
+    assert all(group.dcp_size == dcp_size for group in made.caches)
 
 
 def test_prefixes_are_kept_unasked_on_gpus_with_free_main_memory() -> None:

@@ -17,7 +17,7 @@ from sglang.srt.configs.quantization import detect
 from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import Elements, Serving, Weights, Window
+from sglang.srt.plan.layer_spec import Elements, ParallelConfig, Weights, Window
 from sglang.srt.plan.layout import LayoutProblem, check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.needs import needs_of
@@ -28,7 +28,7 @@ from sglang.srt.plan.ranks import ONE_RANK, HeadShares, RankLayout
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
-BF16 = Serving("bfloat16", "bfloat16")
+BF16 = ParallelConfig("bfloat16", "bfloat16")
 
 
 def published(name: str, **changes: Any) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def test_indexers_that_are_shared_have_no_cache() -> None:
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
-def groups_of(name: str, serving: Serving = BF16) -> dict[str, CacheGroup]:
-    return {", ".join(group.names): group for group in cache_groups(describe(name), serving)}
+def groups_of(name: str, parallel: ParallelConfig = BF16) -> dict[str, CacheGroup]:
+    return {", ".join(group.names): group for group in cache_groups(describe(name), parallel)}
 
 
 def test_window_layers_keep_their_window() -> None:
@@ -158,7 +158,7 @@ def test_window_layers_keep_their_window() -> None:
 
 def test_latent_caches_are_held_by_every_rank() -> None:
     (one,) = cache_groups(describe("kimi_k25"), BF16)
-    (eight,) = cache_groups(describe("kimi_k25"), Serving("bfloat16", "fp8_e4m3", 1, 8))
+    (eight,) = cache_groups(describe("kimi_k25"), ParallelConfig("bfloat16", "fp8_e4m3", 1, 8))
     assert one.bytes_per_entry == 61 * 576 * 2 and eight.bytes_per_entry == 61 * 576
 
 
@@ -166,9 +166,9 @@ def test_the_indexers_keys_are_cached() -> None:
     (group,) = cache_groups(describe("deepseek_v32"), BF16)
     assert group.names == ("latent", "index")
     assert group.bytes_per_entry == 61 * (576 * 2 + 128 + 4), "keys have one byte an element, and a scale"
-    (quantized,) = cache_groups(describe("deepseek_v32"), Serving("bfloat16", "fp8_e4m3"))
+    (quantized,) = cache_groups(describe("deepseek_v32"), ParallelConfig("bfloat16", "fp8_e4m3"))
     assert quantized.bytes_per_entry == 61 * (512 + 4 * 4 + 64 * 2 + 128 + 4), "latents are packed with their scales"
-    (wide,) = cache_groups(describe("deepseek_v32"), Serving("float32", "float32"))
+    (wide,) = cache_groups(describe("deepseek_v32"), ParallelConfig("float32", "float32"))
     assert wide.bytes_per_entry == 61 * (576 + 128) * 4
 
 
@@ -184,7 +184,7 @@ def test_compressed_entries_of_deepseek_v4() -> None:
 
 
 def test_recurrent_states_are_one_a_request() -> None:
-    groups = groups_of("qwen35", Serving("bfloat16", "bfloat16", 1, 2))
+    groups = groups_of("qwen35", ParallelConfig("bfloat16", "bfloat16", 1, 2))
     state = 16 * 128 * 128 * 4 + (2 * 8 * 128 + 16 * 128) * 3 * 2
     assert groups["state"].bytes_per_request == 30 * state and groups["state"].bytes_per_token == 0
     assert groups["kv"].bytes_per_token == 10 * 2 * 256 * 2
@@ -195,7 +195,7 @@ def test_recurrent_states_are_one_a_request() -> None:
 
 def test_needs_say_which_shapes_linear_layers_have() -> None:
     held = rank_weights(describe("qwen3"), RankLayout(4))
-    (linear,) = [need for need in needs_of(held, Serving("bfloat16", "bfloat16", 1, 4)) if need.shapes]
+    (linear,) = [need for need in needs_of(held, ParallelConfig("bfloat16", "bfloat16", 1, 4)) if need.shapes]
     shapes = [(1536, 4096), (4096, 1024), (4096, 3072), (6144, 4096), (37984, 4096)]
     assert linear.shapes == tuple((rows, cols, False) for rows, cols in shapes)
 
@@ -462,10 +462,10 @@ def test_shared_out_tokens_take_their_share_of_the_memory() -> None:
         ("minimax_m2", 16, 2, {"kv": (2, 2)}),
     ):
         whole, shared = (
-            cache_groups(describe(name), Serving("bfloat16", "bfloat16", 1, tp_size, dcp_size=size))
+            cache_groups(describe(name), ParallelConfig("bfloat16", "bfloat16", 1, tp_size, dcp_size=size))
             for size in (1, dcp_size)
         )
-        got = {group.names: (group.token_ranks, group.entries_per_token.denominator) for group in shared}
+        got = {group.names: (group.dcp_size, group.entries_per_token.denominator) for group in shared}
         assert got == {(cache,): share for cache, share in shares.items()}
         assert sum(g.bytes_per_entry for g in shared) == sum(g.bytes_per_entry for g in whole)
         assert any(f"{dcp_size} ranks share the tokens out" in str(group) for group in shared)

@@ -36,7 +36,7 @@ from sglang.srt.plan.attention_memory import (
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.defaults import cuda_graph_batch_sizes
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
@@ -140,9 +140,9 @@ def test_fp4_has_a_scale_for_16_values(build: Any) -> None:
 )
 def test_caches_that_have_no_four_bits(name: str, changes: dict[str, Any], flags: dict[str, Any], why: str) -> None:
     config = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
-    serving = Serving("bfloat16", "fp4_e2m1", **flags)
+    parallel = ParallelConfig("bfloat16", "fp4_e2m1", **flags)
     with pytest.raises(UserError, match=re.escape(why)) as refusal:
-        cache_groups(describe_model(config, None), serving)
+        cache_groups(describe_model(config, None), parallel)
     assert "--kv-cache-dtype fp8_e4m3 or bf16 works" in str(refusal.value)
 
 
@@ -160,7 +160,7 @@ def test_stages_have_room_for_as_many_tokens(build: Any) -> None:
     assert len({(plan.pool_sizes, plan.memory, plan.stages) for plan in stages}) == 1, (
         "what the scheduler knows is alike"
     )
-    layers = [[i for i, layer in enumerate(plan.description.layers) if not layer.elsewhere] for plan in stages]
+    layers = [[i for i, layer in enumerate(plan.description.layers) if not layer.on_other_stage] for plan in stages]
     assert [i for part in layers for i in part] == list(range(len(one.description.layers)))
     assert [plan.caches[0].num_caches for plan in stages] == list(map(len, layers))
     assert stages[0].max_total_num_tokens > 3 * one.max_total_num_tokens
@@ -380,7 +380,7 @@ def test_describe_is_json(build: Any) -> None:
 def test_kernels_of_the_plan(build: Any) -> None:
     plan = build()
     assert plan.tile("decode_attention")["num_warps"] >= 1
-    assert plan.ladder("extend_attention").tiles[0] == plan.tile("extend_attention")
+    assert plan.fallbacks("extend_attention").tiles[0] == plan.tile("extend_attention")
     cpu = build(TINY, "cpu", 8 * GIB)
     assert cpu.entry("rmsnorm").__module__ == "sglang.srt.layers.native_ops"
     with pytest.raises(AssertionError, match="takes no tile"):

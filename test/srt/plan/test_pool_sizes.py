@@ -68,7 +68,7 @@ def by_hand(groups: tuple[CacheGroup, ...], pools: Pools, page: int) -> int:
 def test_pools_fill_the_memory(memory: int, windows: list[int], page: int, running: int, step: int) -> None:
     groups = group_caches([(kv(2),), *((kv(3, window),) for window in windows)])
     cost = sized_cost(groups, page, running, 4096, step)
-    pools = plan_pools(cost, memory, page, most_tokens=1 << 40)
+    pools = plan_pools(cost, memory, page, max_tokens=1 << 40)
     used = by_hand(groups, pools, page)
     of_token = sum(group.bytes_per_entry for group in groups)
     assert pools.token_bytes + pools.window_bytes <= memory
@@ -83,7 +83,7 @@ def test_pools_fill_the_memory(memory: int, windows: list[int], page: int, runni
 def test_windows_take_at_most_half_where_one_request_can_run() -> None:
     groups = group_caches([(kv(1),), (kv(1, 1024),)])
     cost = sized_cost(groups, 1, 1000, 100_000, 512)
-    pools = plan_pools(cost, 64 * 100_000, 1, most_tokens=1 << 40)
+    pools = plan_pools(cost, 64 * 100_000, 1, max_tokens=1 << 40)
     assert pools.window_bytes == pytest.approx(32 * 100_000, rel=0.01)
     alone = sized_cost(group_caches([(kv(1),), (kv(1),)]), 1, 1000, 100_000, 512)
     assert pools.tokens == pytest.approx(plan_pools(alone, 64 * 100_000, 1, 1 << 40).tokens, rel=0.01)
@@ -92,7 +92,7 @@ def test_windows_take_at_most_half_where_one_request_can_run() -> None:
 def test_a_model_of_windows_only_is_limited_by_what_runs() -> None:
     groups = group_caches([(kv(1, 128),)])
     cost = sized_cost(groups, 16, 8, 4096, 512)
-    pools = plan_pools(cost, 1 << 30, 16, most_tokens=8 * 4096)
+    pools = plan_pools(cost, 1 << 30, 16, max_tokens=8 * 4096)
     assert pools.tokens == 8 * 4096 + 16 and pools.token_bytes == 0
     assert [size.tokens for size in pools.windows] == [8 * window_tokens(128, 16) + 512]
 

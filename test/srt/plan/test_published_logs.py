@@ -14,7 +14,7 @@ import pytest
 
 from sglang.srt.configs.quantization import detect
 from sglang.srt.plan.caches import cache_groups
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_sizes import CacheCost, cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
@@ -33,7 +33,7 @@ def described(name: str) -> tuple[ModelDescription, dict[str, Any]]:
 
 
 def cost_of(model: ModelDescription, kv_dtype: str) -> CacheCost:
-    return cache_cost(cache_groups(model, Serving("bfloat16", kv_dtype, 1, 8)))
+    return cache_cost(cache_groups(model, ParallelConfig("bfloat16", kv_dtype, 1, 8)))
 
 
 def vision_bytes(vision: dict[str, int], text_hidden: int) -> int:

@@ -80,7 +80,7 @@ def test_every_group_has_a_least_size() -> None:
             later, why = quantized_from(topology, ranks, by_library=True)
             assert MIB <= least <= later <= 32 * MIB and reason and why
     assert quantized_from(None, 4) == (0, "ranks on CPUs")
-    assert all(band.reason for band in QUANTIZED)
+    assert all(tile_config.reason for tile_config in QUANTIZED)
 
 
 def test_numbers_are_those_of_the_sums() -> None:

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt import environ
 from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
 from sglang.srt.errors import UserError
-from sglang.srt.plan.speculation import verify_needs, ngram_bytes, speculative_settings
+from sglang.srt.plan.speculation import ngram_bytes, speculative_settings, verify_needs
 from sglang.srt.server_args import ServerArgs
 
 

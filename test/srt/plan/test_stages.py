@@ -12,7 +12,7 @@ from sglang.srt.distributed.parallel_state import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups, row_tables
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import RankLayout
@@ -51,19 +51,22 @@ def test_a_stage_allocates_what_it_counts(
 ) -> None:
     save_tiny(name, tmp_path, **changes)
     plan = plan_for(tmp_path)
-    model, serving = plan.description, Serving("float32", "float32", tp_size=ranks.tp_size, pp_size=ranks.pp_size)
+    model, parallel = (
+        plan.description,
+        ParallelConfig("float32", "float32", tp_size=ranks.tp_size, pp_size=ranks.pp_size),
+    )
     held = rank_weights(model, ranks)
     stages = cut_stages(held, "float32")
     assert [i for stage in stages for i in stage.layers] == list(range(len(model.layers)))
     copied = model.vocab_size // ranks.tp_size * model.hidden_size * 4 if model.tie_embeddings else 0
     whole = rank_weight_bytes(rank_weights(model, RankLayout(ranks.tp_size)), "float32")
     assert sum(stage.weight_bytes for stage in stages) == pytest.approx(whole + copied, abs=4 * model.hidden_size)
-    groups = cache_groups(model, serving)
+    groups = cache_groups(model, parallel)
     for number, stage in enumerate(stages):
         of_rank = groups_of(ranks, number * ranks.tp_size)
         monkeypatch.setattr(parallel_state, "groups", lambda of_rank=of_rank: of_rank)
         plan.__dict__["description"] = stage.model  # cached properties
-        plan.__dict__["weights"] = held.of_stage(stage.model)
+        plan.__dict__["weights"] = held.select_stage(stage.model)
         built = CausalLM(plan, device="meta")
         assert sum(param.tensor.nbytes for param in built.params.values()) == stage.weight_bytes
         caches = caches_of_stage(groups, stage.layers)

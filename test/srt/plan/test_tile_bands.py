@@ -1,5 +1,5 @@
-"""The bands that the plan holds: every tile of `tile_choices.json`, which was chosen launch by launch before there were
-bands, and what layers ask for."""
+"""The tile configs that the plan holds: every tile of `tile_choices.json`, which was chosen launch by launch before
+there were tile configs, and what layers ask for."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import sglang.srt
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.bands import ANY, Bands, OpBands, band_of
 from sglang.srt.kernels.spec import Need
-from sglang.srt.layers.moe.fused_moe_triton import expert_bands
+from sglang.srt.kernels.tile_configs import ANY, OpTileConfigs, TileConfigs, config_for
+from sglang.srt.layers.moe.fused_moe_triton import expert_tile_configs
 from sglang.srt.layers.moe.fused_moe_triton.config_files import Found
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.plan.plan import Plan, make_plan
@@ -44,24 +44,24 @@ EXPERTS = (
 )
 """Experts of a rank, those of a token, groups of ranks, hidden size, intermediate dims of a rank."""
 
-Cut = Callable[[Need, ArchTraits], OpBands]
+Cut = Callable[[Need, ArchTraits], OpTileConfigs]
 
 
 def digest(lines: Iterator[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
-def said(bands: Bands) -> Iterator[tuple[int, str]]:
+def said(tile_configs: TileConfigs) -> Iterator[tuple[int, str]]:
     """(tokens, what is launched, and what that may step down to)."""
-    texts = {band.most: f"{band.way}: {'; '.join(band.names)}" for band in bands}
-    yield from ((tokens, texts[band_of(bands, tokens).most]) for tokens in TOKENS)
+    texts = {tile_config.most: f"{tile_config.way}: {'; '.join(tile_config.names)}" for tile_config in tile_configs}
+    yield from ((tokens, texts[config_for(tile_configs, tokens).most]) for tokens in TOKENS)
 
 
 def linear(cut: Cut, scheme: str | None, arch: ArchTraits, biases: tuple[bool, ...] = (False,)) -> Iterator[str]:
     need = Need("linear", quant=scheme, shapes=tuple((*size, bias) for size in WEIGHTS for bias in biases))
-    for (rows, cols, bias), bands in cut(need, arch).by_shape.items():
+    for (rows, cols, bias), tile_configs in cut(need, arch).by_shape.items():
         marked = f" {bias}" if len(biases) > 1 else ""
-        yield from (f"{rows}x{cols}{marked} {tokens} {text}" for tokens, text in said(bands))
+        yield from (f"{rows}x{cols}{marked} {tokens} {text}" for tokens, text in said(tile_configs))
 
 
 def experts(cut: Cut, scheme: str | None, arch: ArchTraits) -> Iterator[str]:
@@ -82,24 +82,24 @@ def cases(kernel: str) -> list[tuple[str, str | None]]:
 def test_every_tile_is_the_one_that_launches_chose(arch: str) -> None:
     traits = arch_by_name(arch)
     for scheme in SCHEMES:
-        got = digest(linear(linear_tiles.triton_bands, scheme, traits))
+        got = digest(linear(linear_tiles.triton_tile_configs, scheme, traits))
         assert got == RECORDED["linear"][f"{arch} {scheme}"], f"linear {scheme}"
     for scheme in (None, *SCHEMES):
-        got = digest(experts(expert_bands.triton_bands, scheme, traits))
+        got = digest(experts(expert_tile_configs.triton_tile_configs, scheme, traits))
         assert got == RECORDED["fused_moe"][f"{arch} {scheme}"], f"fused_moe {scheme}"
 
 
 @pytest.mark.parametrize(("arch", "scheme"), cases("sgl_kernel"))
 def test_steps_with_many_pairs_are_sgl_kernels(arch: str, scheme: str) -> None:
     assert (
-        digest(experts(expert_bands.mixed_bands, scheme, arch_by_name(arch)))
+        digest(experts(expert_tile_configs.mixed_tile_configs, scheme, arch_by_name(arch)))
         == RECORDED["sgl_kernel"][f"{arch} {scheme}"]
     )
 
 
 @pytest.mark.parametrize(("arch", "scheme"), cases("torch_scaled_mm"))
 def test_large_steps_are_torchs_where_it_takes_the_weight(arch: str, scheme: str) -> None:
-    got = digest(linear(linear_tiles.library_bands, scheme, arch_by_name(arch), (False, True)))
+    got = digest(linear(linear_tiles.library_tile_configs, scheme, arch_by_name(arch), (False, True)))
     assert got == RECORDED["torch_scaled_mm"][f"{arch} {scheme}"]
 
 
@@ -124,7 +124,7 @@ def test_the_plan_asks_for_a_ranks_experts(plan_of: Any, monkeypatch: pytest.Mon
         asked.append((*layer[:3], sizes))
         return Found(None)
 
-    monkeypatch.setattr(expert_bands, "find", find)
+    monkeypatch.setattr(expert_tile_configs, "find", find)
     plan_of("glm47", tp_size=8)
     plan_of("glm47", tp_size=8, ep_size=2)
     plan_of("gpt_oss", tp_size=4)
@@ -139,13 +139,15 @@ def test_every_layer_has_bands(plan_of: Any) -> None:
     plan = plan_of("glm47", tp_size=8)
     shapes = plan.choices["linear/fp8_channel"].need.shapes
     assert shapes and all(plan.tiles("linear/fp8_channel", shape)[-1].most == ANY for shape in shapes)
-    assert [band.most for band in plan.tiles("fused_moe")][-1] == ANY
+    assert [tile_config.most for tile_config in plan.tiles("fused_moe")][-1] == ANY
     (decode,) = plan.tiles("decode_attention")
-    assert decode.tiles == (plan.tile("decode_attention"),) and decode.rungs[1:]
+    assert decode.tiles == (plan.tile("decode_attention"),) and decode.candidates[1:]
     assert plan.tiles("rmsnorm") == (), "it takes no tile"
     biased = next((rows, cols, True) for rows, cols, bias in shapes if bias)
     behind_the_sum = plan.tiles("linear/fp8_channel", (*biased[:2], False))
-    assert [band.names for band in behind_the_sum] == [band.names for band in plan.tiles("linear/fp8_channel", biased)]
+    assert [tile_config.names for tile_config in behind_the_sum] == [
+        tile_config.names for tile_config in plan.tiles("linear/fp8_channel", biased)
+    ]
     with pytest.raises(KeyError):
         plan.tiles("linear/fp8_channel", (1, 2, False))
 
@@ -153,7 +155,7 @@ def test_every_layer_has_bands(plan_of: Any) -> None:
 def test_the_log_says_where_tiles_come_from(
     plan_of: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(expert_bands, "find", lambda *layer, **sizes: Found(None, ("a.json: too large",)))
+    monkeypatch.setattr(expert_tile_configs, "find", lambda *layer, **sizes: Found(None, ("a.json: too large",)))
     with caplog.at_level(logging.INFO):
         plan_of("glm47", tp_size=8).log()
     assert "fused_moe: tiles of no tuning file" in caplog.text

@@ -15,13 +15,13 @@ from sglang.srt.utils.stop_strings import (
     StopSearch,
     compile_pattern,
 )
-from sglang.srt.utils.text_stream import Piece
+from sglang.srt.utils.text_stream import TextDelta
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-def shown(text: str) -> list[Piece]:
-    return [Piece(text, True)]
+def shown(text: str) -> list[TextDelta]:
+    return [TextDelta(text, True)]
 
 
 class Hold:
@@ -92,9 +92,9 @@ def test_an_occurrence_that_did_not_count_stays() -> None:
 
 def test_what_does_not_print_can_be_part_of_a_stop() -> None:
     hold = StopHold(["x<eot>y"], [], 0)
-    printed = hold.push([Piece("ax", True), Piece("<eot>", False)])
-    printed += hold.push([Piece("z", True), Piece("x", True), Piece("<eot>", False)])
-    printed += hold.finish([], [Piece("y", True)], "x<eot>y")
+    printed = hold.push([TextDelta("ax", True), TextDelta("<eot>", False)])
+    printed += hold.push([TextDelta("z", True), TextDelta("x", True), TextDelta("<eot>", False)])
+    printed += hold.finish([], [TextDelta("y", True)], "x<eot>y")
     assert printed == "axz"
 
 

@@ -168,7 +168,7 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
             for head_dims in row.head_dims:
                 for kv_dtype in KV_DTYPES:
                     if tiles.KV_BYTES[kv_dtype] in row.kv_bytes:
-                        yield from _of_tile(op, head_dims, kv_dtype, tile, rank == 0)
+                        yield from _tile_variants(op, head_dims, kv_dtype, tile, rank == 0)
     if op == "decode_attention":
         yield from _pieces(features)
     if op == "latent_prompt_attention":
@@ -239,7 +239,7 @@ def _multiples(fn: Any, signature: dict[str, str], head_dims: tuple[int, int]) -
     )
 
 
-def _of_tile(
+def _tile_variants(
     op: str, head_dims: tuple[int, int], kv_dtype: str, tile: tiles.AttentionTile, default: bool
 ) -> Iterator[Variant]:
     flags = list(_FLAGS[op].items())

@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant
-from sglang.ledger.variants.sparse import merges, of_tile, tiles_of
+from sglang.ledger.variants.sparse import merges, tile_variants, tiles_of
 from sglang.srt.layers.attention.triton_ops import block_attention, block_scores
 
 OPS = ("block_indexer", "block_attention")
@@ -55,7 +55,7 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
             name = "plain" if heads == 1 else f"{heads} columns"
             key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"
             strides = ("stride_qt", "stride_keys", "stride_head")
-            yield of_tile("block_indexer", key, kernel, types, constants, tile, strides)
+            yield tile_variants("block_indexer", key, kernel, types, constants, tile, strides)
 
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
@@ -66,4 +66,4 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
         types |= {"part_o_ptr": "*fp32", "part_lse_ptr": "*fp32", "scale": "fp32", "v_scale": "fp32"}
         key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/plain"
         constants = {"PER_GROUP": True, "DIM": head_dims[0], "BLOCK": BLOCK}
-        yield of_tile("block_attention", key, kernel, types, constants, tile, _STRIDES)
+        yield tile_variants("block_attention", key, kernel, types, constants, tile, _STRIDES)

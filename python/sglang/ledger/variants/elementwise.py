@@ -16,9 +16,9 @@ from sglang.srt.kernels.tiles import HEAD_DIMS, fp4_head_dims
 from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,
+    draft_rows,
     embedding,
     gemv,
-    draft_rows,
     latent_store,
     ngram,
     norm,
@@ -399,7 +399,7 @@ def _hash_routing() -> Iterator[Variant]:
 _LOGITS = {"logits": "*fp32", "table": "*i32", "slots": "*i64", "vocab_size": "i32", "stride": "i32"}
 
 
-def _of_logits(
+def _logit_variants(
     op: str, key: str, fn: Any, more: Mapping[str, str], constants: Mapping[str, Any], launch: Mapping[str, int]
 ) -> Iterator[Variant]:
     """Rows of logits lie at multiples of 16, and of vocabularies that tokens were added to anywhere."""
@@ -414,20 +414,20 @@ def _draw() -> Iterator[Variant]:
     launch = {"BLOCK": sampling.DRAW_BLOCK, "num_warps": 8}
     for name, noise, filtered in (("greedy", False, False), ("sampled", True, False), ("filtered", True, True)):
         constants = {"NOISE": noise, "FILTER": filtered, "WRITE_NEXT": True, "MAX_SPLITS": SPLITS}
-        yield from _of_logits("draw_tokens", name, sampling.draw_tokens_kernel, types, constants, launch)
+        yield from _logit_variants("draw_tokens", name, sampling.draw_tokens_kernel, types, constants, launch)
 
 
 def _thresholds() -> Iterator[Variant]:
     launch = {"BLOCK": sampling.THRESHOLD_BLOCK, "num_warps": sampling.THRESHOLD_WARPS}
     kernel = sampling.threshold_kernel
-    yield from _of_logits("filter_thresholds", "all", kernel, {"thresholds": "*fp32"}, {}, launch)
+    yield from _logit_variants("filter_thresholds", "all", kernel, {"thresholds": "*fp32"}, {}, launch)
 
 
 def _adjust() -> Iterator[Variant]:
     types = {"state": "*i32", "vocab_mask": "*i32", "mask_stride": "i32"}
     launch = {"BLOCK": sampling.ADJUST_BLOCK, "num_warps": 8}
     constants = {"PENALTIES": True, "MASK": True}
-    yield from _of_logits("adjust_logits", "all", sampling.adjust_logits_kernel, types, constants, launch)
+    yield from _logit_variants("adjust_logits", "all", sampling.adjust_logits_kernel, types, constants, launch)
 
 
 def _gemv() -> Iterator[Variant]:

@@ -92,11 +92,11 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
     for scheme in (None, *recorded_schemes()):
         for product, tail in products(scheme, features):
-            yield from _of_scheme(ExpertLaunch(scheme, product, tail=tail), features)
+            yield from _scheme_variants(ExpertLaunch(scheme, product, tail=tail), features)
             if scheme is not None and scheme.element == "int4":
                 zero_points = ExpertLaunch(scheme, product, tail=tail, zero_points=True)
                 # The rows without them decide about tiles.
-                yield from (replace(variant, form_only=True) for variant in _of_scheme(zero_points, features))
+                yield from (replace(variant, form_only=True) for variant in _scheme_variants(zero_points, features))
     yield from _gpt_oss(features)
     types = {"pair_out": "*bf16", "out": "*bf16", "num_cols": "i32"} | ROUTING
     launch = {"BLOCK": COMBINE_BLOCK, "num_warps": 4}
@@ -106,7 +106,7 @@ def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
     yield from _alignment()
 
 
-def _of_scheme(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
+def _scheme_variants(experts: ExpertLaunch, features: Collection[str]) -> Iterator[Variant]:
     """Hidden sizes are multiples of what a block takes, but GPT-OSS's; a rank's share of an expert need not be."""
     ragged = replace(experts, intermediate=RAGGED)
     for row in tile_rows(experts.product.tile_kind, features):
@@ -173,7 +173,7 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
     for hidden in hidden_sizes:
         launch = pair_launch(experts.product, pair_cut(experts.product, up_tile, experts.intermediate, hidden), hidden)
         pointers, constants = types | experts.matrix_types("w13", True), gate_constants(experts.activation)
-        yield _of_pairs("gate_up_pairs", few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
+        yield _pair_variants("gate_up_pairs", few.gate_up_pairs_kernel, pointers, launch, constants, experts, hidden)
     for share in shares:
         if group and share % group:
             continue  # no rank's share cuts a group
@@ -181,10 +181,10 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
         pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
         steps["EARLY"] = early_tiles(experts.product.kind, launch["COLS"], MOST_CHOICES * steps["STEPS"])
-        yield _of_pairs("down_sum", few.down_sum_kernel, pointers, launch, steps, experts, share)
+        yield _pair_variants("down_sum", few.down_sum_kernel, pointers, launch, steps, experts, share)
 
 
-def _of_pairs(
+def _pair_variants(
     kernel: str,
     fn: Any,
     types: dict[str, str],

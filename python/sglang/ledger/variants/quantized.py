@@ -12,7 +12,7 @@ from sglang.ledger.variants.elementwise import HIDDEN_SIZES
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
 from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
-from sglang.srt.layers.quantization.quantized_rows import RowForm
+from sglang.srt.layers.quantization.activations import RowForm
 from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
 from sglang.srt.layers.triton_ops.linear_tiles import (
     MAX_SPLITS,
@@ -264,8 +264,8 @@ def _norm_quantize() -> Iterator[Variant]:
             key = f"norm/{form}/{launch['BLOCK']}"
             kernel = norm_quantize.add_rmsnorm_quantize_kernel
             yield describe("quantize_activation", key, kernel, types, {}, launch, sizes)
-            widened = types | {"weight": "*fp32"}
-            row = describe("quantize_activation", f"{key}/fp32", kernel, widened, {}, launch, sizes)
+            dequantized = types | {"weight": "*fp32"}
+            row = describe("quantize_activation", f"{key}/fp32", kernel, dequantized, {}, launch, sizes)
             yield replace(row, form_only=True)
 
 

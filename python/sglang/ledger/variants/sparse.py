@@ -157,7 +157,9 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
             constants = {"HEADS": heads, "DIM": INDEX_DIM, "ROWS": rows, "QUANTIZED": kv_dtype == "fp8_e4m3"}
             name = "plain" if heads == INDEX_HEADS[0] else f"{heads} heads"
             key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"
-            yield of_tile("sparse_indexer", key, kernel, types, constants, tile, ("stride_keys",), ("stride_scales",))
+            yield tile_variants(
+                "sparse_indexer", key, kernel, types, constants, tile, ("stride_keys",), ("stride_scales",)
+            )
 
 
 def _choices() -> Iterator[Variant]:
@@ -196,7 +198,7 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
             constants |= {"RANK": head_dims[1], "ROPE": rope, "HAS_MORE": rope == 0}
             divisible = (*_LATENTS, "stride_cs", "stride_more_cs")
         key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/plain"
-        yield of_tile("sparse_attention", key, kernel, types, constants, tile, divisible)
+        yield tile_variants("sparse_attention", key, kernel, types, constants, tile, divisible)
 
 
 def merges(op: str, key: str, rank: int, optional: bool) -> Iterator[Variant]:
@@ -210,7 +212,7 @@ def merges(op: str, key: str, rank: int, optional: bool) -> Iterator[Variant]:
         yield describe(op, f"{key}/{shares}", merge_shares_kernel, types, constants, launch, strides)
 
 
-def of_tile(
+def tile_variants(
     op: str,
     key: str,
     kernel: Any,

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
-from sglang.ledger.variants.sparse import merges, of_tile
+from sglang.ledger.variants.sparse import merges, tile_variants
 from sglang.srt.kernels import tiles
 from sglang.srt.layers.attention.triton_ops import selected_blocks
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
@@ -131,6 +131,8 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
                 types |= dict.fromkeys(("part_o_ptr", "part_lse_ptr"), "*fp32") | dict.fromkeys(_SELECTED, "*i32")
                 types["scale"] = "fp32"
                 constants = {"DIM": dim, "BLOCK": BLOCK_TOKENS}
-                yield of_tile(op, f"{dim}x{v_dim}/bfloat16/bfloat16/plain", kernel, types, constants, tile, strides)
+                yield tile_variants(
+                    op, f"{dim}x{v_dim}/bfloat16/bfloat16/plain", kernel, types, constants, tile, strides
+                )
     for dim in sorted({dims[0] for row in tiles.ROWS if row.op == op for dims in row.head_dims}):
         yield from merges(op, f"merge/{dim}", dim, False)

@@ -17,7 +17,7 @@ from sglang.srt.configs.checkpoint_header import Stored, stored_tensors
 from sglang.srt.errors import UserError
 
 LAYOUT, FUSED, SPLIT = "attention_projection_layout", "fused_qkv", "split"
-STRIPES = "attention_projection_stripes"
+TP_BLOCKS = "attention_projection_tp_blocks"
 """Key of our own, which --json-model-override-args may state."""
 PUBLISHED_STRIPES = (1, 4, 8)
 """Of checkpoints that were written again, of MiMo-V2.5 and of MiMo-V2.5-Pro."""
@@ -34,29 +34,29 @@ class _Rows:
     rows: int
     scales: int
 
-    def of(self, stripes: int) -> int:
-        """Returns the rows of scales that there would be with so many stripes."""
-        return stripes * -(-self.rows // stripes // _BLOCK)
+    def of(self, tp_blocks: int) -> int:
+        """Returns the rows of scales that there would be with so many TP blocks."""
+        return tp_blocks * -(-self.rows // tp_blocks // _BLOCK)
 
-    def fits(self, stripes: int) -> bool:
-        return self.rows % stripes == 0 and self.scales == self.of(stripes)
+    def fits(self, tp_blocks: int) -> bool:
+        return self.rows % tp_blocks == 0 and self.scales == self.of(tp_blocks)
 
 
-def with_projection_stripes(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns config.json with the number of stripes that the checkpoint in `folder` has in its tensors of q, k and v,
-    where it fuses them and nobody stated it. Raises UserError where the tensors do not tell."""
+def with_tp_blocks(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns config.json with the number of TP blocks that the checkpoint in `folder` has in its tensors of q, k and
+    v, where it fuses them and nobody stated it. Raises UserError where the tensors do not tell."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
-    if text.get(LAYOUT) != FUSED or text.get(STRIPES) is not None:
+    if text.get(LAYOUT) != FUSED or text.get(TP_BLOCKS) is not None:
         return dict(config)
     stored = stored_tensors(folder, lambda name: name.endswith((f"{_MODULE}.weight", *_SCALES)))
     if not stored:
         return dict(config)
-    stated = {**text, STRIPES: _stripes(text, stored, folder)}
+    stated = {**text, TP_BLOCKS: _tp_blocks(text, stored, folder)}
     return {**config, "text_config": stated} if text is inner else stated
 
 
-def _stripes(text: Mapping[str, Any], stored: Mapping[str, Stored], folder: Path) -> int:
+def _tp_blocks(text: Mapping[str, Any], stored: Mapping[str, Stored], folder: Path) -> int:
     heads = [text[key] for key in ("num_key_value_heads", "swa_num_key_value_heads") if isinstance(text.get(key), int)]
     possible = [count for count in PUBLISHED_STRIPES if all(number % count == 0 for number in heads)]
     fitting = possible
@@ -80,7 +80,7 @@ def _stripes(text: Mapping[str, Any], stored: Mapping[str, Stored], folder: Path
         f"{folder}: q, k and v are one tensor, {seen}, which is the same for [q; k; v] stored {ways}, and the wrong one"
         " would answer with garbage. Checkpoints that were saved again with transformers have it once; of the first"
         " ones MiMo-V2.5 has it 4 times and MiMo-V2.5-Pro 8 times. State which: --json-model-override-args"
-        f" '{{\"{STRIPES}\": {fitting[0]}}}'."
+        f" '{{\"{TP_BLOCKS}\": {fitting[0]}}}'."
     )
 
 

@@ -36,7 +36,7 @@ def rotary_by_type(config: dict[str, Any]) -> dict[str, Any]:
     for kind in dict.fromkeys(map(str, kinds[:num_layers])):
         types[kind] = {"rope_type": "default"}
         for key, name in _LISTS.items():
-            value = _of_type(key, lists[key], kinds[:num_layers], kind) if key in lists else config.get(key)
+            value = _value_for_type(key, lists[key], kinds[:num_layers], kind) if key in lists else config.get(key)
             types[kind] |= {} if value is None else {name: value}
         if types[kind].get("rope_theta") == 0:
             types[kind] = {"rope_type": UNROTATED}
@@ -46,7 +46,7 @@ def rotary_by_type(config: dict[str, Any]) -> dict[str, Any]:
     return {**rest, "rope_parameters": types}
 
 
-def _of_type(key: str, values: list[Any], kinds: list[Any], kind: str) -> Any:
+def _value_for_type(key: str, values: list[Any], kinds: list[Any], kind: str) -> Any:
     """Returns the value that all layers of the kind have."""
     if len(values) < len(kinds):
         raise UserError(f"config.json: {key!r} has {len(values)} entries for {len(kinds)} layers.")

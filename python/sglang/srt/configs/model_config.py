@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.configs.fused_projections import with_projection_stripes
+from sglang.srt.configs.fused_projections import with_tp_blocks
 from sglang.srt.configs.hf_config import (
     ConfigReader,
     bounded,
@@ -61,7 +61,7 @@ class ModelConfig:
             config = with_table_dtype(config, directory)
         config = merge_overrides(config, args.model_overrides())
         if args.load_format != "dummy":
-            config = with_projection_stripes(config, directory)
+            config = with_tp_blocks(config, directory)
         return cls.from_hf(config, read_generation_config(directory), args=args, directory=directory)
 
     @classmethod

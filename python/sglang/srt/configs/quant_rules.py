@@ -84,13 +84,13 @@ class QuantConfig:
             return None
         return next((rule.quant for rule in self.rules if rule.patterns != EVERY_MODULE and rule.covers(module)), None)
 
-    def of_product(self, modules: Sequence[str]) -> ModuleQuant | None:
+    def product_quant(self, modules: Sequence[str]) -> ModuleQuant | None:
         """Returns the quantization of a linear product of modules that have one input (q, k and v; gate and up); None
         where they differ, too: it is then held in 16 bits."""
         quants = {self.of(module) for module in modules}
         return quants.pop() if len(quants) == 1 else None
 
-    def of_fused(self, modules: Sequence[str]) -> ModuleQuant | None:
+    def fused_quant(self, modules: Sequence[str]) -> ModuleQuant | None:
         """Returns the quantization of modules that are always stored as one. Raises UserError when they differ."""
         quants = {module: self.of(module) for module in modules}
         if len(set(quants.values())) > 1:

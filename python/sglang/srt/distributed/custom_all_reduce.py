@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS, Band, ExchangeBand
+from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS, ExchangeRange, SizeRange
 
 if TYPE_CHECKING:
     from sm120_sgl_kernel import Collectives
@@ -49,8 +49,10 @@ class Workspaces(Protocol):
         """Collective: no rank may use them any more."""
 
 
-def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int, parts: ExchangeBand | None = None) -> int:
-    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `bands` say, and for exchanges
+def data_vectors_for(
+    rows: Sequence[SizeRange], ranks: int, row_vectors: int, parts: ExchangeRange | None = None
+) -> int:
+    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `rows` say, and for exchanges
     of such parts. `row_vectors`: most of a row."""
     needs = {
         "packed": lambda vectors: 0,
@@ -58,8 +60,8 @@ def data_vectors_for(bands: Sequence[Band], ranks: int, row_vectors: int, parts:
         "two_shot": lambda vectors: 2 * (vectors + ranks * row_vectors),  # whole rows for every rank, twice
         TWO_SHOT_E4M3: lambda vectors: 2 * (vectors * 9 // 16 + ranks * row_vectors),  # at most a scale for eight bytes
     }
-    of_sums = max((needs[band.algorithm](-(-band.most // VECTOR_BYTES)) for band in bands), default=0)
-    return max(of_sums, ranks * (parts.most // VECTOR_BYTES) if parts is not None else 0)
+    of_sums = max((needs[row.algorithm](-(-row.max_bytes // VECTOR_BYTES)) for row in rows), default=0)
+    return max(of_sums, ranks * (parts.max_bytes // VECTOR_BYTES) if parts is not None else 0)
 
 
 def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
@@ -67,11 +69,11 @@ def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     size = torch.tensor([len(data)], dtype=torch.int64)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
-    most = max(int(each) for each in sizes)
-    if most == 0:
+    max_bytes = max(int(each) for each in sizes)
+    if max_bytes == 0:
         return [b""] * len(sizes)
-    padded = torch.frombuffer(bytearray(data.ljust(most, b"\0")), dtype=torch.uint8)
-    parts = [torch.empty(most, dtype=torch.uint8) for _ in sizes]
+    padded = torch.frombuffer(bytearray(data.ljust(max_bytes, b"\0")), dtype=torch.uint8)
+    parts = [torch.empty(max_bytes, dtype=torch.uint8) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return [part.numpy().tobytes()[: int(each)] for part, each in zip(parts, sizes, strict=True)]
 
@@ -127,7 +129,7 @@ class IpcWorkspaces:
 class CustomAllReduce:
     """Sums over the ranks of a group. Every rank makes the same calls in the same order.
 
-    `bands` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
+    `rows` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
     for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank.
     `e4m3_bytes`: of a piece of a sum whose values travel as e4m3, which the workspaces suffice for; 0: none do.
     `parts`: those that ranks exchange; None: none."""
@@ -136,13 +138,13 @@ class CustomAllReduce:
         self,
         library: Collectives,
         workspaces: Workspaces,
-        bands: Sequence[Band],
+        rows: Sequence[SizeRange],
         deadline: float,
         max_blocks: int = 64,
         e4m3_bytes: int = 0,
-        parts: ExchangeBand | None = None,
+        parts: ExchangeRange | None = None,
     ) -> None:
-        self._library, self._workspaces, self._bands = library, workspaces, tuple(bands)
+        self._library, self._workspaces, self._tile_configs = library, workspaces, tuple(rows)
         self._e4m3_bytes, self._parts = e4m3_bytes, parts
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
         assert 2 <= self.ranks <= library.MAX_RANKS
@@ -162,7 +164,7 @@ class CustomAllReduce:
         """The algorithm for a message of so many bytes; None: none here."""
         if nbytes <= 0 or nbytes % VECTOR_BYTES:
             return None
-        return next((band.algorithm for band in self._bands if nbytes <= band.most), None)
+        return next((row.algorithm for row in self._tile_configs if nbytes <= row.max_bytes), None)
 
     def can_serve(self, nbytes: int) -> bool:
         return self.algorithm_for(nbytes) is not None
@@ -228,7 +230,7 @@ class CustomAllReduce:
 
     def can_exchange(self, part: torch.Tensor) -> bool:
         """Returns whether ranks may exchange parts like `part`; alike on every rank for the same shape and type."""
-        return self._parts is not None and 0 < part.nbytes <= self._parts.most and part.nbytes % VECTOR_BYTES == 0
+        return self._parts is not None and 0 < part.nbytes <= self._parts.max_bytes and part.nbytes % VECTOR_BYTES == 0
 
     def gather(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
         """x [...] -> [ranks, ...], those of all ranks."""

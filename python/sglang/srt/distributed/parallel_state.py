@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
-from sglang.srt.distributed.summands import Summands, SumOnItsWay
+from sglang.srt.distributed.partial_sums import Summands, SumOnItsWay
 from sglang.srt.distributed.ping_pong import PingPong
+from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -124,8 +124,9 @@ class Group:
         return what, self.size, x.dtype, x.shape[-1] if x.dim() > 1 else 1
 
     def begin_sum(self, x: torch.Tensor) -> Summands:
-        """What adds up `x`, of which each rank has a summand, where the sum is needed: this group, or where microbatches of a
-        step alternate block by block a sum that travels from now on. `x` stays as it is until then."""
+        """What adds up `x`, of which each rank has a summand, where the sum is needed: this group, or where
+        microbatches of a step alternate block by block a sum that travels from now on. `x` stays as it is until
+        then."""
         ping_pong = self._turns
         if ping_pong is None or not ping_pong.by_block:
             return self
@@ -287,7 +288,7 @@ class Groups:
     context: Group = ALONE  # tokens
 
     @property
-    def of_drafts(self) -> Groups:
+    def draft_groups(self) -> Groups:
         """The groups that the layers of a draft see: what computes for the requests of an attention group alone is
         shared by the ranks of the group alone."""
         if self.dp.size == 1:
@@ -297,7 +298,7 @@ class Groups:
         return replace(self, tp=shared, vocabulary=shared, experts=shared, ep=ALONE, expert_tp=dims, dp=ALONE)
 
     @property
-    def of_layers(self) -> tuple[Group, ...]:
+    def layer_groups(self) -> tuple[Group, ...]:
         """The groups over which layers exchange something, each once."""
         groups = (self.tp, self.vocabulary, self.attention, self.experts, self.dp, self.context)
         return tuple({id(group): group for group in groups if group.size > 1}.values())
@@ -549,7 +550,7 @@ def answer_beat() -> None:
 
 def least(value: int) -> int:
     """The smallest of the ranks' values."""
-    return least_each([value])[0]
+    return all_reduce_min([value])[0]
 
 
 def all_ranks_say(yes: bool) -> bool:
@@ -557,7 +558,7 @@ def all_ranks_say(yes: bool) -> bool:
     return least(int(yes)) == 1
 
 
-def least_each(values: Sequence[int]) -> list[int]:
+def all_reduce_min(values: Sequence[int]) -> list[int]:
     """The smallest of the ranks' values at each position; all ranks give the same number of them. Host memory only."""
     if num_ranks() == 1 or not values:
         return list(values)

@@ -124,17 +124,17 @@ def _reduce(links: Links, way: str, rank: int, ranks: int, say: Callable[[str, i
         for size in REDUCED_SIZES:
             say(f"the all-reduce by {way}", None)
             try:
-                total = links.reduce(way, summand(rank, size, turn))
+                total = links.reduce(way, partial_sum(rank, size, turn))
             except StalledPeer as stalled:
                 yield Finding("hang", (stalled.missing, rank), f"{way}: {stalled}")
                 return
-            wanted = torch.stack([summand(r, size, turn) for r in range(ranks)]).sum(0)
+            wanted = torch.stack([partial_sum(r, size, turn) for r in range(ranks)]).sum(0)
             if not torch.equal(total, wanted):
                 yield _wrong_sum(way, total, rank, ranks, size, turn)
                 return
 
 
-def summand(rank: int, size: int, turn: int) -> torch.Tensor:
+def partial_sum(rank: int, size: int, turn: int) -> torch.Tensor:
     """fp32 [size]: a digit of base 8 for each rank, so that a sum below 2**24 shows what each rank has given."""
     digit = (torch.arange(size) + 3 * turn + rank) % 7 + 1
     return (digit * 8**rank).float()
@@ -145,8 +145,8 @@ def _wrong_sum(way: str, total: torch.Tensor, rank: int, ranks: int, size: int, 
         return Finding("library", (rank,), f"its all-reduce gives rank {rank} wrong sums")
     for writer in range(ranks):
         given = (total.long() >> 3 * writer) % 8 if bool(total.isfinite().all()) else torch.zeros(size)
-        if not torch.equal(given, summand(writer, size, turn).long() >> 3 * writer):
-            before = bool((given == summand(writer, size, turn - 1).long() >> 3 * writer).all())
+        if not torch.equal(given, partial_sum(writer, size, turn).long() >> 3 * writer):
+            before = bool((given == partial_sum(writer, size, turn - 1).long() >> 3 * writer).all())
             kind = "stale" if before else "wrong"
             return Finding(kind, (writer, rank), f"{way}: rank {rank} does not add what rank {writer} gives")
     return Finding("wrong", (rank,), f"{way}: rank {rank} computes wrong sums")

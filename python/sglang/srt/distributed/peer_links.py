@@ -15,7 +15,7 @@ from sglang.srt.distributed.custom_all_reduce import (
     exchange,
 )
 from sglang.srt.distributed.peer_checks import LIBRARY, PATTERN_WORDS, REDUCED_SIZES
-from sglang.srt.kernels.all_reduce_table import Band
+from sglang.srt.kernels.all_reduce_table import SizeRange
 
 DEADLINE_S = 10.0
 _ALGORITHMS = ("packed", "one_shot", "two_shot")
@@ -33,11 +33,11 @@ class GpuLinks:
         self.device = torch.device("cuda", device)
         self.library = installed_collectives()
         most = max(4 * max(REDUCED_SIZES), 2 * ranks * 4 * PATTERN_WORDS)
-        bands = [Band(frozenset(), frozenset(), name, most, "") for name in _ALGORITHMS]
+        configs = [SizeRange(frozenset(), frozenset(), name, most, "") for name in _ALGORITHMS]
         self.workspaces = IpcWorkspaces(
-            self.library, self.group, device, data_vectors_for(bands, ranks, self.library.ROW_VECTORS)
+            self.library, self.group, device, data_vectors_for(configs, ranks, self.library.ROW_VECTORS)
         )
-        self.reducer = CustomAllReduce(self.library, self.workspaces, bands, DEADLINE_S)
+        self.reducer = CustomAllReduce(self.library, self.workspaces, configs, DEADLINE_S)
         self.ways = (*_ALGORITHMS, LIBRARY)
         self.nccl: dist.ProcessGroup | None = None
         # Behind what all algorithms keep: the last vectors of both microbatches of the data.

@@ -69,7 +69,7 @@ def probe(group: dist.ProcessGroup, device: int, links: str = LINKS, limits: Lim
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     folder = tempfile.mkdtemp(prefix="sglang-probe-") if rank == 0 else ""
     store = Path(exchange(group, folder.encode())[0].decode()) / "store"
-    findings = _of_child(rank, ranks, device, store, links, limits or Limits())
+    findings = _probe_in_child(rank, ranks, device, store, links, limits or Limits())
     answers = exchange(group, json.dumps([[f.kind, f.pair, f.detail] for f in findings]).encode())
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
@@ -99,7 +99,7 @@ def _between(pair: tuple[int, ...]) -> str:
     return f"ranks {pair[0]} and {pair[1]}" if len(set(pair)) > 1 else f"rank {pair[0]}"
 
 
-def _of_child(rank: int, ranks: int, device: int, store: Path, links: str, limits: Limits) -> list[Finding]:
+def _probe_in_child(rank: int, ranks: int, device: int, store: Path, links: str, limits: Limits) -> list[Finding]:
     command = [sys.executable, "-m", __name__, str(rank), str(ranks), str(device), str(store), links, str(limits.total)]
     with tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)

@@ -21,7 +21,7 @@ from sglang.srt.distributed.flashinfer_fusion import create_fusion
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.distributed.peer_probe import LINKS, probe
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.all_reduce_table import Band, bands_for, exchanges_for
+from sglang.srt.kernels.all_reduce_table import SizeRange, exchanges_for, ranges_for
 from sglang.srt.kernels.spec import PeerLinks
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ def connect(
         problem = probe(group, device, links) or ""
     if not problem:
         library, ranks = load_library(), dist.get_world_size(group)
-        bands, parts = bands_for(topology, ranks), exchanges_for(topology, ranks)
+        rows, parts = ranges_for(topology, ranks), exchanges_for(topology, ranks)
         try:
-            e4m3 = [Band(frozenset(), frozenset(), TWO_SHOT_E4M3, e4m3_bytes, "")] if e4m3_bytes else []
-            needed = data_vectors_for((*bands, *e4m3), ranks, library.ROW_VECTORS, parts)
+            e4m3 = [SizeRange(frozenset(), frozenset(), TWO_SHOT_E4M3, e4m3_bytes, "")] if e4m3_bytes else []
+            needed = data_vectors_for((*rows, *e4m3), ranks, library.ROW_VECTORS, parts)
             workspaces = IpcWorkspaces(library, group, device, needed)
-            reducer = CustomAllReduce(library, workspaces, bands, deadline_s, e4m3_bytes=e4m3_bytes, parts=parts)
+            reducer = CustomAllReduce(library, workspaces, rows, deadline_s, e4m3_bytes=e4m3_bytes, parts=parts)
         except PeerMemoryError as error:
             problem = f"the GPUs' memory cannot be shared: {error}"
     if problem and dist.get_rank(group) == 0:

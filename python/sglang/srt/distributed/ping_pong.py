@@ -3,14 +3,14 @@
     first    A1 ~~sum~~ A2 ~~sum~~ A3 ...        Ai: what the microbatch computes up to its i-th collective
     second      B1 ~~sum~~ B2 ~~sum~~ B3 ...     launched in the order A1, B1, A2, B2, ...
 
-Everything that is computed goes to one stream in the order of the turns, so that what the first microbatch stores (keys,
-states) is there when the second microbatch comes to the same place. Collectives go to a lane of their own, one behind the
-other, on all ranks in the same order. Halves alternate in one of two ways:
+Everything that is computed goes to one stream in this order, so that what the first microbatch stores (keys, states) is
+there when the second one comes to the same place. Collectives go to a lane of their own, one behind the other, on all
+ranks in the same order. Microbatches alternate in one of two ways:
 
-    blocks    Each microbatch is a generator that stops behind every block, and one thread computes a block of each in turn.
+    blocks    Each microbatch is a generator that stops behind every block; one thread computes a block of each in turn.
               That hides the sums that blocks leave to what follows them (`start`), at no more cost to the host than
               launching both microbatches. Any other collective is waited for where it is asked for.
-    threads   Each microbatch is a call in a thread of its own, of which only one runs at a time: a collective is where it
+    threads   Each microbatch is a call in a thread of its own, of which only one runs at a time: at a collective it
               gives way to the other. So all are hidden, whatever layers exchange and wherever; but to hand over takes
               the host as long as half of a block's launches.
 """
@@ -187,7 +187,8 @@ class PingPong:
         return self._lane.send(collective)
 
     def travel(self, what: object, collective: Collective) -> torch.Tensor:
-        """The collective's result. what: names it, the same for both microbatches. Called by the microbatch whose turn it is."""
+        """Returns the collective's result. what: names it, the same for both microbatches. Called by the one that
+        runs."""
         running, receive = self._running, self.start(what, collective)
         if self.by_block:
             return receive()

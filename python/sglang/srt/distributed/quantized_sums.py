@@ -112,19 +112,19 @@ def _decoded(message: torch.Tensor) -> torch.Tensor:
 def _added(message: torch.Tensor) -> torch.Tensor:
     """fp32 [share, GROUP]: in the order of the ranks."""
     total = torch.zeros(message.shape[1] // WIRE, GROUP, device=message.device)
-    for summand in _decoded(message):
-        total += summand
+    for partial_sum in _decoded(message):
+        total += partial_sum
     return total
 
 
-def error_bound(summands: torch.Tensor) -> torch.Tensor:
+def error_bound(partial_sums: torch.Tensor) -> torch.Tensor:
     """Bound of the error of a quantized sum, values of fp16 beyond its range and of bf16's own rounding apart.
 
     summands: fp64 [ranks, N], N of whole groups -> fp64 [N]."""
-    sizes = summands.abs()
+    sizes = partial_sums.abs()
     of_group = sizes.unflatten(1, (-1, GROUP)).amax(-1).repeat_interleave(GROUP, 1)
     summed = (RELATIVE_ERROR * sizes + GROUP_ERROR * of_group).sum(0)
-    total = summands.sum(0).abs() + summed
+    total = partial_sums.sum(0).abs() + summed
     largest = total.view(-1, GROUP).amax(-1).repeat_interleave(GROUP)
     roundings = 2.0**-20 * sizes.sum(0) + 2.0**-24  # of fp32 sums, and of what is smaller than 16 bits hold
     return summed + RELATIVE_ERROR * total + GROUP_ERROR * largest + roundings

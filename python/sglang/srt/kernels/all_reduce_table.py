@@ -19,13 +19,13 @@ PCIE = frozenset({Topology.SWITCH, Topology.HOST_BRIDGE, Topology.CROSS_NUMA})
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
-    """`algorithm` serves messages up to `most` bytes of groups of these sizes, connected in one of these ways."""
+class SizeRange:
+    """`algorithm` serves messages up to `max_bytes` bytes of groups of these sizes, connected in one of these ways."""
 
     topologies: frozenset[Topology]
     ranks: frozenset[int]
     algorithm: str
-    most: int
+    max_bytes: int
     reason: str
 
 
@@ -38,31 +38,37 @@ _LOCAL = frozenset({Topology.SWITCH, Topology.HOST_BRIDGE})
 _CROSS = frozenset({Topology.CROSS_NUMA})
 _TWO_WAITS = "NCCL's bytes with two waits, where its ring has 2 (n - 1)"
 
-BANDS: tuple[Band, ...] = (
-    Band(_NVLINK, _ranks(2, 2), "packed", 64 * KIB, "two H200s: 4.0 us for 64 KiB, one shot 4.6, NCCL 11.7"),
-    Band(_NVLINK, _ranks(2, 2), "one_shot", 4 * MIB, "two H200s: 20.2 us for 4 MiB, two shots 21.4, NCCL 35.8"),
-    Band(_NVLINK, _ranks(2, 2), "two_shot", 16 * MIB, "two H200s: 68.0 us for 16 MiB, NCCL 80.7"),
-    Band(_NVLINK, _ranks(3, 4), "packed", 8 * KIB, "four H200s: 4.1 us for 4 KiB, one shot 4.5, NCCL 14.6"),
-    Band(_NVLINK, _ranks(3, 4), "one_shot", 512 * KIB, "four H200s: 9.2 us for 512 KiB, two shots 10.9, NCCL 19.4"),
-    Band(_NVLINK, _ranks(3, 4), "two_shot", 16 * MIB, "four H200s: 90 us for 16 MiB, NCCL 98"),
-    Band(_NVLINK, _ranks(5, 8), "packed", 8 * KIB, "as four: one way across the link and no fence"),
-    Band(_NVLINK, _ranks(5, 8), "one_shot", 256 * KIB, "predicted: one wait instead of two"),
-    Band(_NVLINK, _ranks(5, 8), "two_shot", 8 * MIB, "predicted: 2 (n - 1) / n of the bytes instead of n - 1"),
-    Band(PCIE, _ranks(2, 2), "packed", 32 * KIB, "one way across the link and no fence"),
-    Band(
+SIZE_RANGES: tuple[SizeRange, ...] = (
+    SizeRange(_NVLINK, _ranks(2, 2), "packed", 64 * KIB, "two H200s: 4.0 us for 64 KiB, one shot 4.6, NCCL 11.7"),
+    SizeRange(_NVLINK, _ranks(2, 2), "one_shot", 4 * MIB, "two H200s: 20.2 us for 4 MiB, two shots 21.4, NCCL 35.8"),
+    SizeRange(_NVLINK, _ranks(2, 2), "two_shot", 16 * MIB, "two H200s: 68.0 us for 16 MiB, NCCL 80.7"),
+    SizeRange(_NVLINK, _ranks(3, 4), "packed", 8 * KIB, "four H200s: 4.1 us for 4 KiB, one shot 4.5, NCCL 14.6"),
+    SizeRange(
+        _NVLINK, _ranks(3, 4), "one_shot", 512 * KIB,
+        "four H200s: 9.2 us for 512 KiB, two shots 10.9, NCCL 19.4",
+    ),
+    SizeRange(_NVLINK, _ranks(3, 4), "two_shot", 16 * MIB, "four H200s: 90 us for 16 MiB, NCCL 98"),
+    SizeRange(_NVLINK, _ranks(5, 8), "packed", 8 * KIB, "as four: one way across the link and no fence"),
+    SizeRange(_NVLINK, _ranks(5, 8), "one_shot", 256 * KIB, "predicted: one wait instead of two"),
+    SizeRange(_NVLINK, _ranks(5, 8), "two_shot", 8 * MIB, "predicted: 2 (n - 1) / n of the bytes instead of n - 1"),
+    SizeRange(PCIE, _ranks(2, 2), "packed", 32 * KIB, "one way across the link and no fence"),
+    SizeRange(
         PCIE, _ranks(2, 2), "one_shot", 8 * MIB,
         "a card takes 55.9 us for 2 MiB and 207 us for 8 MiB, NCCL 72 and 244; level at 16 MiB",
     ),
-    Band(_LOCAL, _ranks(3, 8), "packed", 16 * KIB, "predicted: twice the bytes cost less than a fence"),
-    Band(_LOCAL, _ranks(3, 4), "two_shot", 2 * MIB, f"predicted: {_TWO_WAITS}"),
-    Band(_LOCAL, _ranks(5, 8), "two_shot", 1 * MIB, f"predicted: {_TWO_WAITS}"),
-    Band(_CROSS, _ranks(3, 8), "packed", 16 * KIB, "others' one shot across nodes: 7.5 us for 1 KiB, NCCL 24.1"),
-    Band(_CROSS, _ranks(3, 8), "two_shot", 48 * KIB, "others' crossover across nodes, where a ring shares the link"),
+    SizeRange(_LOCAL, _ranks(3, 8), "packed", 16 * KIB, "predicted: twice the bytes cost less than a fence"),
+    SizeRange(_LOCAL, _ranks(3, 4), "two_shot", 2 * MIB, f"predicted: {_TWO_WAITS}"),
+    SizeRange(_LOCAL, _ranks(5, 8), "two_shot", 1 * MIB, f"predicted: {_TWO_WAITS}"),
+    SizeRange(_CROSS, _ranks(3, 8), "packed", 16 * KIB, "others' one shot across nodes: 7.5 us for 1 KiB, NCCL 24.1"),
+    SizeRange(
+        _CROSS, _ranks(3, 8), "two_shot", 48 * KIB,
+        "others' crossover across nodes, where a ring shares the link",
+    ),
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedBand:
+class QuantizedRange:
     """From `least` bytes on, sums of groups of these sizes are worth sending as e4m3, where the user allows it."""
 
     topologies: frozenset[Topology]
@@ -77,11 +83,11 @@ LIBRARY_PIECE_BYTES = 48 * MIB
 """What it sends at once by the library, with buffers of about as many bytes: a piece takes the host 0.35 ms (an H100's,
 of two ranks), and 4,096 tokens of 5,120 values are one."""
 _HALF_THE_BYTES = "predicted: two waits and two conversions, and 0.52 of the bytes"
-QUANTIZED: tuple[QuantizedBand, ...] = (
-    QuantizedBand(_NVLINK, _ranks(2, 8), 32 * MIB, f"{_HALF_THE_BYTES}, which take little over NVLink"),
-    QuantizedBand(PCIE, _ranks(2, 2), 1 * MIB, _HALF_THE_BYTES),
-    QuantizedBand(_LOCAL, _ranks(3, 8), 1 * MIB, _HALF_THE_BYTES),
-    QuantizedBand(
+QUANTIZED: tuple[QuantizedRange, ...] = (
+    QuantizedRange(_NVLINK, _ranks(2, 8), 32 * MIB, f"{_HALF_THE_BYTES}, which take little over NVLink"),
+    QuantizedRange(PCIE, _ranks(2, 2), 1 * MIB, _HALF_THE_BYTES),
+    QuantizedRange(_LOCAL, _ranks(3, 8), 1 * MIB, _HALF_THE_BYTES),
+    QuantizedRange(
         _CROSS, _ranks(3, 8), 4 * MIB,
         f"{_HALF_THE_BYTES}; but all pairs send between the nodes, where a ring has one: half of NCCL's time or more",
     ),
@@ -98,65 +104,65 @@ def quantized_from(topology: Topology | None, ranks: int, by_library: bool = Fal
     peers' memory."""
     if topology is None:
         return 0, "ranks on CPUs"
-    for band in QUANTIZED:
-        if topology in band.topologies and ranks in band.ranks:
-            least = next(least for most, least in LEAST_BY_LIBRARY.items() if ranks <= most)
-            if by_library and least > band.least:
+    for row in QUANTIZED:
+        if topology in row.topologies and ranks in row.ranks:
+            least = next(least for max_bytes, least in LEAST_BY_LIBRARY.items() if ranks <= max_bytes)
+            if by_library and least > row.least:
                 return least, f"{_HALF_THE_BYTES}; by NCCL, whose launches take the host 0.35 ms longer"
-            return band.least, band.reason
+            return row.least, row.reason
     return 4 * MIB, f"{_HALF_THE_BYTES}, of more ranks than the table has"
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeBand:
-    """Parts are gathered and exchanged in peers' memory up to `most` bytes, up to `packed` as packed words; larger ones
-    by NCCL."""
+class ExchangeRange:
+    """Parts are gathered and exchanged in peers' memory up to `max_bytes` bytes, up to `packed` as packed words; larger
+    ones by NCCL."""
 
     topologies: frozenset[Topology]
     ranks: frozenset[int]
     packed: int
-    most: int
+    max_bytes: int
     reason: str
 
 
 _SAME_BYTES = "predicted: NCCL's bytes, and a fraction of its latency"
-EXCHANGES: tuple[ExchangeBand, ...] = (
-    ExchangeBand(
+EXCHANGES: tuple[ExchangeRange, ...] = (
+    ExchangeRange(
         _NVLINK, _ranks(2, 2), 128 * KIB, 2 * MIB,
         "two H100s gather parts of 64 KiB in 3.1 us and of 2 MiB in 11.3, NCCL in 10.7 and 29.6",
     ),
-    ExchangeBand(
+    ExchangeRange(
         _NVLINK, _ranks(3, 4), 64 * KIB, 2 * MIB,
         "four H100s gather parts of 64 KiB in 4.4 us and of 2 MiB in 26.1, NCCL in 13.8 and 47.9",
     ),
-    ExchangeBand(_NVLINK, _ranks(5, 8), 32 * KIB, 1 * MIB, "predicted: as four"),
-    ExchangeBand(PCIE, _ranks(2, 2), 32 * KIB, 1 * MIB, _SAME_BYTES),
-    ExchangeBand(PCIE, _ranks(3, 8), 16 * KIB, 128 * KIB, f"{_SAME_BYTES}; all pairs write at once"),
+    ExchangeRange(_NVLINK, _ranks(5, 8), 32 * KIB, 1 * MIB, "predicted: as four"),
+    ExchangeRange(PCIE, _ranks(2, 2), 32 * KIB, 1 * MIB, _SAME_BYTES),
+    ExchangeRange(PCIE, _ranks(3, 8), 16 * KIB, 128 * KIB, f"{_SAME_BYTES}; all pairs write at once"),
 )  # fmt: skip
 
 
-def exchanges_for(topology: Topology, ranks: int) -> ExchangeBand | None:
+def exchanges_for(topology: Topology, ranks: int) -> ExchangeRange | None:
     """None: NCCL serves all gathers and exchanges."""
-    return next((band for band in EXCHANGES if topology in band.topologies and ranks in band.ranks), None)
+    return next((row for row in EXCHANGES if topology in row.topologies and ranks in row.ranks), None)
 
 
-LARGEST = max(band.most for band in BANDS)
+LARGEST = max(row.max_bytes for row in SIZE_RANGES)
 NORMED_ROWS, NORMED_ROW_BYTES = 64, 4 * KIB
 """Most rows, and most bytes of each, whose norm is worth doing in the same kernel, where a block has a whole row: on
 two H200s 6.2 us instead of 6.7 for 64 rows of 4 KiB, but 12.2 instead of 9.9 for 256, and 5.8 instead of 5.4 for one
 of 10 KiB."""
 
 
-def bands_for(topology: Topology, ranks: int) -> tuple[Band, ...]:
+def ranges_for(topology: Topology, ranks: int) -> tuple[SizeRange, ...]:
     """The rows that a group may come to, by rising size. Empty: NCCL serves everything."""
-    bands = [band for band in BANDS if topology in band.topologies and ranks in band.ranks]
-    return tuple(sorted(bands, key=lambda band: band.most))
+    rows = [row for row in SIZE_RANGES if topology in row.topologies and ranks in row.ranks]
+    return tuple(sorted(rows, key=lambda row: row.max_bytes))
 
 
 def algorithms(topology: Topology, ranks: int) -> str:
     """The algorithms and their sizes with reasons, for `explain`."""
-    bands = bands_for(topology, ranks)
-    served = "; ".join(f"{band.algorithm} up to {_size(band.most)} ({band.reason})" for band in bands)
+    rows = ranges_for(topology, ranks)
+    served = "; ".join(f"{row.algorithm} up to {_size(row.max_bytes)} ({row.reason})" for row in rows)
     return f"{ranks} ranks over {topology.value}: {served}; nccl above"
 
 

@@ -42,7 +42,7 @@ _NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 
 _FLASHINFER_REFUSES = all_of(
     only_full_heads, flashinfer_head_dims, HALF, no_fp4_cache, not_for_hybrids("flashinfer"),
-    lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "kept_longer", "chunked",
+    lacks("sinks", "sparse", "logit_cap", "custom_mask", "both_ways", "token_shares", "window_slack", "chunked",
           "relative_bias"),
 )  # fmt: skip
 

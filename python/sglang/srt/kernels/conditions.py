@@ -191,7 +191,7 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
     return []
 
 
-def widened(need: Need, arch: ArchTraits) -> str:
+def dequantizes(need: Need, arch: ArchTraits) -> str:
     return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
 
 
@@ -199,8 +199,8 @@ MIXED_ROWS = 48
 """Pairs an expert from which sgl-kernel's products serve."""
 
 
-def mixed_or_widened(need: Need, arch: ArchTraits) -> str:
-    triton = widened(need, arch)
+def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
+    triton = dequantizes(need, arch)
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 

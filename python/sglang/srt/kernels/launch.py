@@ -1,8 +1,8 @@
 """Launches that fall back to smaller tiles: if a tile asks for more than the GPU has (another Triton, an unknown card),
 the next ledger tile takes over, for this process and for later ones.
 
-    ladder = ladder_of("linear/fp8_block", band, __name__)
-    ladder.run(lambda tiles: many_rows(..., tiles[0]))
+    fallbacks = fallbacks_of("linear/fp8_block", config, __name__)
+    fallbacks.run(lambda tiles: many_rows(..., tiles[0]))
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from typing import Any, Generic, TypeVar
 
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import device_name
-from sglang.srt.kernels.bands import Band, Tiles, tiles_key
 from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.tile_configs import TileConfig, Tiles, tiles_key
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def step_downs() -> list[dict[str, str]]:
     return [asdict(s) for s in _step_downs]
 
 
-class TileLadder(Generic[T]):
+class FallbackTiles(Generic[T]):
     """Tiles of one call site, best first. One per call site and process; not thread safe.
 
     A failed attempt has launched nothing of the kernel that failed: Triton compiles it and compares its needs with the
@@ -59,7 +59,7 @@ class TileLadder(Generic[T]):
     def __init__(self, op: str, tiles: Sequence[T], *modules: str, key: Callable[[Any], str] = tile_key) -> None:
         """`modules` hold the kernel: their source is part of what a remembered failure is tied to. `key`: the name of
         a tile in logs and in what is remembered."""
-        assert tiles, f"{op}: a ladder needs at least one tile"
+        assert tiles, f"{op}: a list of fallback tiles needs at least one tile"
         self.op = op
         self.tiles = tuple(tiles)
         self._modules = modules
@@ -108,16 +108,16 @@ class TileLadder(Generic[T]):
                 )
 
 
-_ladders: dict[tuple[str, tuple[str, ...]], TileLadder[Tiles]] = {}
+_fallbacks: dict[tuple[str, tuple[str, ...]], FallbackTiles[Tiles]] = {}
 
 
-def ladder_of(op: str, band: Band, *modules: str) -> TileLadder[Tiles]:
-    """The ladder of a band. Call sites of one op that step from the same tile down share it, so that each tile fails
-    once a process."""
-    key = op, band.names
-    if key not in _ladders:
-        _ladders[key] = TileLadder(op, band.rungs, *modules, key=tiles_key)
-    return _ladders[key]
+def fallbacks_of(op: str, config: TileConfig, *modules: str) -> FallbackTiles[Tiles]:
+    """The list of fallback tiles of a tile config. Call sites of one op that step from the same tile down share it, so
+    that each tile fails once a process."""
+    key = op, config.names
+    if key not in _fallbacks:
+        _fallbacks[key] = FallbackTiles(op, config.candidates, *modules, key=tiles_key)
+    return _fallbacks[key]
 
 
 _TILE_ERRORS = frozenset({"OutOfResources", "CompilationError", "PTXASError"})

@@ -61,7 +61,7 @@ class Row:
 
 RowKey = tuple[str, str, str]
 """(op, variant key, tile key)."""
-Rows = dict[RowKey, Row]
+LedgerRows = dict[RowKey, Row]
 
 
 def tile_key(tile: Tile) -> str:
@@ -88,12 +88,12 @@ def judged_as(arch: ArchTraits) -> str:
     return arch.name if verified else PROXY_ARCH
 
 
-def read_lock(name: str, directory: Path = LOCK_DIR) -> Rows:
+def read_lock(name: str, directory: Path = LOCK_DIR) -> LedgerRows:
     """Rows of one lock file; empty if there is none."""
     path = directory / f"{name}.lock.json"
     if not path.exists():
         return {}
-    rows: Rows = {}
+    rows: LedgerRows = {}
     for op, variants in json.loads(path.read_text())["rows"].items():
         for key, tiles in variants.items():
             for tile, entry in tiles.items():
@@ -156,21 +156,21 @@ _SECOND_PRODUCTS = frozenset({"down", "down_sum"})
 class Ledger:
     """The resolver's view of the lock files."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: LedgerRows) -> None:
         self.rows = rows
 
     @staticmethod
     @functools.cache
     def load() -> Ledger:
         """The shipped lock files."""
-        merged: Rows = {}
+        merged: LedgerRows = {}
         for name in LOCKS:
             for key, row in read_lock(name).items():
                 merged.setdefault(key, Row(row.code)).by_target.update(row.by_target)
         return Ledger(merged)
 
     @functools.cached_property
-    def _of_ops(self) -> dict[str, list[tuple[str, Row]]]:
+    def _group_by_op(self) -> dict[str, list[tuple[str, Row]]]:
         """Op -> key and row of each of its launches."""
         rows: dict[str, list[tuple[str, Row]]] = {}
         for (op, key, _), row in self.rows.items():
@@ -201,13 +201,13 @@ class Ledger:
         target, quant = "/" + judged_as(arch), need.quant
         wanted = set() if quant is None else {SAME_LAUNCHES.get(quant, quant)}
         by_widening: dict[bool, list[Measurement]] = {False: [], True: []}
-        for key, row in self._of_ops.get(need.op, ()):
+        for key, row in self._group_by_op.get(need.op, ()):
             pieces = key.split("/")
             if SCHEMES.keys() & set(pieces) == wanted and _launches(need, pieces):
                 measured = [m for name, m in row.by_target.items() if name.endswith(target)]
                 by_widening[WIDENED_TAIL in key] += measured
-        widened = "block_scaled_mma" not in arch.features or quant in SAME_LAUNCHES
-        return _worst_of(by_widening[True] if by_widening[True] and widened else by_widening[False])
+        dequantized = "block_scaled_mma" not in arch.features or quant in SAME_LAUNCHES
+        return _worst_of(by_widening[True] if by_widening[True] and dequantized else by_widening[False])
 
     def fitting_tiles(self, need: Need, arch: ArchTraits) -> FittingTiles:
         """The candidate tiles of `need` whose measured shared memory one block of `arch` can have."""

@@ -27,7 +27,7 @@ class PeerLinks:
     """The way of NCCL's sums, which are the large ones, where it is another than the links'."""
 
     @property
-    def of_library(self) -> Topology:
+    def library_topology(self) -> Topology:
         return self.topology if self.library is None else self.library
 
 
@@ -37,8 +37,8 @@ class Need:
 
     `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
     "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm",
-    "kept_longer" (a window's cache keeps more than the window), "chunked" (windows are chunks), "relative_bias" (scores
-    get one by their distance), "expert_bias",
+    "window_slack" (a window's cache keeps more than the window), "chunked" (windows are chunks), "relative_bias"
+    (scores get one by their distance), "expert_bias",
     "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for), "token_shares" (ranks share out the
     tokens, and merge what they make of theirs), "uneven_sizes" (some are no powers of two, of ops that say so).
     `heads`: (query, kv) heads of a rank;
@@ -116,7 +116,9 @@ class KernelSpec:
     requires: frozenset[str] = frozenset()  # features of ArchTraits
     package: str | None = None  # optional distribution that must be installed
     tiled: bool = False  # takes a tile; one must be in the ledger and fit
-    bands: str = ""  # "package.module:function" (Need, ArchTraits, bool) -> OpBands, of one that has tiles by tokens
+    configs: str = (
+        ""  # "package.module:function" (Need, ArchTraits, bool) -> OpTileConfigs, of one that has tiles by tokens
+    )
     kernel_module: str = ""  # of a tiled kernel: where its code is, if not at the entry
     refuse: Refuse = refuses_nothing
     graph_safe: bool = True  # may run inside a CUDA graph
@@ -178,9 +180,9 @@ class Choice:
         """The kernel's callable (or backend class). Imports its module."""
         return _imported(self.spec.entry)
 
-    def cut_bands(self, arch: ArchTraits) -> Any:
-        """The OpBands of a kernel that has tiles by tokens. Imports a module of data: no torch."""
-        return _imported(self.spec.bands)(self.need, arch)
+    def make_tile_configs(self, arch: ArchTraits) -> Any:
+        """The OpTileConfigs of a kernel that has tiles by tokens. Imports a module of data: no torch."""
+        return _imported(self.spec.configs)(self.need, arch)
 
 
 def _imported(name: str) -> Any:

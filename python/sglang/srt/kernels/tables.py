@@ -9,7 +9,7 @@ from __future__ import annotations
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.all_reduce_table import algorithms, bands_for
+from sglang.srt.kernels.all_reduce_table import algorithms, ranges_for
 from sglang.srt.kernels.attention_table import (
     BLOCK_ATTENTION,
     BLOCK_INDEXER,
@@ -41,7 +41,7 @@ from sglang.srt.kernels.conditions import (
     few_rows_or_cublas,
     lacks,
     library_fails,
-    mixed_or_widened,
+    mixed_or_dequantized,
     native_fp4_available,
     no_e4m3_arithmetic,
     no_e4m3_conversion,
@@ -53,7 +53,6 @@ from sglang.srt.kernels.conditions import (
     only_packed,
     only_quant,
     scaled_mm_or_triton,
-    widened,
 )
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
@@ -111,18 +110,18 @@ FUSED_MOE = (
         f"{_EXPERTS}.mixed_moe:fused_moe",
         SM12X_PRODUCTS,
         "sm120_sgl_kernel",
-        bands=f"{_MOE}.expert_bands:mixed_bands",
+        configs=f"{_MOE}.expert_bands:mixed_bands",
         refuse=all_of(HALF, only_quant("mxfp4_mxfp8"), lacks("gelu_gate", "no_gate")),
-        remark=mixed_or_widened,
+        remark=mixed_or_dequantized,
     ),
     KernelSpec(
         "triton",
         f"{_MOE}.fused_moe:fused_moe",
         CP_ASYNC,
         "triton",
-        bands=f"{_MOE}.expert_bands:triton_bands",
+        configs=f"{_MOE}.expert_bands:triton_bands",
         refuse=all_of(HALF, only_quant(None, *SCHEMES), no_e4m3_arithmetic),
-        remark=widened,
+        remark=dequantized,
     ),
     KernelSpec(
         "torch_native",
@@ -153,7 +152,7 @@ LINEAR = (
         "sglang.srt.layers.quantization.scaled_mm:quantized_linear",
         SCALED_MM_FEATURES,
         "triton",
-        bands=f"{_TRITON}.linear_tiles:library_bands",
+        configs=f"{_TRITON}.linear_tiles:library_bands",
         refuse=all_of(HALF, only_quant(*SCALED_MM_SCHEMES), library_fails),
         remark=scaled_mm_or_triton,
     ),
@@ -162,10 +161,10 @@ LINEAR = (
         f"{_TRITON}.quant_linear:quantized_linear",
         CP_ASYNC,
         "triton",
-        bands=f"{_TRITON}.linear_tiles:triton_bands",
+        configs=f"{_TRITON}.linear_tiles:triton_bands",
         refuse=all_of(HALF, only_quant(*SCHEMES), no_e4m3_arithmetic),
         asked_as="triton",
-        remark=widened,
+        remark=dequantized,
     ),
     KernelSpec("torch_dequantized", f"{_NATIVE}:quantized_linear", refuse=only_quant(*SCHEMES), remark=dequantized),
     KernelSpec("cutlass", requires=frozenset({"tma"}), not_here=NOT_PART),
@@ -194,7 +193,7 @@ MOST_RANKS = 8
 def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
     if need.links is not None and need.links.problem:
         return [need.links.problem]
-    if not bands_for(topology_of(need, arch), need.ranks):
+    if not ranges_for(topology_of(need, arch), need.ranks):
         return [f"no row for {need.ranks} ranks over {topology_of(need, arch).value} (has 2 to {MOST_RANKS} ranks)"]
     return []
 

@@ -1,10 +1,10 @@
-"""From how many tokens on a step with prompts runs as two microbatches, whose sums over ranks travel while the other microbatch
-computes: by how the GPUs are connected, how many they are, and what is computed.
+"""From how many tokens on a step with prompts runs as two microbatches, whose sums over ranks travel while the other
+microbatch computes: by how the GPUs are connected, how many they are, and what is computed.
 
-Below, a microbatch has too few tokens for the weights that it reads, as with experts both microbatches choose nearly all of them,
-or for the host, which launches everything twice. Everything is predicted (`explain --time`), with what the host was
-measured to take; a test holds the rows to the predictions. Rows are for microbatches that alternate block by block in one
-thread; as threads they need twice the tokens (`plan.microbatches`).
+Below, a microbatch has too few tokens for the weights that it reads, as with experts both microbatches choose nearly
+all of them, or for the host, which launches everything twice. Everything is predicted (`explain --time`), with what the
+host was measured to take; a test holds the rows to the predictions. Rows are for microbatches that alternate block by
+block in one thread; as threads they need twice the tokens (`plan.microbatches`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TwoBatchThreshold:
     unasked: bool
     reason: str
     exact: bool = False
-    """Sums of microbatches travel as they are, whatever the flag says for other steps: they hide as well as those in eight
-    bits, which the host takes longer to launch."""
+    """Sums of microbatches travel as they are, whatever the flag says for other steps: they hide as well as those in
+    eight bits, which the host takes longer to launch."""
 
 
 _TWO, _MORE = frozenset({2}), frozenset(range(3, 9))
@@ -48,20 +48,20 @@ TWO_BATCH_THRESHOLDS: tuple[TwoBatchThreshold, ...] = (
     TwoBatchThreshold(PCIE, _UP_TO_FOUR, True, True, 4096, True, _EXPERTS),
     TwoBatchThreshold(PCIE, _UP_TO_EIGHT, True, None, 2048, True, _EXPERTS),
 )  # fmt: skip
-"""Of two ranks microbatches keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens took 118
-ms so, 131 with both, 153 in eight bits alone and 177 with neither."""
+"""Of two ranks microbatches keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens
+took 118 ms so, 131 with both, 153 in eight bits alone and 177 with neither."""
 
 
 def two_batch_threshold(topology: Topology | None, ranks: int, experts: bool, eight_bits: bool) -> TwoBatchThreshold:
     """The row of a group. topology None: ranks on CPUs, or nobody has looked."""
-    for band in TWO_BATCH_THRESHOLDS:
+    for row in TWO_BATCH_THRESHOLDS:
         if (
-            topology in band.topologies
-            and ranks in band.ranks
-            and band.experts in (None, experts)
-            and band.eight_bits in (None, eight_bits)
+            topology in row.topologies
+            and ranks in row.ranks
+            and row.experts in (None, experts)
+            and row.eight_bits in (None, eight_bits)
         ):
-            return band
+            return row
     if topology is None:
         return TwoBatchThreshold(frozenset(), frozenset(), None, None, 2, False, "ranks on CPUs wait for their sums")
     links = "sums over NVLink take little of a step" if topology is Topology.NVLINK else "nothing is predicted"

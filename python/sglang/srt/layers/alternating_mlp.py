@@ -10,10 +10,10 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.mlp import gate_of
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Convert, Init, Part, Scope
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart
+from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.plan.feed_forward import Dense
-from sglang.srt.plan.ranks import Share
+from sglang.srt.plan.ranks import ShardRange
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class AlternatingMLP:
         self.reduce = False
         return self.group
 
-    def __call__(self, x: Rows, batch: ForwardBatch | None = None, weights: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: Activations, batch: ForwardBatch | None = None, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """weights: [T, members] fp32, of what each of them makes; None: all are 1."""
         inner = self.activation(self.linear(values_of(x), self.up, None, None))
         if weights is not None:
@@ -55,12 +57,12 @@ class AlternatingMLP:
         return self.group.all_reduce(out) if self.reduce else out
 
 
-def _weights(scope: Scope, spec: Dense, share: Share) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _weights(scope: Scope, spec: Dense, share: ShardRange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gate above up [2 * room, H] and down [H, room] of a rank's intermediate dims, and of which member each is
     [room]."""
     gate_up, down = scope.sub("gate_up"), scope.sub("down")
     hidden, room, size = gate_up.matrix().cols, share.padded_count, spec.intermediate_size // spec.members
-    up_parts, down_parts = dict[PartKey, Part](), dict[PartKey, Part]()
+    up_parts, down_parts = dict[PartKey, TensorPart](), dict[PartKey, TensorPart]()
     stacked = (spec.members,) if spec.members > 1 else ()
     for member in range(spec.members):
         first, stop = max(share.run.start, member * size), min(share.run.stop, (member + 1) * size)
@@ -70,13 +72,13 @@ def _weights(scope: Scope, spec: Dense, share: Share) -> tuple[torch.Tensor, tor
         place = (slice(member, member + 1),) if stacked else ()
         columns = slice(at, at + stop - first)
         for row, part in enumerate(("gate", "up")):
-            up_parts[PartKey(part, piece=member)] = Part(
+            up_parts[PartKey(part, piece=member)] = TensorPart(
                 (*stacked, 2 * size, hidden),
                 (*place, slice(2 * dims.start, 2 * dims.stop)),
                 (slice(row * room + columns.start, row * room + columns.stop),),
                 convert=_every_second(row, hidden),
             )
-        down_parts[PartKey(piece=member)] = Part(
+        down_parts[PartKey(piece=member)] = TensorPart(
             (*stacked, hidden, size),
             (*place, slice(0, hidden), dims),
             (slice(0, hidden), columns),

@@ -16,13 +16,13 @@ from sglang.srt.layers.block_selector import BlockSelector
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
-from sglang.srt.layers.parameter import Init, Part, Scope, share_param
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.parameter import Init, Scope, TensorPart, share_param
+from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.ranks import Share
+from sglang.srt.plan.ranks import ShardRange
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class WholeNorm:
     """RMSNorm over all of q and over all of k, whose heads the ranks share; `k_copies` ranks hold the same kv head."""
 
-    def __init__(self, scope: Scope, q_rows: Share, k_rows: Share, k_copies: int, eps: float) -> None:
+    def __init__(self, scope: Scope, q_rows: ShardRange, k_rows: ShardRange, k_copies: int, eps: float) -> None:
         self.q_weight = share_param(scope.sub("q_norm"), "weight", q_rows, Init.ONES)
         self.k_weight = share_param(scope.sub("k_norm"), "weight", k_rows, Init.ONES)
         self.totals = (q_rows.total, k_rows.total)
@@ -61,23 +61,28 @@ class GQAttention:
         self.head_dim = dim
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
-        q_rows, kv_rows = heads.of_dims(dim), kv_heads.of_dims(dim)
+        q_rows, kv_rows = heads.scale_dims(dim), kv_heads.scale_dims(dim)
         self.value_scale, self.interleaved = spec.value_scale, spec.interleaved
-        self.growth = (spec.query_growth, spec.query_length, spec.query_offset, spec.smooth_growth)
+        self.growth = (
+            spec.attn_temperature,
+            spec.attn_temperature_length,
+            spec.attn_temperature_offset,
+            spec.attn_temperature_smooth,
+        )
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
-            projections.append(("v", kv_heads.of_dims(spec.v_head_dim)))
+            projections.append(("v", kv_heads.scale_dims(spec.v_head_dim)))
         if spec.gate_projection:
-            projections.append(("gate", heads.of_dims(spec.v_head_dim)))
+            projections.append(("gate", heads.scale_dims(spec.v_head_dim)))
         elif spec.output_gate:
             projections = _with_gates(projections, heads, dim)
-        if spec.stripes:
+        if spec.tp_blocks:
             projections = [(FUSED_PART, share) for share in spec.fused_rows(group.size, group.rank)]
-        width, widened = spec.input_size or hidden_size, spec.widened(group.size)
-        self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.qkv_bias, widened)
+        width, dequantized = spec.input_size or hidden_size, spec.dequantized(group.size)
+        self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.qkv_bias, dequantized)
         self.row_format = self.qkv.row_format
         self.o = RowParallelLinear(
-            scope.sub("o"), heads.of_dims(spec.v_head_dim), hidden_size, spec.o_bias, group=group
+            scope.sub("o"), heads.scale_dims(spec.v_head_dim), hidden_size, spec.o_bias, group=group
         )
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
@@ -102,14 +107,14 @@ class GQAttention:
             )
         self.convolution: ConvolvedRows | None = None
         if spec.conv_taps:
-            parts = {"k": kv_rows, "v": kv_heads.of_dims(spec.v_head_dim)}
+            parts = {"k": kv_rows, "v": kv_heads.scale_dims(spec.v_head_dim)}
             weight = convolution_weight(scope.sub("convolution"), spec.conv_taps, parts)
             self.convolution = ConvolvedRows(scope, weight, scope.cache(site.layer_id, "kv_rows"), "rows")
         self.relative: ColumnParallelLinear | None = None
         self.bias_dims = spec.bias_dims
         if spec.bias_extent:
             relative = scope.sub("relative")
-            self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.of_dims(spec.bias_dims)})
+            self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.scale_dims(spec.bias_dims)})
             self.profiles = scope.sub("profiles").param("proj", (spec.bias_dims, spec.bias_extent))
         self.k_scale = self.v_scale = None
         self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
@@ -140,7 +145,7 @@ class GQAttention:
             chunked=spec.chunked,
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
-            token_ranks=spec.token_ranks(group.size, scope.groups.context.size),
+            dcp_size=spec.effective_dcp_size(group.size, scope.groups.context.size),
             bias_extent=spec.bias_extent,
             top_k=spec.top_k,
         )
@@ -148,7 +153,7 @@ class GQAttention:
     def defer_all_reduce(self) -> Group | None:
         return self.o.defer_all_reduce()
 
-    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         q, k, v, gates = self._stored(x, batch)
         if self.cache_shared:
             batch.metadata[self.attention.site].keys_values[self.layer_id] = (k, v)
@@ -163,7 +168,7 @@ class GQAttention:
             out.mul_(self.value_scale)  # attention is linear in v; here there is one tensor, of new tokens only
         return self.o(out)
 
-    def _biases(self, x: Rows, batch: ForwardBatch) -> torch.Tensor | None:
+    def _biases(self, x: Activations, batch: ForwardBatch) -> torch.Tensor | None:
         """Returns the biases [T, Hq, E] of the keys at each distance; None: there are none."""
         if self.relative is None:
             return None
@@ -172,7 +177,9 @@ class GQAttention:
             rows = (rows * growth_of_queries(batch, *self.growth)).to(rows.dtype)
         return (rows.view(-1, self.bias_dims) @ self.profiles).view(len(rows), self.num_heads, -1)
 
-    def _stored(self, x: Rows, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _stored(
+        self, x: Activations, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns q [T, Hq, D], k and v [T, Hkv, D], which are in the cache, and the output's gates."""
         cache, scales = self.cache, self.cache.group_scales()
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
@@ -230,7 +237,7 @@ def growth_of_queries(
 ) -> torch.Tensor:
     """Returns the factors [T, 1] fp32 of a step's queries by their positions; the first layer makes them. Source:
     Llama 4's attention temperature (arXiv 2501.19399); Ministral 3 has it without an offset, Inkling smooth."""
-    name = f"query_growth.{growth}.{length}.{offset}.{smooth}"
+    name = f"attn_temperature.{growth}.{length}.{offset}.{smooth}"
     if name not in batch.step_cache:
         ends = batch.positions + offset
         if smooth:
@@ -249,11 +256,11 @@ class BlockAttention(GQAttention):
         super().__init__(scope, spec, site)
         self.block = spec.block
 
-    def keep(self, x: Rows, batch: ForwardBatch) -> None:
+    def keep(self, x: Activations, batch: ForwardBatch) -> None:
         """Stores keys and values of x [T, H] at the tokens of the batch."""
         self._stored(x, batch)
 
-    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         q, k, v, _ = self._stored(x, batch)
         group = self.num_heads // self.num_kv_heads
         blocks = q.reshape(-1, self.block, self.num_kv_heads, group, self.head_dim).transpose(1, 2)
@@ -262,22 +269,22 @@ class BlockAttention(GQAttention):
         return self.o(rows.reshape(len(q), -1))
 
 
-def _with_gates(projections: list[tuple[str, Share]], heads: Share, dim: int) -> list[tuple[str, Share]]:
+def _with_gates(projections: list[tuple[str, ShardRange]], heads: ShardRange, dim: int) -> list[tuple[str, ShardRange]]:
     """q_proj has a gate behind every head of q: the gates of this rank's heads go behind q, k and v."""
     (part, rows), *others = projections
 
-    def pieces(behind: int) -> list[tuple[str, Share]]:
+    def pieces(behind: int) -> list[tuple[str, ShardRange]]:
         begins = [2 * head * dim + behind for head in range(heads.run.start, heads.run.stop)]
         widths = [dim] * (heads.count - 1) + [dim * (1 + heads.padded_count - heads.count)]
         runs = [slice(begin, begin + dim) for begin in begins]
-        return [(part, Share(2 * rows.total, run, width)) for run, width in zip(runs, widths, strict=True)]
+        return [(part, ShardRange(2 * rows.total, run, width)) for run, width in zip(runs, widths, strict=True)]
 
     return [*pieces(0), *others, *pieces(dim)]
 
 
 def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
     """The parameter [1] that holds a checkpoint's scale of an fp8 cache; 1 in those that have none."""
-    return scope.param(leaf, (1,), {PartKey(): Part((1,), optional=True)}, Init.ONES, torch.float32)
+    return scope.param(leaf, (1,), {PartKey(): TensorPart((1,), optional=True)}, Init.ONES, torch.float32)
 
 
 def cache_scale_value(scale: torch.Tensor | None) -> float:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.parameter import Scope, Shard
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.parameter import Scope, WeightShard
+from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.plan.drafts.heads import Convolution
 from sglang.srt.plan.ranks import whole
 
@@ -33,17 +33,17 @@ class ConvolvedBlock:
         """block: a residual.Block, in the place of attention one that keeps; rows: B, of a request's block."""
         self.block, self.spec, self.rows = block, spec, rows
         self.base = scope.param("base_kernel", (2, spec.taps, hidden_size))
-        shard = Shard("", whole(spec.rows(hidden_size)), whole(hidden_size))
+        shard = WeightShard("", whole(spec.rows(hidden_size)), whole(hidden_size))
         self.projection = Unquantized().create_weights(scope.sub("kernel_projection"), [shard], None)
 
     def defer_all_reduce(self) -> Group | None:
         return self.block.defer_all_reduce()
 
-    def keep(self, x: Rows, batch: ForwardBatch) -> None:
+    def keep(self, x: Activations, batch: ForwardBatch) -> None:
         """Stores keys and values of tokens before the block, which are not convolved."""
         self.block.keep(x, batch)
 
-    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         values = values_of(x)
         kernels = self.projection(values).view(-1, self.rows, 2, self.spec.taps, values.shape[-1] // self.spec.group)
         out = self.block(self._convolved(values, kernels[:, :, 0], self.base[0]), batch)

@@ -14,7 +14,7 @@ from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear
 from sglang.srt.layers.ops import BlockIndexerFactory, BlockIndexerOp, QKNormRopeStoreOp
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import whole
 
@@ -34,7 +34,7 @@ class BlockSelector:
         shares = spec.shares(group.size)
         self.num_heads = shares.padded_kv_heads
         weights = scope.sub("index")
-        projections = {"index_q_proj": shares.kv_heads(group.rank).of_dims(dim), "index_k_proj": whole(dim)}
+        projections = {"index_q_proj": shares.kv_heads(group.rank).scale_dims(dim), "index_k_proj": whole(dim)}
         self.qk = ColumnParallelLinear(weights, weights.matrix(), projections)
         zero_centred = site.model.zero_centred_norms
         self.q_norm = norm_weight(scope.sub("index_q_norm"), dim, zero_centred)
@@ -45,7 +45,7 @@ class BlockSelector:
         indexers: BlockIndexerFactory = scope.plan.entry("block_indexer")
         self.select: BlockIndexerOp = indexers(scope.plan)
 
-    def __call__(self, x: Rows, batch: ForwardBatch, rows: SparseRows | None) -> None:
+    def __call__(self, x: Activations, batch: ForwardBatch, rows: SparseRows | None) -> None:
         """x [T, H]. Keys of all T tokens are stored, also where nothing is selected."""
         spec, cache = self.spec, self.cache
         positions, cos_sin = self.rotary.at(batch.rotary_positions)

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import EmbeddingRowsOp, LinearOp
-from sglang.srt.layers.parameter import Init, Part, Scope, Shard
-from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
+from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.row_exchange import RowExchange
-from sglang.srt.plan.ranks import Share, exact_share, padded_share, whole
+from sglang.srt.plan.ranks import ShardRange, exact_share, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 
-def _vocab_rows(group: Group, vocab_size: int) -> Share:
+def _vocab_rows(group: Group, vocab_size: int) -> ShardRange:
     """The rows of the vocabulary that a rank holds: the last ranks may hold fewer."""
     return padded_share(vocab_size, -(-vocab_size // group.size), group.rank)
 
@@ -27,7 +27,7 @@ def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int, stored: int =
     """This rank's rows [ceil(V / ranks), H]. Rows past the vocabulary (of the last ranks) stay zero. stored: rows that
     checkpoints have, with padding behind those of the vocabulary; 0: there is none, and some have none anyway."""
     rows = _vocab_rows(scope.groups.vocabulary, vocab_size)
-    part = Part((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
+    part = TensorPart((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
     if stored > vocab_size:
         part = replace(part, shape=(stored, hidden_size), other=part)
     weight = scope.param("weight", (rows.padded_count, hidden_size), {PartKey(): part})
@@ -155,7 +155,7 @@ class LMHead:
         self.group = scope.groups.vocabulary
         rows = _vocab_rows(self.group, vocab_size)
         self.rows = rows
-        shard = Shard("", exact_share(vocab_size, rows.run), whole(hidden_size))
+        shard = WeightShard("", exact_share(vocab_size, rows.run), whole(hidden_size))
         # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:

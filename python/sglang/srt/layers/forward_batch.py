@@ -22,7 +22,7 @@ from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, StateRecord, Tok
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.metadata import SiteMetadata
-    from sglang.srt.mem_cache.layer_loads import LayerWaits
+    from sglang.srt.mem_cache.layerwise_load import LayerWaits
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.layer_spec import AttentionSite
 

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.layers.native_streams import place
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Init, Part, Scope
-from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
+from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.layers.residual import FFN, MIXER, NGRAMS, Block, Join
 from sglang.srt.layers.stream_kernels import StreamKernels
 from sglang.srt.plan.layer_spec import GatedStreams
@@ -52,14 +52,14 @@ class GatedJoin:
     ) -> None:
         self.spec, self.eps = spec, model.norm_eps
         width = spec.streams * model.hidden_size
-        norm_part = Part((width,), convert=lambda stored: (stored.float() + 1.0).view(spec.streams, -1))
+        norm_part = TensorPart((width,), convert=lambda stored: (stored.float() + 1.0).view(spec.streams, -1))
         self.weight = norm.param(
             "weight", (spec.streams, model.hidden_size), {PartKey(): norm_part}, Init.ONES, torch.float32
         )
         rows = {DOWN: spec.rank, **({INJECT: spec.streams} if inject else {})}
         parts, end = {}, 0
         for name, count in rows.items():
-            parts[PartKey(name)] = Part((count, width), dest=(slice(end, end + count), slice(None)))
+            parts[PartKey(name)] = TensorPart((count, width), dest=(slice(end, end + count), slice(None)))
             end += count
         self.down = scope.sub("gates").param("weight", (end, width), parts)
         self.up = scope.sub("up").param("weight", (width, spec.rank))
@@ -86,7 +86,7 @@ class WholeJoin:
     def attach(self, block: Block) -> None:
         """The block takes 16 bits and sums over the ranks itself."""
 
-    def before(self, stream: GatedStream) -> Rows:
+    def before(self, stream: GatedStream) -> Activations:
         return stream.summed()
 
     def after(self, stream: GatedStream, out: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ class GatedResidual:
         """Every stream begins as the embedding."""
         return GatedStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
 
-    def summand(self, stream: Any) -> torch.Tensor:
+    def partial_sum(self, stream: Any) -> torch.Tensor:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 

@@ -15,7 +15,7 @@ from sglang.srt.layers.hyper_native import placed, weights_behind
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.ops import HyperConnectionOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Scope
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.residual import FFN, MIXER, NGRAMS, Block, Join
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.model_description import ModelDescription
@@ -68,7 +68,7 @@ class HyperJoin:
     def attach(self, block: Block) -> None:
         """The sum over the ranks stays with the block."""
 
-    def before(self, stream: HyperStream) -> Rows:
+    def before(self, stream: HyperStream) -> Activations:
         spec = self.spec
         stream.streams, x, stream.placement = self.connect(
             stream.streams,
@@ -96,7 +96,7 @@ class WholeJoin:
     def attach(self, block: Block) -> None:
         """The block takes 16 bits and sums over the ranks itself."""
 
-    def before(self, stream: HyperStream) -> Rows:
+    def before(self, stream: HyperStream) -> Activations:
         stream.streams, stream.out = _whole(stream), None
         return stream.streams
 
@@ -146,7 +146,7 @@ class HyperResidual:
         """Every stream begins as the embedding."""
         return HyperStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
 
-    def summand(self, stream: HyperStream) -> torch.Tensor:
+    def partial_sum(self, stream: HyperStream) -> torch.Tensor:
         """Raises UserError."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 

@@ -67,7 +67,7 @@ class LatentAttention(LatentHeads):
             spec.softmax_scale,
             spec.kv_lora_rank,
             top_k=spec.top_k,
-            token_ranks=spec.token_ranks(scope.groups.attention.size, scope.groups.context.size),
+            dcp_size=spec.effective_dcp_size(scope.groups.attention.size, scope.groups.context.size),
         )
         self.rotary = site.rotary.of(spec.rope)
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
@@ -94,8 +94,8 @@ class LatentAttention(LatentHeads):
             q = self.q_b(q_latent)
             if self.indexer is not None:
                 self._select(self.indexer, x, q_latent, rotation, batch, metadata.sparse)
-        if spec.query_growth:  # a rotation keeps factors
-            q *= growth_of_queries(batch, spec.query_growth, spec.query_length).to(q.dtype)
+        if spec.attn_temperature:  # a rotation keeps factors
+            q *= growth_of_queries(batch, spec.attn_temperature, spec.attn_temperature_length).to(q.dtype)
         q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
         expanded = metadata.latent_chunks is not None
         num_absorbed = batch.num_decodes if expanded else len(x)

@@ -7,9 +7,9 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.parameter import Init, Scope, Shard
+from sglang.srt.layers.parameter import Init, Scope, WeightShard
 from sglang.srt.plan.mixers import MLA
-from sglang.srt.plan.ranks import Share, whole
+from sglang.srt.plan.ranks import ShardRange, whole
 
 
 class LatentHeads:
@@ -22,9 +22,9 @@ class LatentHeads:
         self.num_heads = shares.padded_heads
         self._build_projections(scope, site.model.hidden_size, shares.heads(scope.groups.attention.rank))
 
-    def _build_projections(self, scope: Scope, hidden_size: int, heads: Share) -> None:
+    def _build_projections(self, scope: Scope, hidden_size: int, heads: ShardRange) -> None:
         spec, rank = self.spec, self.spec.kv_lora_rank
-        q_rows = heads.of_dims(spec.qk_dim)
+        q_rows = heads.scale_dims(spec.qk_dim)
         # What every rank computes whole stands beside the queries, which it shares out if they are not compressed.
         queries = {"q_a_proj": whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
         projections = {**queries, "kv_a_proj_with_mqa": whole(spec.latent_dim)}
@@ -34,9 +34,9 @@ class LatentHeads:
             self.q_norm = scope.sub("q_a_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
             self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": q_rows})
         self.kv_norm = scope.sub("kv_a_norm").param("weight", (rank,), init=Init.ONES)
-        shard = Shard("", heads.of_dims(spec.nope_dim + spec.v_dim), whole(rank))
+        shard = WeightShard("", heads.scale_dims(spec.nope_dim + spec.v_dim), whole(rank))
         scope.quant.create_unpacked(scope.sub("kv_b"), shard, self._take_up)
-        values = heads.of_dims(spec.v_dim)
+        values = heads.scale_dims(spec.v_dim)
         self.o = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
 
     def _take_up(self, weight: torch.Tensor) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.distributed.summands import Summands
+from sglang.srt.distributed.partial_sums import Summands
 from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
-from sglang.srt.layers.parameter import Init, Part, Scope
-from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
+from sglang.srt.layers.quantization.activations import Activations, RowFormat
 from sglang.srt.plan.weight_names import PartKey
 
 
@@ -16,7 +16,7 @@ def norm_weight(scope: Scope, size: int, zero_centred: bool) -> torch.Tensor:
     numbers have more digits than those near 1."""
     if not zero_centred:
         return scope.param("weight", (size,), init=Init.ONES)
-    part = Part((size,), convert=lambda stored: stored.float() + 1.0)
+    part = TensorPart((size,), convert=lambda stored: stored.float() + 1.0)
     return scope.param("weight", (size,), {PartKey(): part}, Init.ONES, torch.float32)
 
 
@@ -36,7 +36,7 @@ class RMSNorm:
         normed, total = self._add_norm(x, residual, self.weight, self.eps)
         return normed, total
 
-    def of_summands(
+    def add_partial_sums(
         self, x: torch.Tensor, residual: torch.Tensor | None, group: Summands
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes the norm, as a call does, of the sum of `x` over the group's ranks: in one kernel where the group
@@ -46,12 +46,12 @@ class RMSNorm:
 
     def quantized(
         self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: Summands | None
-    ) -> tuple[Rows, torch.Tensor]:
-        """Computes the norm as a call does, or with a group as `of_summands` does; where rows are many it also
+    ) -> tuple[Activations, torch.Tensor]:
+        """Computes the norm as a call does, or with a group as `add_partial_sums` does; where rows are many it also
         quantizes them in the norm's launch. For sums over ranks that is as many launches as a sum with its norm, and
         one that quantizes."""
         if wanted is None or residual is None or len(x) < wanted.least:
-            return self(x, residual) if group is None else self.of_summands(x, residual, group)
+            return self(x, residual) if group is None else self.add_partial_sums(x, residual, group)
         from sglang.srt.layers.triton_ops.norm_quantize import add_rmsnorm_quantize
 
         x = x if group is None else group.all_reduce(x)

@@ -13,42 +13,42 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Apply, Init, Part, Scope, Shard, zeroed_behind
-from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
+from sglang.srt.layers.parameter import Apply, Init, Scope, TensorPart, WeightShard, zeroed_behind
+from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of
 from sglang.srt.plan.layer_spec import Matrix
-from sglang.srt.plan.ranks import Share, padded_share, whole
+from sglang.srt.plan.ranks import ShardRange, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 
 
 class Unquantized:
     """One weight [out, in] in the model's dtype."""
 
-    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+    def create_weights(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         weight = self.stacked(scope, shards)
         linear: LinearOp = scope.plan.entry("linear")
         return lambda x: linear(values_of(x), weight, bias)
 
-    def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+    def create_dequantized(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         return self.create_weights(scope, shards, bias)
 
-    def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
+    def create_head(self, scope: Scope, shard: WeightShard) -> Apply | None:
         return None
 
-    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+    def create_unpacked(self, scope: Scope, shard: WeightShard, take: Callable[[torch.Tensor], None]) -> None:
         take(self.stacked(scope, [shard]))
 
-    def stacked(self, scope: Scope, shards: list[Shard]) -> torch.Tensor:
+    def stacked(self, scope: Scope, shards: list[WeightShard]) -> torch.Tensor:
         """Allocates one parameter of the shards, one below the other."""
-        parts: dict[PartKey, Part] = {}
+        parts: dict[PartKey, TensorPart] = {}
         begin, cols = 0, shards[0].cols
         for shard in shards:
             dest = (slice(begin, begin + shard.rows.count), slice(0, cols.count))
-            parts[shard.key] = Part((shard.rows.total, cols.total), (shard.rows.run, cols.run), dest)
+            parts[shard.key] = TensorPart((shard.rows.total, cols.total), (shard.rows.run, cols.run), dest)
             begin += shard.rows.padded_count
         return zeroed_behind(shards, scope.param("weight", (begin, cols.padded_count), parts))
 
 
-def even_share(total: int, group: Group, what: str) -> Share:
+def even_share(total: int, group: Group, what: str) -> ShardRange:
     """This rank's of shares that are all equal."""
     if total % group.size:
         raise ValueError(
@@ -62,7 +62,7 @@ class ColumnParallelLinear:
 
     `weights`: what the description says of them; of attention's projections in features, with `bias`. `projections`
     maps the checkpoint's part to this rank's share of its output features. Where several slices of one part lie apart
-    it is a list of both. `widened`: the weight is held in the model's type, however the checkpoint stores it; of a
+    it is a list of both. `dequantized`: the weight is held in the model's type, however the checkpoint stores it; of a
     Matrix its `quantized` says so.
     """
 
@@ -70,25 +70,25 @@ class ColumnParallelLinear:
         self,
         scope: Scope,
         weights: Matrix | int,
-        projections: Mapping[str, Share] | Sequence[tuple[str, Share]],
+        projections: Mapping[str, ShardRange] | Sequence[tuple[str, ShardRange]],
         bias: bool = False,
-        widened: bool = False,
+        dequantized: bool = False,
     ) -> None:
-        pieces, shards = Counter[str](), list[Shard]()
+        pieces, shards = Counter[str](), list[WeightShard]()
         if isinstance(weights, Matrix):
-            in_features, bias, widened = weights.cols, weights.bias, not weights.quantized
+            in_features, bias, dequantized = weights.cols, weights.bias, not weights.quantized
         else:
             in_features = weights
         for part, rows in projections.items() if isinstance(projections, Mapping) else projections:
-            shards.append(Shard(part, rows, whole(in_features), pieces[part]))
+            shards.append(WeightShard(part, rows, whole(in_features), pieces[part]))
             pieces[part] += 1
         if isinstance(weights, Matrix):
             _check(scope, weights, sum(shard.rows.padded_count for shard in shards), in_features)
-        create = scope.quant.create_widened if widened else scope.quant.create_weights
+        create = scope.quant.create_dequantized if dequantized else scope.quant.create_weights
         self.apply = create(scope, shards, _stacked_bias(scope, shards) if bias else None)
         self.row_format: RowFormat | None = getattr(self.apply, "row_format", None)
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         return self.apply(x)
 
 
@@ -99,25 +99,25 @@ class RowParallelLinear:
     def __init__(
         self,
         scope: Scope,
-        cols: Share,
+        cols: ShardRange,
         weights: Matrix | int,
         bias: bool = False,
         reduce: bool = True,
         group: Group | None = None,
     ) -> None:
-        widened = False
+        dequantized = False
         if isinstance(weights, Matrix):
-            out_features, bias, widened = weights.rows, weights.bias, not weights.quantized
+            out_features, bias, dequantized = weights.rows, weights.bias, not weights.quantized
             _check(scope, weights, out_features, cols.padded_count)
         else:
             out_features = weights
         assert reduce or not bias
         self.group = group or scope.groups.tp
-        shard = Shard("", whole(out_features), cols)
+        shard = WeightShard("", whole(out_features), cols)
         self.bias = scope.param("bias", (out_features,), init=Init.ZEROS) if bias else None
         self.multi_rank = self.group.size > 1 and reduce
         # The bias belongs to the sum, so that with several ranks it is added once, after the all-reduce.
-        create = scope.quant.create_widened if widened else scope.quant.create_weights
+        create = scope.quant.create_dequantized if dequantized else scope.quant.create_weights
         self.apply = create(scope, [shard], None if self.multi_rank else self.bias)
 
     def defer_all_reduce(self) -> Group | None:
@@ -141,9 +141,9 @@ class ReplicatedLinear:
 
     def __init__(self, scope: Scope) -> None:
         weights = scope.matrix()
-        shards = [Shard("", whole(weights.rows), whole(weights.cols))]
+        shards = [WeightShard("", whole(weights.rows), whole(weights.cols))]
         bias = _stacked_bias(scope, shards) if weights.bias else None
-        create = scope.quant.create_weights if weights.quantized else scope.quant.create_widened
+        create = scope.quant.create_weights if weights.quantized else scope.quant.create_dequantized
         self.apply = create(scope, shards, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -155,11 +155,11 @@ def _check(scope: Scope, weights: Matrix, rows: int, cols: int) -> None:
     assert (rows, cols) == shape, f"{scope.path}: this rank's shares are {(rows, cols)}, its description says {shape}"
 
 
-def _stacked_bias(scope: Scope, shards: list[Shard]) -> torch.Tensor:
-    parts: dict[PartKey, Part] = {}
+def _stacked_bias(scope: Scope, shards: list[WeightShard]) -> torch.Tensor:
+    parts: dict[PartKey, TensorPart] = {}
     begin = 0
     for shard in shards:
         rows = shard.rows
-        parts[shard.key] = Part((rows.total,), (rows.run,), (slice(begin, begin + rows.count),))
+        parts[shard.key] = TensorPart((rows.total,), (rows.run,), (slice(begin, begin + rows.count),))
         begin += rows.padded_count
     return zeroed_behind(shards, scope.param("bias", (begin,), parts, init=Init.ZEROS))

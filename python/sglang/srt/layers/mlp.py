@@ -13,7 +13,7 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import ClampedGateOp, GateOp
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.plan.feed_forward import Dense
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class GatedMLP:
     def defer_all_reduce(self) -> Group | None:
         return self.down.defer_all_reduce()
 
-    def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch | None = None) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))
 
 

@@ -16,11 +16,11 @@ from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.ops import LSE_BYTES, ImageCorrection
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.quantization.activations import Activations, values_of
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
-    from sglang.srt.kernels.bands import Bands
+    from sglang.srt.kernels.tile_configs import TileConfigs
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.ops import QuantizedProduct
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
@@ -47,11 +47,13 @@ def linear(
     return torch.cat([F.linear(x32, part.float()) for part in w.split(rows)], dim=-1)
 
 
-def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None, bands: Bands = ()) -> QuantizedProduct:
+def quantized_linear(
+    weight: LinearWeight, arch: ArchTraits | None = None, configs: TileConfigs = ()
+) -> QuantizedProduct:
     """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
     as they are: their quantization serves matrix units that a CPU does not have."""
 
-    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         values = values_of(x)
         return linear(values, weight.dequantized().to(values.dtype), bias, out_dtype)
 
@@ -61,8 +63,8 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits | None = None, bands
 def embedding_rows(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     """ids [T], weight [N, H]: rows of the tokens from `first` on -> [T, H], zeros for other tokens."""
     row = ids - first
-    of_rank = (row >= 0) & (row < weight.shape[0])
-    return F.embedding(torch.where(of_rank, row, 0), weight) * of_rank[:, None]
+    select_rank = (row >= 0) & (row < weight.shape[0])
+    return F.embedding(torch.where(select_rank, row, 0), weight) * select_rank[:, None]
 
 
 def decode_inputs(
@@ -533,7 +535,7 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Activation = SILU,
-    bands: Bands = (),
+    configs: TileConfigs = (),
     features: Collection[str] = (),
 ) -> torch.Tensor:
     """x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H, I], weights and ids [T, k] -> [T, H].

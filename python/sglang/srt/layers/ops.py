@@ -17,14 +17,14 @@ from sglang.srt.configs.activation import Activation
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
-    from sglang.srt.kernels.bands import Bands
+    from sglang.srt.kernels.tile_configs import TileConfigs
     from sglang.srt.layers.attention.block_selection import BlockSelection
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.attention.selection import EntryRows, Selection
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
-    from sglang.srt.layers.native_draft_rows import DraftInputs, AcceptedDrafts, VerifyInputs
+    from sglang.srt.layers.native_draft_rows import AcceptedDrafts, DraftInputs, VerifyInputs
+    from sglang.srt.layers.quantization.activations import Activations
     from sglang.srt.layers.quantization.linear_weight import LinearWeight
-    from sglang.srt.layers.quantization.quantized_rows import Rows
     from sglang.srt.plan.plan import Plan
 
 LSE_BYTES = 16
@@ -123,12 +123,12 @@ class QuantizedProduct(Protocol):
     """Computes the product with a quantized weight: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
 
     def __call__(
-        self, x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+        self, x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor: ...
 
 
 class QuantizedLinearOp(Protocol):
-    def __call__(self, weight: LinearWeight, arch: ArchTraits, bands: Bands) -> QuantizedProduct: ...
+    def __call__(self, weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> QuantizedProduct: ...
 
 
 class GatedRMSNormOp(Protocol):
@@ -461,13 +461,13 @@ class HashRoutingOp(Protocol):
 class FusedMoEOp(Protocol):
     def __call__(
         self,
-        x: Rows,
+        x: Activations,
         w13: ExpertWeights,
         w2: ExpertWeights,
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         activation: Activation,
-        bands: Bands,
+        configs: TileConfigs,
         features: Collection[str] = (),
     ) -> torch.Tensor: ...
 

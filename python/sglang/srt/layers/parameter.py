@@ -17,17 +17,17 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.errors import UserError
-from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.layer_spec import Matrix
-from sglang.srt.plan.ranks import Share
+from sglang.srt.plan.ranks import ShardRange
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 Index: TypeAlias = tuple[int | slice, ...]
-Apply: TypeAlias = Callable[[Rows], torch.Tensor]
+Apply: TypeAlias = Callable[[Activations], torch.Tensor]
 Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Fill: TypeAlias = Callable[[torch.Tensor, torch.Generator], None]
 
@@ -59,7 +59,7 @@ def random_codes(tensor: torch.Tensor, generator: torch.Generator) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """One checkpoint tensor, or a piece of one: the tensor's whole shape, the slice that this rank holds, and where in
     the parameter it goes.
 
@@ -75,7 +75,7 @@ class Part:
     dtypes: tuple[str, ...] = FLOATS
     convert: Convert | None = None
     optional: bool = False
-    other: Part | None = None
+    other: TensorPart | None = None
 
     @property
     def sharded(self) -> bool:
@@ -88,7 +88,7 @@ class Param:
 
     name: str
     tensor: torch.Tensor
-    parts: dict[PartKey, Part]
+    parts: dict[PartKey, TensorPart]
     init: Init | Fill = Init.NORMAL
 
     @property
@@ -97,13 +97,13 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class WeightShard:
     """This rank's part [rows, cols] of the checkpoint weight `part` [out features, in features]; `piece` numbers
     several of one weight."""
 
     part: str
-    rows: Share
-    cols: Share
+    rows: ShardRange
+    cols: ShardRange
     piece: int = 0
 
     @property
@@ -115,7 +115,7 @@ class Shard:
         return PartKey(self.part, piece=self.piece)
 
 
-def zeroed_behind(shards: Iterable[Shard], tensor: torch.Tensor) -> torch.Tensor:
+def zeroed_behind(shards: Iterable[WeightShard], tensor: torch.Tensor) -> torch.Tensor:
     """Sets the tensor to zero where shares have more room than this rank holds: no checkpoint tensor fills all of
     it."""
     if any(shard.padded for shard in shards) and not tensor.is_meta:
@@ -123,9 +123,11 @@ def zeroed_behind(shards: Iterable[Shard], tensor: torch.Tensor) -> torch.Tensor
     return tensor
 
 
-def share_param(scope: Scope, leaf: str, share: Share, init: Init, dtype: torch.dtype | None = None) -> torch.Tensor:
+def share_param(
+    scope: Scope, leaf: str, share: ShardRange, init: Init, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A parameter [room of the share] of a checkpoint's vector; zeros behind what this rank holds."""
-    part = Part((share.total,), (share.run,), (slice(0, share.count),))
+    part = TensorPart((share.total,), (share.run,), (slice(0, share.count),))
     tensor = scope.param(leaf, (share.padded_count,), {PartKey(): part}, init, dtype)
     if not tensor.is_meta:
         tensor[share.count :].zero_()
@@ -135,16 +137,16 @@ def share_param(scope: Scope, leaf: str, share: Share, init: Init, dtype: torch.
 class QuantMethod(Protocol):
     """Method by which linear weights are stored and multiplied."""
 
-    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+    def create_weights(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
 
-    def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+    def create_dequantized(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         """The same with weights that are held in the model's type, however the checkpoint stores them."""
 
-    def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
+    def create_head(self, scope: Scope, shard: WeightShard) -> Apply | None:
         """The same of an output head, whose logits [T, out] are fp32; None: the checkpoint has it in 16 bits."""
 
-    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
+    def create_unpacked(self, scope: Scope, shard: WeightShard, take: Callable[[torch.Tensor], None]) -> None:
         """Allocate the weight of `shard` in `scope`. `take` gets it as [rows, cols] in the model's type, however the
         checkpoint stores it: for a block that multiplies it in a way of its own."""
 
@@ -154,8 +156,8 @@ class Scope:
     """Environment that layers are built in: the plan, the groups of ranks, the place of the weights, and a path that
     names them.
 
-    `elsewhere` collects the names of checkpoint tensors that other ranks hold, `caches` the stores that blocks ask for,
-    `finish` what is left to do once the parameters are filled (scales folded, weights repacked).
+    `on_other_ranks` collects the names of checkpoint tensors that other ranks hold, `caches` the stores that blocks ask
+    for, `finish` what is left to do once the parameters are filled (scales folded, weights repacked).
     """
 
     plan: Plan
@@ -166,7 +168,7 @@ class Scope:
     weights: WeightMap
     path: str = ""
     params: dict[str, Param] = field(default_factory=dict)
-    elsewhere: set[str] = field(default_factory=set)
+    on_other_ranks: set[str] = field(default_factory=set)
     caches: list[CacheStore] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     first_layer: int = 0
@@ -203,7 +205,7 @@ class Scope:
         self,
         leaf: str,
         shape: tuple[int, ...],
-        parts: dict[PartKey, Part] | None = None,
+        parts: dict[PartKey, TensorPart] | None = None,
         init: Init | Fill = Init.NORMAL,
         dtype: torch.dtype | None = None,
         pinned: bool = False,
@@ -218,7 +220,7 @@ class Scope:
             tensor = _pinned(shape, dtype)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        self.params[name] = Param(name, tensor, {PartKey(): Part(shape)} if parts is None else parts, init)
+        self.params[name] = Param(name, tensor, {PartKey(): TensorPart(shape)} if parts is None else parts, init)
         return tensor
 
 

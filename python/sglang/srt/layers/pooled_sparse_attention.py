@@ -31,8 +31,8 @@ from sglang.srt.layers.ops import (
     SparseIndexerOp,
     TailRotationOp,
 )
-from sglang.srt.layers.parameter import Init, Part, Scope, Shard
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
+from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey
@@ -52,7 +52,7 @@ class PooledSparseAttention(GQAttention):
         attend: SelectedBlockFactory = scope.plan.entry("selected_block_attention")
         self.attend: SelectedBlockOp = attend(scope.plan)
 
-    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         q, _, _, gates = self._stored(x, batch)
         selection = self.pooled_indexer(values_of(x), batch)
         out = torch.empty_like(q)
@@ -81,7 +81,7 @@ class PooledIndexer:
         self.order = pairs_last(self.dim, spec.heads.rotary_dim)
         rows = (self.num_heads + 1) * self.dim
         scope.quant.create_unpacked(
-            scope.sub("index_qk"), Shard("", whole(rows), whole(hidden_size)), self._take_projection
+            scope.sub("index_qk"), WeightShard("", whole(rows), whole(hidden_size)), self._take_projection
         )
         self.q_norm, self.k_norm = (self._norm(scope.sub(name)) for name in ("index_q_norm", "index_k_norm"))
         self.cache = scope.cache(site.layer_id, "index")
@@ -96,7 +96,7 @@ class PooledIndexer:
         scope.finish.append(self._order_rows)
 
     def _norm(self, scope: Scope) -> torch.Tensor:
-        part = Part((self.dim,), convert=lambda stored: (stored.float() + 1.0)[self.order.to(stored.device)])
+        part = TensorPart((self.dim,), convert=lambda stored: (stored.float() + 1.0)[self.order.to(stored.device)])
         return scope.param("weight", (self.dim,), {PartKey(): part}, Init.ONES, torch.float32)
 
     def _take_projection(self, weight: torch.Tensor) -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.distributed.summands import Summands
+from sglang.srt.distributed.partial_sums import Summands
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Init, Scope
-from sglang.srt.layers.quantization.quantized_rows import RowFormat, Rows, values_of
+from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -29,7 +29,7 @@ NGRAMS, MIXER, FFN, INPUTS = "ngrams", "input_norm", "mlp_norm", "inputs"
 class Block(Protocol):
     """x [T, H], batch -> [T, H]. A block whose `row_format` is not None also takes x so."""
 
-    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor: ...
+    def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor: ...
 
     def defer_all_reduce(self) -> Group | None:
         """Makes the block return this rank's summand from now on; returns the group to sum over. Returns None if the
@@ -43,7 +43,7 @@ class Join(Protocol):
         """Take over the sum over the ranks at the end of the block, if that can wait for the next norm, and from now on
         give it its input as its products take it."""
 
-    def before(self, stream: Any) -> Rows:
+    def before(self, stream: Any) -> Activations:
         """The block's input [T, H]."""
 
     def after(self, stream: Any, out: torch.Tensor) -> None:
@@ -57,7 +57,7 @@ class ResidualStream(Protocol):
     def begin(self, embedded: torch.Tensor) -> Any:
         """The stream before the first layer, of embeddings [T, H]."""
 
-    def summand(self, stream: Any) -> torch.Tensor:
+    def partial_sum(self, stream: Any) -> torch.Tensor:
         """[T, H], a part of the stream behind a layer: what is added to it in place is added to the stream."""
 
     def aux_hidden_state(self, stream: Any) -> torch.Tensor:
@@ -84,7 +84,7 @@ class SumStream:
         self.total: torch.Tensor | None = None
         self.group: Summands | None = None
 
-    def normed(self, norm: RMSNorm, wanted: RowFormat | None = None) -> Rows:
+    def normed(self, norm: RMSNorm, wanted: RowFormat | None = None) -> Activations:
         """Adds up what there is, and norms it; rows that are many also come as `wanted` says."""
         normed, self.total = norm.quantized(self.added, self.total, wanted, self.group)
         self.group = None
@@ -114,7 +114,7 @@ class SumJoin:
         if self.norm_after is None and self.scale is None:
             self.group = block.defer_all_reduce()
 
-    def before(self, stream: SumStream) -> Rows:
+    def before(self, stream: SumStream) -> Activations:
         return stream.summed() if self.norm is None else stream.normed(self.norm, self.row_format)
 
     def after(self, stream: SumStream, out: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ class SumResidual:
     def begin(self, embedded: torch.Tensor) -> SumStream:
         return SumStream(embedded)
 
-    def summand(self, stream: SumStream) -> torch.Tensor:
+    def partial_sum(self, stream: SumStream) -> torch.Tensor:
         """The last block's output may still be a summand of each rank; the sum before it is the same on all."""
         return stream.added if stream.total is None else stream.total
 

@@ -1,7 +1,7 @@
 """Rotary position embeddings: frequencies of the published variants, and the table that kernels read.
 
 Sources: RoFormer (arXiv 2104.09864); linear interpolation (2306.15595); NTK-aware scaling; YaRN (2309.00071); the
-frequency bands of Llama 3.1.
+frequency tile configs of Llama 3.1.
 """
 
 from __future__ import annotations

@@ -61,9 +61,9 @@ class RowExchange:
         rows = self.groups.dp.all_gather_rows(padded, self.exact)
         return rows if self.order is None else rows[self.order]
 
-    def scatter(self, summand: torch.Tensor, count: int) -> torch.Tensor:
+    def scatter(self, partial_sum: torch.Tensor, count: int) -> torch.Tensor:
         """[N, H], a summand of every rank -> the first `count` own rows of the sum."""
-        rows = self._spread(summand)
+        rows = self._spread(partial_sum)
         for_each = rows.view(self.groups.dp.size, self.each, *rows.shape[1:])
         summed = self.groups.dp.reduce_scatter(for_each, self.exact)
         return self.groups.attention.all_reduce(summed, self.exact)[:count]

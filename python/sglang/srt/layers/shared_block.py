@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
+from sglang.srt.layers.quantization.activations import Activations, values_of
 
 TOKEN_IDS = "ids of all attention groups"
 """Name in `ForwardBatch.step_cache` of the token ids of the gathered rows."""
@@ -22,12 +22,12 @@ class SharedByAllGroups:
     def __init__(self, block: Any, reads_ids: bool) -> None:
         """reads_ids: the block looks at the ids of the tokens."""
         self.block, self.reads_ids = block, reads_ids
-        self.is_summand = block.defer_all_reduce() is not None
+        self.is_partial_sum = block.defer_all_reduce() is not None
 
     def defer_all_reduce(self) -> Group | None:
         return None
 
-    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         exchange, local = batch.exchange, values_of(x)
         assert exchange is not None, "steps of ranks with requests of their own have one"
         everyones = replace(batch, num_valid_tokens=exchange.num_valid)
@@ -36,4 +36,4 @@ class SharedByAllGroups:
                 batch.step_cache[TOKEN_IDS] = exchange.gather(batch.input_ids)
             everyones.input_ids = batch.step_cache[TOKEN_IDS]
         out = self.block(exchange.gather(local), everyones)
-        return exchange.scatter(out, len(local)) if self.is_summand else exchange.local_rows(out, len(local))
+        return exchange.scatter(out, len(local)) if self.is_partial_sum else exchange.local_rows(out, len(local))

@@ -30,7 +30,7 @@ class SharedCacheAttention:
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
         shares = spec.shares(group.size)
-        rows = shares.heads(group.rank).of_dims(dim)
+        rows = shares.heads(group.rank).scale_dims(dim)
         self.source = spec.cache_layer
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)

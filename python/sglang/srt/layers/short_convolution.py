@@ -14,11 +14,11 @@ import torch
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
 from sglang.srt.layers.convolution_kernels import ConvolutionKernels
-from sglang.srt.layers.parameter import Part, Scope
-from sglang.srt.layers.quantization.quantized_rows import Rows
+from sglang.srt.layers.parameter import Scope, TensorPart
+from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.layer_spec import ShortConvolution
-from sglang.srt.plan.ranks import Share, whole
+from sglang.srt.plan.ranks import ShardRange, whole
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
@@ -72,13 +72,15 @@ class ConvolvedRows:
             batch.state_records.append(ConvolutionRecord(kernels, kept, rows, requests, width))
 
 
-def convolution_weight(scope: Scope, taps: int, parts: dict[str, Share]) -> torch.Tensor:
+def convolution_weight(scope: Scope, taps: int, parts: dict[str, ShardRange]) -> torch.Tensor:
     """A parameter [channels, taps], of checkpoints' [channels, 1, taps] of each part; zeros where a share has more
     room."""
-    cuts, begin = dict[PartKey, Part](), 0
+    cuts, begin = dict[PartKey, TensorPart](), 0
     for name, share in parts.items():
         dest = (slice(begin, begin + share.count),)
-        cuts[PartKey(name)] = Part((share.total, 1, taps), (share.run,), dest, convert=lambda stored: stored[:, 0])
+        cuts[PartKey(name)] = TensorPart(
+            (share.total, 1, taps), (share.run,), dest, convert=lambda stored: stored[:, 0]
+        )
         begin += share.padded_count
     weight = scope.param("weight", (begin, taps), cuts)
     if any(share.padded for share in parts.values()) and not weight.is_meta:
@@ -98,5 +100,5 @@ class ConvolvedOutput:
     def defer_all_reduce(self) -> Group | None:
         return self.block.defer_all_reduce()
 
-    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         return self.convolution(self.block(x, batch), batch)

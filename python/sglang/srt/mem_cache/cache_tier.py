@@ -262,7 +262,7 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class Departure:
+class PinnedPrefix:
     """A tier's part of a prefix that is being copied from there, kept until that has ended."""
 
     tier: CacheTier
@@ -273,7 +273,7 @@ class Departure:
     """Row of the state at the end of the prefix; 0: it is not copied."""
 
     @classmethod
-    def begin(cls, prefix: CachedPrefix) -> Departure:
+    def begin(cls, prefix: CachedPrefix) -> PinnedPrefix:
         prefix.tier.tree.lock(prefix.last)
         return cls(prefix.tier, prefix.last)
 
@@ -302,7 +302,7 @@ class Departure:
 class Transfer:
     """A copy of what one tier lacks of a prefix and another has, so that requests can go on behind its end in both."""
 
-    departure: Departure
+    departure: PinnedPrefix
     arrival: Arrival
     moves: list[PageMoves] = field(default_factory=list)
     """Of the tokens, and of each window."""
@@ -311,7 +311,7 @@ class Transfer:
     def begin(cls, source: CachedPrefix, target: CachedPrefix, keys: Keys, namespace: str | None) -> Transfer | None:
         """Reserves what a copy of the prefix `keys` (whole pages) needs; None if there is no room. The tiers have
         every token of it between them."""
-        transfer = cls(Departure.begin(source), Arrival.begin(target, keys, namespace))
+        transfer = cls(PinnedPrefix.begin(source), Arrival.begin(target, keys, namespace))
         if transfer._reserve_all(source, target):
             return transfer
         transfer.end(False)

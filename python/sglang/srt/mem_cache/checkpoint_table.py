@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sglang.srt.mem_cache.radix_node import Node, TellOfNodes
 
-Rows = npt.NDArray[np.int64]
+StateSlots = npt.NDArray[np.int64]
 
 
 class CheckpointTable:
@@ -138,7 +138,7 @@ class CheckpointTable:
         """Copy as if one copy were made after the other, though the device reads all sources before it writes."""
         self._sources[target] = self._sources.get(source, source)
 
-    def take_copies(self) -> tuple[Rows, Rows]:
+    def take_copies(self) -> tuple[StateSlots, StateSlots]:
         """Sources and targets, [N] each."""
         sources, targets = list(self._sources.values()), list(self._sources)
         self._sources.clear()

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
-from sglang.srt.mem_cache.layer_loads import LayerArrivals
+from sglang.srt.mem_cache.layerwise_load import LayerwiseLoad
 from sglang.srt.mem_cache.page_pool import Bundle, PagePool
 from sglang.srt.plan.host_cache import STAGING_BUFFERS, STAGING_BYTES
 from sglang.srt.utils.device_arrays import event_on, to_device
@@ -50,7 +50,7 @@ class PendingCopy:
     to_host: bool
     steps_launched: torch.cuda.Event | None
     state: CopyState = CopyState.UNDER_WAY
-    layers: LayerArrivals | None = None
+    layers: LayerwiseLoad | None = None
     """Of a load that steps wait for layer by layer."""
 
 
@@ -143,7 +143,7 @@ class Copier:
             for bundle in pool.bundles:
                 self._in_buffers(pool, bundle, pages, in_host, to_host)
 
-    def load_layers(self, pools: Sequence[PagePool], moves: Sequence[PageMoves], arrivals: LayerArrivals) -> None:
+    def load_layers(self, pools: Sequence[PagePool], moves: Sequence[PageMoves], arrivals: LayerwiseLoad) -> None:
         """Begins to load pages, one layer after the other. What has no layers comes first."""
         with _on(self.launches):
             loads = [
@@ -295,7 +295,7 @@ class ThreadedCopies:
         """As `submit`, of a load for which steps wait layer by layer."""
         layers = sorted({layer for pool in self.pools for layer in pool.of_layer})
         pending = PendingCopy(moves, False, event_on(self.device))
-        pending.layers = LayerArrivals(layers, self.device.type == "cuda")
+        pending.layers = LayerwiseLoad(layers, self.device.type == "cuda")
         self._queue.put(pending)
         return pending
 

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.cache_tier import (
 )
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
 from sglang.srt.mem_cache.kv_table import CachedRequest, KVTable
-from sglang.srt.mem_cache.layer_loads import LayerArrivals
+from sglang.srt.mem_cache.layerwise_load import LayerwiseLoad
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.mem_cache.storage.engine import StorageJobs
@@ -57,7 +57,7 @@ READY_POLL_S = 0.02
 """Between two steps of an idle server whose main memory is not ready yet."""
 
 
-class Entry(Enum):
+class Admission(Enum):
     """When a request may enter."""
 
     NOW = "now"
@@ -70,7 +70,7 @@ class CopyHandle(Protocol):
     def state(self) -> CopyState: ...
 
     @property
-    def layers(self) -> LayerArrivals | None: ...
+    def layers(self) -> LayerwiseLoad | None: ...
 
 
 class CopyEngine(Protocol):
@@ -254,44 +254,44 @@ class HostTier:
         del self._offers[node]
         self.counts.dropped_tokens += node.key.size
 
-    def entry(
+    def admission(
         self,
         req: LoadingRequest,
         length: int,
         has_room: Callable[[Sequence[int]], bool],
         is_first: bool = False,
         others_wait: bool = True,
-    ) -> Entry:
+    ) -> Admission:
         """Returns when a request, of which the GPU has a prefix of `length` tokens, enters, and begins to load more of
         it from main memory. has_room: whether it could enter the next step, while a load takes so many tokens of each
         window. is_first: no other request enters before it in the next step, whose beginning nothing else may
         read. others_wait: others get tokens by the next step."""
         keys = req.cache_keys(req.matchable_len() // self.device.page_size * self.device.page_size)
         if any(self._overlap(copy, req, keys) > copy.transfer.arrival.had for copy in self.layered):
-            return Entry.NOW if req.may_be_stale else Entry.LATER
+            return Admission.NOW if req.may_be_stale else Admission.LATER
         least = length + max(LEAST_GAIN, self.device.page_size) - 1
         if len(keys) <= least or not self._ready:
-            return Entry.NOW
+            return Admission.NOW
         if self.storage is not None and self.storage.waits(req):
-            return Entry.LATER
+            return Admission.LATER
         if any(self._overlap(copy, req, keys) > least for copy in self._copies if copy.req is not None):
-            return Entry.LATER
+            return Admission.LATER
         if req.num_loads >= MOST_LOADS:
-            return Entry.NOW
+            return Admission.NOW
         transfer = self._begin_load(req, keys, least, has_room)
         if transfer is None:
-            return Entry.NOW
+            return Admission.NOW
         req.num_loads += 1
         copy = Copy(transfer, req)
         self._copies.append(copy)
         may = is_first and req.may_be_stale and self._loads_layers and transfer.arrival.can_be_revoked
         if not may or not self._layers_pay(transfer, req.matchable_len() + 1 - len(transfer.keys), others_wait):
-            return Entry.LATER
+            return Admission.LATER
         transfer.arrival.adopt()
         copy.by_layer = True
         req.num_loaded = transfer.num_tokens
         self.counts.layered_loads += 1
-        return Entry.LONGER
+        return Admission.LONGER
 
     @staticmethod
     def _overlap(copy: Copy, req: CachedRequest, keys: Keys) -> int:
@@ -307,7 +307,7 @@ class HostTier:
             return None
         keys = keys[:end]
         host, device = self.host.prefix(keys, req.namespace), self.device.prefix(keys, req.namespace)
-        windows = [window.most_of_prompt(0) for window in self.device.windows]
+        windows = [window.max_prompt_tokens(0) for window in self.device.windows]
         return Transfer.begin(host, device, keys, req.namespace) if has_room(windows) else None
 
     def _layers_pay(self, transfer: Transfer, rest: int, others_wait: bool) -> bool:

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
-from sglang.srt.mem_cache.checkpoint_table import CheckpointTable, Rows
+from sglang.srt.mem_cache.checkpoint_table import CheckpointTable, StateSlots
 from sglang.srt.mem_cache.radix_cache import Match, RadixCache
 from sglang.srt.mem_cache.radix_node import EMPTY, Keys, Node
 from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.pool_sizes import PoolSizes
 
 Lengths = npt.NDArray[np.int32]
-NO_ROWS: Rows = np.empty(0, np.int64)
+NO_SLOTS: StateSlots = np.empty(0, np.int64)
 PAUSE_UNIT, PAUSE_LEAST = 64, 512
 """Multiple of tokens at which long prompts pause with pages of one token, and the fewest tokens to compute before a
 pause. What follows a conversation often differs from it in its last few tokens: a template's opening of thoughts, or
@@ -58,8 +58,8 @@ class TableUpdate:
 
     index: npt.NDArray[np.int64]  # [N]
     value: npt.NDArray[np.int32]  # [N]
-    state_sources: Rows  # [M] int64
-    state_targets: Rows  # [M] int64
+    state_sources: StateSlots  # [M] int64
+    state_targets: StateSlots  # [M] int64
 
 
 class KVTable:
@@ -280,9 +280,9 @@ class KVTable:
 
     def take_update(self) -> TableUpdate | None:
         """Return the writes that the next step must make on the device. Later writes of one entry win."""
-        sources, targets = (NO_ROWS, NO_ROWS) if self.checkpoints is None else self.checkpoints.take_copies()
+        sources, targets = (NO_SLOTS, NO_SLOTS) if self.checkpoints is None else self.checkpoints.take_copies()
         if not self._index:
-            return TableUpdate(NO_ROWS, EMPTY, sources, targets) if len(targets) else None
+            return TableUpdate(NO_SLOTS, EMPTY, sources, targets) if len(targets) else None
         index, value = np.concatenate(self._index), np.concatenate(self._value)
         self._index, self._value = [], []
         # An indexed write on the device has no order among equal indices: keep the last of each.

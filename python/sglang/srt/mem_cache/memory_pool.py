@@ -98,7 +98,7 @@ class CachePools:
                 tensors[index][spec.name] = tensor
         return tensors
 
-    def of_table(self, table: int) -> list[tuple[int, torch.Tensor]]:
+    def table_tensors(self, table: int) -> list[tuple[int, torch.Tensor]]:
         """The tensors whose entries a row table places, each with its layer; views of others left out."""
         return [
             (member.layer_id, tensors[spec.name])
@@ -139,7 +139,7 @@ class CachePools:
     def _table_of(self, group: CacheGroup) -> int:
         """The number of the row table, or of what stands behind all of them: that of all tokens, for ranks that share
         them out."""
-        if group.token_ranks > 1:
+        if group.dcp_size > 1:
             return len(self.tables)
         return 0 if isinstance(group.lifetime, PerRequest) else self.tables.index(group.lifetime)
 

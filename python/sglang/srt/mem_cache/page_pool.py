@@ -154,7 +154,7 @@ def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes, allocate
     host_pages = [of_host.tokens // page, *(window.tokens // page for window in of_host.windows)]
     by_table = []
     for table in range(1 + num_windows):
-        tensors = pools.of_table(table)
+        tensors = pools.table_tensors(table)
         parts = [_bytes(tensor, device_pages[table]) for _, tensor in tensors]
         by_table.append(PagePool(parts, host_pages[table], layers=[layer for layer, _ in tensors], allocate=allocate))
     if sizes.has_states:

@@ -60,24 +60,24 @@ class WindowTable:
         used = int(((self._users > 0) & ~self._cached).sum()) * self.page_size
         return {"free": self.allocator.available_size(), "cached": cached, "held": used, "total": self.size}
 
-    def most_of_request(self) -> int:
+    def max_request_tokens(self) -> int:
         """The most tokens, in whole pages, that a request has while it decodes."""
         return window_tokens(self.window, self.page_size, self.growing)
 
-    def most_of_prompt(self, chunk: int) -> int:
+    def max_prompt_tokens(self, chunk: int) -> int:
         """The most tokens, in whole pages, that a request has while `chunk` tokens of its prompt are computed, and when
         it decodes behind them."""
         return window_tokens(self.window, self.page_size, chunk + self.growing - 1)
 
-    def most_alone(self) -> int:
+    def max_solo_tokens(self) -> int:
         """The tokens of a chunk that a request which runs alone can have at least."""
-        return max(0, (self.size - self.most_of_prompt(0)) // self.page_size * self.page_size - self.page_size)
+        return max(0, (self.size - self.max_prompt_tokens(0)) // self.page_size * self.page_size - self.page_size)
 
     def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
         """Tokens that further requests may use, when these (which have `lens` tokens and may grow to `limits`) decode
         on and whoever else has a row keeps what it has."""
         page = self.page_size
-        most = np.minimum(self.most_of_request(), -(-limits // page) * page).sum()
+        most = np.minimum(self.max_request_tokens(), -(-limits // page) * page).sum()
         kept = (-(-lens // page) * page - self.start[slots]).sum()
         return self.size - int(most) - (int(self._users.sum()) * page - int(kept))
 

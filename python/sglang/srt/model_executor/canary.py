@@ -26,7 +26,7 @@ from sglang.srt.model_executor.canary_steps import CanarySteps
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import StepInput
 from sglang.srt.models.causal_lm import BLOCKS, CausalLM
-from sglang.srt.plan.layer_spec import ABSENT, Serving
+from sglang.srt.plan.layer_spec import ABSENT, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ def _check_all_reduce(runner: ModelRunner) -> None:
         return
     for count in REDUCED:
         base = torch.arange(count, device=runner.device) % 5  # sums of few bits: exact in every type, in any order
-        summand = (base + rank % 3).to(getattr(torch, runner.plan.dtype))
-        total = parallel_state.groups().tp.all_reduce(summand, exact=True)
+        partial_sum = (base + rank % 3).to(getattr(torch, runner.plan.dtype))
+        total = parallel_state.groups().tp.all_reduce(partial_sum, exact=True)
         expected = base * size + sum(i % 3 for i in range(size))
         wrong = int((total.long() != expected).sum())
         if wrong:
@@ -216,7 +216,7 @@ class _Canary:
     def _computed_by(self, name: str) -> str:
         """Names the ops of the block that `_recorded` calls `name`, and the kernel of each."""
         plan, model = self.runner.plan, self.runner.model.description
-        serving = Serving(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.attn_tp_size)
+        serving = ParallelConfig(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.attn_tp_size)
         spec = next(spec for known, spec in _blocks(model) if known == name)
         ops = {"linear", *(need.op for need in spec.needs(serving))}
         return ", ".join(f"{op} by {choice.name}" for op, choice in plan.choices.items() if op.partition("/")[0] in ops)

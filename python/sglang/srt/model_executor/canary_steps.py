@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.kv_table import NO_ROWS, TableUpdate
+from sglang.srt.mem_cache.kv_table import NO_SLOTS, TableUpdate
 from sglang.srt.model_executor.canary_images import COUNT, CanaryImages
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import PromptTokens, StepInput
@@ -149,4 +149,4 @@ class CanarySteps:
         written = np.concatenate(index)
         if not len(written):
             return None
-        return TableUpdate(written, np.concatenate(value).astype(np.int32), NO_ROWS, NO_ROWS)
+        return TableUpdate(written, np.concatenate(value).astype(np.int32), NO_SLOTS, NO_SLOTS)

@@ -16,9 +16,9 @@ from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.layers.native_draft_rows import DraftInputs
-from sglang.srt.layers.ops import DecodeInputsOp, DraftInputsOp, AcceptDraftsOp, VerifyInputsOp
+from sglang.srt.layers.ops import AcceptDraftsOp, DecodeInputsOp, DraftInputsOp, VerifyInputsOp
 from sglang.srt.layers.rotary_embedding import SectionPositions
-from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, VerifyRows, ImageRuns, TokenSlots, requests_of_tokens
+from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns, TokenSlots, VerifyRows, requests_of_tokens
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.media_features import MediaFeatures
@@ -168,7 +168,7 @@ class DeviceState:
         if media.runs is not None and batch.extend is not None:
             batch.extend.images = _image_runs(batch.extend, arrays, media.runs, num_decodes)
         if media.sources and self.features is not None and self.features.encoder is not None:
-            rows, *added = self.features.split(self.features.of_step(media.sources, arrays["feature_rows"]))
+            rows, *added = self.features.split(self.features.gather_features(media.sources, arrays["feature_rows"]))
             batch.embedding_rows = EmbeddingRows(arrays["media_tokens"] + num_decodes, rows, tuple(added))
 
     def _token_slots(

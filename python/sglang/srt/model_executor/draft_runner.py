@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
-from sglang.srt.model_executor.step import ModelOutput, AcceptResult
+from sglang.srt.model_executor.step import AcceptResult, ModelOutput
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter, DraftStep, simulated_counts
 

@@ -64,9 +64,9 @@ class StageInGraph:
     travels outside of them. All stages have graphs of the same shapes, so what travels has the rows of the graph,
     padding included, which hold what they do in one process."""
 
-    def __init__(self, model: CausalLM, most_tokens: int) -> None:
+    def __init__(self, model: CausalLM, max_tokens: int) -> None:
         self.model = model
-        self.received = model.input_buffer(most_tokens)
+        self.received = model.input_buffer(max_tokens)
         if self.received is not None:
             self.received.zero_()  # what is no number would stay in the padding's cache slot
         self.sends = not model.description.last_stage

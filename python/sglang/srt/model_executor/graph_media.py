@@ -45,7 +45,7 @@ class FeatureRows:
             return
         tokens, rows = media.tokens + step.num_decodes, np.concatenate([rows for _, rows in media.sources])
         sent = send(self.buffer.device, tokens=tokens, rows=rows)
-        self.buffer.index_copy_(0, sent["tokens"], self.features.of_step(media.sources, sent["rows"]))
+        self.buffer.index_copy_(0, sent["tokens"], self.features.gather_features(media.sources, sent["rows"]))
         self.used = int(tokens.max()) + 1
 
 

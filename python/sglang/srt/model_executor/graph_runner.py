@@ -38,7 +38,7 @@ from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
 from sglang.srt.model_executor.graph_media import GraphMedia
-from sglang.srt.model_executor.step import GroupSteps, ModelOutput, AcceptResult, StepInput, step_arrays
+from sglang.srt.model_executor.step import AcceptResult, GroupSteps, ModelOutput, StepInput, step_arrays
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
@@ -201,11 +201,11 @@ class GraphRunner:
             fields |= {"table_index": Field(most, np.int64), "table_value": Field(most, np.int32)}
         return fields
 
-    def _exchange_fields(self, most_tokens: int) -> dict[str, Field]:
+    def _exchange_fields(self, max_tokens: int) -> dict[str, Field]:
         """Returns the input fields of the rows of all attention groups, where each has requests of its own."""
         if self.groups.dp.size == 1:
             return {}
-        order = (self.groups.dp.size * most_tokens,)
+        order = (self.groups.dp.size * max_tokens,)
         return {"row_order": Field(order, np.int64), "num_rows": Field((1,), np.int32)}
 
     def _all_rows(self, shape: StepShape) -> dict[str, np.ndarray]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from sglang.srt.distributed.parallel_state import Groups
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, AcceptResult, StepInput, StepResult
+from sglang.srt.model_executor.step import AcceptResult, GroupSteps, LaunchedForward, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.utils.device_arrays import event_on, to_device, to_host

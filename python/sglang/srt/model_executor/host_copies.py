@@ -23,7 +23,7 @@ def create_copies(plan: Plan, host: HostCachePlan, pools: CachePools) -> Threade
     allocate: Allocate = own_memory
     if host.sharers > 1:
         share = (parallel_state.rank(), host.sharers)
-        allocate = partial(shared_tensor, first=share[0] == 0, agree=parallel_state.least_each)
+        allocate = partial(shared_tensor, first=share[0] == 0, agree=parallel_state.all_reduce_min)
     try:
         in_main_memory = page_pools(pools, plan.pool_sizes, host.sizes, allocate)
     except SharingFailed:

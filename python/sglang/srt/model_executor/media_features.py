@@ -50,7 +50,7 @@ class LayeredEncoder(MediaEncoder, Protocol):
 
 
 @dataclass(slots=True)
-class _Entry:
+class _CachedItem:
     size: int  # bytes
     features: torch.Tensor | None = None  # None: of a stage without encoder, or the pixels were gone
     users: set[str] = field(default_factory=set)  # ids of the requests whose prompts still need it
@@ -94,7 +94,7 @@ class MediaFeatures:
             pixel_dtype = getattr(torch, tower.pixel_dtype(str(dtype).removeprefix("torch.")))
             self._uploads = PatchUploads(tower.patch_values, pixel_dtype, device)
         self._under_way: _UnderWay | None = None
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._entries: OrderedDict[bytes, _CachedItem] = OrderedDict()
         """The least recently used first."""
         self.used = 0
         self.num_encoded = 0
@@ -135,7 +135,7 @@ class MediaFeatures:
 
     def enter(self, item: MediaItem, features: torch.Tensor) -> None:
         """features [tokens, hidden * (1 + deepstack levels)] of an item that is not there, and that no step encodes."""
-        self._entries[item.digest] = _Entry(self.size_of(item), features)
+        self._entries[item.digest] = _CachedItem(self.size_of(item), features)
         self.used += self.size_of(item)
 
     @property
@@ -166,7 +166,7 @@ class MediaFeatures:
         size = sum(map(self.size_of, step.items))
         self._make_room(size)
         for item, features in zip(step.items, computed, strict=True):
-            self._entries[item.digest] = _Entry(self.size_of(item), features)
+            self._entries[item.digest] = _CachedItem(self.size_of(item), features)
         self.used += size
         self.num_encoded += len(step.items)
 
@@ -179,7 +179,7 @@ class MediaFeatures:
             return torch.zeros((len(index), self.width), dtype=self.dtype, device=self.device)
         return entry.features[index]
 
-    def of_step(self, sources: Sequence[tuple[MediaItem, np.ndarray]], index: torch.Tensor) -> torch.Tensor:
+    def gather_features(self, sources: Sequence[tuple[MediaItem, np.ndarray]], index: torch.Tensor) -> torch.Tensor:
         """sources: items that are there, and which of their rows a step takes, in `index` [M] on the device. Returns
         [M, hidden * (1 + deepstack levels)]."""
         begin, parts = 0, []

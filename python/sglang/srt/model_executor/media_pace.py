@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang.srt.models.vision.patch_places import Grid, num_patches
-from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, Piece, pairs_of, parts_of, pieces_of
+from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, PatchChunk, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.media import PATCH_LAYERS_BESIDE
 from sglang.srt.plan.towers.tower import Tower
 
@@ -50,7 +50,7 @@ class LayerTimes:
         pair = max(0.0, (of_large - each) / (more_seen - seen))
         return cls(max(each - pair * seen, 0.0), pair, least)
 
-    def of_piece(self, piece: Piece) -> float:
+    def time_chunk(self, piece: PatchChunk) -> float:
         """Returns milliseconds."""
         return max(piece.share * self.least, piece.share * piece.patches * self.patch + piece.pairs * self.pair)
 
@@ -93,7 +93,7 @@ class MediaPace:
             attention = layer.pair * max(pairs_of(tower, part) for part in parts)
             products = layer.patch * max(map(num_patches, parts)) / 2
             cuts = Cuts(_cuts(attention, limit / 2), _cuts(products, limit))
-        times = [layer.of_piece(piece) for part in parts for piece in pieces_of(tower, part, cuts)]
+        times = [layer.time_chunk(piece) for part in parts for piece in pieces_of(tower, part, cuts)]
         return Slices(tuple(_packed(times, limit)), cuts)
 
     def prompt_tokens(self, num_decodes: int) -> int | None:

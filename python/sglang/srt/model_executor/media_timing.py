@@ -61,12 +61,12 @@ def layer_times(encoder: VisionEncoder[Any]) -> LayerTimes:
     """Measures the encoder of this rank."""
     tower = encoder.tower
 
-    def of_step(grids: Sequence[Grid]) -> float:
+    def time_step(grids: Sequence[Grid]) -> float:
         pixels = torch.zeros(num_patches(grids), tower.patch_values, dtype=encoder.dtype, device=encoder.device)
         parts = list(encoder.sent(pixels, grids))
         return _milliseconds(lambda: whole(encoder.encoding(parts, grids)))
 
-    return measured_layer(of_step, tower.merge, tower.num_layers, tower.tile_side)
+    return measured_layer(time_step, tower.merge, tower.num_layers, tower.tile_side)
 
 
 def _milliseconds(launch: Callable[[], object]) -> float:
@@ -83,4 +83,4 @@ def _milliseconds(launch: Callable[[], object]) -> float:
 
 def _longest_each(values: Sequence[float]) -> list[float]:
     """Values in units that are whole numbers: a millionth of a nanosecond."""
-    return [-least / 1e12 for least in parallel_state.least_each([-round(value * 1e12) for value in values])]
+    return [-least / 1e12 for least in parallel_state.all_reduce_min([-round(value * 1e12) for value in values])]

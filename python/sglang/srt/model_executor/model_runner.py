@@ -16,7 +16,7 @@ from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.mem_cache.layer_loads import FIRST, LayerWaits
+from sglang.srt.mem_cache.layerwise_load import FIRST, LayerWaits
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
@@ -39,9 +39,9 @@ from sglang.srt.model_executor.step import (
     padding_prompt,
     step_arrays,
 )
-from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.model_executor.step_output import StepOutput
 from sglang.srt.model_executor.token_receiver import TokenReceiver
+from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import Plan
@@ -102,7 +102,7 @@ class ModelRunner:
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
         of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups) if groups.dp.size > 1 else None
-        self.two_batch_overlap = TwoBatchOverlap.of_plan(plan, self.state, groups)
+        self.two_batch_overlap = TwoBatchOverlap.from_plan(plan, self.state, groups)
         """Steps that run as two microbatches; they have no graph."""
         self.launches = PromptLaunches()
         self.output = StepOutput(self.state, self.sampling_table, sampler, self.pp_tokens, drafts, of_groups)
@@ -141,7 +141,7 @@ class ModelRunner:
         if self.graphs is None or self.plan.ranks.pp_size > 1:
             return {}
         times = self.graphs.step_times()
-        microseconds = parallel_state.least_each([int(1000 * ms) for ms in times.values()])
+        microseconds = parallel_state.all_reduce_min([int(1000 * ms) for ms in times.values()])
         return {size: us / 1000 for size, us in zip(times, microseconds, strict=True)}
 
     def media_prompt_times(self) -> dict[int, float]:
@@ -193,7 +193,7 @@ class ModelRunner:
         """Computes prompts that are too long for a graph, so that none waits for a kernel: a short one and the longest
         behind every kind of cached prefix, and those at which the tiles of a kernel change."""
         attention, context_len = self.state.attention, self.plan.context_len
-        lengths = {(num, 0) for num in self.plan.band_sizes(self.longest_prompt)}
+        lengths = {(num, 0) for num in self.plan.bucket_sizes(self.longest_prompt)}
         for num in (min(SHORT_PROMPT, self.longest_prompt), self.longest_prompt):
             lengths |= {(num, prefix) for prefix in attention.prefixes(num, context_len)}
         for num, prefix in sorted(lengths):
@@ -273,7 +273,7 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
         """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
-        if self.output.of_groups is not None:
+        if self.output.group_output is not None:
             return self.sample_groups(forward, vocab_mask)[self.groups.dp.rank]
         if self.token_receiver is not None:
             return self.token_receiver.expect(forward)[0]

@@ -15,7 +15,7 @@ from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.mem_cache.layer_loads import LayerArrivals
+    from sglang.srt.mem_cache.layerwise_load import LayerwiseLoad
     from sglang.srt.utils.device_arrays import DeviceArrays
     from sglang.srt.utils.media_item import MediaItem
 
@@ -86,7 +86,7 @@ class StepInput:
     logprobs: LogprobRequest | None = None  # of the sampled rows
     groups: GroupSteps | None = None
     """The steps of all attention groups, of which this is one; None: all have this one, or there are none."""
-    loads: Sequence[LayerArrivals] = ()
+    loads: Sequence[LayerwiseLoad] = ()
     """Loads of cached prefixes that are under way and that the step may read. It has no graph then."""
     hidden_rows: np.ndarray | None = None
     """[N] int64, tokens (of T, or of B * width with `widths`) whose final hidden states are wanted."""

@@ -14,7 +14,7 @@ from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.group_output import GroupOutput
-from sglang.srt.model_executor.step import LaunchedForward, ModelOutput, AcceptResult, StepInput, StepResult
+from sglang.srt.model_executor.step import AcceptResult, LaunchedForward, ModelOutput, StepInput, StepResult
 from sglang.srt.sampling.logprobs import LogprobResult, prompt_logprobs
 from sglang.srt.sampling.sampling_table import Column, SamplingBatch, SamplingTable
 from sglang.srt.utils.device_arrays import DeviceArrays, event_on, to_device, to_host
@@ -30,20 +30,20 @@ class StepOutput:
         sampler: Sampler,
         pp_tokens: Group,
         drafts: DraftRunner | None,
-        of_groups: GroupOutput | None,
+        group_output: GroupOutput | None,
     ) -> None:
-        """pp_tokens: the ranks that the sampled tokens go to. of_groups: samples where attention groups have
+        """pp_tokens: the ranks that the sampled tokens go to. group_output: samples where attention groups have
         requests of their own."""
         self.state, self.table, self.sampler, self.pp_tokens = state, table, sampler, pp_tokens
-        self.drafts, self.of_groups = drafts, of_groups
+        self.drafts, self.group_output = drafts, group_output
         self.model = state.model
         self.samples = state.model.description.last_stage
 
     def launched(self, step: StepInput, output: ModelOutput) -> LaunchedForward:
         """A step whose model is launched."""
         arrays = output.arrays
-        if self.of_groups is not None:
-            return self._of_group(step, output, self.of_groups)
+        if self.group_output is not None:
+            return self._launch_own_group(step, output, self.group_output)
         hidden = self._hidden(step, output.hidden)
         if step.prompts is None:
             logits = output.logits[: len(step.slots) * step.width]
@@ -66,10 +66,10 @@ class StepOutput:
             hidden,
         )
 
-    def _of_group(self, step: StepInput, output: ModelOutput, of_groups: GroupOutput) -> LaunchedForward:
+    def _launch_own_group(self, step: StepInput, output: ModelOutput, group_output: GroupOutput) -> LaunchedForward:
         """The rows of this rank's group."""
         assert step.groups is not None
-        logits, arrays = of_groups.own_logits(output.logits, step.groups), output.arrays
+        logits, arrays = group_output.own_logits(output.logits, step.groups), output.arrays
         count = len(logits)
         if step.prompts is None:
             slots, host_slots = self._rows(step, arrays["decode_slots"][: len(step.slots)], arrays)
@@ -136,19 +136,19 @@ class StepOutput:
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> list[StepResult]:
         """Returns the results of all attention groups. With draft tokens each samples and drafts by itself: the ranks
         of a group share the vocabulary and the draft. vocab_mask: of this group's rows."""
-        of_groups, steps = self.of_groups, forward.step.groups
-        assert of_groups is not None and steps is not None
+        group_output, steps = self.group_output, forward.step.groups
+        assert group_output is not None and steps is not None
         if self.drafts is None:
-            return of_groups.sample(forward, vocab_mask)
+            return group_output.sample(forward, vocab_mask)
         # With stages nothing is chosen by it, because the time of a step is not known there.
         says_confidence = self.drafts.says_confidence and self.pp_tokens.size == 1
-        if steps.idle[of_groups.groups.dp.rank]:
+        if steps.idle[group_output.groups.dp.rank]:
             none = SamplerOutput(forward.slots.new_empty(0), None)
-            return of_groups.gather_verified(forward, none, None, says_confidence)
-        asked = replace(forward, step=of_groups.own_request(forward.step))
+            return group_output.gather_verified(forward, none, None, says_confidence)
+        asked = replace(forward, step=group_output.own_request(forward.step))
         out = self._sampled(asked, vocab_mask)
         accepted = self._accept(forward, out.next_token_ids)
-        return of_groups.gather_verified(forward, out, accepted, says_confidence)
+        return group_output.gather_verified(forward, out, accepted, says_confidence)
 
     def _accept(self, forward: LaunchedForward, tokens: torch.Tensor) -> AcceptResult:
         step, output = forward.step, forward.output

@@ -63,7 +63,7 @@ class TokenReceiver:
     @torch.inference_mode()
     def expect(self, forward: LaunchedForward) -> list[LateResult]:
         """Returns the results of all groups of a step that is launched here."""
-        step, everyones = forward.step, _of_all(forward.step)
+        step, everyones = forward.step, _all_groups(forward.step)
         # Further steps are computed before this one's tokens come, in the same memory where they are graphs.
         records = [record.copy() for record in forward.output.batch.state_records or ()]
         results = [
@@ -75,7 +75,7 @@ class TokenReceiver:
 
     def take_before(self, step: StepInput) -> None:
         """Takes over received tokens before a step whose requests bring what was sampled last."""
-        later = _of_all(step)
+        later = _all_groups(step)
         needed = [i for i, late in enumerate(self._expected) if late.brings_to(later)]
         count = max([len(self._expected) - self.groups.pp_tokens.size + 1, *(i + 1 for i in needed)])
         for _ in range(count):
@@ -121,5 +121,5 @@ class TokenReceiver:
             record.commit(counts[:, 0])
 
 
-def _of_all(step: StepInput) -> GroupSteps:
+def _all_groups(step: StepInput) -> GroupSteps:
     return GroupSteps.of([step]) if step.groups is None else step.groups

@@ -1,7 +1,7 @@
 """Steps with many prompt tokens as two microbatches, whose collectives travel in alternation (`distributed/ping_pong`).
 
-A microbatch is a step of its own: the second one goes on where the first one ends, as the next chunk of a prompt would, and
-requests that decode are in the first one. A prompt is cut only where none ends near the middle.
+A microbatch is a step of its own: the second one goes on where the first one ends, as the next chunk of a prompt would,
+and requests that decode are in the first one. A prompt is cut only where none ends near the middle.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.parallel_state import Groups
-from sglang.srt.distributed.ping_pong import Lane, LateLane, StreamLane, PingPong
+from sglang.srt.distributed.ping_pong import Lane, LateLane, PingPong, StreamLane
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.row_exchange import RowExchange
-from sglang.srt.mem_cache.layer_loads import LayerWaits
+from sglang.srt.mem_cache.layerwise_load import LayerWaits
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.step import GroupSteps, PromptTokens, StepInput, step_arrays
 from sglang.srt.plan.plan import Plan
@@ -27,8 +27,8 @@ ALIGNMENT = 64
 """Prompts are cut at multiples of so many positions, if they are long enough: tiles and groups of tokens stay whole."""
 OFF_MIDDLE = 32
 """One of so many tokens of a step may lie between its middle and the end of a prompt at which it is cut. Where sums
-take as long as what is computed, microbatches of 3 and 5 eighths take a fifth longer than equal ones: the shorter one is
-computed before the sum of the other has arrived."""
+take as long as what is computed, microbatches of 3 and 5 eighths take a fifth longer than equal ones: the shorter one
+is computed before the sum of the other has arrived."""
 
 
 Microbatches = tuple[StepInput, StepInput]
@@ -64,8 +64,8 @@ def choose_cut(step: StepInput) -> Cut | None:
 
 
 def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
-    """Returns the microbatches of the steps of all attention groups; None if they cannot be cut. A group whose step has no
-    place for a cut has all of it in the first microbatch, and no work in the second one."""
+    """Returns the microbatches of the steps of all attention groups; None if they cannot be cut. A group whose step has
+    no place for a cut has all of it in the first microbatch, and no work in the second one."""
     if steps.has_media or any(step.widths is not None for step in steps.steps):
         return None
     first: list[StepInput | None] = []
@@ -119,11 +119,11 @@ class TwoBatchOverlap:
         """None: no step runs as two."""
         self.ping_pong = PingPong(lane)
         self.ping_pong.exact = exact
-        for group in groups.of_layers:
+        for group in groups.layer_groups:
             group.alternate_in(self.ping_pong)
 
     @classmethod
-    def of_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> TwoBatchOverlap | None:
+    def from_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> TwoBatchOverlap | None:
         rule = plan.two_batch_overlap
         return None if rule is None else cls(state, groups, rule.min_tokens, rule.exact)
 
@@ -151,8 +151,8 @@ class TwoBatchOverlap:
             self.min_tokens = before
 
     def compute(self, batch: ForwardBatch, microbatches: Microbatches, loads: LayerWaits | None) -> torch.Tensor:
-        """Final hidden states [T, H] of `batch`, as the model gives them. loads: of the whole step; the first microbatch
-        comes to each layer first."""
+        """Final hidden states [T, H] of `batch`, as the model gives them. loads: of the whole step; the first
+        microbatch comes to each layer first."""
         first, second = (self._batch(microbatch, loads) for microbatch in microbatches)
         return self.state.model.forward_microbatches(batch, (first, second), self.ping_pong)
 

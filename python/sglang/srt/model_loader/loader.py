@@ -14,13 +14,13 @@ from tqdm import tqdm
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.layers.parameter import FLOATS, Init, Param, Part
+from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
 from sglang.srt.model_loader.checkpoint import find_checkpoint, some
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.models.mtp_by_layer import DepthDraft
 from sglang.srt.models.draft_model import DraftModel, build_draft
 from sglang.srt.models.draft_parts import Loadable
+from sglang.srt.models.mtp_by_layer import DepthDraft
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.shared_encoder import SharedEncoder
@@ -195,7 +195,7 @@ def _fill(param: Param, key: PartKey, name: str, view: Any, file: Any) -> int:
     return num_bytes
 
 
-def _check(name: str, view: Any, part: Part) -> None:
+def _check(name: str, view: Any, part: TensorPart) -> None:
     shape = tuple(view.get_shape())
     # Writers differ in whether a number is [] or [1], and a column [N, 1] or [N].
     if _squeezed(shape) != _squeezed(part.shape):

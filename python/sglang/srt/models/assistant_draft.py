@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.parameter import Part
-from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.layers.parameter import TensorPart
+from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.models.draft_parts import DraftParts, Loadable, first_tokens
 from sglang.srt.plan.drafts.description import Assistant
 from sglang.srt.plan.weight_names import PartKey
@@ -67,7 +67,7 @@ class TokenGroups:
         self.tokens = scope.param(
             "token_ordering",
             (form.vocab_size,),
-            {PartKey(): Part((form.vocab_size,), dtypes=("I64", "I32"))},
+            {PartKey(): TensorPart((form.vocab_size,), dtypes=("I64", "I32"))},
             first_tokens,
             torch.int64,
         )

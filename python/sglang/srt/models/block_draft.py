@@ -10,7 +10,7 @@ import torch
 
 from sglang.srt.layers.block_convolution import ConvolvedBlock
 from sglang.srt.layers.residual import MIXER
-from sglang.srt.models.block_heads import BlockHead, build_confidence, build_block_head
+from sglang.srt.models.block_heads import BlockHead, build_block_head, build_confidence
 from sglang.srt.plan.drafts.description import Block
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Init, Part
+from sglang.srt.layers.parameter import Init, TensorPart
 from sglang.srt.plan.drafts.description import Block
 from sglang.srt.plan.drafts.heads import Confidence, Domino, Markov, Selector
 from sglang.srt.plan.weight_names import PartKey
@@ -89,7 +89,7 @@ class ConfidenceHead:
         assert not spec.rank or markov is not None
         self.table = markov.w1 if spec.rank and markov is not None else None
         self.weight = scope.param("weight", (1, size))
-        self.bias = scope.param("bias", (1,), {PartKey(): Part((1,), optional=True)}, Init.ZEROS)
+        self.bias = scope.param("bias", (1,), {PartKey(): TensorPart((1,), optional=True)}, Init.ZEROS)
         self.group = scope.groups.tp
 
     def __call__(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

@@ -138,7 +138,7 @@ class DecoderLayer:
         """`around`: makes the block that stands in each one's place, given its name."""
         around = around or (lambda name, block: block)
         self.blocks = [
-            (residual.join(scope, name), around(name, _of_layer(scope, name, block, site, spec.convolution)))
+            (residual.join(scope, name), around(name, _build_layer_block(scope, name, block, site, spec.convolution)))
             for name, block in ((NGRAMS, spec.ngrams), (MIXER, spec.mixer), (FFN, spec.ffn), (INPUTS, spec.inputs))
             if block != ABSENT
         ]
@@ -164,12 +164,12 @@ class DecoderLayer:
             yield
 
     @property
-    def leaves_sums(self) -> bool:
+    def defers_all_reduce(self) -> bool:
         """Returns whether every block leaves its sum over the ranks to what follows it."""
         return all(isinstance(join, SumJoin) and join.group is not None for join, _ in self.blocks)
 
 
-def _of_layer(scope: Scope, name: str, spec: object, site: Site, convolution: ShortConvolution | None) -> Any:
+def _build_layer_block(scope: Scope, name: str, spec: object, site: Site, convolution: ShortConvolution | None) -> Any:
     """Builds a block of a layer, with the convolution behind it. A feed-forward block computes the tokens of all
     attention groups, other blocks those of the requests of their ranks."""
     block = build_block(scope, spec, site)
@@ -262,7 +262,7 @@ class CausalLM:
         )
         self.weights = model.names
         self.params: dict[str, Param] = scope.params
-        self.elsewhere = scope.elsewhere
+        self.on_other_ranks = scope.on_other_ranks
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
         self.vocabulary_of_group = plan.ranks.vocab_tp_size == plan.ranks.attn_tp_size
@@ -282,13 +282,13 @@ class CausalLM:
             DecoderLayer(scope.sub("layers").sub(i), layer, Site(i, model, rotary), self.residual)
             for i, layer in enumerate(model.layers)
         ]
-        self.leaves_sums = (
+        self.defers_all_reduce = (
             scope.groups.dp.size == 1
-            and all(layer.leaves_sums for layer in self.layers)
+            and all(layer.defers_all_reduce for layer in self.layers)
             and not any(isinstance(layer.mixer, GQA) and layer.mixer.qk_norm == "whole" for layer in model.layers)
         )
-        """True if blocks leave their sums over ranks to what follows them, and ask for no other collective: microbatches of a
-        step then alternate block by block."""
+        """True if blocks leave their sums over ranks to what follows them, and ask for no other collective:
+        microbatches of a step then alternate block by block."""
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
@@ -300,7 +300,7 @@ class CausalLM:
                 model.logit_scale,
                 model.stored_vocab_size,
             )
-        self.aux_layers = AuxLayers.of(plan.aux_layers, [not layer.elsewhere for layer in model.layers])
+        self.aux_layers = AuxLayers.of(plan.aux_layers, [not layer.on_other_stage for layer in model.layers])
         """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
         `batch.aux_hidden_states`."""
         self.aux_keeps_streams = plan.aux_keeps_streams
@@ -320,9 +320,9 @@ class CausalLM:
     def forward_microbatches(
         self, batch: ForwardBatch, microbatches: tuple[ForwardBatch, ForwardBatch], ping_pong: PingPong
     ) -> torch.Tensor:
-        """Returns what a call gives for `batch`, whose tokens are those of the microbatches one behind the other: computed
-        in turns, the sums of one microbatch on their way while the other computes. What the second microbatch has beyond them is
-        padding, where an attention group has no work in it."""
+        """Returns what a call gives for `batch`, whose tokens are those of the microbatches one behind the other:
+        computed in turns, the sums of one microbatch on their way while the other computes. What the second microbatch
+        has beyond them is padding, where an attention group has no work in it."""
         num_tokens, first, second = (len(part.input_ids) for part in (batch, *microbatches))
         received = self.input_buffer(first + second)
         if received is not None:
@@ -330,7 +330,7 @@ class CausalLM:
             received[num_tokens:] = 0
         parts = (None, None) if received is None else (received[:first], received[first:])
         both = zip(microbatches, parts, strict=True)
-        if self.leaves_sums:
+        if self.defers_all_reduce:
             computed = ping_pong.run_blocks(*(self.by_block(*microbatch) for microbatch in both))
         else:
             computed = ping_pong.run(*(partial(self.compute, *microbatch) for microbatch in both))
@@ -375,7 +375,7 @@ class CausalLM:
                 batch.loads.before(number)
             yield from layer.by_block(stream, batch)
             if rows is not None and number < num_levels and layer.blocks:
-                rows.add_behind(number, residual.summand(stream))
+                rows.add_behind(number, residual.partial_sum(stream))
         if not self.description.last_stage:
             aux = [batch.layer_outputs[layer] for layer in self.aux_layers.sent]
             intermediate = self.residual.to_intermediate(stream)
@@ -430,7 +430,7 @@ class CausalLM:
     def ignored_weight(self, name: str) -> bool:
         """Returns whether a checkpoint tensor holds nothing that this rank needs."""
         tied_head = self.description.tie_embeddings and name == self.weights.model["lm_head"] + ".weight"
-        if tied_head or name in self.elsewhere:
+        if tied_head or name in self.on_other_ranks:
             return True
         if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
             return True

@@ -21,15 +21,15 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.quantization.quantized_rows import values_of
+from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.residual import FFN, SumStream
+from sglang.srt.models.assistant_draft import AssistantDraft
 from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
-from sglang.srt.models.mtp_by_layer import DepthDraft
 from sglang.srt.models.draft_parts import DraftParts, Loadable
-from sglang.srt.models.assistant_draft import AssistantDraft
+from sglang.srt.models.mtp_by_layer import DepthDraft
 from sglang.srt.models.stream_draft import StreamDraft
-from sglang.srt.plan.drafts.description import Block, MTPByLayer, ByStream, Concatenated, Assistant, Projected, Streamed
+from sglang.srt.plan.drafts.description import Assistant, Block, ByStream, Concatenated, MTPByLayer, Projected, Streamed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -209,8 +209,8 @@ class StandaloneDraft:
 
     def __init__(self, plan: Plan, target: CausalLM) -> None:
         assert plan.draft is not None
-        groups = parallel_state.groups().of_drafts
-        self.model = CausalLM(plan.of_draft, target.device, plan.draft.description.first_layer, groups)
+        groups = parallel_state.groups().draft_groups
+        self.model = CausalLM(plan.for_draft, target.device, plan.draft.description.first_layer, groups)
         self.caches, self.vocab_size = self.model.caches, plan.draft.description.vocab_size
         self.model_path = plan.draft.config.model_path
         self.last_token = self.model.description.vocab_size - 1

@@ -15,10 +15,10 @@ from sglang.srt.layers.hyper_connections import end_of
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Init, Param, Part, Scope, Shard
+from sglang.srt.layers.parameter import Init, Param, Scope, TensorPart, WeightShard
+from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
-from sglang.srt.layers.quantization.quantized_rows import values_of
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.models.causal_lm import RESIDUALS, Around, CausalLM, DecoderLayer, embedding_of
 from sglang.srt.plan.layer_spec import HyperConnections
@@ -56,10 +56,10 @@ class DraftParts:
         self.model = model = self.draft.model
         quantization = model.quantization
         self.scope = scope = Scope(
-            plan=plan.of_draft,
+            plan=plan.for_draft,
             device=target.device,
             dtype=getattr(torch, plan.dtype),
-            groups=parallel_state.groups().of_drafts,
+            groups=parallel_state.groups().draft_groups,
             quant=Unquantized() if quantization is None else QuantizedMethod(quantization),
             weights=model.names,
             first_layer=self.draft.first_layer,
@@ -132,7 +132,7 @@ class DraftParts:
         scope = self.scope.sub(name)
         weights: list[torch.Tensor] = []
         linear: LinearOp = scope.plan.entry("linear")
-        shard = Shard("", whole(self.model.hidden_size), whole(in_features))
+        shard = WeightShard("", whole(self.model.hidden_size), whole(in_features))
         scope.quant.create_unpacked(scope, shard, weights.append)
         return lambda rows: linear(rows, weights[0], None)
 
@@ -142,7 +142,7 @@ class DraftParts:
         return [(self, draft_path)] if self.copied is None else [(self, draft_path), (self.copied, target_path)]
 
     def ignored_weight(self, name: str) -> bool:
-        if not name.startswith(self.draft.at) or name in self.scope.elsewhere:
+        if not name.startswith(self.draft.at) or name in self.scope.on_other_ranks:
             return True
         if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
             return True
@@ -156,8 +156,8 @@ class DraftParts:
         scope, rows = self.scope.sub(name), rows or self.model.hidden_size
         added = None
         if bias:  # some heads of EAGLE were trained without
-            added = scope.param("bias", (rows,), {PartKey(): Part((rows,), optional=optional_bias)}, Init.ZEROS)
-        return Unquantized().create_weights(scope, [Shard("", whole(rows), whole(in_features))], added)
+            added = scope.param("bias", (rows,), {PartKey(): TensorPart((rows,), optional=optional_bias)}, Init.ZEROS)
+        return Unquantized().create_weights(scope, [WeightShard("", whole(rows), whole(in_features))], added)
 
 
 class ReducedHead:
@@ -165,7 +165,7 @@ class ReducedHead:
 
     def __init__(self, scope: Scope, head: LMHead, draft: DraftDescription) -> None:
         self.head, self.vocab_size, rows = head, draft.vocab_size, draft.head_size
-        offsets = Part((rows,), dtypes=("I64", "I32"), convert=_token_ids)
+        offsets = TensorPart((rows,), dtypes=("I64", "I32"), convert=_token_ids)
         self.tokens = replace(scope, path="").param("d2t", (rows,), {PartKey(): offsets}, first_tokens, torch.int64)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

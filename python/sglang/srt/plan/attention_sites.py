@@ -20,4 +20,4 @@ def site_of(mixer: Mixer, tp_size: int, dcp_size: int) -> AttentionSite | None:
         return None
     assert isinstance(mixer, GQA | MLA), "other mixers have no attention over a cache"
     window, chunked = (mixer.window, mixer.chunked) if isinstance(mixer, GQA) else (0, False)
-    return AttentionSite(shape, window, mixer.top_k, mixer.token_ranks(tp_size, dcp_size), chunked)
+    return AttentionSite(shape, window, mixer.top_k, mixer.effective_dcp_size(tp_size, dcp_size), chunked)

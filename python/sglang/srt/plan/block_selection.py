@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights, uneven_sizes
+from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights, uneven_sizes
 
 LEAST_BLOCK = 16
 """Tokens of the smallest block that a matrix unit scores at once."""
@@ -31,19 +31,19 @@ class BlockIndexer:
         """Number of tokens up to which requests attend to all of them."""
         return self.block * self.top_blocks
 
-    def needs(self, serving: Serving, kv_heads: int, rotary_dim: int) -> Iterator[Need]:
-        dims, wide = (self.head_dim, self.head_dim), self._of_keys(serving)
+    def needs(self, parallel: ParallelConfig, kv_heads: int, rotary_dim: int) -> Iterator[Need]:
+        dims, wide = (self.head_dim, self.head_dim), self._with_key_dtype(parallel)
         uneven = uneven_sizes(self.block, self.head_dim) if self.block >= LEAST_BLOCK else ("uneven_sizes",)
         yield wide.need("qk_norm_rope_store", dims, ["head_norm"], (kv_heads, 1), rotary_dim)
         yield wide.need("block_indexer", dims, uneven, (kv_heads, 1))
 
-    def _of_keys(self, serving: Serving) -> Serving:
+    def _with_key_dtype(self, parallel: ParallelConfig) -> ParallelConfig:
         """Returns the choices with the type of index keys: the model's, whatever the type of keys and values is."""
-        return replace(serving, kv_dtype=serving.dtype)
+        return replace(parallel, kv_dtype=parallel.dtype)
 
-    def cache(self, serving: Serving) -> CacheSpec:
+    def cache(self, parallel: ParallelConfig) -> CacheSpec:
         """Returns the cache of the tokens' keys, which every rank holds."""
-        keys = CacheTensor("k", (1, self.head_dim), self._of_keys(serving).kv_dtype)
+        keys = CacheTensor("k", (1, self.head_dim), self._with_key_dtype(parallel).kv_dtype)
         return CacheSpec("index", (keys,), neighbours=self.block)
 
     def weights(self, hidden_size: int, kv_heads: int) -> Weights:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from sglang.srt.plan.layer_spec import FULL, CacheSpec, Full, Lifetime, PerRequest, Serving, Window
+from sglang.srt.plan.layer_spec import FULL, CacheSpec, Full, Lifetime, ParallelConfig, PerRequest, Window
 from sglang.srt.plan.model_description import ModelDescription
 
 
@@ -23,13 +23,13 @@ class CacheOfLayer:
 class CacheGroup:
     """Caches that live equally long and have equally many entries a token. Pages of one group follow one another, so
     one allocator and one table of rows serve all its caches. A cache is addressed by its group and its index in
-    `members`. `token_ranks`: as in CacheSpec; the entries of 1/token_ranks of the tokens are this rank's.
+    `members`. `dcp_size`: as in CacheSpec; the entries of 1/dcp_size of the tokens are this rank's.
     """
 
     lifetime: Lifetime
     entries_per_token: Fraction
     members: tuple[CacheOfLayer, ...]
-    token_ranks: int = 1
+    dcp_size: int = 1
 
     @property
     def page_multiple(self) -> int:
@@ -67,7 +67,7 @@ class CacheGroup:
             "num_caches": self.num_caches,
             "kept_for": self._kept_for(),
             "entries_per_token": str(self.entries_per_token),
-            "token_ranks": self.token_ranks,
+            "dcp_size": self.dcp_size,
             "bytes_per_entry": self.bytes_per_entry,
         }
 
@@ -82,21 +82,21 @@ class CacheGroup:
         """Describes the group for people: "42 (compressed, index) for all tokens, 1/4 entries a token: 26,880 B an
         entry"."""
         rate = "" if self.entries_per_token == 1 else f", {self.entries_per_token} entries a token"
-        rate = f"; {self.token_ranks} ranks share the tokens out" if self.token_ranks > 1 else rate
+        rate = f"; {self.dcp_size} ranks share the tokens out" if self.dcp_size > 1 else rate
         unit = "a request" if isinstance(self.lifetime, PerRequest) else "an entry"
         names = ", ".join(self.names)
         return f"{self.num_caches} ({names}) for {self._kept_for()}{rate}: {self.bytes_per_entry:,} B {unit}"
 
 
-def cache_groups(model: ModelDescription, serving: Serving) -> tuple[CacheGroup, ...]:
+def cache_groups(model: ModelDescription, parallel: ParallelConfig) -> tuple[CacheGroup, ...]:
     """Groups the caches of the model's layers, in the order in which layers need them."""
-    return group_caches(layer.caches(serving) for layer in model.layers)
+    return group_caches(layer.caches(parallel) for layer in model.layers)
 
 
-def ranks_share_caches(model: ModelDescription, serving: Serving) -> bool:
+def ranks_share_caches(model: ModelDescription, parallel: ParallelConfig) -> bool:
     """Returns whether the caches of each rank are those of a server of one rank: nothing is divided by heads."""
-    return cache_groups(model, serving) == cache_groups(
-        model, replace(serving, tp_size=1, ep_size=1, dcp_size=1, attn_dp_size=1)
+    return cache_groups(model, parallel) == cache_groups(
+        model, replace(parallel, tp_size=1, ep_size=1, dcp_size=1, attn_dp_size=1)
     )
 
 
@@ -105,11 +105,10 @@ def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...
     members: dict[tuple[Lifetime, Fraction, int], list[CacheOfLayer]] = {}
     for layer_id, caches in enumerate(layers):
         for cache in caches:
-            kind = (cache.lifetime, cache.entries_per_token, cache.token_ranks)
+            kind = (cache.lifetime, cache.entries_per_token, cache.dcp_size)
             members.setdefault(kind, []).append(CacheOfLayer(layer_id, cache))
     return tuple(
-        CacheGroup(lifetime, rate, tuple(caches), token_ranks)
-        for (lifetime, rate, token_ranks), caches in members.items()
+        CacheGroup(lifetime, rate, tuple(caches), dcp_size) for (lifetime, rate, dcp_size), caches in members.items()
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.drafts.draft_plan import DraftPlan
 from sglang.srt.plan.kernel_choice import KernelChoices
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import MemoryPlan, Sizes
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import WindowSize
@@ -39,7 +39,7 @@ class Trial:
     name."""
 
     of_rank: RankWeights
-    serving: Serving
+    parallel: ParallelConfig
     chosen: KernelChoices
     capacity: Capacity
     draft: DraftPlan | None = None

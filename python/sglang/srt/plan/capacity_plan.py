@@ -16,7 +16,7 @@ from sglang.srt.plan.drafts.memory import with_draft_memory
 from sglang.srt.plan.host_cache import copy_bytes
 from sglang.srt.plan.host_tables import host_table_bytes, host_table_note
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import (
     CPU_KV_TOKENS,
     FixedMemory,
@@ -44,7 +44,7 @@ NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "long_latent_promp
 def plan_capacity(
     args: ServerArgs,
     of_rank: RankWeights,
-    serving: Serving,
+    parallel: ParallelConfig,
     context_len: int,
     arch: ArchTraits,
     choices: Mapping[str, Choice],
@@ -54,15 +54,15 @@ def plan_capacity(
     """Plans the capacity for every model that can be described, also one without a model class. Sizes that the user did
     not give are as large as leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if the model does
     not fit."""
-    args = args_of_group(args, serving.attn_dp_size)
-    model, stages = of_rank.model, stages_of(of_rank, serving, arch, draft)
+    args = args_of_group(args, parallel.attn_dp_size)
+    model, stages = of_rank.model, stages_of(of_rank, parallel, arch, draft)
     weights = max(stage.weight_bytes for stage in stages)
     steps = defaults.default_sizes(arch.device, available, context_len)
     if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
         steps = steps[:1]
 
     def capacity(size: defaults.DefaultSizes) -> Capacity:
-        return _capacity(args, model, serving, context_len, arch, choices, available, stages, size, draft)
+        return _capacity(args, model, parallel, context_len, arch, choices, available, stages, size, draft)
 
     def share(capacity: Capacity) -> float:
         if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
@@ -75,14 +75,16 @@ def plan_capacity(
     return best
 
 
-def stages_of(of_rank: RankWeights, serving: Serving, arch: ArchTraits, draft: DraftPlan | None) -> tuple[Stage, ...]:
+def stages_of(
+    of_rank: RankWeights, parallel: ParallelConfig, arch: ArchTraits, draft: DraftPlan | None
+) -> tuple[Stage, ...]:
     """Cuts the model into the stages of a pipeline, the last of which has the draft."""
-    features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(serving.kv_dtype)
+    features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(parallel.kv_dtype)
     behind = NOTHING_BEHIND
     if draft is not None:
-        copies = of_rank.head.rows if serving.pp_size > 1 and not of_rank.model.tie_embeddings else 0
-        behind = Behind(draft.num_layers, draft.weight_bytes(serving.dtype, fp8_cache, features, copies))
-    stages = cut_stages(of_rank, serving.dtype, fp8_cache, features, behind)
+        copies = of_rank.head.rows if parallel.pp_size > 1 and not of_rank.model.tie_embeddings else 0
+        behind = Behind(draft.num_layers, draft.weight_bytes(parallel.dtype, fp8_cache, features, copies))
+    stages = cut_stages(of_rank, parallel.dtype, fp8_cache, features, behind)
     if draft is not None:
         check_stage(draft.description, stages[-1].layers.start)
     return stages
@@ -91,7 +93,7 @@ def stages_of(of_rank: RankWeights, serving: Serving, arch: ArchTraits, draft: D
 def _capacity(
     args: ServerArgs,
     model: ModelDescription,
-    serving: Serving,
+    parallel: ParallelConfig,
     context_len: int,
     arch: ArchTraits,
     choices: Mapping[str, Choice],
@@ -102,20 +104,20 @@ def _capacity(
 ) -> Capacity:
     weights = max(stage.weight_bytes for stage in stages)
     everything = with_draft_layers(model, draft)
-    groups = fullest_caches(cache_groups(everything, serving), stages)
+    groups = fullest_caches(cache_groups(everything, parallel), stages)
     on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
-    chunk = _chunk(args, size, serving.page_size, serving.attn_dp_size)
+    chunk = _chunk(args, size, parallel.page_size, parallel.attn_dp_size)
 
     def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
         largest_graph = size.cuda_graph_max_bs
-        sizes, notes = _sizes(args, model, serving, context_len, arch, choices, chunk, running, largest_graph)
+        sizes, notes = _sizes(args, model, parallel, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
         growing = tokens_growing(args, model.architecture)
         sizes = replace(
             sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing,
             verified_tokens=verified_tokens(args, model.architecture), copy_bytes=copy_bytes(args, arch),
         )  # fmt: skip
-        cost = sized_cost(groups, serving.page_size, running, context_len, sizes.tokens_per_step, growing)
+        cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, growing)
         positions = num_positions(context_len, sizes.tokens_per_step, lambda: pool_tokens(sizes, cost))
         return replace(sizes, num_positions=positions), cost, notes
 
@@ -128,13 +130,13 @@ def _capacity(
         none, one = (fixed(replace(sizes, num_positions=rows), cost) for rows in (0, 1))
         row = one.rotary - none.rotary if fraction is None else 0  # a fraction says what caches get beside tables
         left = cache_room(weights, available, none, fraction)
-        return tokens_beside_rows(cost, left, row, serving.page_size, args.max_total_tokens or available)
+        return tokens_beside_rows(cost, left, row, parallel.page_size, args.max_total_tokens or available)
 
     def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
-        fixed = fixed_memory(model, everything, serving.dtype, weights, available, sizes, cost, choices, arch)
+        fixed = fixed_memory(model, everything, parallel.dtype, weights, available, sizes, cost, choices, arch)
         if arch.unified_memory:
-            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, serving))
-        return fixed if draft is None else with_draft_memory(fixed, draft, model, serving.dtype, sizes)
+            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, parallel))
+        return fixed if draft is None else with_draft_memory(fixed, draft, model, parallel.dtype, sizes)
 
     def room(running: int) -> int:
         """Returns the bytes for tokens and states beside the windows of so many requests."""
@@ -143,25 +145,25 @@ def _capacity(
             caches = cpu_cache_room(weights, available)
         else:
             caches = cache_room(weights, available, fixed(sizes, cost), fraction)
-        return caches - cost.limited(caches).most_window_bytes
+        return caches - cost.limited(caches).max_window_bytes
 
     states = state_rows(args, size.max_running_requests, context_len, cache_cost(groups), room)
     sizes, cost, notes = sized(states.running)
     sizes = replace(sizes, checkpoints=states.checkpoints)
     notes += [states.note] if states.note else []
-    notes += [host_table_note(size) for size in [host_table_bytes(everything, serving)] if size]
-    most_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
+    notes += [host_table_note(size) for size in [host_table_bytes(everything, parallel)] if size]
+    max_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
     if sizes.num_positions < context_len:
-        most_tokens = min(most_tokens, sizes.num_positions - SPARE)
+        max_tokens = min(max_tokens, sizes.num_positions - SPARE)
     if not cost.bytes_per_token:
-        most_tokens = min(most_tokens, FREE_TOKENS, states.running * context_len)
+        max_tokens = min(max_tokens, FREE_TOKENS, states.running * context_len)
     if on_cpu:
         memory, pools = plan_cpu_memory(
-            model, serving.dtype, weights, available, sizes, cost, most_tokens, args.max_total_tokens
+            model, parallel.dtype, weights, available, sizes, cost, max_tokens, args.max_total_tokens
         )
     else:
-        memory, pools = plan_gpu_memory(weights, available, sizes, cost, fixed(sizes, cost), fraction, most_tokens)
-    tokens = pools.tokens - serving.page_size  # page 0 is padding
+        memory, pools = plan_gpu_memory(weights, available, sizes, cost, fixed(sizes, cost), fraction, max_tokens)
+    tokens = pools.tokens - parallel.page_size  # page 0 is padding
     return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)
 
 
@@ -181,7 +183,7 @@ def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int, attn_d
 def _sizes(
     args: ServerArgs,
     model: ModelDescription,
-    serving: Serving,
+    parallel: ParallelConfig,
     context_len: int,
     arch: ArchTraits,
     choices: Mapping[str, Choice],
@@ -202,6 +204,6 @@ def _sizes(
     prefill_graphs: tuple[int, ...] = ()
     extend = choices.get("extend_attention")
     if graphs and (extend is None or extend.spec.graph_prefill):
-        prefill_graphs = defaults.cuda_graph_prefill_tokens(model, serving.tp_size, tokens)
-    sizes = Sizes(running, context_len, tokens, graphs, serving.page_size, serving.ranks, prefill_graphs)
+        prefill_graphs = defaults.cuda_graph_prefill_tokens(model, parallel.tp_size, tokens)
+    sizes = Sizes(running, context_len, tokens, graphs, parallel.page_size, parallel.ranks, prefill_graphs)
     return sizes, notes

@@ -14,7 +14,7 @@ from sglang.srt.plan.layer_spec import (
     CacheTensor,
     Elements,
     Matrix,
-    Serving,
+    ParallelConfig,
     Weights,
     Window,
     latent_cache,
@@ -60,23 +60,23 @@ class CompressedSparse:
         """Elements of all heads of one group of the output."""
         return self.num_heads * self.head_dim // self.o_groups
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        dims, heads = (self.head_dim, self.head_dim), (self.num_heads // serving.attn_tp_size, 1)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        dims, heads = (self.head_dim, self.head_dim), (self.num_heads // parallel.attn_tp_size, 1)
         uneven = uneven_sizes(self.head_dim, self.rope_dim)
-        yield serving.need("shared_kv_norm_rope_store", dims, uneven, heads, self.rope_dim)
+        yield parallel.need("shared_kv_norm_rope_store", dims, uneven, heads, self.rope_dim)
         if self.rate:
             index_dim = self.indexer.head_dim if self.indexer is not None else self.head_dim
-            yield serving.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
+            yield parallel.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
         if self.indexer is not None:
-            yield Need("index_queries", q_dtype=serving.dtype)
+            yield Need("index_queries", q_dtype=parallel.dtype)
             index_dims = (self.indexer.head_dim, self.indexer.head_dim)
-            yield serving.need("sparse_indexer", index_dims, heads=(self.indexer.num_heads, 1))
-        yield serving.need("sparse_attention", dims, ["shared_kv", "sinks"], heads)
-        yield Need("tail_rotation", q_dtype=serving.dtype, traits=uneven_sizes(self.rope_dim))
-        yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
+            yield parallel.need("sparse_indexer", index_dims, heads=(self.indexer.num_heads, 1))
+        yield parallel.need("sparse_attention", dims, ["shared_kv", "sinks"], heads)
+        yield Need("tail_rotation", q_dtype=parallel.dtype, traits=uneven_sizes(self.rope_dim))
+        yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        dim, dtype = self.head_dim, serving.kv_dtype
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        dim, dtype = self.head_dim, parallel.kv_dtype
         # A row of a block sees as many tokens before the block; another one is among its tokens.
         window = latent_cache("kv", dim, dim, dtype, lifetime=Window(self.window + (self.block > 1)))
         if not self.rate:
@@ -84,7 +84,7 @@ class CompressedSparse:
         rate = Fraction(1, self.rate)
         caches = [window, latent_cache("compressed", dim, dim, dtype, rate), self._pending("pending", dim)]
         if self.indexer is not None:
-            caches += (self.indexer.cache(serving, rate), self._pending("index_pending", self.indexer.head_dim))
+            caches += (self.indexer.cache(parallel, rate), self._pending("index_pending", self.indexer.head_dim))
         return tuple(caches)
 
     def _pending(self, name: str, dim: int) -> CacheSpec:

@@ -49,4 +49,4 @@ def _growth(keys: ConfigReader) -> dict[str, Any]:
     if not keys.values["attn_temperature_tuning"]:
         return {}
     scale, length = keys.default("attn_scale", float, 0.0), keys.positive("floor_scale")
-    return {"query_growth": scale, "query_length": length, "query_offset": 1} if scale else {}
+    return {"attn_temperature": scale, "attn_temperature_length": length, "attn_temperature_offset": 1} if scale else {}

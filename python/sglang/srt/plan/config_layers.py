@@ -22,17 +22,17 @@ from sglang.srt.plan.config_blocks import (
 )
 from sglang.srt.plan.config_chunks import chunked_mixers
 from sglang.srt.plan.config_pooled_latent import pooled_latent_mixers
-from sglang.srt.plan.config_projections import projection_stripes
+from sglang.srt.plan.config_projections import projection_tp_blocks
 from sglang.srt.plan.config_recurrent import gated_delta, kimi_delta, kimi_delta_layers, mamba2
 from sglang.srt.plan.config_relative import relative_mixers, short_convolution
 from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
     Override,
+    dequantized,
     enumerated,
     growing_queries,
     layer_overrides,
     per_layer_embedding,
-    widened,
     with_limits,
     with_shared_caches,
 )
@@ -81,7 +81,7 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str], quan
             residual = replace(residual, ffn_norms=False)
         layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT), convolution)
         shares = isinstance(mixer, GQA) and not mixer.caches_tokens
-        layers.append(widened(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
+        layers.append(dequantized(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
     return tuple(layers)
 
 
@@ -269,7 +269,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         )
     bias = keys.default("attention_bias", bool, False)
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
-    changes = _of_windows(keys, window)
+    changes = _unstated_window_keys(keys, window)
     growth: dict[str, Any] = {}
     if family.growing_queries:
         growth, without = growing_queries(keys)
@@ -294,12 +294,12 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         sinks=_sinks(keys, family, window),
         value_scale=keys.default("attention_value_scale", float, 1.0),
         logit_cap=keys.default("attn_logit_softcapping", float, 0.0),
-        among_recurrent=family.among_recurrent,
+        hybrid_kind=family.hybrid_kind,
         value_norm=family.value_norm,
         **growth,
         values_from_keys=values_from_keys,
         interleaved=family.interleaved_rotary,
-        stripes=projection_stripes(whole, family, heads, kv_heads),
+        tp_blocks=projection_tp_blocks(whole, family, heads, kv_heads),
     )
 
 
@@ -330,7 +330,7 @@ def _sinks(keys: ConfigReader, family: Family, window: int) -> bool:
 _WINDOW_THETAS = ("rope_local_base_freq", "swa_rope_theta")
 
 
-def _of_windows(keys: ConfigReader, window: int) -> dict[str, Any]:
+def _unstated_window_keys(keys: ConfigReader, window: int) -> dict[str, Any]:
     """Returns the keys that differ for layers with a window, in configs that do not say so by layer type."""
     theta = next((keys.values[key] for key in _WINDOW_THETAS if keys.values.get(key) is not None), None)
     return {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
@@ -416,14 +416,14 @@ def _compressed(
         o_lora_rank=keys.positive("o_lora_rank"),
         o_groups=groups,
         window=keys.positive("sliding_window"),
-        rope=rotation.of(rope_dim, **_of_compression(keys, rate)),
+        rope=rotation.of(rope_dim, **_compression_keys(keys, rate)),
         rate=bounded("compress_ratios", rate, keys.source),
         indexer=_indexer(keys) if rate == indexed_rate != 0 else None,
         head_norm=keys.default("q_head_norm", bool, indexed_rate != 0),
     )
 
 
-def _of_compression(keys: ConfigReader, rate: int) -> dict[str, Any]:
+def _compression_keys(keys: ConfigReader, rate: int) -> dict[str, Any]:
     """Returns the rotation settings of a layer with this compression rate. Layers that do not compress use the plain
     frequencies; those that compress do not scale cosines and sines, whatever YaRN says."""
     if not rate:

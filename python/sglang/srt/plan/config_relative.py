@@ -67,4 +67,9 @@ def _growth(keys: ConfigReader) -> dict[str, Any]:
     length, growth = keys.count("log_scaling_n_floor"), keys.default("log_scaling_alpha", float, 0.1)
     if not length or not growth:
         return {}
-    return {"query_growth": growth, "query_length": length, "query_offset": 1, "smooth_growth": True}
+    return {
+        "attn_temperature": growth,
+        "attn_temperature_length": length,
+        "attn_temperature_offset": 1,
+        "attn_temperature_smooth": True,
+    }

@@ -77,7 +77,7 @@ def growing_queries(keys: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]
         return {}, changes
     if type(length) is not int or length < 1:
         raise UserError(f"{keys.source}: {_GROWTH!r} needs 'original_max_position_embeddings'; got {length!r}.")
-    return {"query_growth": float(growth), "query_length": length}, changes
+    return {"attn_temperature": float(growth), "attn_temperature_length": length}, changes
 
 
 def enumerated(listed: Any, num_layers: int, source: str) -> list[str]:
@@ -121,7 +121,7 @@ def _limits(keys: ConfigReader, key: str, num_layers: int, unsupported: list[str
     return [float(limit) for limit in limits[:num_layers]]
 
 
-def widened(layer: LayerSpec) -> LayerSpec:
+def dequantized(layer: LayerSpec) -> LayerSpec:
     """Returns the layer with an MLP twice as wide."""
     ffn = layer.ffn
     if isinstance(ffn, Dense):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.plan.two_batch_overlap import has_experts
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.two_batch_overlap import has_experts
 from sglang.srt.server_args import ServerArgs
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ngram_embedding import LAYER_SEEDS, NgramEmbedding
 from sglang.srt.plan.ranks import RankLayout
 
@@ -42,10 +42,10 @@ class Engram(NgramEmbedding):
     def scale_columns(self) -> int:
         return self.dim // SCALE_GROUP if self.table_dtype else 0
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need("ngram_embedding", q_dtype=serving.dtype, kv_dtype=self.table_dtype or serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need("ngram_embedding", q_dtype=parallel.dtype, kv_dtype=self.table_dtype or parallel.dtype)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the state of a request: the texts of its last tokens."""
         ids = CacheTensor("ids", (self.longest - 1,), "int32")
         return (CacheSpec("ngrams", (ids,), lifetime=PER_REQUEST),)

@@ -9,8 +9,8 @@ from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import dense_unit
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
-from sglang.srt.plan.ranks import RankLayout, Share, share_of_units
+from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
+from sglang.srt.plan.ranks import RankLayout, ShardRange, share_of_units
 
 
 def up_parts(activation: Activation) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ class Dense:
     members: int = 1
     scaled: bool = False
 
-    def share(self, rank: int, tp_size: int) -> Share:
+    def share(self, rank: int, tp_size: int) -> ShardRange:
         """Returns the intermediate dims of a rank. Raises UserError."""
         unit = dense_unit(self.intermediate_size, tp_size, self.scale_group)
         return share_of_units(self.intermediate_size, unit, rank, tp_size)
@@ -43,8 +43,8 @@ class Dense:
         """Returns the most intermediate dims that a rank has. Raises UserError."""
         return self.share(0, tp_size).padded_count
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need(self.activation.op, q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need(self.activation.op, q_dtype=parallel.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         return self.matrices("mlp", hidden_size, ranks.tp_size)
@@ -170,12 +170,12 @@ class MoE:
     def top_k(self) -> int:
         return self.router.top_k
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need(self.router.op, q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need(self.router.op, q_dtype=parallel.dtype)
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
-        yield Need("fused_moe", q_dtype=serving.dtype, traits=frozenset(traits))
+        yield Need("fused_moe", q_dtype=parallel.dtype, traits=frozenset(traits))
         if self.shared is not None and not self.fused_shared:
-            yield from self.shared.dense(self.activation).needs(serving)
+            yield from self.shared.dense(self.activation).needs(parallel)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router

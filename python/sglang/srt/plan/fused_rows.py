@@ -1,10 +1,10 @@
 """Rows of q, k and v in checkpoints that have them as one tensor. No torch.
 
-The tensor is made of equal stripes, one behind the other: each has the rows of q of its heads, then those of k, then
-those of v, and groups of rows with one scale begin anew in it. One stripe is [q; k; v]. Checkpoints that were written
+The tensor is made of equal TP blocks, one behind the other: each has the rows of q of its heads, then those of k, then
+those of v, and groups of rows with one scale begin anew in it. One TP block is [q; k; v]. Checkpoints that were written
 by the ranks of a training job have as many as there were ranks (MiMo-V2.5: 4, MiMo-V2.5-Pro: 8).
 
-    2 stripes of 4 heads over 2 KV heads   q0 q1 k0 v0 | q2 q3 k1 v1
+    2 TP blocks of 4 heads over 2 KV heads   q0 q1 k0 v0 | q2 q3 k1 v1
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from sglang.srt.plan.ranks import Share
+from sglang.srt.plan.ranks import ShardRange
 
 FUSED_PART = "qkv"
 """Part of our matrix that the tensor is."""
 
 
-def fused_rows(parts: Sequence[tuple[Share, int]], stripes: int) -> tuple[Share, ...]:
+def fused_rows(parts: Sequence[tuple[ShardRange, int]], tp_blocks: int) -> tuple[ShardRange, ...]:
     """Returns the shares of the tensor's rows that hold a rank's heads, all of q before all of k before all of v. Where
     they are neighbours in the tensor too they are one share.
 
-    `parts`: the rank's heads of q, k and v, and the rows of a head of each. `stripes` divides their heads.
+    `parts`: the rank's heads of q, k and v, and the rows of a head of each. `tp_blocks` divides their heads.
     """
-    sizes = [heads.total // stripes * dims for heads, dims in parts]
+    sizes = [heads.total // tp_blocks * dims for heads, dims in parts]
     begins = [sum(sizes[:i]) for i in range(len(sizes))]
-    joined: list[Share] = []
+    joined: list[ShardRange] = []
     for (heads, dims), begin in zip(parts, begins, strict=True):
-        for share in _of_part(heads, dims, begin, sum(sizes), stripes):
+        for share in _split_part(heads, dims, begin, sum(sizes), tp_blocks):
             last = joined[-1] if joined else None
             if last is not None and last.part == share.part and last.run.stop == share.run.start and not last.padded:
                 run = slice(last.run.start, share.run.stop)
@@ -38,20 +38,20 @@ def fused_rows(parts: Sequence[tuple[Share, int]], stripes: int) -> tuple[Share,
     return tuple(joined)
 
 
-def _of_part(heads: Share, dims: int, begin: int, stripe: int, stripes: int) -> Iterator[Share]:
-    """Yields the rows of `heads` in each stripe, where they begin at row `begin`; the last has room for heads that this
-    rank has less than others."""
-    each = heads.total // stripes
+def _split_part(heads: ShardRange, dims: int, begin: int, tp_block: int, tp_blocks: int) -> Iterator[ShardRange]:
+    """Yields the rows of `heads` in each TP block, where they begin at row `begin`; the last has room for heads that
+    this rank has less than others."""
+    each = heads.total // tp_blocks
     for number in range(heads.run.start // each, -(-heads.run.stop // each)):
         first = max(heads.run.start, number * each)
         last = min(heads.run.stop, (number + 1) * each)
-        start = number * stripe + begin + (first - number * each) * dims
+        start = number * tp_block + begin + (first - number * each) * dims
         count = (last - first) * dims
         more = (heads.padded_count - heads.count) * dims if last == heads.run.stop else 0
-        yield Share(stripes * stripe, slice(start, start + count), count + more, stripe)
+        yield ShardRange(tp_blocks * tp_block, slice(start, start + count), count + more, tp_block)
 
 
-def keep_groups(shares: Sequence[Share], size: int) -> bool:
+def keep_groups(shares: Sequence[ShardRange], size: int) -> bool:
     """Returns whether groups of `size` rows that share scales in the tensor are groups of the shares, too, as they lie
     one behind the other."""
     begin = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 
@@ -25,11 +25,11 @@ def with_tables(model: ModelDescription, on_host: bool) -> ModelDescription:
     return replace(model, layers=tuple(layers))
 
 
-def host_table_bytes(model: ModelDescription, serving: Serving) -> int:
+def host_table_bytes(model: ModelDescription, parallel: ParallelConfig) -> int:
     """Returns the bytes of tables in host memory, for each rank of the stage that has them."""
     tables = (layer.ngrams for layer in model.layers if isinstance(layer.ngrams, NgramEmbedding))
     return sum(
-        table.table_elements(serving.attn_tp_size) * KV_DTYPE_BYTES[table.table_dtype or serving.dtype]
+        table.table_elements(parallel.attn_tp_size) * KV_DTYPE_BYTES[table.table_dtype or parallel.dtype]
         for table in tables
         if table.on_host
     )

@@ -80,7 +80,7 @@ def choose_kernels(
     if any(need.op == "sparse_attention" for need in needs):
         asked |= {need: None for need, named in asked.items() if named is not None and named.kernel in SPARSE_NAMES}
     outcomes = {need: outcome(need, asked[need]) for need in needs}
-    outcomes |= _of_long_prompts(outcomes, asked, outcome)
+    outcomes |= _choose_long_prompts(outcomes, asked, outcome)
     if args.strict_backends:
         return KernelChoices(tuple(outcomes.values()), ())
     refusals: dict[Need, NoKernel] = {}
@@ -102,7 +102,7 @@ def long_prompt_need(need: Need) -> Need:
     return replace(need, op=LONG_OPS[need.op], traits=need.traits - {"chunked"})
 
 
-def _of_long_prompts(
+def _choose_long_prompts(
     outcomes: Mapping[Need, Choice | NoKernel],
     asked: Mapping[Need, Asked | None],
     outcome: Callable[[Need, Asked | None], Choice | NoKernel],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.recurrent import CHUNK_TOKENS
 
 
@@ -38,16 +38,16 @@ class KimiDelta:
         """Returns the elements of q, and of k, and of v, of one token on a rank."""
         return self.num_heads // tp_size * self.head_dim
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        heads = self.num_heads // serving.attn_tp_size
-        yield Need("causal_conv1d", q_dtype=serving.dtype)
-        yield Need("kimi_delta_rule", q_dtype=serving.dtype, heads=(heads, heads))
-        yield Need("gated_rmsnorm", q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        heads = self.num_heads // parallel.attn_tp_size
+        yield Need("causal_conv1d", q_dtype=parallel.dtype)
+        yield Need("kimi_delta_rule", q_dtype=parallel.dtype, heads=(heads, heads))
+        yield Need("gated_rmsnorm", q_dtype=parallel.dtype)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        heads, width = self.num_heads // serving.attn_tp_size, self.width(serving.attn_tp_size)
-        state = CacheTensor("state", (heads, self.head_dim, self.head_dim), serving.state_dtype or self.state_dtype)
-        convolved = CacheTensor("conv", (self.conv_kernel - 1, 3 * width), serving.dtype)
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        heads, width = self.num_heads // parallel.attn_tp_size, self.width(parallel.attn_tp_size)
+        state = CacheTensor("state", (heads, self.head_dim, self.head_dim), parallel.state_dtype or self.state_dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 3 * width), parallel.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
     def attention_shape(self, tp_size: int) -> None:

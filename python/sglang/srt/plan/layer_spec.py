@@ -74,8 +74,8 @@ class CacheSpec:
     tensors: tuple[CacheTensor, ...]
     entries_per_token: Fraction = Fraction(1)
     lifetime: Lifetime = FULL
-    token_ranks: int = 1
-    """Number of ranks that share out the tokens: this one keeps the entries of every token_ranks-th position."""
+    dcp_size: int = 1
+    """Number of ranks that share out the tokens: this one keeps the entries of every dcp_size-th position."""
     neighbours: int = 1
 
     @property
@@ -135,18 +135,18 @@ class AttentionShape:
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
     """The properties that call sites must have in common for one plan of a step to serve them. `window` 0: all tokens.
-    `top_k` > 0: the number of them that an indexer selects. `token_ranks`: as in CacheSpec. `chunked`: as in Window."""
+    `top_k` > 0: the number of them that an indexer selects. `dcp_size`: as in CacheSpec. `chunked`: as in Window."""
 
     shape: AttentionShape
     window: int = 0
     top_k: int = 0
-    token_ranks: int = 1
+    dcp_size: int = 1
     chunked: bool = False
 
     @property
     def gathered(self) -> AttentionShape:
         """The heads of all ranks that share out the tokens: each of them attends with these to its own tokens."""
-        return replace(self.shape, num_heads=self.shape.num_heads * self.token_ranks)
+        return replace(self.shape, num_heads=self.shape.num_heads * self.dcp_size)
 
     @property
     def lifetime(self) -> Full | Window:
@@ -185,7 +185,7 @@ Weights = tuple[Matrix | Elements, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class ParallelConfig:
     """The choices of the user that the ops of a layer depend on."""
 
     dtype: str
@@ -235,25 +235,25 @@ class Serving:
         )
 
 
-def shared_out(cache: CacheSpec, token_ranks: int) -> CacheSpec:
-    """Returns the cache of a rank where `token_ranks` ranks share out its tokens."""
-    if token_ranks == 1:
+def dcp_sharded(cache: CacheSpec, dcp_size: int) -> CacheSpec:
+    """Returns the cache of a rank where `dcp_size` ranks share out its tokens."""
+    if dcp_size == 1:
         return cache
-    return replace(cache, entries_per_token=cache.entries_per_token / token_ranks, token_ranks=token_ranks)
+    return replace(cache, entries_per_token=cache.entries_per_token / dcp_size, dcp_size=dcp_size)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution:
     """x + a causal convolution of x over `taps` tokens, channel by channel (Inkling). A request keeps what came in of
-    its last `kept` tokens: taps - 1, and `kept_longer` more where tokens may be computed again (drafts that lag)."""
+    its last `kept` tokens: taps - 1, and `window_slack` more where tokens may be computed again (drafts that lag)."""
 
     taps: int
     channels: int
-    kept_longer: int = 0
+    window_slack: int = 0
 
     @property
     def kept(self) -> int:
-        return self.taps - 1 + self.kept_longer
+        return self.taps - 1 + self.window_slack
 
     def rows(self, name: str, dtype: str) -> CacheTensor:
         """Returns what a request keeps, of position p at p % kept."""
@@ -278,11 +278,11 @@ class Mixer(Protocol):
     def rope(self) -> RopeSpec | None:
         """The rotation of positions; layers with equal rotations share a table."""
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         """Yields the needs in the order in which a step runs them; without the linear layers, which follow from the
         weights."""
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]: ...
 
     def attention_shape(self, tp_size: int) -> AttentionShape | None:
         """Returns the heads with which decoding attends; None: there is no attention over a cache."""
@@ -296,7 +296,7 @@ class Mixer(Protocol):
 class FeedForward(Protocol):
     """The block of a layer that computes each token alone."""
 
-    def needs(self, serving: Serving) -> Iterator[Need]: ...
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]: ...
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the block. `expert_rows`: intermediate dims of its routed experts that the rank has
@@ -308,7 +308,7 @@ class FeedForward(Protocol):
 class NgramBlock(FeedForward, Protocol):
     """The block before a layer that looks at a token and those before it by their ids, of which it keeps a state."""
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]: ...
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]: ...
 
 
 def uneven_sizes(*sizes: int) -> frozenset[str]:
@@ -337,8 +337,8 @@ class Sum:
     def intermediate_elements(self, itemsize: int) -> int:
         return 0
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need("fused_add_rmsnorm", q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need("fused_add_rmsnorm", q_dtype=parallel.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
         norms = Elements(2 * hidden_size if self.norms_after else 0, "float32" if self.fp32_norms else None)
@@ -375,8 +375,8 @@ class HyperConnections:
         the streams mix."""
         return (2 + self.streams) * self.streams
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need("hyper_connection", q_dtype=serving.dtype, traits=uneven_sizes(self.streams))
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need("hyper_connection", q_dtype=parallel.dtype, traits=uneven_sizes(self.streams))
 
     def weights(self, hidden_size: int) -> Weights:
         return (Elements(2 * (self.outputs * self.streams * hidden_size + self.outputs + 3), "float32"),)
@@ -400,8 +400,8 @@ class GatedStreams:
     def intermediate_elements(self, itemsize: int) -> int:
         return 0
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need("gated_streams", q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need("gated_streams", q_dtype=parallel.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
         """Returns the weights around two blocks; the norm of one of the streams is counted as the block's."""
@@ -428,7 +428,7 @@ class Residual(Protocol):
     def intermediate_elements(self, itemsize: int) -> int:
         """Returns the elements of a token, of so many bytes, that a stage of a pipeline hands on beside the streams."""
 
-    def needs(self, serving: Serving) -> Iterator[Need]: ...
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]: ...
 
     def weights(self, hidden_size: int) -> Weights:
         """Returns the weights of a layer's residual, beside the norm before each of its two blocks."""
@@ -445,10 +445,10 @@ class Absent:
     value_dim: int = 0
     rope: None = None
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         yield from ()
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         return ()
 
     def attention_shape(self, tp_size: int) -> None:
@@ -485,7 +485,7 @@ class LayerSpec:
     tail: int = 0
 
     @property
-    def elsewhere(self) -> bool:
+    def on_other_stage(self) -> bool:
         """Returns whether another stage of a pipeline has the layer."""
         return self.mixer == ABSENT and self.ffn == ABSENT
 
@@ -494,16 +494,16 @@ class LayerSpec:
         """Blocks that a token goes through alone."""
         return (self.ngrams, self.ffn, self.inputs)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the caches of the layer's blocks, on one rank."""
-        return (*self.ngrams.caches(serving), *self.mixer.caches(serving), *self._convolved(serving))
+        return (*self.ngrams.caches(parallel), *self.mixer.caches(parallel), *self._convolved(parallel))
 
-    def _convolved(self, serving: Serving) -> Iterator[CacheSpec]:
+    def _convolved(self, parallel: ParallelConfig) -> Iterator[CacheSpec]:
         if self.convolution is not None:
-            rows = tuple(self.convolution.rows(block, serving.dtype) for block in ("mixer", "ffn"))
+            rows = tuple(self.convolution.rows(block, parallel.dtype) for block in ("mixer", "ffn"))
             yield CacheSpec(BLOCK_ROWS, rows, lifetime=PER_REQUEST)
         if self.tail:
-            yield CacheSpec(DRAFT_ROWS, (CacheTensor("tail", (self.tail,), serving.dtype),), lifetime=PER_REQUEST)
+            yield CacheSpec(DRAFT_ROWS, (CacheTensor("tail", (self.tail,), parallel.dtype),), lifetime=PER_REQUEST)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of the layer's blocks."""

@@ -225,7 +225,7 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
     mixers = [layer.mixer for layer in model.layers]
     if any(isinstance(mixer, CompressedSparse | PooledSelection) for mixer in mixers):
         yield f"{asked}: entries that stand for several tokens are whole on every rank"
-    elif not any(isinstance(mixer, GQA | MLA) and mixer.token_ranks(tp_size, dcp_size) > 1 for mixer in mixers):
+    elif not any(isinstance(mixer, GQA | MLA) and mixer.effective_dcp_size(tp_size, dcp_size) > 1 for mixer in mixers):
         heads = max((mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA)), default=0)
         yield (
             f"{asked} shares out the tokens of a cache that {dcp_size} ranks would each hold, and with --tp-size"
@@ -257,8 +257,8 @@ def _head_problems(
     if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
         heads = mixer.num_kv_heads
         yield f"--tp-size {tp_size} is no multiple of the model's {heads} KV heads, over all of which keys are normed"
-    in_place = isinstance(mixer, GQA) and (mixer.stripes > 0 or mixer.widened(tp_size))
-    if isinstance(mixer, GQA) and mixer.stripes and mixer.cuts_scales(tp_size) and shares.padded:
+    in_place = isinstance(mixer, GQA) and (mixer.tp_blocks > 0 or mixer.dequantized(tp_size))
+    if isinstance(mixer, GQA) and mixer.tp_blocks and mixer.cuts_scales(tp_size) and shares.padded:
         yield (
             f"--tp-size {tp_size} gives some ranks more heads than others, for which the tensor with q, k and v at once"
             f" ({model.names.layer_module(layer, 'attn.qkv')}) is not cut within {mixer.scale_rows} rows of one scale"

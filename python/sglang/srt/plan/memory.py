@@ -378,15 +378,15 @@ def plan_gpu_memory(
     cost: CacheCost,
     fixed: FixedMemory,
     fraction: float | None,
-    most_tokens: int,
+    max_tokens: int,
 ) -> tuple[MemoryPlan, Pools]:
     """Plans the memory of a GPU: pools of tokens get what states leave of the room for caches, for at most
-    `most_tokens`. Raises DoesNotFit."""
+    `max_tokens`. Raises DoesNotFit."""
     states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
         raise DoesNotFit(_why_nothing_is_left(weights, states, fixed.total, available, fraction))
-    split = plan_pools(cost, pools, sizes.page_size, most_tokens)
+    split = plan_pools(cost, pools, sizes.page_size, max_tokens)
     memory = MemoryPlan(
         available,
         weights,
@@ -427,8 +427,8 @@ def _attention_sizes(
     pages_each = -(-sizes.context_len // sizes.page_size)
     in_pool = cost.tokens_in(max(0, pool_limit)) // sizes.page_size
     sites = attention_sites(model, sizes.ranks.attn_tp_size, sizes.ranks.dcp_size)
-    shapes = dict.fromkeys(site.shape for site in sites if site.token_ranks == 1)
-    shared = dict.fromkeys(site.gathered for site in sites if site.token_ranks > 1)
+    shapes = dict.fromkeys(site.shape for site in sites if site.dcp_size == 1)
+    shared = dict.fromkeys(site.gathered for site in sites if site.dcp_size > 1)
     own_rows = 2 * sizes.max_running_requests + PREFILL_GRAPH_PROMPTS + 1
     return AttentionSizes(
         heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shapes),
@@ -468,7 +468,7 @@ def plan_cpu_memory(
     available: int,
     sizes: Sizes,
     cost: CacheCost,
-    most_tokens: int,
+    max_tokens: int,
     max_total_tokens: int | None,
 ) -> tuple[MemoryPlan, Pools]:
     """Plans main memory: a modest share of it, unless --max-total-tokens asks for another size. Raises UserError."""
@@ -483,7 +483,7 @@ def plan_cpu_memory(
             " --context-length or --max-running-requests"
         )
     share = int(min((available - fixed) * CPU_KV_SHARE, CPU_KV_LIMIT))
-    split = plan_pools(cost, share, sizes.page_size, min(CPU_KV_TOKENS, most_tokens))
+    split = plan_pools(cost, share, sizes.page_size, min(CPU_KV_TOKENS, max_tokens))
     if max_total_tokens is not None:
         wanted = cost.pool_bytes(max_total_tokens + sizes.page_size)
         split = plan_pools(cost, wanted, sizes.page_size, max_total_tokens)

@@ -20,17 +20,17 @@ from sglang.srt.plan.layer_spec import (
     CacheTensor,
     Elements,
     Matrix,
-    Serving,
+    ParallelConfig,
     ShortConvolution,
     Weights,
     Window,
+    dcp_sharded,
     key_value_cache,
     latent_cache,
     packed_latent_cache,
-    shared_out,
     uneven_sizes,
 )
-from sglang.srt.plan.ranks import HeadShares, Share
+from sglang.srt.plan.ranks import HeadShares, ShardRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class GQA:
     """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
 
     `window` 0: over the whole request; `chunked`: a token sees no window of its own, but what its chunk of so many
-    tokens has up to it, where chunks follow one another from the first token on; `kept_longer`: tokens more than a
+    tokens has up to it, where chunks follow one another from the first token on; `window_slack`: tokens more than a
     window that the cache keeps (drafts whose rows lag behind the request). `scale` multiplies the products of q and k
     (0: head_dim ** -0.5); `logit_cap` > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q
     and k, "unit" for one without weights, "whole" for one over all of q and one over all of k; `value_norm`: over each
@@ -63,12 +63,13 @@ class GQA:
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
     blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
-    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `query_growth`:
-    queries at position p are multiplied by 1 + query_growth * ln(1 + floor((p + query_offset) / query_length)).
-    With `smooth_growth` it is 1 + query_growth * ln((p + query_offset) / query_length), from where that is more than 1.
-    `stripes` > 0: the checkpoint has q, k and v as one tensor, as `fused_rows` says.
-    `conv_taps` > 0: k and v are convolved over so many tokens (`ShortConvolution`), before the norm of k;
-    `conv_kept_longer`: as there.
+    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `attn_temperature`:
+    queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p + attn_temperature_offset) /
+    attn_temperature_length)). With `attn_temperature_smooth` it is 1 + attn_temperature * ln((p +
+    attn_temperature_offset) / attn_temperature_length), from where that is more than 1. `tp_blocks` > 0: the checkpoint
+    has q, k and v as one tensor, as `fused_rows` says. `conv_taps` > 0: k and v are convolved over so many tokens
+    (`ShortConvolution`), before the norm of k;
+    `conv_slack`: as there.
     `bias_extent` > 0: a query's products with the keys at each distance below it get a bias of that distance, which
     `bias_dims` numbers of each head and token make, by learned profiles; it grows as queries do.
     """
@@ -81,7 +82,7 @@ class GQA:
     scale: float = 0.0
     window: int = 0
     chunked: bool = False
-    kept_longer: int = 0
+    window_slack: int = 0
     qk_norm: str = ""
     fp32_norms: bool = False
     qkv_bias: bool = False
@@ -92,9 +93,7 @@ class GQA:
     softplus_gates: bool = False
     sinks: bool = False
     logit_cap: float = 0.0
-    among_recurrent: str = (
-        ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
-    )
+    hybrid_kind: str = ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
     value_norm: bool = False
     value_scale: float = 1.0
     values_from_keys: bool = False
@@ -105,13 +104,13 @@ class GQA:
     indexer: BlockIndexer | None = None
     interleaved: bool = False
     scale_rows: int = 1
-    query_growth: float = 0.0
-    query_length: int = 1
-    query_offset: int = 0
-    smooth_growth: bool = False
-    stripes: int = 0
+    attn_temperature: float = 0.0
+    attn_temperature_length: int = 1
+    attn_temperature_offset: int = 0
+    attn_temperature_smooth: bool = False
+    tp_blocks: int = 0
     conv_taps: int = 0
-    conv_kept_longer: int = 0
+    conv_slack: int = 0
     bias_dims: int = 0
     bias_extent: int = 0
 
@@ -139,7 +138,7 @@ class GQA:
     def shares(self, tp_size: int) -> HeadShares:
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
-    def token_ranks(self, tp_size: int, dcp_size: int) -> int:
+    def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
         """Returns how many ranks share out the tokens of the cache: all of a group, where they would hold the same KV
         head. A window is short, and stays whole, and so do blocks that an indexer selects, and what has biases."""
         copies = self.shares(tp_size).kv_copies
@@ -147,7 +146,7 @@ class GQA:
         shared = shared and not self.window and self.block == 1 and self.indexer is None and not self.bias_extent
         return dcp_size if shared else 1
 
-    def widened(self, tp_size: int) -> bool:
+    def dequantized(self, tp_size: int) -> bool:
         """Returns whether ranks hold q, k and v in the model's type although the checkpoint quantizes them: their heads
         begin or end within rows that share scales."""
         return not self.shares(tp_size).padded and self.cuts_scales(tp_size)
@@ -156,7 +155,7 @@ class GQA:
         """Returns whether rows of q, k and v that share scales in the checkpoint do not stay together on the ranks."""
         if self.scale_rows == 1:
             return False
-        if self.stripes:
+        if self.tp_blocks:
             rows = (self.fused_rows(tp_size, rank) for rank in range(tp_size))
             return not all(keep_groups(shares, self.scale_rows) for shares in rows)
         shares = self.shares(tp_size)
@@ -167,7 +166,7 @@ class GQA:
             for rank in range(tp_size)
         )
 
-    def fused_rows(self, tp_size: int, rank: int) -> tuple[Share, ...]:
+    def fused_rows(self, tp_size: int, rank: int) -> tuple[ShardRange, ...]:
         """Returns a rank's shares of the one tensor of q, k and v, in the order in which it holds them."""
         shares = self.shares(tp_size)
         parts = (
@@ -175,7 +174,7 @@ class GQA:
             (shares.kv_heads(rank), self.head_dim),
             (shares.kv_heads(rank), self.v_head_dim),
         )
-        return fused_rows(parts, self.stripes)
+        return fused_rows(parts, self.tp_blocks)
 
     def head_dims(self) -> Iterator[HeadDims]:
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
@@ -193,68 +192,68 @@ class GQA:
             yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         dims = (self.head_dim, self.v_head_dim)
-        shares = self.shares(serving.attn_tp_size)
+        shares = self.shares(parallel.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
         norms = ["head_norm"] if self.qk_norm in ("head", "unit") else []
         if self.qk_norm == "whole":
-            yield Need("qk_whole_norm", q_dtype=serving.dtype)
+            yield Need("qk_whole_norm", q_dtype=parallel.dtype)
         if self.value_norm and self.caches_tokens:
-            yield Need("value_norm", q_dtype=serving.dtype)
+            yield Need("value_norm", q_dtype=parallel.dtype)
         if self.caches_tokens:
-            yield serving.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
+            yield parallel.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
         else:
-            yield Need("q_norm_rope", q_dtype=serving.dtype)
+            yield Need("q_norm_rope", q_dtype=parallel.dtype)
         present = {
             "sliding_window": self.window > 0,
             "chunked": self.chunked,
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
-            "kept_longer": self.window > 0 and self.kept_longer > 0,
+            "window_slack": self.window > 0 and self.window_slack > 0,
             "relative_bias": self.bias_extent > 0,
         }
         traits = [name for name, here in present.items() if here]
-        traits += [self.among_recurrent] if self.among_recurrent else []
-        if self.token_ranks(serving.attn_tp_size, serving.dcp_size) > 1:
+        traits += [self.hybrid_kind] if self.hybrid_kind else []
+        if self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size) > 1:
             traits.append("token_shares")
-            yield from _parts(serving)
-        yield serving.need("extend_attention", dims, traits)
-        yield serving.need("decode_attention", dims, traits)
+            yield from _parts(parallel)
+        yield parallel.need("extend_attention", dims, traits)
+        yield parallel.need("decode_attention", dims, traits)
         if self.indexer is not None:
-            yield from self.indexer.needs(serving, heads[1], self.rotary_dim)
-            yield serving.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
+            yield from self.indexer.needs(parallel, heads[1], self.rotary_dim)
+            yield parallel.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
         if self.conv_taps:
-            yield Need("short_convolution", q_dtype=serving.dtype)
+            yield Need("short_convolution", q_dtype=parallel.dtype)
         if self.output_gate:
-            yield Need("attention_output_gate", q_dtype=serving.dtype)
+            yield Need("attention_output_gate", q_dtype=parallel.dtype)
         if self.head_gate and not self.softplus_gates:
-            yield Need("attention_head_gate", q_dtype=serving.dtype)
+            yield Need("attention_head_gate", q_dtype=parallel.dtype)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
             return ()
-        heads = self.shares(serving.attn_tp_size).padded_kv_heads
-        assert not (self.chunked and self.kept_longer), "drafts that lag behind keep windows only"
-        lifetime = Window(self.window + self.kept_longer, self.chunked) if self.window else FULL
-        cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, serving.kv_dtype, lifetime)
-        token_ranks = self.token_ranks(serving.attn_tp_size, serving.dcp_size)
-        if token_ranks > 1:
-            refuse_fp4(serving.kv_dtype, f"with --dcp-size {serving.dcp_size} ranks share out their tokens")
+        heads = self.shares(parallel.attn_tp_size).padded_kv_heads
+        assert not (self.chunked and self.window_slack), "drafts that lag behind keep windows only"
+        lifetime = Window(self.window + self.window_slack, self.chunked) if self.window else FULL
+        cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, parallel.kv_dtype, lifetime)
+        dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
+        if dcp_size > 1:
+            refuse_fp4(parallel.kv_dtype, f"with --dcp-size {parallel.dcp_size} ranks share out their tokens")
         if self.bias_extent:
-            refuse_fp4(serving.kv_dtype, "attention with relative biases has no kernel for them")
+            refuse_fp4(parallel.kv_dtype, "attention with relative biases has no kernel for them")
         if self.conv_taps:
-            rows = self.convolution(serving.attn_tp_size).rows("rows", serving.dtype)
+            rows = self.convolution(parallel.attn_tp_size).rows("rows", parallel.dtype)
             return cache, CacheSpec("kv_rows", (rows,), lifetime=PER_REQUEST)
         if self.indexer is None:
-            return (shared_out(cache, token_ranks),)
-        refuse_fp4(serving.kv_dtype, "keys and values that an indexer selects by blocks have a byte an element")
-        return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(serving))
+            return (dcp_sharded(cache, dcp_size),)
+        refuse_fp4(parallel.kv_dtype, "keys and values that an indexer selects by blocks have a byte an element")
+        return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(parallel))
 
     def convolution(self, tp_size: int) -> ShortConvolution:
         """Returns the convolution of a rank's k and v, whose channels follow one another."""
         channels = self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
-        return ShortConvolution(self.conv_taps, channels, self.conv_kept_longer)
+        return ShortConvolution(self.conv_taps, channels, self.conv_slack)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         """The rows of a block have the keys of the same tokens, so their heads are those of one row."""
@@ -275,9 +274,9 @@ class GQA:
         elif self.values_from_keys:
             del parts["v"]
         width, rows = self.input_size or hidden_size, sum(parts.values())
-        modules = (FUSED_PART,) if self.stripes else tuple(parts)
+        modules = (FUSED_PART,) if self.tp_blocks else tuple(parts)
         return (
-            Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.widened(tp_size)),
+            Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.dequantized(tp_size)),
             *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             *(self._bias_rows(heads, width) if self.bias_extent else ()),
@@ -310,17 +309,17 @@ class Indexer:
     top_k: int
     interleaved: bool = False
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         dims, heads = (self.head_dim, self.head_dim), (self.num_heads, 1)
-        yield serving.need("index_key_store", dims)
-        yield serving.need("index_queries", dims, heads=heads)
-        yield serving.need("sparse_indexer", dims, heads=heads)
+        yield parallel.need("index_key_store", dims)
+        yield parallel.need("index_queries", dims, heads=heads)
+        yield parallel.need("sparse_indexer", dims, heads=heads)
 
-    def cache(self, serving: Serving, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
+    def cache(self, parallel: ParallelConfig, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
         """Returns the cache of the indexer's keys, which every rank holds; with a scale where they have one byte an
         element."""
-        tensors: tuple[CacheTensor, ...] = (CacheTensor("k", (1, self.head_dim), serving.kv_dtype),)
-        if KV_DTYPE_BYTES[serving.kv_dtype] == 1:
+        tensors: tuple[CacheTensor, ...] = (CacheTensor("k", (1, self.head_dim), parallel.kv_dtype),)
+        if KV_DTYPE_BYTES[parallel.kv_dtype] == 1:
             tensors += (CacheTensor("scale", (1,), "float32"),)
         return CacheSpec("index", tensors, entries_per_token)
 
@@ -333,7 +332,7 @@ class MLA:
     with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
     With `top_k` > 0 attention is over so many tokens that an indexer selects; `indexer` None then means that this layer
     takes the selection of the last layer that has one. `interleaved`: neighbours rotate together, and not dims half a
-    rotary key apart. `input_size`, `query_growth`: as in GQA.
+    rotary key apart. `input_size`, `attn_temperature`: as in GQA.
     """
 
     num_heads: int
@@ -347,8 +346,8 @@ class MLA:
     top_k: int = 0
     indexer: Indexer | None = None
     input_size: int = 0
-    query_growth: float = 0.0
-    query_length: int = 1
+    attn_temperature: float = 0.0
+    attn_temperature_length: int = 1
 
     @property
     def sparse(self) -> bool:
@@ -392,7 +391,7 @@ class MLA:
         """Returns the shares of the heads; they have nothing in common but the latent, which every rank has."""
         return HeadShares(self.num_heads, self.num_heads, tp_size)
 
-    def token_ranks(self, tp_size: int, dcp_size: int) -> int:
+    def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
         """Returns how many ranks share out the latents of a token: all of a group, which would each hold them."""
         return dcp_size if tp_size % dcp_size == 0 else 1
 
@@ -402,10 +401,10 @@ class MLA:
         yield HeadDims("attn.kv_b", ("",), 0, self.nope_dim + self.v_dim)
         yield HeadDims("attn.o", ("",), 1, self.v_dim)
 
-    def _of_index(self, serving: Serving) -> Serving:
+    def _with_index_dtype(self, parallel: ParallelConfig) -> ParallelConfig:
         """Returns the choices with the cache type of index keys: e4m3 with a scale a key, as published, whatever the
         type of the latents is, where the model computes in 16 bits."""
-        return replace(serving, kv_dtype="fp8_e4m3" if KV_DTYPE_BYTES[serving.dtype] == 2 else serving.dtype)
+        return replace(parallel, kv_dtype="fp8_e4m3" if KV_DTYPE_BYTES[parallel.dtype] == 2 else parallel.dtype)
 
     def packed(self, kv_dtype: str) -> bool:
         """Returns whether entries are bytes of several types: those of sparse layers in a cache of float8 are."""
@@ -415,39 +414,39 @@ class MLA:
     def latent_dim(self) -> int:
         return self.kv_lora_rank + self.rope_dim
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(serving.attn_tp_size).padded_heads, 1)
-        yield serving.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        latent, heads = (self.latent_dim, self.kv_lora_rank), (self.shares(parallel.attn_tp_size).padded_heads, 1)
+        yield parallel.need("latent_norm_rope_store", latent, ["mla"], heads, self.rope_dim)
         if self.indexer is not None:
-            yield Need("index_norm_rope", q_dtype=serving.dtype, heads=(self.indexer.num_heads, 1))
-            yield from self.indexer.needs(self._of_index(serving))
+            yield Need("index_norm_rope", q_dtype=parallel.dtype, heads=(self.indexer.num_heads, 1))
+            yield from self.indexer.needs(self._with_index_dtype(parallel))
         # Over keys and values as they are made of latents: never quantized.
         dims = (self.qk_dim, self.v_dim)
-        yield replace(serving, kv_dtype=serving.dtype).need("latent_prompt_attention", dims)
-        yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
+        yield replace(parallel, kv_dtype=parallel.dtype).need("latent_prompt_attention", dims)
+        yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
         # Over shared out tokens a rank attends with the heads of all that share them.
-        token_ranks = self.token_ranks(serving.attn_tp_size, serving.dcp_size)
-        traits = ["mla", "token_shares"] if token_ranks > 1 else ["mla"]
-        if token_ranks > 1:
-            yield from _parts(serving)
-        heads = (heads[0] * token_ranks, 1)
+        dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
+        traits = ["mla", "token_shares"] if dcp_size > 1 else ["mla"]
+        if dcp_size > 1:
+            yield from _parts(parallel)
+        heads = (heads[0] * dcp_size, 1)
         # In sparse layers: over requests with no more tokens than are selected.
-        dense = replace(serving, kv_dtype=serving.dtype) if self.packed(serving.kv_dtype) else serving
+        dense = replace(parallel, kv_dtype=parallel.dtype) if self.packed(parallel.kv_dtype) else parallel
         yield dense.need("extend_attention", latent, traits)
         yield dense.need("decode_attention", latent, traits, heads)
         if self.sparse:
-            yield serving.need("sparse_attention", latent, ["mla"], heads)
-        if self.packed(serving.kv_dtype):
-            yield serving.need("latent_pack_store", latent, ["mla"])
+            yield parallel.need("sparse_attention", latent, ["mla"], heads)
+        if self.packed(parallel.kv_dtype):
+            yield parallel.need("latent_pack_store", latent, ["mla"])
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        refuse_fp4(serving.kv_dtype, "latents (MLA) are keys and values of all heads, and have a byte an element")
-        if self.packed(serving.kv_dtype):
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        refuse_fp4(parallel.kv_dtype, "latents (MLA) are keys and values of all heads, and have a byte an element")
+        if self.packed(parallel.kv_dtype):
             latent = packed_latent_cache("latent")
         else:
-            latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, serving.kv_dtype)
-        latent = shared_out(latent, self.token_ranks(serving.attn_tp_size, serving.dcp_size))
-        return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._of_index(serving)))
+            latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, parallel.kv_dtype)
+        latent = dcp_sharded(latent, self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size))
+        return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._with_index_dtype(parallel)))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         return AttentionShape(self.shares(tp_size).padded_heads, 1, self.latent_dim, self.kv_lora_rank)
@@ -486,7 +485,7 @@ class MLA:
         return heads * max(absorbed, expanded) + self.kv_lora_rank + self.q_lora_rank
 
 
-def _parts(serving: Serving) -> Iterator[Need]:
+def _parts(parallel: ParallelConfig) -> Iterator[Need]:
     """Of ranks that attend to their own tokens and merge what they make of them."""
     for op in ("pack_parts", "merge_parts"):
-        yield Need(op, q_dtype=serving.dtype)
+        yield Need(op, q_dtype=parallel.dtype)

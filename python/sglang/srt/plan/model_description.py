@@ -88,7 +88,7 @@ class ModelDescription:
         """Returns whether the stage has an image encoder: the first one, and those with a layer behind which features
         are added."""
         return self.media is not None and not all(
-            layer.elsewhere for layer in self.layers[: max(1, self.media.deepstack_levels)]
+            layer.on_other_stage for layer in self.layers[: max(1, self.media.deepstack_levels)]
         )
 
     @property
@@ -156,7 +156,7 @@ class ModelDescription:
         asked = (layer, matrix.name, matrix.parts, matrix.experts)
         if asked not in self._quants:
             modules, rules = self._modules(layer, matrix), self.quantization
-            self._quants[asked] = rules.of_fused(modules) if matrix.experts else rules.of_product(modules)
+            self._quants[asked] = rules.fused_quant(modules) if matrix.experts else rules.product_quant(modules)
         return self._quants[asked]
 
     def _modules(self, layer: int, matrix: Matrix) -> list[str]:

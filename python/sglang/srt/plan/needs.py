@@ -7,30 +7,30 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
 
 
-def needs_of(of_rank: RankWeights, serving: Serving) -> tuple[Need, ...]:
+def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]:
     """Returns the needs in the order of a layer. Needs of one op and shape are merged, with the traits of all layers;
     an op with several shapes has a need for each, told apart by `variant`."""
-    model, dtype = of_rank.model, serving.dtype
+    model, dtype = of_rank.model, parallel.dtype
     experts = _experts(of_rank)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
-    feed_forward = [need for block in blocks for need in block.needs(serving)]
-    sharded = serving.tp_size > 1
+    feed_forward = [need for block in blocks for need in block.needs(parallel)]
+    sharded = parallel.tp_size > 1
     return (
         Need("decode_inputs", q_dtype=dtype),
         *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
         Need("rmsnorm", q_dtype=dtype),
-        *_merged(need for layer in model.layers for need in layer.residual.needs(serving)),
-        *_linears(of_rank, serving.dtype),
-        *_merged(_seeing(need, model) for layer in model.layers for need in layer.mixer.needs(serving)),
+        *_merged(need for layer in model.layers for need in layer.residual.needs(parallel)),
+        *_linears(of_rank, parallel.dtype),
+        *_merged(_seeing(need, model) for layer in model.layers for need in layer.mixer.needs(parallel)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *_wide_experts(feed_forward, model, experts),
-        *([Need("all_reduce", q_dtype=dtype, ranks=serving.tp_size)] if sharded else []),
+        *([Need("all_reduce", q_dtype=dtype, ranks=parallel.tp_size)] if sharded else []),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout
 
 _MASK = (1 << 64) - 1
@@ -105,13 +105,13 @@ class NgramEmbedding:
         each = self.num_heads // tp_size
         return max(sum(self.head_rows[first : first + each]) for first in range(0, self.num_heads, each))
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need("ngram_embedding", q_dtype=serving.dtype, kv_dtype=self.table_dtype or serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need("ngram_embedding", q_dtype=parallel.dtype, kv_dtype=self.table_dtype or parallel.dtype)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the state of a request: the ids of its last tokens, and what their convolution was of."""
         ids = CacheTensor("ids", (self.longest - 1,), "int32")
-        rows = CacheTensor("rows", (self.kept_tokens, self.streams * self.stream_size), serving.dtype)
+        rows = CacheTensor("rows", (self.kept_tokens, self.streams * self.stream_size), parallel.dtype)
         return (CacheSpec("ngrams", (ids, rows), lifetime=PER_REQUEST),)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:

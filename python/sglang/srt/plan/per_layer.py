@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Elements, Matrix, Serving, Weights
+from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout
 
 
@@ -26,8 +26,8 @@ class PerLayerEmbedding:
         """Elements that one token carries from the first layer to the last; twice as many while they are made."""
         return 2 * self.num_layers * self.size
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield Need(self.activation.op, q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need(self.activation.op, q_dtype=parallel.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         """Returns the weights of a layer: every rank has all of them."""

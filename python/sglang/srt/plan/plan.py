@@ -13,13 +13,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import agree
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
-from sglang.srt.kernels.bands import Bands, OpBands, Shape
 from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
-from sglang.srt.kernels.launch import TileLadder
+from sglang.srt.kernels.launch import FallbackTiles
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
+from sglang.srt.kernels.tile_configs import OpTileConfigs, Shape, TileConfigs
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
@@ -27,13 +27,12 @@ from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
 from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
-from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.image_tokens import telling_images
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, Serving
+from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, ParallelConfig
 from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import check_placeholders, describe_media
 from sglang.srt.plan.memory import (
@@ -47,9 +46,10 @@ from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import verify_needs, tokens_growing, verified_tokens
+from sglang.srt.plan.speculation import tokens_growing, verified_tokens, verify_needs
 from sglang.srt.plan.stages import caches_of_stage
-from sglang.srt.plan.tile_bands import cut_bands
+from sglang.srt.plan.tile_configs import make_tile_configs
+from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Plan:
     device: str
     ranks: RankLayout
     choices: Mapping[str, Choice]
-    bands: Mapping[str, OpBands]
+    tile_configs: Mapping[str, OpTileConfigs]
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
@@ -107,7 +107,7 @@ class Plan:
     errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
 
     @property
-    def of_draft(self) -> Plan:
+    def for_draft(self) -> Plan:
         """The plan as the draft's layers see it: their description, weights and kernels."""
         draft = self.draft
         assert draft is not None
@@ -118,7 +118,7 @@ class Plan:
             description=description,
             weights=draft.weights,
             choices=draft.own_choices(self.choices),
-            bands=draft.own_choices(self.bands),
+            tile_configs=draft.own_choices(self.tile_configs),
             draft=None,
             aux_layers=(),
         )
@@ -137,7 +137,7 @@ class Plan:
     def selection(self) -> str:
         """Description of where attention reads what an indexer selects, and why not everywhere."""
         return describe_selection(
-            self.description, Serving(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size)
+            self.description, ParallelConfig(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size)
         )
 
     @property
@@ -174,31 +174,33 @@ class Plan:
         """Returns the chosen kernel's callable."""
         return self.choices[op].load()
 
-    def tiles(self, op: str, shape: Shape | None = None) -> Bands:
-        """Returns the bands of tiles of an op; of a linear one for weights of this shape. None for kernels that take no
-        tile."""
-        cut = self.bands.get(op)
+    def tiles(self, op: str, shape: Shape | None = None) -> TileConfigs:
+        """Returns the tile configs of tiles of an op; of a linear one for weights of this shape. None for kernels that
+        take no tile."""
+        cut = self.tile_configs.get(op)
         return () if cut is None else cut.by_shape[shape]
 
-    def band_sizes(self, most: int) -> list[int]:
-        """Returns numbers of tokens, ascending: steps of these launch every tile that any step of up to `most` tokens
-        launches."""
-        bands = (band for cut in self.bands.values() for each in cut.by_shape.values() for band in each)
-        return sorted({int(min(band.most, most)) for band in bands} - {0})
+    def bucket_sizes(self, max_tokens: int) -> list[int]:
+        """Returns numbers of tokens, ascending: steps of these launch every tile that any step of up to `max_tokens`
+        tokens launches."""
+        tile_configs = (
+            tile_config for cut in self.tile_configs.values() for each in cut.by_shape.values() for tile_config in each
+        )
+        return sorted({int(min(tile_config.max_tokens, max_tokens)) for tile_config in tile_configs} - {0})
 
     def tile(self, op: str) -> Tile:
         """Returns the chosen tile of a kernel that has one for steps of any size."""
-        return self._rungs(op)[0]
+        return self._candidates(op)[0]
 
-    def ladder(self, op: str) -> TileLadder[Tile]:
+    def fallbacks(self, op: str) -> FallbackTiles[Tile]:
         """Returns the chosen tile, and the tiles that a launch may step down to; see kernels/launch.py."""
         spec = self.choices[op].spec
-        return TileLadder(op, self._rungs(op), spec.kernel_module or spec.entry.partition(":")[0])
+        return FallbackTiles(op, self._candidates(op), spec.kernel_module or spec.entry.partition(":")[0])
 
-    def _rungs(self, op: str) -> tuple[Tile, ...]:
-        bands = self.tiles(op)
-        assert len(bands) == 1, f"{op} runs on {self.choices[op].name}, which takes no tile, or several"
-        return tuple(tile for (tile,) in bands[0].rungs)
+    def _candidates(self, op: str) -> tuple[Tile, ...]:
+        tile_configs = self.tiles(op)
+        assert len(tile_configs) == 1, f"{op} runs on {self.choices[op].name}, which takes no tile, or several"
+        return tuple(tile for (tile,) in tile_configs[0].candidates)
 
     def describe(self) -> dict[str, Any]:
         """Describes the plan for /server_info."""
@@ -227,7 +229,7 @@ class Plan:
                 op: {
                     "kernel": choice.name,
                     "tile": None if choice.tile is None else tile_key(choice.tile),
-                    "tiles": self.bands[op].describe() if choice.spec.bands else [],
+                    "tiles": self.tile_configs[op].describe() if choice.spec.configs else [],
                     "remark": choice.remark,
                     "not_chosen": [str(rejection) for rejection in choice.rejected],
                 }
@@ -254,7 +256,7 @@ class Plan:
             tile = f" tile {tile_key(choice.tile)}" if choice.tile else ""
             remark = f" ({choice.remark})" if choice.remark else ""
             logger.info("%s: %s%s%s", op, choice.name, tile, remark)
-        for op, cut in self.bands.items():
+        for op, cut in self.tile_configs.items():
             if cut.source:
                 logger.info("%s: tiles of %s", op, cut.source)
             for message in cut.warnings:
@@ -305,19 +307,19 @@ def make_plan(
     packages = packages or installed_packages()
     planner = ModelPlanner(model, arch, available_bytes, packages, True, links, probe, advises)
     trial = trial_or_advice(planner, args)
-    serving, capacity, draft = trial.serving, trial.capacity, trial.draft
+    parallel, capacity, draft = trial.parallel, trial.capacity, trial.draft
     everything = with_draft_layers(trial.description, draft)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
-    stage = stages[serving.ranks.stage(rank)]
+    stage = stages[parallel.ranks.stage(rank)]
     host_cache, host_notes = _host_cache(
         args,
         model,
         capacity,
         arch,
-        serving,
+        parallel,
         host_bytes,
-        host_table_bytes(everything, serving),
-        ranks_share_caches(everything, serving),
+        host_table_bytes(everything, parallel),
+        ranks_share_caches(everything, parallel),
         RankBytes(capacity.memory.weights, int(capacity.memory.weights * active_share(everything))),
         tier_unasked,
     )
@@ -325,15 +327,15 @@ def make_plan(
         arch=arch,
         model=model,
         description=stage.model,
-        weights=trial.of_rank.of_stage(stage.model),
-        caches=caches_of_stage(cache_groups(everything, serving), stage.cache_layers),
-        attention_sites=attention_sites(everything, serving.attn_tp_size, args.dcp_size),
+        weights=trial.of_rank.select_stage(stage.model),
+        caches=caches_of_stage(cache_groups(everything, parallel), stage.cache_layers),
+        attention_sites=attention_sites(everything, parallel.attn_tp_size, args.dcp_size),
         dtype=model.dtype,
-        kv_cache_dtype=serving.kv_dtype,
+        kv_cache_dtype=parallel.kv_dtype,
         device=arch.device,
-        ranks=serving.ranks,
+        ranks=parallel.ranks,
         choices=trial.chosen.by_key(),
-        bands=cut_bands(trial.chosen.by_key().values(), arch),
+        tile_configs=make_tile_configs(trial.chosen.by_key().values(), arch),
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
@@ -341,7 +343,7 @@ def make_plan(
         verified_tokens=verified_tokens(args, model.architecture),
         state_checkpoints=sizes.checkpoints,
         states=capacity.states,
-        page_size=serving.page_size,
+        page_size=parallel.page_size,
         max_running_requests=sizes.max_running_requests,
         context_len=sizes.context_len,
         num_positions=sizes.num_positions,
@@ -361,10 +363,10 @@ def make_plan(
             arch,
             links,
             stage.model.hidden_size,
-            sizes.max_running_requests * verified_tokens(args, model.architecture) * serving.attn_dp_size,
+            sizes.max_running_requests * verified_tokens(args, model.architecture) * parallel.attn_dp_size,
         ),
         two_batch_overlap=two_batch_rule(
-            args, None if links is None else links.of_library, trial.description, trial.chosen.by_key()
+            args, None if links is None else links.library_topology, trial.description, trial.chosen.by_key()
         ),
         decode_interval=interval_rule(args, trial.description),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
@@ -379,7 +381,7 @@ def _host_cache(
     model: ModelConfig,
     capacity: Capacity,
     arch: ArchTraits,
-    serving: Serving,
+    parallel: ParallelConfig,
     host_bytes: int | None,
     table_bytes: int,
     ranks_share: bool,
@@ -391,7 +393,7 @@ def _host_cache(
     sizes, groups = capacity.sizes, capacity.groups
     device = PoolSizes(
         capacity.max_total_num_tokens,
-        serving.page_size,
+        parallel.page_size,
         sizes.max_running_requests,
         sizes.context_len,
         capacity.windows,
@@ -401,11 +403,11 @@ def _host_cache(
     )
     if host_bytes is not None and arch.device == "cpu":
         host_bytes = max(0, host_bytes - capacity.memory.weights - capacity.memory.caches)
-    processes = -(-serving.ranks.world_size * args.dp_size // args.nnodes)
+    processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         host_bytes = max(0, host_bytes - table_bytes * processes)
-    alike = ranks_share and serving.ranks.pp_size == 1 and args.nnodes == 1 and serving.attn_dp_size == 1
-    sharers = serving.ranks.world_size if alike else 1
+    alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.attn_dp_size == 1
+    sharers = parallel.ranks.world_size if alike else 1
     pools = processes // sharers
     return plan_host_cache(
         args, groups, device, arch, host_bytes, pools, ranks_share, weights=weights, unasked=unasked, sharers=sharers
@@ -429,7 +431,7 @@ class ModelPlanner:
     drafts: dict[str, AskedDraft | None] = field(default_factory=dict)  # likewise
 
     @property
-    def most_gpus(self) -> int:
+    def max_gpus(self) -> int:
         return self.arch.gpus_per_machine or MOST_GPUS
 
     def quantizing(self, scheme: str) -> ModelPlanner | None:
@@ -445,7 +447,7 @@ class ModelPlanner:
     def context_len(self, args: ServerArgs) -> int:
         return min(self.model.context_len, args.context_length or self.model.context_len)
 
-    def describe(self, args: ServerArgs) -> tuple[ModelDescription, Serving]:
+    def describe(self, args: ServerArgs) -> tuple[ModelDescription, ParallelConfig]:
         """Describes the model and the choices for these flags. Raises UserError for what is malformed or not computed
         here, and for layouts that do not divide it."""
         ranks = asked_layout(args)
@@ -458,8 +460,8 @@ class ModelPlanner:
         if self.served:
             model.require_served()
         check_layout(model, ranks)
-        serving = serving_of(args, self.model.dtype, model)
-        return model, with_pages(args, model, serving) if self.served else serving
+        parallel = serving_of(args, self.model.dtype, model)
+        return model, with_pages(args, model, parallel) if self.served else parallel
 
     def draft(self, args: ServerArgs, target: ModelDescription) -> DraftPlan | None:
         """Plans the draft, if there is one. Raises UserError for a draft that is not computed here or does not go with
@@ -472,9 +474,9 @@ class ModelPlanner:
 
     def weights(self, args: ServerArgs) -> int:
         """Returns the bytes of weights on the rank that has most."""
-        model, serving = self.describe(args)
-        of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
-        return max(stage.weight_bytes for stage in stages_of(of_rank, serving, self.arch, draft))
+        model, parallel = self.describe(args)
+        of_rank, draft = rank_weights(model, parallel.ranks), self.draft(args, model)
+        return max(stage.weight_bytes for stage in stages_of(of_rank, parallel, self.arch, draft))
 
     def trial(self, args: ServerArgs) -> Trial:
         """Plans the model with these flags. Tables of n-grams go into host memory where the GPU has no room for them
@@ -494,17 +496,17 @@ class ModelPlanner:
         return self._trial(replace(args, ple_offload_embedding=True))
 
     def _trial(self, args: ServerArgs) -> Trial:
-        model, serving = self.describe(args)
-        of_rank, draft = rank_weights(model, serving.ranks), self.draft(args, model)
-        wanted = (*needs_with_draft(of_rank, draft, serving), *verify_needs(args, serving.dtype))
+        model, parallel = self.describe(args)
+        of_rank, draft = rank_weights(model, parallel.ranks), self.draft(args, model)
+        wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
         needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)
         context = self.context_len(args)
-        capacity = plan_capacity(args, of_rank, serving, context, self.arch, choices, self.available, draft)
+        capacity = plan_capacity(args, of_rank, parallel, context, self.arch, choices, self.available, draft)
         check_pool(args, capacity)
-        return Trial(of_rank, serving, chosen, capacity, draft)
+        return Trial(of_rank, parallel, chosen, capacity, draft)
 
 
 def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
@@ -554,13 +556,13 @@ def why_shared_apart(args: ServerArgs) -> str:
     return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
 
 
-def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> Serving:
+def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> ParallelConfig:
     """Returns the choices that the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
     if not model.caches_in_fp8:
         kv_dtype = dtype
     ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
-    return Serving(
+    return ParallelConfig(
         dtype,
         kv_dtype,
         args.page_size or 1,

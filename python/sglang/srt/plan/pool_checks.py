@@ -9,7 +9,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.capacity import Capacity, Trial
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.layer_spec import PerRequest, Serving
+from sglang.srt.plan.layer_spec import ParallelConfig, PerRequest
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import cache_cost
@@ -20,27 +20,27 @@ STATE_PAGE = 16
 """Tokens of a page where requests have states, which decoding copies for each page that it fills."""
 
 
-def tokens_of_entries(model: ModelDescription, serving: Serving) -> int:
+def tokens_of_entries(model: ModelDescription, parallel: ParallelConfig) -> int:
     """Returns the fewest tokens of a page that holds whole entries, and whole blocks, of every cache."""
-    return math.lcm(*(group.page_multiple for group in cache_groups(model, serving)))
+    return math.lcm(*(group.page_multiple for group in cache_groups(model, parallel)))
 
 
-def with_pages(args: ServerArgs, model: ModelDescription, serving: Serving) -> Serving:
+def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConfig) -> ParallelConfig:
     """Returns the choices with the smallest pages that hold whole entries, where the user names no size, and with
     pages of at least STATE_PAGE tokens where requests have states beside entries of several tokens. Raises UserError
     for pages that do not hold whole entries."""
-    whole = tokens_of_entries(model, serving)
+    whole = tokens_of_entries(model, parallel)
     if args.page_size is None:
-        states = any(isinstance(group.lifetime, PerRequest) for group in cache_groups(model, serving))
-        return replace(serving, page_size=math.lcm(whole, STATE_PAGE) if states and whole > 1 else whole)
+        states = any(isinstance(group.lifetime, PerRequest) for group in cache_groups(model, parallel))
+        return replace(parallel, page_size=math.lcm(whole, STATE_PAGE) if states and whole > 1 else whole)
     # Ranks that share out tokens have a page of each other's size together.
-    serving = replace(serving, page_size=math.lcm(serving.page_size, serving.dcp_size))
-    if serving.page_size % whole:
+    parallel = replace(parallel, page_size=math.lcm(parallel.page_size, parallel.dcp_size))
+    if parallel.page_size % whole:
         raise UserError(
             f"{model.architecture} caches or reads up to {whole} tokens as one, and a page holds these together:"
-            f" --page-size {serving.page_size} must be a multiple of {whole}."
+            f" --page-size {parallel.page_size} must be a multiple of {whole}."
         )
-    return serving
+    return parallel
 
 
 def flag_notes(args: ServerArgs, model: ModelDescription, capacity: Capacity) -> tuple[str, ...]:

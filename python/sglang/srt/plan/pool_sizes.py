@@ -85,7 +85,7 @@ class CacheCost:
         return self.window_bytes + self.state_bytes
 
     @property
-    def most_window_bytes(self) -> int:
+    def max_window_bytes(self) -> int:
         """Bytes of windows' pools beside a pool of as many tokens as they can use."""
         return sum(demand.most * demand.bytes_per_token for demand in self.windows)
 
@@ -104,7 +104,7 @@ class CacheCost:
     def tokens_in(self, pool_bytes: int) -> int:
         """Returns the tokens for which there is room in `pool_bytes`: the inverse of the method pool_bytes. Where no
         cache grows with the tokens it returns the number of bytes."""
-        grows, fixed = self.bytes_per_token, self.most_window_bytes
+        grows, fixed = self.bytes_per_token, self.max_window_bytes
         for demand in sorted(self.windows, key=lambda demand: -demand.most):
             if (grows and (pool_bytes - fixed) / grows >= demand.most) or (not grows and pool_bytes >= fixed):
                 break  # enough for all that requests can have of the larger windows, so of this one too
@@ -139,12 +139,12 @@ class Pools:
     windows: tuple[WindowSize, ...]
 
 
-def plan_pools(cost: CacheCost, pool_bytes: int, page_size: int, most_tokens: int) -> Pools:
-    """Plans pools for as many tokens as fit, but no more than `most_tokens` and the padding page."""
+def plan_pools(cost: CacheCost, pool_bytes: int, page_size: int, max_tokens: int) -> Pools:
+    """Plans pools for as many tokens as fit, but no more than `max_tokens` and the padding page."""
     cost = cost.limited(pool_bytes)
     tokens = cost.tokens_in(pool_bytes)
-    if tokens > most_tokens + page_size:
-        tokens = most_tokens + page_size
+    if tokens > max_tokens + page_size:
+        tokens = max_tokens + page_size
         pool_bytes = cost.pool_bytes(tokens)
     windows = cost.windows_bytes(tokens)
     tokens = tokens // page_size * page_size
@@ -158,7 +158,7 @@ def cache_cost(groups: Sequence[CacheGroup]) -> CacheCost:
         sum(group.bytes_per_request for group in groups if isinstance(group.lifetime, Window)),
         sum(group.bytes_per_request for group in groups if isinstance(group.lifetime, PerRequest)),
         shared_entry=max(
-            (member.cache.entry_bytes for group in groups if group.token_ranks > 1 for member in group.members),
+            (member.cache.entry_bytes for group in groups if group.dcp_size > 1 for member in group.members),
             default=0,
         ),
     )

@@ -13,7 +13,7 @@ from sglang.srt.plan.layer_spec import (
     CacheSpec,
     Elements,
     Matrix,
-    Serving,
+    ParallelConfig,
     Weights,
     latent_cache,
     uneven_sizes,
@@ -35,24 +35,24 @@ class PooledLatent(PooledSelection[MLA]):
         """Nothing rotates; kernels that norm keys take the table of such."""
         return unrotated(self.indexer.head_dim // 2)
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         index, rank, rotary = self.indexer, self.heads.kv_lora_rank, self.rope.rot_dim
-        dims, heads = (rank, rank), (self.shares(serving.attn_tp_size).padded_heads, 1)
-        yield serving.need("shared_kv_norm_rope_store", dims, uneven_sizes(rank, rotary), heads, rotary)
-        yield Need("index_norm_rope", q_dtype=serving.dtype, heads=(index.num_heads, 1))
+        dims, heads = (rank, rank), (self.shares(parallel.attn_tp_size).padded_heads, 1)
+        yield parallel.need("shared_kv_norm_rope_store", dims, uneven_sizes(rank, rotary), heads, rotary)
+        yield Need("index_norm_rope", q_dtype=parallel.dtype, heads=(index.num_heads, 1))
         index_dims = (index.head_dim, index.head_dim)
-        yield serving.need("kv_compressor", index_dims, uneven_sizes(self.block, index.head_dim))
-        yield Need("index_queries", q_dtype=serving.dtype)
-        yield serving.need("sparse_indexer", index_dims, heads=(index.num_heads, 1))
-        yield Need("latent_absorb", q_dtype=serving.dtype, heads=heads)
-        yield serving.need("sparse_attention", dims, ["shared_kv"], heads)
+        yield parallel.need("kv_compressor", index_dims, uneven_sizes(self.block, index.head_dim))
+        yield Need("index_queries", q_dtype=parallel.dtype)
+        yield parallel.need("sparse_indexer", index_dims, heads=(index.num_heads, 1))
+        yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
+        yield parallel.need("sparse_attention", dims, ["shared_kv"], heads)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the caches of latents, of one key a run, and of the keys and gates of a request's last tokens, of
         which the next run's is made."""
-        refuse_fp4(serving.kv_dtype, "latents (MLA) are keys and values of all heads, and have 16 bits an element")
+        refuse_fp4(parallel.kv_dtype, "latents (MLA) are keys and values of all heads, and have 16 bits an element")
         rank = self.heads.kv_lora_rank
-        return (latent_cache("latent", rank, rank, serving.kv_dtype), *self.index_caches(serving))
+        return (latent_cache("latent", rank, rank, parallel.kv_dtype), *self.index_caches(parallel))
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         dim, index_heads = self.indexer.head_dim, self.indexer.num_heads

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Generic, TypeVar
 
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Serving
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA, HeadDims, Indexer
 from sglang.srt.plan.ranks import HeadShares
 
@@ -49,9 +49,9 @@ class PooledSelection(Generic[Heads]):
         """Returns None: what a token sees is chosen token by token, so no backend plans it for a step."""
         return None
 
-    def index_caches(self, serving: Serving) -> tuple[CacheSpec, CacheSpec]:
+    def index_caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, CacheSpec]:
         """Returns the caches of one key a run, and of what a request's last tokens give to the next run's key: two
         vectors a token."""
         rows = CacheTensor("rows", (self.block, 2, self.indexer.head_dim), "float32")
         pending = CacheSpec("index_pending", (rows,), lifetime=PER_REQUEST)
-        return self.indexer.cache(serving, Fraction(1, self.block)), pending
+        return self.indexer.cache(parallel, Fraction(1, self.block)), pending

@@ -10,7 +10,7 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import (
     CacheSpec,
     Elements,
-    Serving,
+    ParallelConfig,
     Weights,
     uneven_sizes,
 )
@@ -30,25 +30,25 @@ class PooledSparse(PooledSelection[GQA]):
     def rope(self) -> RopeSpec | None:
         return self.heads.rope
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        of_heads = {need.op: need for need in self.heads.needs(serving)}
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        of_heads = {need.op: need for need in self.heads.needs(parallel)}
         dense = of_heads.pop("decode_attention")
         del of_heads["extend_attention"]
         yield from of_heads.values()
         index, rotary = self.indexer, self.heads.rotary_dim
         index_dims, index_heads = (index.head_dim, index.head_dim), (index.num_heads, 1)
         uneven = uneven_sizes(self.block, index.head_dim, rotary)
-        yield serving.need("kv_compressor", index_dims, uneven)
-        yield Need("tail_rotation", q_dtype=serving.dtype, traits=uneven_sizes(rotary))
-        yield serving.need("sparse_indexer", index_dims, heads=index_heads)
-        shares = self.shares(serving.attn_tp_size)
+        yield parallel.need("kv_compressor", index_dims, uneven)
+        yield Need("tail_rotation", q_dtype=parallel.dtype, traits=uneven_sizes(rotary))
+        yield parallel.need("sparse_indexer", index_dims, heads=index_heads)
+        shares = self.shares(parallel.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
         yield replace(dense, op="selected_block_attention", heads=heads, traits=uneven_sizes(self.block))
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         """Returns the caches of keys and values, of one key a block, and of the keys of a request's last tokens, of
         which the next block's is made."""
-        return (*self.heads.caches(serving), *self.index_caches(serving))
+        return (*self.heads.caches(parallel), *self.index_caches(parallel))
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         dim = self.indexer.head_dim

@@ -25,8 +25,8 @@ def num_positions(context_len: int, step_tokens: int, pool_tokens: Callable[[], 
     return min(context_len, max(FEWEST, step_tokens, pool_tokens()) + SPARE)
 
 
-def tokens_beside_rows(cost: CacheCost, room: int, row_bytes: int, page_size: int, most_tokens: int) -> int:
+def tokens_beside_rows(cost: CacheCost, room: int, row_bytes: int, page_size: int, max_tokens: int) -> int:
     """Returns the tokens of the pool, the padding page included, where `room` is for it and for a row of `row_bytes` in
     tables for each of its tokens."""
     together = replace(cost, bytes_per_token=cost.bytes_per_token + row_bytes)
-    return plan_pools(together, max(0, room), page_size, most_tokens).tokens
+    return plan_pools(together, max(0, room), page_size, max_tokens).tokens

@@ -47,7 +47,7 @@ def quantized_sum_rule(
         raise UserError(f"{FLAG}: {arch.name} has no instructions for e4m3; leave it off")
     least, reason = quantized_from(None, args.tp_size)
     if links is not None:
-        least, reason = quantized_from(links.of_library, args.tp_size, by_library=bool(links.problem))
+        least, reason = quantized_from(links.library_topology, args.tp_size, by_library=bool(links.problem))
     if args.quantized_all_reduce_min_bytes is not None:
         least, reason = args.quantized_all_reduce_min_bytes, "--quantized-all-reduce-min-bytes"
     rows = decode_rows + 1 if args.enable_quantized_all_reduce == "prefill" else 1

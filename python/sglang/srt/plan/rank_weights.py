@@ -39,10 +39,12 @@ class RankWeights:
                 if isinstance(part, Matrix):
                     yield part, self.model.quant_of(i, part)
 
-    def of_stage(self, stage: ModelDescription) -> RankWeights:
+    def select_stage(self, stage: ModelDescription) -> RankWeights:
         """Returns the weights of one stage: of a part of the model, whose other layers are elsewhere."""
         kept = zip(self.layers, stage.layers, strict=True)
-        return replace(self, model=stage, layers=tuple(() if layer.elsewhere else weights for weights, layer in kept))
+        return replace(
+            self, model=stage, layers=tuple(() if layer.on_other_stage else weights for weights, layer in kept)
+        )
 
 
 def rank_weights(model: ModelDescription, ranks: RankLayout) -> RankWeights:

@@ -139,18 +139,18 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ShardRange:
     """One rank's run of `total` things that the ranks share out. Every rank allocates `padded_count` of them: a shorter
     run is padded with zeros, which add nothing.
 
-    `stripe` > 0: rows of a checkpoint's tensor that is made of parts of so many rows each, one behind the other, whose
-    groups with one scale begin anew in every part. A run is then within one part.
+    `tp_block` > 0: rows of a checkpoint's tensor that is made of parts of so many rows each, one behind the other,
+    whose groups with one scale begin anew in every part. A run is then within one part.
     """
 
     total: int
     run: slice
     padded_count: int
-    stripe: int = 0
+    tp_block: int = 0
 
     @property
     def count(self) -> int:
@@ -160,30 +160,32 @@ class Share:
     def padded(self) -> bool:
         return self.count < self.padded_count
 
-    def of_dims(self, dims: int) -> Share:
+    def scale_dims(self, dims: int) -> ShardRange:
         """Returns the share in dims, where each thing has `dims` of them."""
-        return Share(self.total * dims, slice(self.run.start * dims, self.run.stop * dims), self.padded_count * dims)
+        return ShardRange(
+            self.total * dims, slice(self.run.start * dims, self.run.stop * dims), self.padded_count * dims
+        )
 
-    def among(self, count: int, index: int) -> Share:
+    def among(self, count: int, index: int) -> ShardRange:
         """Returns the share of number `index` of `count` equal runs of things that lie one behind the other."""
         begin = index * self.total
-        return Share(count * self.total, slice(begin + self.run.start, begin + self.run.stop), self.padded_count)
+        return ShardRange(count * self.total, slice(begin + self.run.start, begin + self.run.stop), self.padded_count)
 
     @property
     def part(self) -> slice:
-        """The part of the tensor that the run is in; all of it where there are no stripes."""
-        if not self.stripe:
+        """The part of the tensor that the run is in; all of it where there are no TP blocks."""
+        if not self.tp_block:
             return slice(0, self.total)
-        begin = self.run.start // self.stripe * self.stripe
-        return slice(begin, begin + self.stripe)
+        begin = self.run.start // self.tp_block * self.tp_block
+        return slice(begin, begin + self.tp_block)
 
     def groups(self, per: int) -> tuple[int, slice]:
         """Returns how many groups of `per` there are in all, and the run of those that hold this share."""
         part = self.part
         start, stop = self.run.start - part.start, self.run.stop - part.start
         each = -(-(part.stop - part.start) // per)
-        first = part.start // (part.stop - part.start) * each if self.stripe else 0
-        count = each * (self.total // self.stripe) if self.stripe else each
+        first = part.start // (part.stop - part.start) * each if self.tp_block else 0
+        count = each * (self.total // self.tp_block) if self.tp_block else each
         return count, slice(first + start // per, first - (-stop // per))
 
     def cuts(self, per: int) -> bool:
@@ -192,35 +194,37 @@ class Share:
         ends = {self.run.start, self.run.stop} - {part.stop}
         return any((end - part.start) % per for end in ends)
 
-    def in_groups(self, per: int) -> Share:
+    def in_groups(self, per: int) -> ShardRange:
         """Returns the share of the whole groups of `per` that hold this one, with room for as many."""
         part = self.part
         first = part.start + (self.run.start - part.start) // per * per
         last = min(part.start - (part.start - self.run.stop) // per * per, part.stop)
-        return Share(self.total, slice(first, last), -(-(last - first) // per) * per, self.stripe)
+        return ShardRange(self.total, slice(first, last), -(-(last - first) // per) * per, self.tp_block)
 
 
-def whole(total: int) -> Share:
+def whole(total: int) -> ShardRange:
     """Returns the share of a rank that has everything."""
-    return Share(total, slice(0, total), total)
+    return ShardRange(total, slice(0, total), total)
 
 
-def exact_share(total: int, run: slice) -> Share:
+def exact_share(total: int, run: slice) -> ShardRange:
     """Returns a share that no rank exceeds, so that nothing is padded."""
-    return Share(total, run, run.stop - run.start)
+    return ShardRange(total, run, run.stop - run.start)
 
 
-def padded_share(total: int, padded_count: int, rank: int) -> Share:
+def padded_share(total: int, padded_count: int, rank: int) -> ShardRange:
     """Returns a rank's share where the first ranks have `padded_count` each, and the last one what is left."""
-    return Share(total, slice(min(rank * padded_count, total), min((rank + 1) * padded_count, total)), padded_count)
+    return ShardRange(
+        total, slice(min(rank * padded_count, total), min((rank + 1) * padded_count, total)), padded_count
+    )
 
 
-def share_of_units(total: int, unit: int, rank: int, size: int) -> Share:
+def share_of_units(total: int, unit: int, rank: int, size: int) -> ShardRange:
     """Returns a rank's share in whole units, of which the last may be shorter; where they do not divide, the first
     ranks have one more."""
     units = -(-total // unit)
     run = even_slice(units, rank, size)
-    return Share(total, slice(min(run.start * unit, total), min(run.stop * unit, total)), -(-units // size) * unit)
+    return ShardRange(total, slice(min(run.start * unit, total), min(run.stop * unit, total)), -(-units // size) * unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,22 +264,22 @@ class HeadShares:
             return 1
         return None if self.tp_size % self.num_kv_heads else self.tp_size // self.num_kv_heads
 
-    def kv_heads(self, rank: int) -> Share:
+    def kv_heads(self, rank: int) -> ShardRange:
         if self.tp_size <= self.num_kv_heads:
             run = even_slice(self.num_kv_heads, rank, self.tp_size)
         else:
             head = rank * self.num_kv_heads // self.tp_size
             run = slice(head, head + 1)
-        return Share(self.num_kv_heads, run, self.padded_kv_heads)
+        return ShardRange(self.num_kv_heads, run, self.padded_kv_heads)
 
-    def heads(self, rank: int) -> Share:
+    def heads(self, rank: int) -> ShardRange:
         kv, group = self.kv_heads(rank).run, self.group
         run = slice(kv.start * group, kv.stop * group)
         if self.tp_size > self.num_kv_heads:
             first, end = (-(-head * self.tp_size // self.num_kv_heads) for head in (kv.start, kv.stop))
             part = even_slice(group, rank - first, end - first)
             run = slice(run.start + part.start, run.start + part.stop)
-        return Share(self.num_heads, run, self.padded_heads)
+        return ShardRange(self.num_heads, run, self.padded_heads)
 
     @property
     def padded(self) -> bool:
@@ -295,7 +299,7 @@ def _padded(shares: HeadShares) -> bool:
 
 @lru_cache(maxsize=4096)
 def _cuts(shares: HeadShares, dims: int, of_kv: bool, rank: int, group: int) -> bool:
-    share = (shares.kv_heads(rank) if of_kv else shares.heads(rank)).of_dims(dims)
+    share = (shares.kv_heads(rank) if of_kv else shares.heads(rank)).scale_dims(dims)
     ends = {share.run.start, share.run.stop} - {share.total}
     return any(end % group for end in ends)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, Serving, Weights
+from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 
 CHUNK_TOKENS = 64
 """Tokens of a prompt that are computed at once; a test holds it to the kernels' number."""
@@ -40,18 +40,18 @@ class GatedDelta:
         """Returns the elements of k (and of q), and of v, of one token on a rank."""
         return self.key_heads // tp_size * self.key_dim, self.value_heads // tp_size * self.value_dim
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        heads = (self.value_heads // serving.attn_tp_size, self.key_heads // serving.attn_tp_size)
-        yield Need("causal_conv1d", q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        heads = (self.value_heads // parallel.attn_tp_size, self.key_heads // parallel.attn_tp_size)
+        yield Need("causal_conv1d", q_dtype=parallel.dtype)
         traits = frozenset({"hybrid_gdn"})
-        yield Need("gated_delta_rule", q_dtype=serving.dtype, traits=traits, heads=heads)
-        yield Need("gated_rmsnorm", q_dtype=serving.dtype)
+        yield Need("gated_delta_rule", q_dtype=parallel.dtype, traits=traits, heads=heads)
+        yield Need("gated_rmsnorm", q_dtype=parallel.dtype)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        keys, values = self._widths(serving.attn_tp_size)
-        heads = self.value_heads // serving.attn_tp_size
-        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), serving.state_dtype or self.state_dtype)
-        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        keys, values = self._widths(parallel.attn_tp_size)
+        heads = self.value_heads // parallel.attn_tp_size
+        state = CacheTensor("state", (heads, self.key_dim, self.value_dim), parallel.state_dtype or self.state_dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), parallel.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
     def attention_shape(self, tp_size: int) -> None:
@@ -111,17 +111,17 @@ class Mamba2:
         """Returns the elements of B (and of C), and of x, of one token on a rank."""
         return self.num_groups // tp_size * self.state_dim, self.num_heads // tp_size * self.head_dim
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        heads = (self.num_heads // serving.attn_tp_size, self.num_groups // serving.attn_tp_size)
-        yield Need("causal_conv1d", q_dtype=serving.dtype)
-        yield Need("state_space_duality", q_dtype=serving.dtype, heads=heads)
-        yield Need("gated_rmsnorm", q_dtype=serving.dtype)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        heads = (self.num_heads // parallel.attn_tp_size, self.num_groups // parallel.attn_tp_size)
+        yield Need("causal_conv1d", q_dtype=parallel.dtype)
+        yield Need("state_space_duality", q_dtype=parallel.dtype, heads=heads)
+        yield Need("gated_rmsnorm", q_dtype=parallel.dtype)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        keys, values = self.widths(serving.attn_tp_size)
-        heads = self.num_heads // serving.attn_tp_size
-        state = CacheTensor("state", (heads, self.state_dim, self.head_dim), serving.state_dtype or self.state_dtype)
-        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), serving.dtype)
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        keys, values = self.widths(parallel.attn_tp_size)
+        heads = self.num_heads // parallel.attn_tp_size
+        state = CacheTensor("state", (heads, self.state_dim, self.head_dim), parallel.state_dtype or self.state_dtype)
+        convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), parallel.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
     def attention_shape(self, tp_size: int) -> None:

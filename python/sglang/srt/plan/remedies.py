@@ -15,7 +15,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.defaults import SMALLER
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, larger_layouts
 from sglang.srt.plan.memory import GIB, DoesNotFit, Sizes
 from sglang.srt.plan.model_description import ModelDescription
@@ -47,7 +47,7 @@ class Planner(Protocol):
         ...
 
     @property
-    def most_gpus(self) -> int:
+    def max_gpus(self) -> int:
         """Most GPUs of one machine."""
         ...
 
@@ -56,7 +56,7 @@ class Planner(Protocol):
         """Bytes that are free on a GPU."""
         ...
 
-    def describe(self, args: ServerArgs) -> tuple[ModelDescription, Serving]:
+    def describe(self, args: ServerArgs) -> tuple[ModelDescription, ParallelConfig]:
         """Describes the model with these flags. Raises UserError where the layout does not divide the model."""
         ...
 
@@ -83,7 +83,7 @@ def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
     except LayoutProblem as problem:
         if not planner.advises:
             raise UserError(problem.problem) from None
-        most = max(planner.most_gpus, 1)
+        most = max(planner.max_gpus, 1)
         refusal = problem.with_ways(lambda way: way.world_size <= most and _starts(planner, args, _layout(way)))
         raise UserError(refusal) from None
     except DoesNotFit as misfit:
@@ -113,9 +113,9 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -
         all_tokens = {"max_total_tokens": sizes.context_len}
         return _advice([*ways, *([_words(all_tokens)] if helps(all_tokens, sizes.context_len) else [])])
     steps = _smaller_steps(args, sizes)
-    for changes in (_higher_fraction(planner, args), _fp8_cache(args, trial.serving), steps):
+    for changes in (_higher_fraction(planner, args), _fp8_cache(args, trial.parallel), steps):
         ways += [_words(change) for change in changes if helps(change)][:1]
-    layouts = _with_room(planner, args, trial.description, trial.serving.ranks)
+    layouts = _with_room(planner, args, trial.description, trial.parallel.ranks)
     more = next((layout for layout in layouts if helps(_layout(layout), sizes.context_len)), None)
     return _advice([*ways, *([f"more GPUs ({more.flags})"] if more else [])])
 
@@ -132,19 +132,19 @@ def _held_length(planner: Planner, args: ServerArgs, tokens: int) -> int | None:
 
 
 def _ways_to_start(planner: Planner, args: ServerArgs) -> Iterator[str]:
-    model, serving = planner.describe(args)
+    model, parallel = planner.describe(args)
     shorter = ({"context_length": tokens} for tokens in CONTEXTS if tokens < planner.context_len(args))
-    given = (_higher_fraction(planner, args), _fp8_cache(args, serving), _given_steps(args), shorter)
+    given = (_higher_fraction(planner, args), _fp8_cache(args, parallel), _given_steps(args), shorter)
     room = planner.weights(args) < planner.available
     for changes in given if room else ():
         yield from [_words(change) for change in changes if _starts(planner, args, change)][:1]
-    for layout in _with_room(planner, args, model, serving.ranks):
+    for layout in _with_room(planner, args, model, parallel.ranks):
         if _starts(planner, args, _layout(layout)):
             yield f"more GPUs ({layout.flags})"
             break
     if _starts_in_fp8(planner, args):
         yield f"{flag('quantization')} fp8, which makes FP8 weights of 16 bits at the start"
-    yield from _smaller_checkpoint(planner, args, model, serving)
+    yield from _smaller_checkpoint(planner, args, model, parallel)
 
 
 def _starts_in_fp8(planner: Planner, args: ServerArgs) -> bool:
@@ -155,7 +155,7 @@ def _starts_in_fp8(planner: Planner, args: ServerArgs) -> bool:
 def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:
     """Yields larger layouts of which each rank has room for an even part of the weights."""
     whole = planner.weights(replace(args, **_layout(ONE_RANK)))
-    layouts = larger_layouts(model, ranks, planner.most_gpus)
+    layouts = larger_layouts(model, ranks, planner.max_gpus)
     return (layout for layout in layouts if whole < layout.world_size * planner.available)
 
 
@@ -172,8 +172,8 @@ def _higher_fraction(planner: Planner, args: ServerArgs) -> Iterator[Change]:
         yield {"mem_fraction_static": share}
 
 
-def _fp8_cache(args: ServerArgs, serving: Serving) -> Iterator[Change]:
-    if not has_tensor_scales(serving.kv_dtype):
+def _fp8_cache(args: ServerArgs, parallel: ParallelConfig) -> Iterator[Change]:
+    if not has_tensor_scales(parallel.kv_dtype):
         yield {"kv_cache_dtype": "fp8_e4m3"}
 
 
@@ -247,24 +247,26 @@ def _advice(ways: Iterable[str]) -> str:
 
 
 def _nothing_helps(planner: Planner) -> str:
-    if planner.most_gpus == 1:
+    if planner.max_gpus == 1:
         return "A machine of this kind has one GPU, and no flag makes room: choose a smaller model."
-    return f"No flag makes room, and no layout of up to {planner.most_gpus} such GPUs: choose a smaller model."
+    return f"No flag makes room, and no layout of up to {planner.max_gpus} such GPUs: choose a smaller model."
 
 
 def _kept_wide(planner: Planner, args: ServerArgs) -> str:
     """Names what a quantized checkpoint keeps in 16 bits, where it is a good part of the checkpoint."""
-    model, serving = planner.describe(args)
+    model, parallel = planner.describe(args)
     least = planner.weights(args) // 20
-    wide = wide_bytes(rank_weights(model, serving.ranks), serving.dtype)
+    wide = wide_bytes(rank_weights(model, parallel.ranks), parallel.dtype)
     return ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide.items() if size > least)
 
 
-def _smaller_checkpoint(planner: Planner, args: ServerArgs, model: ModelDescription, serving: Serving) -> Iterator[str]:
+def _smaller_checkpoint(
+    planner: Planner, args: ServerArgs, model: ModelDescription, parallel: ParallelConfig
+) -> Iterator[str]:
     """Yields advice to take a checkpoint of the same model in four bits, if its weights would leave room."""
     weights = planner.weights(args)
-    of_rank = rank_weights(model, serving.ranks)
-    wide, quants = wide_bytes(of_rank, serving.dtype), (quant for _, quant in of_rank.matrices())
+    of_rank = rank_weights(model, parallel.ranks)
+    wide, quants = wide_bytes(of_rank, parallel.dtype), (quant for _, quant in of_rank.matrices())
     bits = max((quant.format.bits for quant in quants if quant is not None), default=16)
     in_16_bits = sum(wide.values()) if wide else weights
     narrow = (weights - in_16_bits) * min(1.0, FOUR_BITS / bits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 
@@ -30,9 +30,9 @@ def prompts_cost_more_until(mixer: MLA, indexed: float, tp_size: int) -> int:
     return math.ceil(selected / (dense - scores)) if dense > scores else 0
 
 
-def decoding_reads_less_from(mixer: MLA, indexed: float, serving: Serving) -> int:
+def decoding_reads_less_from(mixer: MLA, indexed: float, parallel: ParallelConfig) -> int:
     """Returns the tokens of a request from which a decoded token reads fewer bytes of caches than all latents."""
-    latent, *index = (cache.entry_bytes for cache in mixer.caches(serving))
+    latent, *index = (cache.entry_bytes for cache in mixer.caches(parallel))
     return math.ceil(mixer.top_k * latent / (latent - sum(index) * indexed))
 
 
@@ -48,7 +48,7 @@ def _describe_blocks(model: ModelDescription) -> str:
     )
 
 
-def describe_selection(model: ModelDescription, serving: Serving) -> str:
+def describe_selection(model: ModelDescription, parallel: ParallelConfig) -> str:
     """Describes the selection for people; "" where no layer selects. Takes a model whose layers with an indexer are
     alike."""
     layers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, MLA) and layer.mixer.sparse]
@@ -56,13 +56,13 @@ def describe_selection(model: ModelDescription, serving: Serving) -> str:
     if not with_indexer:
         return _describe_blocks(model)
     mixer, indexed = with_indexer[0], len(with_indexer) / len(layers)
-    bytes_from = decoding_reads_less_from(mixer, indexed, serving)
+    bytes_from = decoding_reads_less_from(mixer, indexed, parallel)
     text = (
         f"{len(with_indexer)} of {len(layers)} layers have an indexer that selects {mixer.top_k:,} tokens; requests"
         f" with no more attend to all of them without scores. Decoding reads fewer bytes so from {bytes_from:,} tokens"
         " on"
     )
-    until = prompts_cost_more_until(mixer, indexed, serving.attn_tp_size)
+    until = prompts_cost_more_until(mixer, indexed, parallel.attn_tp_size)
     if until > mixer.top_k:
         text += (
             f"; prompts of up to {until:,} tokens would take fewer multiplications without a selection, but that would"

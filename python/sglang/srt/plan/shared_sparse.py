@@ -14,7 +14,7 @@ from sglang.srt.plan.layer_spec import (
     CacheTensor,
     Elements,
     Matrix,
-    Serving,
+    ParallelConfig,
     Weights,
     latent_cache,
     uneven_sizes,
@@ -61,27 +61,27 @@ class SharedSparse(CompressedSparse):
     def overlap(self) -> int:
         return 1
 
-    def needs(self, serving: Serving) -> Iterator[Need]:
-        yield from CompressedSparse.needs(replace(self, rate=0, indexer=None), serving)
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield from CompressedSparse.needs(replace(self, rate=0, indexer=None), parallel)
         dims = (self.head_dim, self.head_dim)
         if self.makes:
             index_dim = self.indexer.head_dim if self.indexer is not None else self.head_dim
-            yield serving.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
+            yield parallel.need("kv_compressor", dims, uneven_sizes(self.rate, self.head_dim, index_dim, self.rope_dim))
         if self.indexer is not None:
             index_dims, heads = (self.indexer.head_dim, self.indexer.head_dim), (self.indexer.num_heads, 1)
-            yield Need("index_queries", q_dtype=serving.dtype)
-            yield serving.need("sparse_indexer", index_dims, heads=heads)
+            yield Need("index_queries", q_dtype=parallel.dtype)
+            yield parallel.need("sparse_indexer", index_dims, heads=heads)
             if self.candidates is not None:
-                yield serving.need("candidate_blocks", index_dims, heads=heads)
+                yield parallel.need("candidate_blocks", index_dims, heads=heads)
 
-    def caches(self, serving: Serving) -> tuple[CacheSpec, ...]:
-        caches = CompressedSparse.caches(replace(self, rate=0, indexer=None), serving)
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        caches = CompressedSparse.caches(replace(self, rate=0, indexer=None), parallel)
         if not self.makes or self.indexer is None:
             return caches
-        rate, dim, dtype = Fraction(1, self.rate), self.head_dim, serving.kv_dtype
+        rate, dim, dtype = Fraction(1, self.rate), self.head_dim, parallel.kv_dtype
         neighbours = self.rate * self.run
         entries = latent_cache("compressed", dim, dim, dtype, rate)
-        keys = self.indexer.cache(serving, rate)
+        keys = self.indexer.cache(parallel, rate)
         caches += (replace(entries, neighbours=neighbours), replace(keys, neighbours=neighbours))
         if self.rate > 1:
             rows = CacheTensor("rows", (self.rate, 2, dim), "float32")

@@ -69,7 +69,7 @@ def _block_tokens(args: ServerArgs, usual: int) -> int:
     for name, value in (("num-steps", args.speculative_num_steps), ("eagle-topk", args.speculative_eagle_topk)):
         if value is not None:
             warn_once(
-                f"--speculative-{name} {value} has no effect: a {args.speculative_algorithm} draft draft tokens a block in"
+                f"--speculative-{name} {value} has no effect: a {args.speculative_algorithm} draft proposes a block in"
                 " one pass. --speculative-num-draft-tokens says how many tokens a step verifies."
             )
     draft_tokens = args.speculative_dspark_block_size

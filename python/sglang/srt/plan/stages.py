@@ -64,7 +64,7 @@ def cut_stages(
 
     def of(layers: range) -> Stage:
         part, after = stage_model(model, layers), behind if layers.stop == num_layers else NOTHING_BEHIND
-        size = rank_weight_bytes(of_rank.of_stage(part), dtype, fp8_cache, features) + after.weight_bytes
+        size = rank_weight_bytes(of_rank.select_stage(part), dtype, fp8_cache, features) + after.weight_bytes
         return Stage(layers, part, size, after.layers)
 
     if of_rank.ranks.pp_size == 1:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.topology import Topology
-from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA
@@ -24,7 +24,8 @@ THREADS_LEAST = 2
 
 @dataclass(frozen=True, slots=True)
 class TwoBatchRule:
-    """Steps with prompts of at least so many tokens run as two microbatches, unless they have images among their prompts."""
+    """Steps with prompts of at least so many tokens run as two microbatches, unless they have images among their
+    prompts."""
 
     min_tokens: int
     reason: str
@@ -46,31 +47,31 @@ def two_batch_rule(
         raise UserError(f"{FLAG} and --disable-two-batch-overlap contradict each other")
     if args.disable_two_batch_overlap:
         return None
-    band = two_batch_threshold(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
-    if not args.enable_two_batch_overlap and not (band.unasked and args.attn_dp_size == 1):
+    row = two_batch_threshold(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
+    if not args.enable_two_batch_overlap and not (row.unasked and args.attn_dp_size == 1):
         return None  # of groups of requests nothing is predicted: their rows meet padded, more so in microbatches
-    problem = why_not_split(args.tp_size, args.dcp_size) or _of_attention(choices)
+    problem = why_not_split(args.tp_size, args.dcp_size) or _why_attention_cannot(choices)
     if problem and args.enable_two_batch_overlap:
         raise UserError(f"{FLAG}: {problem}")
     if problem:
         return None
     if args.two_batch_overlap_min_tokens is not None:
-        return TwoBatchRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens", band.exact)
-    return TwoBatchRule(min_tokens(band, model, args.attn_dp_size), band.reason, band.exact)
+        return TwoBatchRule(args.two_batch_overlap_min_tokens, "--two-batch-overlap-min-tokens", row.exact)
+    return TwoBatchRule(min_tokens(row, model, args.attn_dp_size), row.reason, row.exact)
 
 
-def min_tokens(band: TwoBatchThreshold, model: ModelDescription, attn_dp_size: int) -> int:
+def min_tokens(row: TwoBatchThreshold, model: ModelDescription, attn_dp_size: int) -> int:
     """Returns from how many tokens on steps of the model run as two microbatches by the row of the table."""
-    return band.least * (1 if alternates_by_block(model, attn_dp_size) else THREADS_LEAST)
+    return row.least * (1 if alternates_by_block(model, attn_dp_size) else THREADS_LEAST)
 
 
 def alternates_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
     """Returns whether every block leaves its sum over ranks to the norm that follows it and asks for no other
-    collective, so that microbatches alternate block by block in one thread (`CausalLM.leaves_sums`)."""
-    return attn_dp_size == 1 and model.per_layer_inputs is None and all(map(_leaves_sums, model.layers))
+    collective, so that microbatches alternate block by block in one thread (`CausalLM.defers_all_reduce`)."""
+    return attn_dp_size == 1 and model.per_layer_inputs is None and all(map(_defers_all_reduce, model.layers))
 
 
-def _leaves_sums(layer: LayerSpec) -> bool:
+def _defers_all_reduce(layer: LayerSpec) -> bool:
     """Not where a bias belongs to the sum, where a norm, a factor or a convolution comes behind it, or where a norm
     spans the heads of all ranks."""
     residual, mixer, ffn = layer.residual, layer.mixer, layer.ffn
@@ -92,11 +93,13 @@ def why_not_split(tp_size: int, dcp_size: int) -> str:
     if tp_size == 1:
         return "sums travel over the ranks of --tp-size, of which there is one"
     if dcp_size > 1:
-        return "with --dcp-size attention itself exchanges, for requests that decode alone, so that microbatches would differ"
+        return (
+            "with --dcp-size attention itself exchanges, for decoding requests alone, so that microbatches would differ"
+        )
     return ""
 
 
-def _of_attention(choices: Mapping[str, Choice]) -> str:
+def _why_attention_cannot(choices: Mapping[str, Choice]) -> str:
     """FlashInfer's wrapper for latents has one plan at a time."""
     named = [op for op in choices if op.startswith(ATTENTION) and choices[op].name == "flashinfer_mla"]
     return f"{named[0]} over latents by FlashInfer keeps one plan; --attention-backend triton can" if named else ""

@@ -34,7 +34,7 @@ def rank_weight_bytes(
         total += hidden * item if model.plain_final_norm else norm
         total += _bytes_of(model, 0, model.layers[-1].residual.head_weights(hidden), item, features)
     for i, (layer, weights) in enumerate(zip(model.layers, of_rank.layers, strict=True)):
-        if layer.elsewhere:
+        if layer.on_other_stage:
             continue
         unnormed = isinstance(layer.residual, Sum) and not layer.residual.mixer_norms
         total += norm * (sum(block != ABSENT for block in (layer.mixer, layer.ffn)) - unnormed)

@@ -22,7 +22,7 @@ import torch
 from sglang.srt.sampling.output_logprobs import OutputLogprobs, TokenLogprob
 from sglang.srt.utils.device_arrays import send, to_device
 
-Entry = TypeVar("Entry")
+LogprobEntry = TypeVar("LogprobEntry")
 
 MAX_CHUNK_ELEMENTS = 1 << 26
 """Largest [rows, vocab] fp32 block of prompt logits at a time (256 MiB)."""
@@ -158,7 +158,7 @@ class LogprobResult:
                 out.input_token_ids = _appended(out.input_token_ids, self.named(row, ids))
 
 
-def _appended(entries: list[Entry] | None, entry: Entry) -> list[Entry]:
+def _appended(entries: list[LogprobEntry] | None, entry: LogprobEntry) -> list[LogprobEntry]:
     entries = [] if entries is None else entries
     entries.append(entry)
     return entries

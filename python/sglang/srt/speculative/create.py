@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from sglang.srt.configs.speculative import NGRAM, SpeculativeSettings
 from sglang.srt.model_loader.loader import load_draft
+from sglang.srt.models.assistant_draft import AssistantDraft
 from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.mtp_by_layer import DepthDraft
-from sglang.srt.models.assistant_draft import AssistantDraft
 from sglang.srt.plan.plan import Plan
-from sglang.srt.speculative.draft_block import DraftBlock
 from sglang.srt.speculative.autoregressive_draft import AutoregressiveDraft
-from sglang.srt.speculative.multi_layer_mtp import MultiLayerMTP
-from sglang.srt.speculative.kv_sharing_assistant import KVSharingAssistant
+from sglang.srt.speculative.draft_block import DraftBlock
 from sglang.srt.speculative.drafter import Drafter, DrafterElsewhere
+from sglang.srt.speculative.kv_sharing_assistant import KVSharingAssistant
+from sglang.srt.speculative.multi_layer_mtp import MultiLayerMTP
 from sglang.srt.speculative.ngram import NgramDrafter
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import regex
 
 from sglang.srt.utils.allowance import Allowance
-from sglang.srt.utils.text_stream import Piece
+from sglang.srt.utils.text_stream import TextDelta
 
 REGEX_WINDOW = 4096
 """Characters at the end of the text in which a stop_regex is searched, so that its cost a token is bounded."""
@@ -119,10 +119,10 @@ class StopHold:
         self._trackers = [PrefixTracker(text) for text in stop]
         self._patterns = {pattern: compile_pattern(pattern) for pattern in stop_regex}
         self._regex_hold = min(longest_match, MAX_REGEX_HOLD) - 1 if stop_regex else 0
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[TextDelta] = deque()
         self._length = 0
 
-    def push(self, pieces: Iterable[Piece]) -> str:
+    def push(self, pieces: Iterable[TextDelta]) -> str:
         """Add a piece of text; return the part of the text that no stop string can claim any more."""
         self._append(pieces)
         if not self._length:
@@ -130,7 +130,7 @@ class StopHold:
         keep = max(self._regex_hold, max((tracker.length for tracker in self._trackers), default=0))
         return self._take(self._length - keep)
 
-    def finish(self, pieces: Iterable[Piece], last: Iterable[Piece], matched: str | None) -> str:
+    def finish(self, pieces: Iterable[TextDelta], last: Iterable[TextDelta], matched: str | None) -> str:
         """The rest of what prints, cut where the stop `matched` (a stop string, or a stop regex as given) begins;
         None: uncut.
 
@@ -145,7 +145,7 @@ class StopHold:
         whole = "".join(piece.text for piece in self._pieces)
         return self._take(self._find(whole, matched, last_start))
 
-    def _append(self, pieces: Iterable[Piece]) -> None:
+    def _append(self, pieces: Iterable[TextDelta]) -> None:
         for piece in pieces:
             if piece.text:
                 self._pieces.append(piece)
@@ -159,7 +159,7 @@ class StopHold:
         while length > 0:
             text, prints = self._pieces.popleft()
             if len(text) > length:
-                self._pieces.appendleft(Piece(text[length:], prints))
+                self._pieces.appendleft(TextDelta(text[length:], prints))
                 text = text[:length]
             if prints:
                 taken.append(text)

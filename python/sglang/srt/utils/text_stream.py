@@ -40,7 +40,7 @@ class TextDecoder(Protocol):
 # --- text in which special tokens show --------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class TextDelta(NamedTuple):
     text: str
     prints: bool
     """False for a special token that the request does not want to see."""
@@ -56,21 +56,21 @@ class SpelledStream:
         self._stream = decoder.stream(skip_special_tokens)
         self._skip_special_tokens = skip_special_tokens
 
-    def push(self, ids: Sequence[int]) -> list[Piece]:
+    def push(self, ids: Sequence[int]) -> list[TextDelta]:
         """The pieces that print are what `TextDecoder.stream` gives for these ids."""
         if not self._skip_special_tokens:
-            return [Piece(self._stream.push(ids), True)]
+            return [TextDelta(self._stream.push(ids), True)]
         pieces, start = [], 0
         for i, token_id in enumerate(ids):
             spelling = self._decoder.special_text(token_id)
             if spelling is not None:
-                pieces += [Piece(self._stream.push(ids[start:i]), True), Piece(spelling, False)]
+                pieces += [TextDelta(self._stream.push(ids[start:i]), True), TextDelta(spelling, False)]
                 start = i + 1
-        pieces.append(Piece(self._stream.push(ids[start:]), True))
+        pieces.append(TextDelta(self._stream.push(ids[start:]), True))
         return pieces
 
-    def finish(self) -> list[Piece]:
-        return [Piece(self._stream.finish(), True)]
+    def finish(self) -> list[TextDelta]:
+        return [TextDelta(self._stream.finish(), True)]
 
 
 # --- byte-level tokenizers: every token is a byte string --------------------------------------------------------------

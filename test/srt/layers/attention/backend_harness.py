@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sglang.srt.hardware.arch import current_arch
-from sglang.srt.kernels.launch import TileLadder
+from sglang.srt.kernels.launch import FallbackTiles
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.sites import AttentionSites
@@ -54,9 +54,9 @@ class FakePlan:
     def __post_init__(self) -> None:
         self.attention_sites = self.attention_sites or (AttentionSite(self.shape, self.window),)
 
-    def ladder(self, op: str) -> TileLadder:
+    def fallbacks(self, op: str) -> FallbackTiles:
         tiles = attention_tiles(op, self.shape.head_dim, self.shape.v_head_dim, "bfloat16", ())
-        return TileLadder(op, tiles, __name__)
+        return FallbackTiles(op, tiles, __name__)
 
     @property
     def attention_shapes(self) -> tuple[AttentionShape, ...]:

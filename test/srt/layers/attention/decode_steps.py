@@ -43,7 +43,7 @@ class OneLayer:
 
     description = SimpleNamespace(last_stage=True)
 
-    def input_buffer(self, most_tokens: int) -> None:
+    def input_buffer(self, max_tokens: int) -> None:
         """Of what a stage before this one sends: there is none."""
 
     def compute(self, batch: ForwardBatch, received: None) -> torch.Tensor:

@@ -18,7 +18,7 @@ from srt.layers.attention.reference import Problem
 
 def own_layer(p: Problem, rank: int, size: int) -> Attention:
     """The layer with the rank's caches."""
-    layer = layer_of(p, token_ranks=size)
+    layer = layer_of(p, dcp_size=size)
     keys = p.k_cache[rank::size].contiguous()
     values = keys[..., : p.v_head_dim] if p.v_in_k else p.v_cache[rank::size].contiguous()
     layer.cache.bind({"k": keys, "v": values}, table=1)

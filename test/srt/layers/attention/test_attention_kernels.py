@@ -218,7 +218,8 @@ def test_chunks(size: int) -> None:
 @interpreter.kernel_test
 @pytest.mark.parametrize(("extent", "window"), some_of(itertools.product((33, 300), (0, 20)), {(33, 20), (300, 0)}))
 def test_biases_by_distance(extent: int, window: int) -> None:
-    """Bands that end within a block of keys, at the window, and behind the longest context; of fp32 and 16 bits."""
+    """Tile configs that end within a block of keys, at the window, and behind the longest context; of fp32 and 16
+    bits."""
     for problem, run, reference, dtype in (
         (extend_problem(), run_extend, reference_extend, torch.bfloat16),
         (decode_problem(), run_decode, reference_decode, torch.float32),

@@ -105,8 +105,8 @@ def test_choices(
     if at_once is not None:
         monkeypatch.setattr("sglang.srt.layers.attention.block_groups.rows_at_once", lambda *_: at_once)
     tile = tiles_of("block_indexer")[0]
-    ladder = SimpleNamespace(run=lambda launch: launch(tile))
-    plan = SimpleNamespace(ladder=lambda op: ladder, arch=SimpleNamespace(num_sms=NUM_SMS))
+    fallbacks = SimpleNamespace(run=lambda launch: launch(tile))
+    plan = SimpleNamespace(fallbacks=lambda op: fallbacks, arch=SimpleNamespace(num_sms=NUM_SMS))
     blocks = entries.blocks(BLOCK, heads)
     got = TritonBlockIndexer(plan)(q, keys, entries, blocks, top_blocks, 1)
     want = native.block_indexer(None)(q, keys, entries, blocks, top_blocks, 1)
@@ -120,7 +120,7 @@ def test_choices(
 @interpreter.kernel_test
 def test_no_more_blocks_than_are_chosen_need_no_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the lengths are: no scores are launched."""
-    plan = SimpleNamespace(ladder=lambda op: None, arch=SimpleNamespace(num_sms=NUM_SMS))
+    plan = SimpleNamespace(fallbacks=lambda op: None, arch=SimpleNamespace(num_sms=NUM_SMS))
     called: list[tuple[int, ...]] = []
     monkeypatch.setattr(
         "sglang.srt.layers.attention.block_groups.select_entries", lambda scores, *_: called.append(scores.shape)

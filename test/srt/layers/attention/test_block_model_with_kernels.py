@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import interpreter
 import pytest
 
-from sglang.srt.kernels.bands import ANY, Band
+from sglang.srt.kernels.tile_configs import ANY, TileConfig
 from sglang.srt.layers.attention.block_groups import TritonBlockAttention, TritonBlockIndexer
 from sglang.srt.layers.triton_ops import rope_store
 from srt.layers.attention.test_block_kernels import NUM_SMS, tiles_of
@@ -19,13 +19,13 @@ from srt.models.harness import NativePlan, random_tokens, save_tiny
 
 def block_indexer(plan: NativePlan) -> TritonBlockIndexer:
     (tile, *_) = tiles_of("block_indexer")
-    ladder = SimpleNamespace(run=lambda launch: launch(tile))
-    return TritonBlockIndexer(SimpleNamespace(ladder=lambda op: ladder, arch=SimpleNamespace(num_sms=NUM_SMS)))
+    fallbacks = SimpleNamespace(run=lambda launch: launch(tile))
+    return TritonBlockIndexer(SimpleNamespace(fallbacks=lambda op: fallbacks, arch=SimpleNamespace(num_sms=NUM_SMS)))
 
 
 def block_attention(plan: NativePlan) -> TritonBlockAttention:
-    bands = (Band(ANY, "tiles", tuple((tile,) for tile in tiles_of("block_attention")), "kernels/tiles.py"),)
-    return TritonBlockAttention(SimpleNamespace(tiles=lambda op: bands, arch=SimpleNamespace(num_sms=NUM_SMS)))
+    configs = (TileConfig(ANY, "tiles", tuple((tile,) for tile in tiles_of("block_attention")), "kernels/tiles.py"),)
+    return TritonBlockAttention(SimpleNamespace(tiles=lambda op: configs, arch=SimpleNamespace(num_sms=NUM_SMS)))
 
 
 KERNELS = {

@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.triton_ops.decode_attention import decode_atten
 from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
-from sglang.srt.layers.step_rows import ExtendRows, VerifyRows, TokenSlots
+from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
 from srt.layers.attention.reference import Problem, attend, biases_of_keys, relative_error, visible_keys

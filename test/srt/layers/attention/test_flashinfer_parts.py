@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.layers.attention.dcp import GatheredMetadata, DcpDecode, DcpExtend
+from sglang.srt.layers.attention.dcp import DcpDecode, DcpExtend, GatheredMetadata
 from sglang.srt.layers.attention.token_shares import GatheredTokens
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.plan.ranks import RankLayout

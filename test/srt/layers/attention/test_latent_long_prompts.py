@@ -22,7 +22,7 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention import sites
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
 from sglang.srt.layers.attention.sites import AttentionSites
-from sglang.srt.layers.step_rows import ExtendRows, VerifyRows, TokenSlots
+from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.plan.attention_sites import site_of

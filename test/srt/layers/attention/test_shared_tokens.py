@@ -155,8 +155,8 @@ def test_each_slot_is_one_ranks() -> None:
     own = torch.stack([own_slots(slots, Group(rank, 4)) for rank in range(4)])
     assert torch.equal(own.sum(0), slots // 4) and ((own > 0).sum(0) == (slots >= 4)).all()
     selection = Selection(torch.tensor([[5, -1, 8, 3, 0]]), torch.tensor([4]))
-    assert selection.of_rank(0, 4).slots.tolist() == [[-1, -1, 2, -1, 0]]
-    assert selection.of_rank(1, 4).slots.tolist() == [[1, -1, -1, -1, -1]]
+    assert selection.select_rank(0, 4).slots.tolist() == [[-1, -1, 2, -1, 0]]
+    assert selection.select_rank(1, 4).slots.tolist() == [[1, -1, -1, -1, -1]]
     both = (TokenSlots(slots, slots),) * 2
     assert with_own_table(both, own)[0] is both[0] and with_own_table(both, own)[1].req_to_token is own
 

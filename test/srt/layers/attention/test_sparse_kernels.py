@@ -250,7 +250,7 @@ class _Plan:
 
     arch = replace(arch_by_name("sm_120"), num_sms=NUM_SMS)
 
-    def ladder(self, op: str) -> _Plan:
+    def fallbacks(self, op: str) -> _Plan:
         return self
 
     def run(self, launch: Callable[[dict[str, int]], None]) -> None:

@@ -21,10 +21,10 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.distributed.parallel_state import groups_of
 from sglang.srt.hardware.arch import CPU, ArchTraits
-from sglang.srt.kernels.bands import Bands
+from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import triton_tile_configs
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
@@ -32,13 +32,13 @@ from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, quantize
 from sglang.srt.model_loader.loader import fill_random, load_checkpoint
 from sglang.srt.plan.feed_forward import MoE
-from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, Serving
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
-from srt.distributed.summands import Summands
+from srt.distributed.partial_sums import Summands
 from srt.models.harness import SEVERAL_FUNCTIONS
 from srt.models.quantized_checkpoints import asymmetric_int4, awq
 
@@ -293,7 +293,7 @@ class Loaded:
                 native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, SEVERAL_FUNCTIONS.get(op, op))
             ),
             choices=defaultdict(lambda: SimpleNamespace(spec=SimpleNamespace(package="torch"))),
-            tiles=lambda op, shape=None: self._bands() if op == "fused_moe" and ops is not native_ops else (),
+            tiles=lambda op, shape=None: self._tile_configs() if op == "fused_moe" and ops is not native_ops else (),
         )
         self.described = described = with_fused_shared(
             _description(spec, hidden_size, weights, quantization), "" if fuse else "--disable-shared-experts-fusion"
@@ -303,18 +303,18 @@ class Loaded:
         groups = groups_of(ranks, rank)
         groups.tp.reduce_with(Summands())  # the test sums what the ranks make
         scope = Scope(plan, torch.device(arch.device), dtype, groups, quant, weights)
-        self.elsewhere = scope.elsewhere
+        self.on_other_ranks = scope.elsewhere
         self.weights = weights
         self.quantization = quantization
         self.params, self.finish = scope.params, scope.finish
         self.layer = MoELayer(scope.sub("layers").sub(3).sub("moe"), described.layers[3].ffn)
 
-    def _bands(self) -> Bands:
+    def _tile_configs(self) -> TileConfigs:
         """As a plan cuts them."""
         ranks = self.held.ranks
-        serving = Serving("bfloat16", "bfloat16", tp_size=ranks.tp_size, ep_size=ranks.ep_size)
+        serving = ParallelConfig("bfloat16", "bfloat16", tp_size=ranks.tp_size, ep_size=ranks.ep_size)
         need = next(need for need in needs_of(self.held, serving) if need.op == "fused_moe")
-        return triton_bands(need, self.arch).by_shape[None]
+        return triton_tile_configs(need, self.arch).by_shape[None]
 
     def load(self, folder: Path) -> MoELayer:
         with torch.inference_mode():
@@ -332,7 +332,7 @@ class Loaded:
         return self.layer
 
     def ignored_weight(self, name: str) -> bool:
-        other_rank = name in self.elsewhere
+        other_rank = name in self.on_other_ranks
         return other_rank or name.endswith(self.weights.ignore) or is_redundant(self.quantization, name)
 
 

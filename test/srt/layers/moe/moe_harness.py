@@ -12,11 +12,11 @@ import torch
 
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
-from sglang.srt.kernels.bands import Bands
+from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
-from sglang.srt.layers.moe.fused_moe_triton import expert_bands
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import ExpertLayer
+from sglang.srt.layers.moe.fused_moe_triton import expert_tile_configs
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import ExpertLayer
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import product_for
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.quantization import reference
@@ -127,19 +127,19 @@ def _rounded(x: torch.Tensor, w: ExpertWeights) -> torch.Tensor:
     return reference.round_activation(x, scheme, input_scale)
 
 
-def bands_of(
+def tile_configs_of(
     w13: ExpertWeights,
     w2: ExpertWeights,
     ids: torch.Tensor,
     features: Collection[str] = (),
     tiles: MoeTiles | None = None,
-) -> Bands:
+) -> TileConfigs:
     """Those that a plan would cut; with `tiles` these for any number of tokens."""
     product = product_for(w13)
     if tiles is not None:
-        return expert_bands.forced(tiles, product)
+        return expert_tile_configs.forced(tiles, product)
     layer = ExpertLayer(product, w13.num_experts, ids.shape[1], w2.rows, w2.cols, w13.ep_size)
-    return expert_bands.bands_of(layer, features)
+    return expert_tile_configs.tile_configs_of(layer, features)
 
 
 def assert_close(actual: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:

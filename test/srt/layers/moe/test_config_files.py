@@ -9,8 +9,8 @@ import pytest
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.bands import ANY
 from sglang.srt.kernels.spec import Need, TileRecord
+from sglang.srt.kernels.tile_configs import ANY
 from sglang.srt.layers.moe.fused_moe_triton import capacity, config_files
 from sglang.srt.layers.moe.fused_moe_triton.capacity import ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.config_files import Found, find
@@ -22,7 +22,7 @@ from sglang.srt.layers.moe.fused_moe_triton.config_format import (
     read_content,
 )
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import triton_bands
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import triton_tile_configs
 from sglang.tuning import tile_files
 from sglang.tuning.tile_files import write_content
 
@@ -312,7 +312,7 @@ def test_the_bands_say_what_was_rejected(configs: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(capacity, "_shipped_cost", lambda variant, tile, arch: TileRecord(147_456, 255, 0, 0, ()))
     put(configs / "E=128,N=768,arch=sm_120,sms=188.json", {"1": PUBLISHED})
     need = Need("fused_moe", shapes=((1536, 2048, False), (2048, 768, False)), experts=(128, 8, 1))
-    cut = triton_bands(need, SERVER)
+    cut = triton_tile_configs(need, SERVER)
     (warning,) = cut.warnings
     assert warning.startswith("MoE tuning file not used") and "147,456 B" in warning
     assert "no tuning file" in cut.source and "rejected" in cut.source
@@ -323,11 +323,11 @@ def test_a_step_gets_the_entry_of_the_closest_number_of_tokens(configs: Path) ->
     put(configs / "E=8,N=64,arch=sm_120,sms=188.json", {"9": ENTRY, "64": ENTRY | {"num_stages": 4}})
     for groups in (1, 2):
         need = Need("fused_moe", shapes=((128, 2048, False), (2048, 64, False)), experts=(8, 2, groups))
-        few, first, last = triton_bands(need, SERVER).by_shape[None]
-        assert (few.most, few.way) == (groups, "few pairs")
+        few, first, last = triton_tile_configs(need, SERVER).by_shape[None]
+        assert (few.most, few.variant) == (groups, "few pairs")
         assert (first.most, first.tiles[0]["num_stages"]) == (36 * groups, 3)
         assert (last.most, last.tiles[0]["num_stages"]) == (ANY, 4)
-        assert all(band.why == "E=8,N=64,arch=sm_120,sms=188.json" for band in (first, last))
+        assert all(config.why == "E=8,N=64,arch=sm_120,sms=188.json" for config in (first, last))
 
 
 def test_an_unknown_shape_has_no_file(configs: Path) -> None:

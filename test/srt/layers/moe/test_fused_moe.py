@@ -16,7 +16,7 @@ from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers.moe.fused_moe_triton import tiles as tiles_data
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, few_pairs, tile
-from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, bands_of, expected, make_case
+from srt.layers.moe.moe_harness import NATIVE, Case, assert_close, expected, make_case, tile_configs_of
 
 DEVICE = interpreter.DEVICE
 HAS_NATIVE = interpreter.INTERPRETED or "block_scaled_mma" in current_arch().features
@@ -56,8 +56,8 @@ def run(
     activation: Activation = SILU,
     features: frozenset[str] = frozenset(),
 ) -> torch.Tensor:
-    bands = bands_of(case.w13, case.w2, case.ids, features, tiles)
-    return fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, activation, bands, features)
+    configs = tile_configs_of(case.w13, case.w2, case.ids, features, tiles)
+    return fused_moe(case.x, case.w13, case.w2, case.weights, case.ids, activation, configs, features)
 
 
 def bound_of(scheme: str | None) -> float:

@@ -8,11 +8,11 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.kernels.bands import Tiles, band_of
 from sglang.srt.kernels.scaled_product import PLAIN, ScaledProduct
+from sglang.srt.kernels.tile_configs import Tiles, config_for
 from sglang.srt.layers.moe.fused_moe_triton import align as align_module
 from sglang.srt.layers.moe.fused_moe_triton.align import align
-from sglang.srt.layers.moe.fused_moe_triton.expert_bands import ExpertLayer, bands_of
+from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import ExpertLayer, tile_configs_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     MANY,
     PAIR_TILES,
@@ -69,11 +69,11 @@ def test_tiles_share_their_grouping_and_cover_every_batch(table) -> None:
         assert all(row.gate_up["BLOCK_M"] == row.down["BLOCK_M"] for row in rows), kind
 
 
-def rung(tokens: int, layer: ExpertLayer, features: Collection[str] = ()) -> Tiles:
+def candidate(tokens: int, layer: ExpertLayer, features: Collection[str] = ()) -> Tiles:
     """The tiles of both products that a step launches."""
-    band = band_of(bands_of(layer, features), tokens)
-    assert band.way == MANY
-    return band.tiles
+    config = config_for(tile_configs_of(layer, features), tokens)
+    assert config.variant == MANY
+    return config.tiles
 
 
 def both(tiles: MoeTiles) -> Tiles:
@@ -81,15 +81,15 @@ def both(tiles: MoeTiles) -> Tiles:
 
 
 def test_tiles_by_batch_and_gpu() -> None:
-    assert rung(52, ExpertLayer(PLAIN, 128, 1, 2048, 768)) == both(TILES["plain"][0])
+    assert candidate(52, ExpertLayer(PLAIN, 128, 1, 2048, 768)) == both(TILES["plain"][0])
     wide = {"wgmma"}
-    assert rung(8192, ExpertLayer(ScaledProduct("group128"), 128, 8, 2048, 768), wide) == both(
+    assert candidate(8192, ExpertLayer(ScaledProduct("group128"), 128, 8, 2048, 768), wide) == both(
         WIDE_TILES["group128"][-1]
     )
     layers = [ExpertLayer(ScaledProduct("scaled"), 161, 9, 2048, intermediate) for intermediate in (1536, 192)]
-    assert rung(8192, layers[0], wide) == both(WIDE_TILES["scaled"][-2])
-    assert rung(8192, layers[1], wide) == both(WIDE_TILES["scaled"][-1]), "a quarter would be empty"
-    assert [rung(64, layer, wide)[0]["BLOCK_K"] for layer in layers] == [256, 128]
+    assert candidate(8192, layers[0], wide) == both(WIDE_TILES["scaled"][-2])
+    assert candidate(8192, layers[1], wide) == both(WIDE_TILES["scaled"][-1]), "a quarter would be empty"
+    assert [candidate(64, layer, wide)[0]["BLOCK_K"] for layer in layers] == [256, 128]
     assert tile_rows("mx4", wide) is TILES["mx4"], "what large GPUs have no tiles for gets everybody's"
     assert few_pairs(51, 128) and not few_pairs(52, 128)
 

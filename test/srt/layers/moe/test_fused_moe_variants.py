@@ -52,8 +52,10 @@ def test_what_is_widened_is_said(features: frozenset[str]) -> None:
     for scheme in SCHEMES.values():
         product = product_of(scheme, features)
         mixed = scheme.element == "e2m1" and scheme.activation == "mxfp8"
-        widened = product.kind == "planes" or (product.kind == "mx" and (mixed or "block_scaled_mma" not in features))
-        assert widened == bool(widening(scheme, features)), scheme.name
+        dequantized = product.kind == "planes" or (
+            product.kind == "mx" and (mixed or "block_scaled_mma" not in features)
+        )
+        assert dequantized == bool(widening(scheme, features)), scheme.name
 
 
 def test_few_tokens_use_wgmma_on_hopper() -> None:

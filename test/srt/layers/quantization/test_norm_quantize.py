@@ -7,7 +7,7 @@ import dataclasses
 import interpreter
 import pytest
 import torch
-from srt.layers.moe.moe_harness import bands_of, make_case
+from srt.layers.moe.moe_harness import make_case, tile_configs_of
 from srt.layers.quantization.test_quant_linear import weight_of
 
 from sglang.srt.configs.activation import SILU
@@ -18,8 +18,8 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, tile
-from sglang.srt.layers.quantization import quantized_rows
-from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, RowForm, RowFormat
+from sglang.srt.layers.quantization import activations
+from sglang.srt.layers.quantization.activations import QuantizedActivations, RowForm, RowFormat
 from sglang.srt.layers.residual import SumJoin, SumStream
 from sglang.srt.layers.triton_ops import linear_tiles, norm, quant_linear
 from sglang.srt.layers.triton_ops.norm_quantize import add_rmsnorm_quantize
@@ -35,13 +35,13 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().to(DEVICE)
 
 
-def rows_of(tokens: int, size: int, form: RowForm) -> QuantizedRows:
+def rows_of(tokens: int, size: int, form: RowForm) -> QuantizedActivations:
     x, residual, weight = randn(tokens, size), randn(tokens, size, seed=1), randn(size, seed=2)
     return add_rmsnorm_quantize(x, residual, weight, EPS, form)[0]
 
 
 def test_few_rows_are_those_of_products() -> None:
-    assert quantized_rows.LEAST_ROWS == linear_tiles.FEW_ROWS + 1
+    assert activations.LEAST_ROWS == linear_tiles.FEW_ROWS + 1
 
 
 @interpreter.kernel_test
@@ -68,12 +68,12 @@ def test_linear_products_of_rows(tokens: int, name: str, form: RowForm) -> None:
     weight = weight_of(name, (32,), 256)
     rows = rows_of(tokens, 256, form)
     arch = arch_by_name("sm_120")
-    bands = linear_tiles.bands_of(weight.scheme, (*weight.shape, False), arch)
-    product = quant_linear.quantized_linear(weight, arch, bands)
+    configs = linear_tiles.tile_configs_of(weight.scheme, (*weight.shape, False), arch)
+    product = quant_linear.quantized_linear(weight, arch, configs)
     wanted = product(rows.values)
     assert torch.equal(product(rows), wanted)
     spoilt = product(dataclasses.replace(rows, data=torch.zeros_like(rows.data)))
-    assert torch.equal(spoilt, wanted) == (FORMS[form] != name or tokens < quantized_rows.LEAST_ROWS)
+    assert torch.equal(spoilt, wanted) == (FORMS[form] != name or tokens < activations.LEAST_ROWS)
 
 
 @interpreter.kernel_test
@@ -83,9 +83,9 @@ def test_experts_products_of_rows(form: RowForm) -> None:
     one = tile(16, 32, 128, 2, 4, 2)
     given = (case.w13, case.w2, case.weights, case.ids)
     rows = rows_of(9, 256, form)
-    bands = bands_of(case.w13, case.w2, case.ids, tiles=MoeTiles(float("inf"), one, one))
-    wanted = fused_moe(rows.values, *given, SILU, bands)
-    assert torch.equal(fused_moe(rows, *given, SILU, bands), wanted)
+    configs = tile_configs_of(case.w13, case.w2, case.ids, tiles=MoeTiles(float("inf"), one, one))
+    wanted = fused_moe(rows.values, *given, SILU, configs)
+    assert torch.equal(fused_moe(rows, *given, SILU, configs), wanted)
 
 
 class Block:
@@ -111,11 +111,11 @@ def test_norms_quantize_for_blocks_that_take_it(form: RowForm | None) -> None:
         assert isinstance(join.before(stream), torch.Tensor), "there is no sum yet"
         join.after(stream, randn(tokens, 256, seed=1))
         found = join.before(stream)
-        assert isinstance(found, QuantizedRows) == (form is not None and tokens == 3)
-        assert not isinstance(found, QuantizedRows) or found.form == form
+        assert isinstance(found, QuantizedActivations) == (form is not None and tokens == 3)
+        assert not isinstance(found, QuantizedActivations) or found.form == form
         stream.group = Group()
         join.after(stream, randn(tokens, 256, seed=1))
-        assert isinstance(join.before(stream), QuantizedRows) == (form is not None and tokens == 3)
+        assert isinstance(join.before(stream), QuantizedActivations) == (form is not None and tokens == 3)
 
 
 @interpreter.in_two_parts

@@ -18,7 +18,7 @@ from pairs import some_of
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.bands import band_of
+from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.ops import QuantizedProduct
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.dense import shifted
@@ -71,8 +71,8 @@ def activations(rows: int, cols: int) -> torch.Tensor:
 
 
 def linear_of(weight: LinearWeight, arch: ArchTraits) -> QuantizedProduct:
-    bands = linear_tiles.bands_of(weight.scheme, (*weight.shape, False), arch)
-    return quantized_linear(copy_of(weight), arch, bands)
+    configs = linear_tiles.tile_configs_of(weight.scheme, (*weight.shape, False), arch)
+    return quantized_linear(copy_of(weight), arch, configs)
 
 
 def tile_for(held: PackedWeight, rows: int) -> Mapping[str, int]:
@@ -257,7 +257,7 @@ def test_products_of_few_columns_leave_no_sm_idle() -> None:
     def tile_for(kind: str, columns: int, features: Collection[str] = (), num_sms: int = 188) -> Mapping[str, int]:
         scheme = SCHEMES[{"scaled": "fp8_channel", "planes": "int4_g32"}[kind]]
         arch = dataclasses.replace(arch_by_name("sm_80"), features=frozenset(features), num_sms=num_sms)
-        return band_of(linear_tiles.bands_of(scheme, (columns, 4096, False), arch), 256).tiles[0]
+        return config_for(linear_tiles.tile_configs_of(scheme, (columns, 4096, False), arch), 256).tiles[0]
 
     assert num_splits(128, 56, 5120, 188) == 4 and num_splits(256, 112, 5120, 188) == 2
     assert num_splits(256, 160, 5120, 188) == 1, "two for some SMs would wait for one"

@@ -20,12 +20,12 @@ from srt.layers.quantization.test_quant_linear import (
 
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.bands import Bands
 from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers.attention import flash_varlen
 from sglang.srt.layers.quantization import reference, scaled_mm
+from sglang.srt.layers.quantization.activations import QuantizedActivations
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.srt.layers.quantization.quantized_rows import QuantizedRows
 from sglang.srt.layers.triton_ops import linear_tiles
 from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, pack
 from sglang.srt.managers.scheduler import scheduler_setup
@@ -43,16 +43,16 @@ def rounded(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor
     return made.data, made.scale
 
 
-def bands_of(weight: LinearWeight, has_bias: bool) -> Bands:
+def tile_configs_of(weight: LinearWeight, has_bias: bool) -> TileConfigs:
     shape = (*weight.shape, has_bias)
     made = Need("linear", quant=weight.scheme.name, shapes=(shape,))
-    return linear_tiles.library_bands(made, WIDENS).by_shape[shape]
+    return linear_tiles.library_tile_configs(made, WIDENS).by_shape[shape]
 
 
 @pytest.fixture(autouse=True)
 def early(monkeypatch: pytest.MonkeyPatch) -> None:
     def operand(x: Any, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, None]:
-        if isinstance(x, QuantizedRows):
+        if isinstance(x, QuantizedActivations):
             return x.data, x.scale, 1, None
         fixed = matrix.weight.input_scale
         if fixed is not None:
@@ -97,14 +97,14 @@ def test_many_rows_are_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) 
     want = expected(x, weight, held, rounded=True)
     if name == "fp8_block" and not HAS_GPU:
         monkeypatch.setattr(F, "scaled_mm", blockwise)
-    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix, bands: None)
-    run = scaled_mm.quantized_linear(copy_of(weight), WIDENS, bands_of(weight, False))
+    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix, configs: None)
+    run = scaled_mm.quantized_linear(copy_of(weight), WIDENS, tile_configs_of(weight, False))
     assert_close(run(x, None), want, 4e-3)
     assert torch.equal(run(x.view(3, 6, -1), None).view(ROWS, -1), run(x, None))
     if name != "fp8_tensor_static":
         form = "group128" if name == "fp8_block" else "token"
         data, scale = rounded(x, dataclasses.replace(weight.scheme, activation=form))
-        assert_close(run(QuantizedRows(torch.full_like(x, torch.nan), data, scale, form), None), want, 4e-3)
+        assert_close(run(QuantizedActivations(torch.full_like(x, torch.nan), data, scale, form), None), want, 4e-3)
     if name != "fp8_block":
         bias = torch.randn(160, generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
         assert_close(run(x, bias), want + bias.float(), 4e-3)
@@ -132,11 +132,11 @@ def test_the_rest_is_tritons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix, bands: lambda *call: calls.append(call))
+    monkeypatch.setattr(scaled_mm, "packed_linear", lambda matrix, configs: lambda *call: calls.append(call))
     monkeypatch.setattr(F, "scaled_mm", None)
     x, bias = activations(tokens, columns), torch.ones(rows, device=DEVICE) if has_bias else None
     weight = weight_of(name, (rows,), columns)
-    scaled_mm.quantized_linear(weight, WIDENS, bands_of(weight, has_bias))(x, bias, dtype)
+    scaled_mm.quantized_linear(weight, WIDENS, tile_configs_of(weight, has_bias))(x, bias, dtype)
     assert len(calls) == 1 and calls[0][0] is x and calls[0][1] is bias and calls[0][2] is dtype
 
 

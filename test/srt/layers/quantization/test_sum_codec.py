@@ -5,7 +5,7 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
-from srt.distributed.test_quantized_sums import DTYPES, shape_of, summand
+from srt.distributed.test_quantized_sums import DTYPES, partial_sum, shape_of
 
 from sglang.srt.distributed.quantized_sums import GROUP, WIRE, TorchCodec
 from sglang.srt.layers.triton_ops.quantized_sums import TritonCodec
@@ -18,7 +18,7 @@ DEVICE = interpreter.DEVICE
 def test_the_same_bits(seed: int) -> None:
     ours, torchs = TritonCodec(), TorchCodec()
     dtype, (rows, hidden), ranks = DTYPES[seed % 2], shape_of(seed), 2 + seed % 3
-    x = summand(3 * seed, 0, (rows, hidden), dtype).flatten().to(DEVICE)
+    x = partial_sum(3 * seed, 0, (rows, hidden), dtype).flatten().to(DEVICE)
     if seed == 3:
         x[3], x[40] = torch.inf, torch.nan
     share = -(-x.numel() // (GROUP * ranks)) + seed % 2

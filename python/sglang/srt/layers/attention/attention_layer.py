@@ -32,11 +32,11 @@ class AttentionLayer:
     """> 0: scores of keys at each distance below it get a bias, which comes with the queries."""
     top_k: int = 0
     """> 0: attention is over so many tokens that an indexer selects."""
-    token_ranks: int = 1
+    dcp_size: int = 1
     """> 1: so many ranks share out the tokens of the cache."""
     site: AttentionSite = field(init=False)
 
     def __post_init__(self) -> None:
         self.v_head_dim = self.v_head_dim or self.head_dim
         shape = AttentionShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim)
-        self.site = AttentionSite(shape, self.sliding_window, self.top_k, self.token_ranks, self.chunked)
+        self.site = AttentionSite(shape, self.sliding_window, self.top_k, self.dcp_size, self.chunked)

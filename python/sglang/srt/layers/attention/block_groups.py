@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.kernels.bands import band_of
-from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.kernels.launch import fallbacks_of
+from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.sparse import logit_columns, rows_at_once
 from sglang.srt.layers.attention.triton_ops import block_attention
@@ -24,7 +24,7 @@ class TritonBlockIndexer:
     scores."""
 
     def __init__(self, plan: Plan) -> None:
-        self._ladder = plan.ladder("block_indexer")
+        self._ladder = plan.fallbacks("block_indexer")
         self._num_sms = plan.arch.num_sms
 
     def __call__(
@@ -62,7 +62,7 @@ class TritonBlockAttention:
     down to."""
 
     def __init__(self, plan: Plan) -> None:
-        self._bands = plan.tiles("block_attention")
+        self._tile_configs = plan.tiles("block_attention")
         self._num_sms = plan.arch.num_sms
 
     def __call__(
@@ -79,7 +79,7 @@ class TritonBlockAttention:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        ladder_of("block_attention", band_of(self._bands, len(q)), block_attention.__name__).run(
+        fallbacks_of("block_attention", config_for(self._tile_configs, len(q)), block_attention.__name__).run(
             lambda tiles: block_attention.block_attention_fwd(
                 q,
                 k_cache,

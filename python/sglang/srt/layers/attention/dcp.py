@@ -83,8 +83,8 @@ class DcpDecode:
         self.parts.prepare_graphs(batch_sizes)
 
     def build_in_graph(self, rows: DecodeRows) -> DcpDecodeMetadata:
-        of_rank = own_lengths if self.plans_on_host else own_rows
-        return DcpDecodeMetadata(self.parts.build_in_graph(of_rank(rows, self.merge.context)), self.merge)
+        select_rank = own_lengths if self.plans_on_host else own_rows
+        return DcpDecodeMetadata(self.parts.build_in_graph(select_rank(rows, self.merge.context)), self.merge)
 
     def refresh(self, rows: DecodeRows) -> None:
         self.parts.refresh(own_rows_before_replay(rows, self.merge.context))
@@ -105,12 +105,12 @@ class DcpExtend:
     """Implements ExtendBuilder."""
 
     def __init__(
-        self, whole: ExtendBuilder, tokens: PartBuilder, merge: PartMerge, reads_new_tokens: bool, most_tokens: int
+        self, whole: ExtendBuilder, tokens: PartBuilder, merge: PartMerge, reads_new_tokens: bool, max_tokens: int
     ) -> None:
-        """whole: for prompts over a cache that holds all their tokens. tokens: for rows of one token each. most_tokens:
+        """whole: for prompts over a cache that holds all their tokens. tokens: for rows of one token each. max_tokens:
         that come together on every rank at once, if one request has no more."""
         self.whole, self.tokens, self.merge = whole, tokens, merge
-        self.reads_new_tokens, self.most_tokens = reads_new_tokens, most_tokens
+        self.reads_new_tokens, self.max_tokens = reads_new_tokens, max_tokens
         self.plans_on_host = whole.plans_on_host
         self.in_graphs = whole.in_graphs and tokens.in_graphs and not tokens.plans_on_host
 
@@ -121,7 +121,7 @@ class DcpExtend:
         lens = rows.seq_lens_cpu if self.reads_new_tokens else rows.prefix_lens_cpu
         if not any(lens):
             return self.whole.build(rows)
-        runs = _runs(lens, self.most_tokens)
+        runs = _runs(lens, self.max_tokens)
         return GatheredMetadata([self._gathered(rows, run, lens[run]) for run in runs])
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
@@ -216,7 +216,7 @@ def builders_of(
     extends: dict[AttentionSite, ExtendBuilder] = {}
     shared: dict[AttentionShape, tuple[DcpDecode, DcpExtend]] = {}
     for site in sites:
-        if site.token_ranks == 1:
+        if site.dcp_size == 1:
             decodes[site], extends[site] = decode.decode_builder(site), extend.extend_builder(site)
             continue
         if site.shape not in shared:

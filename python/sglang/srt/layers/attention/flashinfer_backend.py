@@ -126,8 +126,8 @@ class _SiteOptions:
             "kv_data_type": self.cache_dtype,
             "window_left": site.window - 1,  # -1: all tokens
         }
-        most_tokens = min(plan.context_len, site.window + plan.page_size - 1) if site.window else plan.context_len
-        self.max_pages_each = -(-most_tokens // plan.page_size)
+        max_tokens = min(plan.context_len, site.window + plan.page_size - 1) if site.window else plan.context_len
+        self.max_pages_each = -(-max_tokens // plan.page_size)
         self.tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
 
     def pages(self, rows: DecodeRows | ExtendRows) -> Pages:

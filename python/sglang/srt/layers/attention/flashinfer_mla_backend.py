@@ -62,7 +62,7 @@ class FlashInferMLABackend:
         return FlashInferMLADecode(_Options(self._plan, shape, share, DCP_SHARDED), self._workspace)
 
     def extend_builder(self, site: AttentionSite) -> FlashInferMLAExtend:
-        pages = (self._plan.page_size, 0) if site.token_ranks == 1 else (1, DCP_SHARDED)
+        pages = (self._plan.page_size, 0) if site.dcp_size == 1 else (1, DCP_SHARDED)
         return FlashInferMLAExtend(_Options(self._plan, site.shape, *pages), self._workspace)
 
 
@@ -78,7 +78,7 @@ class _Options:
         self.dtypes = (getattr(torch, plan.dtype), storage_dtype(plan.kv_cache_dtype))
         self.max_pages_each = -(-plan.context_len // plan.page_size)
         self.kernels = library_kernels(plan.arch)
-        self.most_works = MOST_WORKS - 2 * plan.arch.num_sms
+        self.max_works = MOST_WORKS - 2 * plan.arch.num_sms
 
     def lists(self, rows: DecodeRows | ExtendRows, new_lens: Sequence[int]) -> _Lists:
         pages = gather_pages(rows, self.table, self.page_size, entered=self.table == DCP_SHARDED)
@@ -87,10 +87,10 @@ class _Options:
     def plan(self, wrapper: PlannedWrapper, lists: _Lists, causal: bool) -> WrapperPlan:
         """Raises UserError for more tokens than the library can plan."""
         tokens, heads = int(lists.starts[-1]), self.shape[0]
-        if len(lists.lens) + tokens * heads // WORK_ROWS > self.most_works:
+        if len(lists.lens) + tokens * heads // WORK_ROWS > self.max_works:
             raise UserError(
                 f"FlashInfer cannot plan {tokens:,} new tokens of {heads} heads in a step; use --chunked-prefill-size "
-                f"{self.most_works * WORK_ROWS // heads // 2} or --attention-backend triton"
+                f"{self.max_works * WORK_ROWS // heads // 2} or --attention-backend triton"
             )
         return wrapper.plan(
             lists.starts, lists.indptr, lists.indices, lists.lens, *self.shape, causal, self.scale, *self.dtypes

@@ -14,7 +14,7 @@ class TritonLatentPrompt:
     """`latent_prompt_attention` with the planned tile, or the next smaller one that a launch steps down to."""
 
     def __init__(self, plan: Plan) -> None:
-        self._ladder = plan.ladder("latent_prompt_attention")
+        self._ladder = plan.fallbacks("latent_prompt_attention")
 
     def __call__(self, *args: Any, **options: Any) -> None:
         self._ladder.run(lambda tile: latent_prompt_attention(*args, **options, tile=tile))

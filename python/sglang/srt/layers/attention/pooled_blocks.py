@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.kernels.bands import band_of
-from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.kernels.launch import fallbacks_of
+from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.triton_ops import selected_blocks
 
@@ -21,7 +21,7 @@ class TritonSelectedBlocks:
     """Implements SelectedBlockOp, with the planned tile or the next smaller one that a launch steps down to."""
 
     def __init__(self, plan: Plan) -> None:
-        self._bands = plan.tiles(OP)
+        self._tile_configs = plan.tiles(OP)
         self._num_sms = plan.arch.num_sms
 
     def __call__(
@@ -34,7 +34,7 @@ class TritonSelectedBlocks:
         *,
         scale: float,
     ) -> None:
-        ladder_of(OP, band_of(self._bands, len(q)), selected_blocks.__name__).run(
+        fallbacks_of(OP, config_for(self._tile_configs, len(q)), selected_blocks.__name__).run(
             lambda tiles: selected_blocks.selected_block_attention_fwd(
                 q, k_cache, v_cache, selection, out, scale=scale, tile=tiles[0], num_sms=self._num_sms
             )

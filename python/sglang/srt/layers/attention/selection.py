@@ -76,7 +76,7 @@ class Selection:
     slots: torch.Tensor  # [T, K] int32; -1: none
     counts: torch.Tensor  # [T] int32, at most K: slots from there on are not looked at
 
-    def of_rank(self, rank: int, size: int) -> Selection:
+    def select_rank(self, rank: int, size: int) -> Selection:
         """Returns what `rank` of `size` has of the entries where they share out the tokens, by its own slots."""
         is_local = (self.slots >= 0) & (self.slots % size == rank)
         return replace(self, slots=torch.where(is_local, self.slots // size, -1))

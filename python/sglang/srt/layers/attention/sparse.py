@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.kernels.bands import band_of
-from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.kernels.launch import fallbacks_of
+from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops import sparse_attention
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
@@ -29,7 +29,7 @@ class TritonSparseIndexer:
     asked of the device, so that a graph may hold it; contexts that are short whatever the lengths launch no scores."""
 
     def __init__(self, plan: Plan) -> None:
-        self._ladder = plan.ladder("sparse_indexer")
+        self._ladder = plan.fallbacks("sparse_indexer")
         self._num_sms = plan.arch.num_sms
 
     def __call__(
@@ -85,7 +85,7 @@ class TritonSparseAttention:
     steps down to."""
 
     def __init__(self, plan: Plan) -> None:
-        self._bands = plan.tiles("sparse_attention")
+        self._tile_configs = plan.tiles("sparse_attention")
         self._num_sms = plan.arch.num_sms
 
     def __call__(
@@ -98,7 +98,7 @@ class TritonSparseAttention:
         sinks: torch.Tensor | None = None,
         lse: torch.Tensor | None = None,
     ) -> None:
-        ladder_of("sparse_attention", band_of(self._bands, len(q)), sparse_attention.__name__).run(
+        fallbacks_of("sparse_attention", config_for(self._tile_configs, len(q)), sparse_attention.__name__).run(
             lambda tiles: sparse_attention.sparse_attention_fwd(
                 q, sources, out, scale=scale, tile=tiles[0], num_sms=self._num_sms, sinks=sinks, lse=lse
             )

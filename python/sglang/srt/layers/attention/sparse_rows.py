@@ -131,7 +131,7 @@ class LatentSite(SparseSite):
     def attend(
         self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
     ) -> None:
-        if layer.token_ranks == 1:
+        if layer.dcp_size == 1:
             self.attention(q, ((layer.cache.k, selection),), out, scale=layer.scale)
             return
         local = self._own_selection(selection)
@@ -146,7 +146,7 @@ class LatentSite(SparseSite):
         selection."""
         if self._own is None or self._own[0] is not selection:
             context = self.merge.context
-            self._own = (selection, selection.of_rank(context.rank, context.size))
+            self._own = (selection, selection.select_rank(context.rank, context.size))
         return self._own[1]
 
 

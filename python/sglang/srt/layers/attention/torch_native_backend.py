@@ -108,8 +108,8 @@ class NativeExtendMetadata:
                 positions = torch.arange(prefix + first, last, device=q.device)
                 keys_at = torch.arange(begin, end, device=q.device)
                 mask = _visible(positions, keys_at, layer, self.causal)
-                band = None if bias is None else _band(bias[rows], positions, keys_at)
-                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=band)
+                config = None if bias is None else _image_band(bias[rows], positions, keys_at)
+                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=config)
             start += new
 
 
@@ -153,8 +153,8 @@ class NativeDecodeMetadata:
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
         keys, values = _gather(layer.cache, loc)
-        band = None if bias is None else _band(bias[:, None], lens[:, None] - 1, key_positions)
-        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], band)[:, 0]
+        config = None if bias is None else _image_band(bias[:, None], lens[:, None] - 1, key_positions)
+        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], config)[:, 0]
 
 
 def attend(
@@ -195,7 +195,7 @@ def attend(
     return torch.unflatten(out, -2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
 
 
-def _band(bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+def _image_band(bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
     """bias [..., N, Hq, E] by distance, positions [..., N] and [L] -> [..., N, Hq, L] fp32: that of each key; 0 behind
     the query, and from E tokens before it on."""
     distance = (query_positions[..., None] - key_positions)[..., None, :]

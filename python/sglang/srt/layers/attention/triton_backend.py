@@ -24,7 +24,7 @@ from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE, PrefixParts, count_parts
 
 if TYPE_CHECKING:
-    from sglang.srt.kernels.launch import TileLadder
+    from sglang.srt.kernels.launch import FallbackTiles
     from sglang.srt.kernels.spec import Tile
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, VerifyRows
@@ -54,7 +54,7 @@ class TritonAttnBackend:
         return TritonDecode(self._plan, shape, self._device, max_rows, parts=True)
 
     def extend_builder(self, site: AttentionSite) -> TritonExtend:
-        key = site.shape, site.token_ranks == 1
+        key = site.shape, site.dcp_size == 1
         if key not in self._extend:
             self._extend[key] = TritonExtend(self._plan, *key, self._device)
         return self._extend[key]
@@ -69,8 +69,8 @@ class _SplitContexts:
 
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str, max_rows: int) -> None:
         self.shape, self.max_rows = shape, max_rows
-        self.ladder = plan.ladder(plan.attention_op("decode_attention", shape))
-        self.tile = self.ladder.tile
+        self.fallbacks = plan.fallbacks(plan.attention_op("decode_attention", shape))
+        self.tile = self.fallbacks.tile
         self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
         self.device = device
         self._replaced: list[Mapping[int, DecodeWorkspace]] = []
@@ -143,11 +143,11 @@ class TritonDecodeMetadata:
     def attend(
         self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None = None
     ) -> None:
-        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, bias=bias))
+        self.builder.fallbacks.run(lambda tile: self._launch(tile, q, layer, out, bias=bias))
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
         """As `shared_tokens.PartMetadata` says."""
-        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, lse))
+        self.builder.fallbacks.run(lambda tile: self._launch(tile, q, layer, out, lse))
 
     def _launch(
         self,
@@ -235,7 +235,7 @@ class TritonVerifyMetadata:
         out: torch.Tensor,
         bias: torch.Tensor | None = None,
     ) -> None:
-        self.builder.ladder.run(lambda tile: self._launch(tile, q, layer, out, bias))
+        self.builder.fallbacks.run(lambda tile: self._launch(tile, q, layer, out, bias))
 
     def _launch(
         self, tile: Tile, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, bias: torch.Tensor | None
@@ -256,7 +256,7 @@ class TritonExtend:
     def __init__(self, plan: Plan, shape: AttentionShape, whole: bool, device: torch.device | str) -> None:
         """whole: the cache has all tokens, also those of draft tokens; else `shared_tokens` attends to these itself."""
         self.shape, self.num_sms = shape, plan.arch.num_sms
-        self.ladder = plan.ladder(plan.attention_op("extend_attention", shape))
+        self.fallbacks = plan.fallbacks(plan.attention_op("extend_attention", shape))
         has_registers = (shape.head_dim, shape.v_head_dim) not in WHOLE
         self.shares_prefixes = whole and has_registers and not plan.kv_cache_dtype.startswith("fp4")
         self.draft_tokens: TritonVerify | None = None
@@ -266,7 +266,7 @@ class TritonExtend:
     def build(self, rows: ExtendRows, causal: bool = True) -> TritonExtendMetadata | TritonVerifyMetadata:
         if rows.draft_tokens is not None and self.draft_tokens is not None:
             return self.draft_tokens.build(rows, rows.draft_tokens)
-        metadata = TritonExtendMetadata(self.ladder, rows, any(rows.prefix_lens_cpu), causal)
+        metadata = TritonExtendMetadata(self.fallbacks, rows, any(rows.prefix_lens_cpu), causal)
         if causal and rows.seq_lens_cpu is not None:
             count = self.num_parts(rows.new_lens_cpu, rows.prefix_lens_cpu)
             if count > 1:
@@ -281,12 +281,12 @@ class TritonExtend:
             return 1
         shape = self.shape
         heads = shape.num_heads, shape.num_kv_heads, shape.v_head_dim
-        return count_parts(new_lens, prefix_lens, *heads, self.num_sms, self.ladder.tile)
+        return count_parts(new_lens, prefix_lens, *heads, self.num_sms, self.fallbacks.tile)
 
 
 @dataclass(slots=True)
 class TritonExtendMetadata:
-    ladder: TileLadder
+    fallbacks: FallbackTiles
     rows: ExtendRows
     has_prefix: bool
     causal: bool
@@ -309,7 +309,7 @@ class TritonExtendMetadata:
             attend, features = extend_biased_fwd, {"bias": bias}
         if self.parts is not None and not layer.sliding_window:
             attend = partial(attend, parts=self.parts)
-        self.ladder.run(
+        self.fallbacks.run(
             lambda tile: attend(
                 q,
                 k,

@@ -33,7 +33,7 @@ from sglang.srt.layers.ops import (
     SparseIndexerOp,
     TailRotationOp,
 )
-from sglang.srt.layers.parameter import Init, Scope, Shard, share_param
+from sglang.srt.layers.parameter import Init, Scope, WeightShard, share_param
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ranks import padded_share, whole
@@ -53,13 +53,13 @@ class CompressedAttention:
         heads = padded_share(spec.num_heads, self.num_heads, group.rank)
         self.q_a = ReplicatedLinear(scope.sub("q_a"))
         self.q_norm = scope.sub("q_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
-        self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": heads.of_dims(spec.head_dim)})
+        self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": heads.scale_dims(spec.head_dim)})
         self.kv = ReplicatedLinear(scope.sub("kv"))
         self.kv_norm = scope.sub("kv_norm").param("weight", (spec.head_dim,), init=Init.ONES)
         self.sinks = share_param(scope, "attn_sink", heads, Init.ZEROS, torch.float32)
         self.groups = spec.o_groups // group.size
-        low = padded_share(spec.o_groups, self.groups, group.rank).of_dims(spec.o_lora_rank)
-        shard = Shard("", low, whole(spec.group_dim))
+        low = padded_share(spec.o_groups, self.groups, group.rank).scale_dims(spec.o_lora_rank)
+        shard = WeightShard("", low, whole(spec.group_dim))
         scope.quant.create_unpacked(scope.sub("o_a"), shard, self._take_groups)
         self.o_b = RowParallelLinear(scope.sub("o_b"), low, hidden_size, group=group)
         self.window = scope.cache(site.layer_id, "kv")

@@ -10,7 +10,7 @@ import torch
 from sglang.srt.layers.compressed.kernels import CompressorKernels
 from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.weight_names import PartKey
@@ -99,7 +99,7 @@ class Compressor:
         width, rate = spec.overlap * dim, spec.rate
         matrix = scope.matrix()
         parts = {
-            PartKey(name): Part((width, matrix.cols), dest=(slice(i * width, (i + 1) * width), slice(None)))
+            PartKey(name): TensorPart((width, matrix.cols), dest=(slice(i * width, (i + 1) * width), slice(None)))
             for i, name in enumerate(matrix.parts)
         }
         self.weight = scope.param("weight", (2 * width, matrix.cols), parts)

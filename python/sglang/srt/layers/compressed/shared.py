@@ -30,7 +30,7 @@ from sglang.srt.layers.ops import (
     SparseIndexerOp,
     TailRotationOp,
 )
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.weight_names import PartKey
@@ -69,7 +69,7 @@ class EntryMaker:
         into = scope.sub("compressor")
         matrix = into.matrix()
         parts = {
-            PartKey(name): Part((dim, matrix.cols), dest=(slice(i * dim, (i + 1) * dim), slice(None)))
+            PartKey(name): TensorPart((dim, matrix.cols), dest=(slice(i * dim, (i + 1) * dim), slice(None)))
             for i, name in enumerate(matrix.parts)
         }
         self.weight = into.param("weight", (len(parts) * dim, matrix.cols), parts)

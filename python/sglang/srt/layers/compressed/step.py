@@ -55,7 +55,7 @@ def token_requests(batch: ForwardBatch) -> TokenRequests:
         assert batch.decode is not None
         slots = batch.decode.req_pool_indices
         return TokenRequests(slots, positions, positions, positions + 1)
-    of_prompts = _of_prompts(batch.extend, positions)
+    of_prompts = _prompt_requests(batch.extend, positions)
     if batch.decode is None:
         return of_prompts
     count = len(batch.decode)
@@ -73,7 +73,7 @@ def token_requests(batch: ForwardBatch) -> TokenRequests:
     )
 
 
-def _of_prompts(rows: ExtendRows, positions: torch.Tensor) -> TokenRequests:
+def _prompt_requests(rows: ExtendRows, positions: torch.Tensor) -> TokenRequests:
     """Tokens before the first request's and behind the last one's belong to none."""
     token = torch.arange(len(positions), dtype=rows.start_loc.dtype, device=positions.device)
     request = torch.searchsorted(rows.start_loc, token, right=True) - 1

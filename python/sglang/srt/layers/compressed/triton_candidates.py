@@ -21,7 +21,7 @@ class TritonCandidateBlocks:
     run, and the choice, until all have theirs. Nothing is asked of the device."""
 
     def __init__(self, plan: Plan) -> None:
-        self._ladder = plan.ladder("sparse_indexer")
+        self._ladder = plan.fallbacks("sparse_indexer")
         self._num_sms = plan.arch.num_sms
 
     def __call__(

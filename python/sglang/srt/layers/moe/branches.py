@@ -11,7 +11,7 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ops import RMSNormOp
-from sglang.srt.layers.parameter import Convert, Init, Part, Scope
+from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.weight_names import PartKey
 
@@ -61,4 +61,4 @@ class ExpertBranches:
 
 
 def _fp32(scope: Scope, leaf: str, size: int, convert: Convert | None = None) -> torch.Tensor:
-    return scope.param(leaf, (size,), {PartKey(): Part((size,), convert=convert)}, Init.ONES, torch.float32)
+    return scope.param(leaf, (size,), {PartKey(): TensorPart((size,), convert=convert)}, Init.ONES, torch.float32)

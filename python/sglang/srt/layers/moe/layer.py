@@ -23,9 +23,9 @@ from sglang.srt.layers.moe.sink_routing import SinkTopK
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FusedMoEOp
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.quantization.activations import LEAST_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
-from sglang.srt.layers.quantization.quantized_rows import LEAST_ROWS, RowFormat, Rows, row_format, values_of
 from sglang.srt.plan.feed_forward import MoE, Shared
 from sglang.srt.plan.needs import WIDE_EXPERTS
 
@@ -67,7 +67,7 @@ class MoELayer:
         wide = f"fused_moe/{WIDE_EXPERTS}"
         self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
         self.products: FusedMoEOp = scope.plan.entry(self.op)
-        self.bands, self.features = scope.plan.tiles(self.op), scope.plan.arch.features
+        self.configs, self.features = scope.plan.tiles(self.op), scope.plan.arch.features
         self.scales_inputs = spec.router.scales_inputs
         apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router
         self.row_format = None if apart else self._row_format(scope, spec)
@@ -93,7 +93,7 @@ class MoELayer:
         pairs, experts = spec.top_k + extra, spec.num_experts + extra
         return replace(rows, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
 
-    def __call__(self, x: Rows, batch: ForwardBatch | None = None) -> torch.Tensor:
+    def __call__(self, x: Activations, batch: ForwardBatch | None = None) -> torch.Tensor:
         if isinstance(self.route, SinkTopK):
             weights, ids, of_shared = self.route.with_sinks(values_of(x), batch)
         else:
@@ -112,13 +112,13 @@ class MoELayer:
         self.reduce = False
         return self.group
 
-    def routed(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
         w13, w2 = self.experts.w13, self.experts.w2
         rows = x if self.latent is None else self.latent[0](values_of(x))
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
-        out = self.products(rows, w13, w2, weights, ids, self.activation, self.bands, self.features)
+        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features)
         # What comes behind is linear: of each rank's summand.
         return out if self.latent is None else self.latent[1](out)
 
@@ -130,6 +130,6 @@ class SharedExpert:
         self.mlp = GatedMLP(scope.sub("shared"), spec.dense(activation), reduce=False)
         self.gate = ReplicatedLinear(scope.sub("shared_gate")) if spec.gated else None
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         out = self.mlp(x)
         return out if self.gate is None else out * self.gate(values_of(x)).sigmoid()

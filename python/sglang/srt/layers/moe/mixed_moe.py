@@ -13,7 +13,7 @@ import torch
 import triton
 
 from sglang.srt.configs.activation import SILU, Activation
-from sglang.srt.kernels.bands import Bands, band_of
+from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
@@ -38,15 +38,15 @@ def fused_moe(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Activation,
-    bands: Bands,
+    configs: TileConfigs,
     features: Collection[str] = (),
 ) -> torch.Tensor:
     """Computes the experts like `fused_moe_triton.fused_moe`, for weights with the scheme mxfp4_mxfp8 as published.
-    Steps that the bands do not give to sgl-kernel are Triton's."""
-    band = band_of(bands, len(topk_ids))
-    if band.way != MIXED:
-        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, bands, features)
-    block_m = band.tiles[0]["BLOCK_M"]
+    Steps that the tile configs do not give to sgl-kernel are Triton's."""
+    config = config_for(configs, len(topk_ids))
+    if config.variant != MIXED:
+        return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features)
+    block_m = config.tiles[0]["BLOCK_M"]
     (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2
     blocks = align(topk_ids, w13.num_experts, block_m)
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)

@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.layers.ops import HashRoutingOp, ImageCorrection, LinearOp, ScoreRoutingOp, SoftmaxRoutingOp
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import PartKey
 
@@ -90,10 +90,10 @@ class TopK:
             with_shared=self.with_shared,
             num_valid=valid,
             expert_map=self.expert_map,
-            of_images=self._of_images(batch),
+            of_images=self._image_correction(batch),
         )
 
-    def _of_images(self, batch: ForwardBatch | None) -> ImageCorrection | None:
+    def _image_correction(self, batch: ForwardBatch | None) -> ImageCorrection | None:
         if self.image_correction is None or self.spec.image_token is None:
             return None
         assert batch is not None, "tokens of images are told by their ids"
@@ -111,7 +111,7 @@ def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | 
 def _hash_table(scope: Scope, spec: Router, num_experts: int) -> torch.Tensor:
     """[V, k] int32: the experts of every token id."""
     shape = (scope.plan.model.vocab_size, spec.top_k)
-    part = Part(shape, dtypes=("I64", "I32"))
+    part = TensorPart(shape, dtypes=("I64", "I32"))
 
     def distinct(tensor: torch.Tensor, generator: torch.Generator) -> None:
         first = torch.randint(0, num_experts, (shape[0], 1), generator=generator, device=tensor.device)

@@ -20,7 +20,7 @@ from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear
 from sglang.srt.layers.ngrams.kernels import NgramKernels
 from sglang.srt.layers.ngrams.table import NgramTable
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.ranks import whole
@@ -64,11 +64,11 @@ class NgramBlock:
         self.project = ColumnParallelLinear(into, into.matrix(), {"key": whole(wide), "value": whole(spec.stream_size)})
 
         def norm(name: str) -> torch.Tensor:
-            part = Part((wide,), convert=lambda stored: (stored.float() + 1.0).view(shape))
+            part = TensorPart((wide,), convert=lambda stored: (stored.float() + 1.0).view(shape))
             return scope.sub(name).param("weight", shape, {PartKey(): part}, Init.ONES, torch.float32)
 
         self.key_norm, self.query_norm, self.conv_norm = norm("key_norm"), norm("query_norm"), norm("conv_norm")
-        taps = Part((wide, 1, spec.taps), convert=lambda stored: stored[:, 0])
+        taps = TensorPart((wide, 1, spec.taps), convert=lambda stored: stored[:, 0])
         self.conv = scope.sub("conv").param("weight", (wide, spec.taps), {PartKey(): taps})
         self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
 

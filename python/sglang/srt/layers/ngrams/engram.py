@@ -21,7 +21,7 @@ from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
 from sglang.srt.layers.ngrams.table import FP8_FILES
-from sglang.srt.layers.parameter import FLOATS, Init, Part, Scope, constant, random_codes
+from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, constant, random_codes
 from sglang.srt.layers.quantization.layout import as_bytes
 from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.weight_names import PartKey
@@ -131,7 +131,7 @@ def _table(scope: Scope, spec: Engram) -> tuple[torch.Tensor, torch.Tensor | Non
     )
     into = scope.sub("table")
 
-    def parameter(leaf: str, columns: int, part: Part, init: object, dtype: torch.dtype | None) -> torch.Tensor:
+    def parameter(leaf: str, columns: int, part: TensorPart, init: object, dtype: torch.dtype | None) -> torch.Tensor:
         rows = replace(part, source=(slice(first, first + count),), dest=(slice(0, count),))
         tensor = into.param(leaf, (room, columns), {PartKey(): rows}, init, dtype, pinned=spec.on_host)  # type: ignore[arg-type]
         if not tensor.is_meta:
@@ -139,9 +139,13 @@ def _table(scope: Scope, spec: Engram) -> tuple[torch.Tensor, torch.Tensor | Non
         return tensor
 
     if not spec.table_dtype:
-        return parameter("weight", spec.dim, Part((spec.rows, spec.dim), dtypes=FLOATS), Init.NORMAL, None), None, first
-    values = Part((spec.rows, spec.dim), dtypes=FP8_FILES)
-    exponents = Part((spec.rows, spec.scale_columns), dtypes=("F8_E8M0", "U8"), convert=as_bytes)
+        return (
+            parameter("weight", spec.dim, TensorPart((spec.rows, spec.dim), dtypes=FLOATS), Init.NORMAL, None),
+            None,
+            first,
+        )
+    values = TensorPart((spec.rows, spec.dim), dtypes=FP8_FILES)
+    exponents = TensorPart((spec.rows, spec.scale_columns), dtypes=("F8_E8M0", "U8"), convert=as_bytes)
     weight = parameter("weight", spec.dim, values, random_codes, torch.float8_e4m3fn)
     scale = parameter("scale", spec.scale_columns, exponents, constant(_DUMMY_EXPONENT), torch.uint8)
     return weight, scale, first

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.errors import UserError
 from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
-from sglang.srt.layers.parameter import FLOATS, Init, Part, Scope, random_codes
+from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, random_codes
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.weight_names import PartKey
 
@@ -78,18 +78,18 @@ def _numbers(scope: Scope, leaf: str, values: Sequence[int]) -> torch.Tensor:
     def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.copy_(torch.tensor(values))
 
-    part = Part((len(values),), dtypes=("I64",), optional=True)
+    part = TensorPart((len(values),), dtypes=("I64",), optional=True)
     return scope.param(leaf, (len(values),), {PartKey(): part}, fill, torch.int64)
 
 
 def _table(scope: Scope, spec: NgramEmbedding, rows: range, room: int) -> torch.Tensor:
     """[room, D], of which the first are `rows` of the whole table; checkpoints cut it into equal runs of rows."""
     each = -(-spec.rows // spec.parts)
-    parts: dict[PartKey, Part] = {}
+    parts: dict[PartKey, TensorPart] = {}
     for number in range(rows.start // each, -(-rows.stop // each)):
         first = number * each
         begin, end = max(rows.start, first), min(rows.stop, first + each)
-        parts[PartKey(f"shard_{number}")] = Part(
+        parts[PartKey(f"shard_{number}")] = TensorPart(
             (min(each, spec.rows - first), spec.dim),
             (slice(begin - first, end - first),),
             (slice(begin - rows.start, end - rows.start),),
@@ -103,9 +103,9 @@ def _table(scope: Scope, spec: NgramEmbedding, rows: range, room: int) -> torch.
     return weight
 
 
-def _leave_others(scope: Scope, spec: NgramEmbedding, each: int, parts: dict[PartKey, Part]) -> None:
+def _leave_others(scope: Scope, spec: NgramEmbedding, each: int, parts: dict[PartKey, TensorPart]) -> None:
     """Notes the pieces of the table that other ranks hold, and padding behind the last row."""
     for number in range(-(-spec.rows // each)):
         key = PartKey(f"shard_{number}")
         if key not in parts:
-            scope.elsewhere.add(scope.weights.checkpoint_name(f"{scope.path}.weight", key))
+            scope.on_other_ranks.add(scope.weights.checkpoint_name(f"{scope.path}.weight", key))

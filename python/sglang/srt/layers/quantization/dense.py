@@ -25,16 +25,17 @@ from sglang.srt.layers.parameter import (
     Convert,
     Fill,
     Param,
-    Part,
     Scope,
-    Shard,
+    TensorPart,
+    WeightShard,
     constant,
     random_codes,
     zeroed_behind,
 )
+from sglang.srt.layers.quantization.activations import Activations, row_format, values_of
+from sglang.srt.layers.quantization.dequantized_linear import DequantizedLinear
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.quantization.quantized_rows import Rows, row_format, values_of
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     dummy_scale,
@@ -42,7 +43,6 @@ from sglang.srt.layers.quantization.stored import (
     matrix_part,
     quantize_into,
 )
-from sglang.srt.layers.quantization.widened_linear import WidenedLinear
 from sglang.srt.plan.weight_names import PartKey
 
 _DUMMY_FACTOR = 0.02 / 2.93
@@ -54,12 +54,12 @@ class QuantizedMethod:
     def __init__(self, config: QuantConfig) -> None:
         self.config = config
 
-    def create_weights(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+    def create_weights(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         modules = [scope.module(shard.part) for shard in shards]
-        quant = self.config.of_product(modules)
+        quant = self.config.product_quant(modules)
         if quant is None:
             self._say_if_several(scope, modules)
-            return self.create_widened(scope, shards, bias)
+            return self.create_dequantized(scope, shards, bias)
         return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
 
     def _say_if_several(self, scope: Scope, modules: list[str]) -> None:
@@ -72,21 +72,21 @@ class QuantizedMethod:
                 " which is held in 16 bits there"
             )
 
-    def create_widened(self, scope: Scope, shards: list[Shard], bias: torch.Tensor | None) -> Apply:
+    def create_dequantized(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         quants = [self.config.of(scope.module(shard.part)) for shard in shards]
         # Quantizing what is widened at once would only lose digits.
         if all(quant is None or quant.storage == "online" for quant in quants):
             return Unquantized().create_weights(scope, shards, bias)
-        return WidenedLinear(scope, shards, quants, _create, bias)
+        return DequantizedLinear(scope, shards, quants, _create, bias)
 
-    def create_head(self, scope: Scope, shard: Shard) -> Apply | None:
+    def create_head(self, scope: Scope, shard: WeightShard) -> Apply | None:
         quant = self.config.named(scope.module())
         if quant is None:
             return None
         return QuantizedLinear(scope, quant, _create(scope, [shard], quant), None, torch.float32)
 
-    def create_unpacked(self, scope: Scope, shard: Shard, take: Callable[[torch.Tensor], None]) -> None:
-        quant = self.config.of_fused([scope.module(shard.part)])
+    def create_unpacked(self, scope: Scope, shard: WeightShard, take: Callable[[torch.Tensor], None]) -> None:
+        quant = self.config.fused_quant([scope.module(shard.part)])
         # Quantizing what is unpacked at once would only lose digits.
         if quant is None or quant.storage == "online":
             Unquantized().create_unpacked(scope, shard, take)
@@ -108,7 +108,7 @@ class QuantizedLinear:
     ) -> None:
         self.name, op = scope.path, f"linear/{quant.scheme}"
         self.bind: QuantizedLinearOp = scope.plan.entry(op)
-        self.arch, self.bands = scope.plan.arch, scope.plan.tiles(op, (*weight.shape, bias is not None))
+        self.arch, self.configs = scope.plan.arch, scope.plan.tiles(op, (*weight.shape, bias is not None))
         self.row_format = row_format(scope.plan.choices[op], weight.scheme, self.arch)
         self.weight: LinearWeight | None = weight
         self.bias, self.out_dtype = bias, out_dtype
@@ -120,13 +120,13 @@ class QuantizedLinear:
         if self.weight.input_scale is not None:
             self.weight.input_scale[:] = largest_usable(self.name, self.weight.input_scale)
         shift = self.weight.shift
-        product = self.bind(replace(self.weight, shift=None), self.arch, self.bands)
+        product = self.bind(replace(self.weight, shift=None), self.arch, self.configs)
         if shift is not None:
             group = self.weight.scheme.group[1]
             product = shifted(product, shift.mul_(self.weight.scale).mul_(group), group)
         self.run, self.weight = product, None  # the kernel's now
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         assert self.run is not None, "the weights are not loaded"
         return self.run(x, self.bias, self.out_dtype)
 
@@ -135,7 +135,7 @@ def shifted(product: QuantizedProduct, offset: torch.Tensor, group: int) -> Quan
     """`product` with `offset` [N, K / group] divided by `group` added to all weights of a group: the mean of a group's
     inputs is multiplied by its offset. So zero points need no kernels of their own."""
 
-    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         out = product(x, bias, out_dtype)
         # Means: sums of large inputs would be infinite in float16.
         means = values_of(x).unflatten(-1, (-1, group)).mean(-1)
@@ -164,7 +164,7 @@ class UnpackedWeight:
         self.take(unpacked)
 
 
-def _create(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
+def _create(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> LinearWeight:
     create = _quantized_while_loading if quant.storage == "online" else _as_stored
     return create(scope, shards, quant)
 
@@ -174,7 +174,7 @@ class _Stack:
     """Shards one below the other, as the parameters of `scope` hold them."""
 
     scope: Scope
-    shards: list[Shard]
+    shards: list[WeightShard]
 
     @property
     def rows(self) -> int:
@@ -193,7 +193,7 @@ class _Stack:
         fill: Fill,
     ) -> torch.Tensor:
         """A parameter [held] with one element for `per` = (rows, columns), of which stored ones may hold several."""
-        parts: dict[PartKey, Part] = {}
+        parts: dict[PartKey, TensorPart] = {}
         begin, stored = 0, (per[0] * leaf.rows, per[1])
         for shard in self.shards:
             self._check_split(shard, stored)
@@ -205,13 +205,13 @@ class _Stack:
 
     def by_row(self, leaf: Leaf, single: bool, fill: Fill) -> torch.Tensor:
         """A parameter [rows] fp32 of one number a row, or (`single`) a matrix, which is repeated for its rows."""
-        parts: dict[PartKey, Part] = {}
+        parts: dict[PartKey, TensorPart] = {}
         begin = 0
         for shard in self.shards:
             rows = shard.rows
             shape, source = ((1,), ()) if single else ((rows.total,), (rows.run,))
             convert = _repeated(leaf.convert, rows.count) if single else leaf.convert
-            parts[shard.key] = Part(shape, source, (slice(begin, begin + rows.count),), leaf.dtypes, convert)
+            parts[shard.key] = TensorPart(shape, source, (slice(begin, begin + rows.count),), leaf.dtypes, convert)
             begin += rows.padded_count
         return zeroed_behind(self.shards, self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32))
 
@@ -219,11 +219,12 @@ class _Stack:
         """A parameter [tensors] fp32 of one number each; several shards may be slices of one tensor."""
         tensors = [shard for shard in self.shards if shard.piece == 0]
         parts = {
-            shard.key: Part((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert) for i, shard in enumerate(tensors)
+            shard.key: TensorPart((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
+            for i, shard in enumerate(tensors)
         }
         return self.scope.param(leaf.name, (len(tensors),), parts, fill, torch.float32)
 
-    def _check_split(self, shard: Shard, per: tuple[int, int]) -> None:
+    def _check_split(self, shard: WeightShard, per: tuple[int, int]) -> None:
         """Raises UserError where a rank's share, or a module above another, ends within what has one scale or word."""
         name, size = self.scope.module(shard.part), self.scope.groups.tp.size
         for what, share, step in (("rows", shard.rows, per[0]), ("columns", shard.cols, per[1])):
@@ -241,7 +242,7 @@ class _Stack:
             raise UserError(f"{name}: {shard.cols.total} columns do not divide into groups of {per[1]}")
 
 
-def _as_stored(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
+def _as_stored(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> LinearWeight:
     """The parameters are the checkpoint's tensors."""
     layout, scheme, stack = layout_of(quant), held_scheme(quant), _Stack(scope, shards)
     shape = (stack.rows, stack.cols * scheme.bits // 8)
@@ -268,17 +269,17 @@ def _scales(stack: _Stack, leaf: Leaf, quant: ModuleQuant, scheme: Scheme) -> to
     return stack.matrix(leaf, (per_row, per_col), shape, SCALE_DTYPES[scheme.scale], fill)
 
 
-def _quantized_while_loading(scope: Scope, shards: list[Shard], quant: ModuleQuant) -> LinearWeight:
+def _quantized_while_loading(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> LinearWeight:
     """16-bit tensors, quantized as they arrive: one scale a row, of the columns that this rank holds."""
     scheme, stack = held_scheme(quant), _Stack(scope, shards)
     scale = scope.param("weight_scale", (stack.rows,), {}, dummy_scale(scheme), torch.float32)
-    parts: dict[PartKey, Part] = {}
+    parts: dict[PartKey, TensorPart] = {}
     begin = 0
     for shard in shards:
         rows, cols = shard.rows, shard.cols
         dest = (slice(begin, begin + rows.count), slice(0, cols.count))
         convert = quantize_into(scale[dest[0]], scheme)
-        parts[shard.key] = Part((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS, convert)
+        parts[shard.key] = TensorPart((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS, convert)
         begin += rows.padded_count
     data = scope.param("weight", (stack.rows, stack.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return LinearWeight(zeroed_behind(shards, data), scheme, zeroed_behind(shards, scale))

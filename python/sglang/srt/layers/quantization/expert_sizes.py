@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang.srt.layers.parameter import Shard
+from sglang.srt.layers.parameter import WeightShard
 from sglang.srt.layers.quantization.stored import length
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import even_slice
@@ -54,7 +54,7 @@ class ExpertProduct:
     `at[i]` of `rows`; `cols` are as many as there is room for."""
 
     name: str
-    shards: tuple[Shard, ...]
+    shards: tuple[WeightShard, ...]
     at: tuple[int, ...]
     rows: int
     cols: int

@@ -19,7 +19,7 @@ from sglang.srt.configs.stored_form import STACKED_FP8
 from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
-from sglang.srt.layers.parameter import FLOATS, Fill, Init, Part, Scope, Shard, constant, random_codes
+from sglang.srt.layers.parameter import FLOATS, Fill, Init, Scope, TensorPart, WeightShard, constant, random_codes
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.layers.quantization.experts_alternating import AlternatingExperts, alternates
 from sglang.srt.layers.quantization.experts_finish import StoredProduct, finish_pair
@@ -74,7 +74,7 @@ def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
         return config.of(scope.sub("experts").module())
     ends = {0, sizes.num_experts - 1}
     up = [scope.sub("w13").module(part, e) for part in sizes.w13.parts for e in ends]
-    return config.of_fused([*up, *(scope.sub("w2").module("down", e) for e in ends)])
+    return config.fused_quant([*up, *(scope.sub("w2").module("down", e) for e in ends)])
 
 
 def _in_layer(scope: Scope) -> str:
@@ -88,8 +88,8 @@ def _products(sizes: ExpertSizes, scheme: Scheme | None, group: Group) -> tuple[
     if scheme is not None and scheme.group[0] == 1 and scheme.group[1] and hidden % scheme.group[1]:
         raise UserError(f"hidden size {hidden} does not divide into {scheme.name} groups of {scheme.group[1]}")
     dims = padded_share(sizes.intermediate_size, share, group.rank)
-    up = tuple(Shard(part, dims, whole(hidden)) for part in w13.parts)
-    down = tuple(Shard(part, whole(w2.rows), dims) for part in w2.parts)
+    up = tuple(WeightShard(part, dims, whole(hidden)) for part in w13.parts)
+    down = tuple(WeightShard(part, whole(w2.rows), dims) for part in w2.parts)
     at = tuple(i * share for i in range(len(up)))
     return ExpertProduct("w13", up, at, w13.rows, hidden), ExpertProduct("w2", down, (0,), w2.rows, share)
 
@@ -143,7 +143,7 @@ def _as_stored(
     return StoredProduct(scope.path, scheme, product.at, data, scale, factor, inputs, shift)
 
 
-def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, Shard]]:
+def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, WeightShard]]:
     """(key, place of the expert on this rank, matrix, shard) of every checkpoint matrix of the product held here."""
     for i, shard in enumerate(product.shards):
         for place, e in enumerate(range(sizes.local.start, sizes.local.stop)):
@@ -152,7 +152,7 @@ def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[
             yield PartKey(shard.part, module=shared_module(scope, product.name)), sizes.num_experts, i, shard
 
 
-def _as_kept(sizes: ExpertSizes, parts: dict[PartKey, Part]) -> dict[PartKey, Part]:
+def _as_kept(sizes: ExpertSizes, parts: dict[PartKey, TensorPart]) -> dict[PartKey, TensorPart]:
     """Returns the parts of experts that are kept one by one, or where each matrix of all of them is one tensor the
     slices of these tensors: what the first local expert has, of every one."""
     if sizes.form != BY_MATRIX:
@@ -170,14 +170,14 @@ def _as_kept(sizes: ExpertSizes, parts: dict[PartKey, Part]) -> dict[PartKey, Pa
     }
 
 
-def _note_elsewhere(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: str) -> None:
+def _note_other_ranks(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: str) -> None:
     """Names the tensors of the experts that other ranks hold."""
     if sizes.form == BY_MATRIX:
         return
     names, path = scope.weights, f"{scope.path}.{leaf}"
     others = [*range(sizes.local.start), *range(sizes.local.stop, sizes.num_experts)]
     parts = {shard.part for shard in product.shards}
-    scope.elsewhere.update(names.checkpoint_name(path, PartKey(part, e)) for part in parts for e in others)
+    scope.on_other_ranks.update(names.checkpoint_name(path, PartKey(part, e)) for part in parts for e in others)
 
 
 def shared_module(scope: Scope, product: str) -> str:
@@ -190,7 +190,7 @@ def _data_param(
 ) -> torch.Tensor:
     """[E, rows, columns, or bytes of two]."""
     per_byte = 2 if scheme is not None and scheme.bits == 4 else 1
-    parts: dict[PartKey, Part] = {}
+    parts: dict[PartKey, TensorPart] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         rows = slice(product.at[i], product.at[i] + shard.rows.count)
         dest = (e, rows, slice(0, shard.cols.count // per_byte))
@@ -198,23 +198,23 @@ def _data_param(
     shape = (sizes.padded_experts, product.rows, product.cols // per_byte)
     fill: Init | Fill = Init.NORMAL if scheme is None else random_codes
     dtype = None if scheme is None else ELEMENT_DTYPES[scheme.element]
-    _note_elsewhere(scope, product, sizes, leaf.name)
+    _note_other_ranks(scope, product, sizes, leaf.name)
     return _zeroed(product, sizes, scope.param(leaf.name, shape, _as_kept(sizes, parts), fill, dtype))
 
 
 def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
     """[E, rows] or [E, groups of rows, groups of columns]."""
     per_row, per_col = scheme.group
-    parts: dict[PartKey, Part] = {}
+    parts: dict[PartKey, TensorPart] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         begin = product.at[i] // per_row
         rows = slice(begin, begin - (-shard.rows.count // per_row))
         if per_col:
             parts[key] = matrix_part(leaf, shard, scheme.group, (e, rows, slice(0, -(-shard.cols.count // per_col))))
         else:
-            parts[key] = Part((shard.rows.total,), (shard.rows.run,), (e, rows), leaf.dtypes, leaf.convert)
+            parts[key] = TensorPart((shard.rows.total,), (shard.rows.run,), (e, rows), leaf.dtypes, leaf.convert)
     shape = (sizes.padded_experts, *scheme.scale_shape(product.rows, product.cols))
-    _note_elsewhere(scope, product, sizes, leaf.name)
+    _note_other_ranks(scope, product, sizes, leaf.name)
     parts = _as_kept(sizes, parts)
     tensor = scope.param(leaf.name, shape, parts, dummy_scale(scheme), SCALE_DTYPES[scheme.scale])
     return _zeroed(product, sizes, tensor)
@@ -223,14 +223,14 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
 def _shift_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
     """[E, rows, groups of columns] int8: 8 less the groups' zero points. It is there until they are in the scales."""
     _, per_col = scheme.group
-    parts: dict[PartKey, Part] = {}
+    parts: dict[PartKey, TensorPart] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         rows = slice(product.at[i], product.at[i] + shard.rows.count)
         parts[key] = matrix_part(
             leaf, shard, (leaf.rows, per_col), (e, rows, slice(0, -(-shard.cols.count // per_col)))
         )
     shape = (sizes.padded_experts, *scheme.scale_shape(product.rows, product.cols))
-    _note_elsewhere(scope, product, sizes, leaf.name)
+    _note_other_ranks(scope, product, sizes, leaf.name)
     tensor = scope.param(leaf.name, shape, _as_kept(sizes, parts), constant(0.0), torch.int8)
     scope.finish.append(functools.partial(_forget, scope, leaf.name))
     return _zeroed(product, sizes, tensor)
@@ -238,9 +238,11 @@ def _shift_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
 
 def _singles(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, dummy: float) -> torch.Tensor:
     """[E, matrices] fp32: one number a matrix."""
-    parts = {key: Part((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)}
+    parts = {
+        key: TensorPart((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)
+    }
     shape = (sizes.padded_experts, len(product.shards))
-    _note_elsewhere(scope, product, sizes, leaf.name)
+    _note_other_ranks(scope, product, sizes, leaf.name)
     parts = _as_kept(sizes, parts)
     return _zeroed(product, sizes, scope.param(leaf.name, shape, parts, constant(dummy), torch.float32))
 
@@ -249,16 +251,16 @@ def _while_loading(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, sch
     """16-bit tensors that are quantized as they arrive: a scale a row, over the columns that this rank holds."""
     shape = (sizes.padded_experts, product.rows)
     scale = scope.param("weight_scale", shape, {}, dummy_scale(scheme), torch.float32)
-    parts: dict[PartKey, Part] = {}
+    parts: dict[PartKey, TensorPart] = {}
     for key, e, i, shard in _each(scope, product, sizes):
         rows, cols = shard.rows, shard.cols
         dest = (e, slice(product.at[i], product.at[i] + rows.count), slice(0, cols.count))
-        parts[key] = Part((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS)
+        parts[key] = TensorPart((rows.total, cols.total), (rows.run, cols.run), dest, FLOATS)
     parts = {
         key: replace(part, convert=quantize_into(scale[part.dest[:2]], scheme))
         for key, part in _as_kept(sizes, parts).items()
     }
-    _note_elsewhere(scope, product, sizes, "weight")
+    _note_other_ranks(scope, product, sizes, "weight")
     data = scope.param("weight", (*shape, product.cols), parts, random_codes, ELEMENT_DTYPES[scheme.element])
     return ExpertWeights(_zeroed(product, sizes, data), scheme, _zeroed(product, sizes, scale))
 
@@ -279,7 +281,7 @@ def _fused(
         shape: tuple[int, ...],
         fill: Init | Fill,
         dtype: torch.dtype | None,
-        quantized: Callable[[Part], Part] | None = None,
+        quantized: Callable[[TensorPart], TensorPart] | None = None,
     ) -> torch.Tensor:
         cuts = form.cuts(product.shards, product.at, leaf, sizes.num_experts, sizes.local, share)
         parts = dict(zip(keys, map(quantized, cuts) if quantized else cuts, strict=False))
@@ -326,7 +328,7 @@ def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, qua
         )
     keys, name, every = _fused_keys(scope, product), PROJECTIONS[product.name], slice(0, sizes.num_local)
 
-    def blocks(leaf: Leaf, per: tuple[int, int]) -> dict[PartKey, Part]:
+    def blocks(leaf: Leaf, per: tuple[int, int]) -> dict[PartKey, TensorPart]:
         parts = {}
         for i, (key, shard) in enumerate(zip(keys, product.shards, strict=True)):
             begin = product.at[i] // per[0]
@@ -336,13 +338,13 @@ def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, qua
             parts[key] = replace(part, shape=(sizes.num_experts, *part.shape), source=(sizes.local, *part.source))
         return parts
 
-    def numbers(ending: str, of_matrices: tuple[int, ...], dummy: float) -> torch.Tensor:
+    def numbers(ending: str, matrix_scales: tuple[int, ...], dummy: float) -> torch.Tensor:
         parts = {}
         for i, key in enumerate(keys):
-            at = (slice(i, i + 1), slice(0, 1))[: len(of_matrices)]
-            part = Part((sizes.num_experts, *of_matrices), (sizes.local, *at), (every, slice(i, i + 1)))
-            of_all = (slice(0, 1),) * len(of_matrices)
-            one = replace(part, shape=(sizes.num_experts, *(1 for _ in of_matrices)), source=(sizes.local, *of_all))
+            at = (slice(i, i + 1), slice(0, 1))[: len(matrix_scales)]
+            part = TensorPart((sizes.num_experts, *matrix_scales), (sizes.local, *at), (every, slice(i, i + 1)))
+            of_all = (slice(0, 1),) * len(matrix_scales)
+            one = replace(part, shape=(sizes.num_experts, *(1 for _ in matrix_scales)), source=(sizes.local, *of_all))
             parts[key] = replace(part, other=one)
         return scope.param(name + ending, (sizes.padded_experts, count), parts, constant(dummy), torch.float32)
 
@@ -361,7 +363,7 @@ def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, qua
     return StoredProduct(scope.path, scheme, product.at, data, scale, None, inputs)
 
 
-def _quantized_part(part: Part, scale: torch.Tensor, scheme: Scheme) -> Part:
+def _quantized_part(part: TensorPart, scale: torch.Tensor, scheme: Scheme) -> TensorPart:
     """A part of 16-bit weights whose codes the parameter holds; `scale` [E, rows] gets their scales."""
     codes = quantize_into(scale[part.dest[:2]], scheme)
     return replace(part, convert=then(part.convert, codes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.layers.parameter import FLOATS, Convert, Fill, Part, constant
+from sglang.srt.layers.parameter import FLOATS, Convert, Fill, TensorPart, constant
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts_fused import then
 from sglang.srt.layers.quantization.experts_joined import JoinedExperts
@@ -32,13 +32,13 @@ class AlternatingExperts(JoinedExperts):
     def _matrices(
         self, ending: str, leaf: Leaf, columns: int, shape: tuple[int, ...], fill: Fill, dtype: torch.dtype
     ) -> torch.Tensor:
-        parts: dict[PartKey, Part] = {}
+        parts: dict[PartKey, TensorPart] = {}
         shards = self.product.shards
         count = len(shards)
         for i, shard in enumerate(shards):
             cols, of_cols = shard.cols.groups(columns)
             run, at = shard.rows.run, self.product.at[i]
-            parts[self._key(shard)] = Part(
+            parts[self._key(shard)] = TensorPart(
                 (self.sizes.num_experts, count * shard.rows.total, cols),
                 (self.sizes.local, slice(count * run.start, count * run.stop), of_cols),
                 (self.every, slice(at, at + shard.rows.count), slice(0, -(-shard.cols.count // columns))),
@@ -54,7 +54,7 @@ class AlternatingExperts(JoinedExperts):
         shape, source = ((1,), ()) if of_inputs else ((self.sizes.num_experts,), (self.sizes.local,))
         convert = _scale_of_inputs(num_local) if of_inputs else None
         parts = {
-            self._key(shard): Part(shape, source, (self.every, i), FLOATS, convert)
+            self._key(shard): TensorPart(shape, source, (self.every, i), FLOATS, convert)
             for i, shard in enumerate(self.product.shards)
         }
         return self._param("_" + leaf.name, (self.sizes.padded_experts, count), parts, constant(dummy), torch.float32)

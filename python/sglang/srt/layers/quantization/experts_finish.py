@@ -31,7 +31,7 @@ class StoredProduct:
     shift: torch.Tensor | None = None
 
     @property
-    def of_matrices(self) -> torch.Tensor | None:
+    def matrix_scales(self) -> torch.Tensor | None:
         """The numbers that cover whole matrices and have to be one for gate and up, or None."""
         if self.scheme.group == (0, 0):
             return None if self.inputs is None else self.scale
@@ -45,7 +45,7 @@ def finish_pair(up: StoredProduct, down: StoredProduct, linear_in_up: bool) -> t
     as long as the gated activation is linear in up (`linear_in_up`). Otherwise the larger serves both, and what belongs
     to the smaller is rounded again.
     """
-    numbers, target = up.of_matrices, down.of_matrices
+    numbers, target = up.matrix_scales, down.matrix_scales
     if linear_in_up and numbers is not None and target is not None:
         gate, other = numbers[:, 0], numbers[:, 1]
         # What gate or up turn to zero stays zero.

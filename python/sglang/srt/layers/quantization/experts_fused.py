@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.layers.parameter import FLOATS, Convert, Part, Shard
+from sglang.srt.layers.parameter import FLOATS, Convert, TensorPart, WeightShard
 from sglang.srt.plan.ranks import exact_share
 
 PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
@@ -43,14 +43,20 @@ class FusedForm:
     alternating: bool
 
     def cuts(
-        self, shards: Sequence[Shard], at: Sequence[int], leaf: FusedLeaf, num_experts: int, local: slice, share: int
-    ) -> list[Part]:
+        self,
+        shards: Sequence[WeightShard],
+        at: Sequence[int],
+        leaf: FusedLeaf,
+        num_experts: int,
+        local: slice,
+        share: int,
+    ) -> list[TensorPart]:
         """Parts of the parameter of one leaf, one a shard, or one for all where the rows of several alternate.
 
         `local`: the experts of this rank. `share`: rows that each of two matrices has room for."""
         first = shards[0]
         if len(shards) == 2 and self.alternating:
-            rows = first.rows.of_dims(2)
+            rows = first.rows.scale_dims(2)
             both = replace(first, rows=rows)
             return [_cut(both, leaf, num_experts, local, None, then(leaf.convert, _in_halves(share)))]
         out = len(shards) * first.rows.total
@@ -63,8 +69,8 @@ class FusedForm:
 
 
 def _cut(
-    shard: Shard, leaf: FusedLeaf, num_experts: int, local: slice, at: int | None, convert: Convert | None
-) -> Part:
+    shard: WeightShard, leaf: FusedLeaf, num_experts: int, local: slice, at: int | None, convert: Convert | None
+) -> TensorPart:
     """One slice of each local expert, to rows `at` and following of the parameter; to all of them without `at`."""
     every = slice(0, local.stop - local.start)
     if leaf.other is not None:
@@ -73,12 +79,12 @@ def _cut(
     shape = (num_experts, *leaf.shape(shard.rows.total, shard.cols.total))
     source = (local, *leaf.source(shard.rows.run, shard.cols.run))
     if at is None:
-        return Part(shape, source, (every,), leaf.dtypes, convert)
+        return TensorPart(shape, source, (every,), leaf.dtypes, convert)
     rows = slice(at, at + shard.rows.count)
     if leaf.columns == 0:  # no columns: a bias
-        return Part(shape, source, (every, rows), leaf.dtypes, convert)
+        return TensorPart(shape, source, (every, rows), leaf.dtypes, convert)
     cols = -(-shard.cols.count // leaf.columns)
-    return Part(shape, source, (every, rows, slice(0, cols)), leaf.dtypes, convert)
+    return TensorPart(shape, source, (every, rows, slice(0, cols)), leaf.dtypes, convert)
 
 
 def _in_halves(share: int) -> Convert:

@@ -7,7 +7,7 @@ import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.parameter import Convert, Fill, Part, Scope, Shard, constant, random_codes
+from sglang.srt.layers.parameter import Convert, Fill, Scope, TensorPart, WeightShard, constant, random_codes
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
 from sglang.srt.layers.quantization.experts_finish import StoredProduct
 from sglang.srt.layers.quantization.experts_fused import PROJECTIONS, then
@@ -49,7 +49,7 @@ class JoinedExperts:
         inputs = None if layout.input_scale is None else self._singles(layout.input_scale, DUMMY_INPUT_SCALE)
         return StoredProduct(self.scope.path, scheme, product.at, codes, scale, factor, inputs, None)
 
-    def _key(self, shard: Shard) -> PartKey:
+    def _key(self, shard: WeightShard) -> PartKey:
         layer = self.scope.path.split(".", 2)[2]
         return PartKey(shard.part, module=layer.removesuffix(self.product.name) + "experts")
 
@@ -57,12 +57,12 @@ class JoinedExperts:
         self, ending: str, leaf: Leaf, columns: int, shape: tuple[int, ...], fill: Fill, dtype: torch.dtype
     ) -> torch.Tensor:
         """[E, rows, columns of the stored kind]: `columns` of a matrix lie in one stored element."""
-        parts: dict[PartKey, Part] = {}
+        parts: dict[PartKey, TensorPart] = {}
         shards = self.product.shards
         for i, shard in enumerate(shards):
             cols, of_cols = shard.cols.groups(columns)
             rows, first = shard.rows, i * shard.rows.total
-            parts[self._key(shard)] = Part(
+            parts[self._key(shard)] = TensorPart(
                 (self.sizes.num_experts, cols, len(shards) * rows.total),
                 (self.sizes.local, of_cols, slice(first + rows.run.start, first + rows.run.stop)),
                 (
@@ -79,7 +79,7 @@ class JoinedExperts:
         """[E, matrices] fp32: the checkpoint has one number for all."""
         count = len(self.product.shards)
         parts = {
-            self._key(shard): Part(
+            self._key(shard): TensorPart(
                 (), (), (self.every, i), leaf.dtypes, _for_experts(self.sizes.num_local, leaf.convert)
             )
             for i, shard in enumerate(self.product.shards)
@@ -88,7 +88,7 @@ class JoinedExperts:
         return self._param("_" + leaf.name, shape, parts, constant(dummy), torch.float32)
 
     def _param(
-        self, ending: str, shape: tuple[int, ...], parts: dict[PartKey, Part], fill: Fill, dtype: torch.dtype
+        self, ending: str, shape: tuple[int, ...], parts: dict[PartKey, TensorPart], fill: Fill, dtype: torch.dtype
     ) -> torch.Tensor:
         tensor = self.scope.param(PROJECTIONS[self.product.name] + ending, shape, parts, fill, dtype)
         if (self.product.padded or self.sizes.num_local < self.sizes.padded_experts) and not tensor.is_meta:

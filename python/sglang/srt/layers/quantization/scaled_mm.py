@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.bands import Bands, band_of
 from sglang.srt.kernels.conditions import SCALED_MM_ROWS
 from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.layers.quantization import reference
+from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops.linear_tiles import LIBRARY
 from sglang.srt.layers.triton_ops.quant_linear import Apply, operand, pack, packed_linear
 
@@ -76,21 +76,21 @@ def scaled_product(
     return out[:num_rows]
 
 
-def quantized_linear(weight: LinearWeight, arch: ArchTraits, bands: Bands) -> Apply:
-    """Returns a linear layer like `quant_linear.quantized_linear`, whose kernels compute the steps that the bands do
-    not give to torch, and what is wanted in another type than x's."""
+def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> Apply:
+    """Returns a linear layer like `quant_linear.quantized_linear`, whose kernels compute the steps that the tile
+    configs do not give to torch, and what is wanted in another type than x's."""
     matrix = pack(weight, arch)
-    by_triton = packed_linear(matrix, tuple(band for band in bands if band.way != LIBRARY))
-    if bands[-1].way != LIBRARY:
+    by_triton = packed_linear(matrix, tuple(config for config in configs if config.variant != LIBRARY))
+    if configs[-1].variant != LIBRARY:
         return by_triton
     by_torch = scaled_weight(matrix.weight)
 
-    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         values = values_of(x)
-        band = band_of(bands, values.numel() // matrix.cols)
-        if band.way != LIBRARY or out_dtype not in (None, values.dtype):
+        config = config_for(configs, values.numel() // matrix.cols)
+        if config.variant != LIBRARY or out_dtype not in (None, values.dtype):
             return by_triton(x, bias, out_dtype)
-        flat = x if isinstance(x, QuantizedRows) else values.reshape(-1, matrix.cols)
+        flat = x if isinstance(x, QuantizedActivations) else values.reshape(-1, matrix.cols)
         data, scale, _, _ = operand(flat, matrix)
         out = scaled_product(data, scale, by_torch, bias, values.dtype)
         return out.view(*values.shape[:-1], out.shape[-1])

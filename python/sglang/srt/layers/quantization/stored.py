@@ -6,7 +6,7 @@ import torch
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.errors import UserError
-from sglang.srt.layers.parameter import Convert, Fill, Index, Part, Shard, constant
+from sglang.srt.layers.parameter import Convert, Fill, Index, TensorPart, WeightShard, constant
 from sglang.srt.layers.quantization.layout import Leaf
 from sglang.srt.layers.quantization.reference import quantize
 
@@ -28,13 +28,13 @@ def length(part: slice) -> int:
     return int(part.stop - part.start)
 
 
-def matrix_part(leaf: Leaf, shard: Shard, per: tuple[int, int], dest: Index) -> Part:
+def matrix_part(leaf: Leaf, shard: WeightShard, per: tuple[int, int], dest: Index) -> TensorPart:
     """A shard's part of a tensor with one element for `per` = (rows, columns)."""
     (rows, of_rows), (cols, of_cols) = shard.rows.groups(per[0]), shard.cols.groups(per[1])
     shape, source = (rows, cols), (of_rows, of_cols)
     if leaf.transposed:
         shape, source = shape[::-1], source[::-1]
-    return Part(shape, source, dest, leaf.dtypes, leaf.convert)
+    return TensorPart(shape, source, dest, leaf.dtypes, leaf.convert)
 
 
 def largest_usable(name: str, inputs: torch.Tensor) -> torch.Tensor:

@@ -11,16 +11,16 @@ from torch.nn.functional import pad
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.ops import LinearOp
-from sglang.srt.layers.parameter import Param, Scope, Shard
+from sglang.srt.layers.parameter import Param, Scope, WeightShard
+from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.quantization.layout import layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.srt.layers.quantization.quantized_rows import Rows, values_of
 
-Create = Callable[[Scope, list[Shard], ModuleQuant], LinearWeight]
+Create = Callable[[Scope, list[WeightShard], ModuleQuant], LinearWeight]
 """Allocates the tensors in which a checkpoint stores shards."""
 
 
-class WidenedLinear:
+class DequantizedLinear:
     """x [T, in] -> [T, out] (+ bias). Each shard is read as its own module is stored (None: in 16 bits), so that the
     modules of a product may differ, and in whole groups of rows with one scale or word, of which a rank keeps its own.
     What they were stored as is freed once they are loaded."""
@@ -28,7 +28,7 @@ class WidenedLinear:
     def __init__(
         self,
         scope: Scope,
-        shards: list[Shard],
+        shards: list[WeightShard],
         quants: list[ModuleQuant | None],
         create: Create,
         bias: torch.Tensor | None,
@@ -39,7 +39,7 @@ class WidenedLinear:
         self.shards = [self._read(shard, quant, create) for shard, quant in zip(shards, quants, strict=True)]
         scope.finish.append(self.finish)
 
-    def _read(self, shard: Shard, quant: ModuleQuant | None, create: Create) -> Callable[[], torch.Tensor]:
+    def _read(self, shard: WeightShard, quant: ModuleQuant | None, create: Create) -> Callable[[], torch.Tensor]:
         """Allocates what one shard is read into. Returns a function that gives its rows in the model's type."""
         scope, share = replace(self.scope, params={}), shard.rows
         if quant is None:
@@ -72,7 +72,7 @@ class WidenedLinear:
         name = f"{self.scope.path}.weight"
         self.scope.params[name] = Param(name, self.weight, {})
 
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         return self.linear(values_of(x), self.weight, self.bias)
 
 

@@ -10,17 +10,17 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.ops import GatedRMSNormOp
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import gated_delta_rule
-from sglang.srt.plan.ranks import Share, exact_share
+from sglang.srt.plan.ranks import ShardRange, exact_share
 from sglang.srt.plan.recurrent import GatedDelta
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
-RowPieces = list[tuple[str, Share]]
+RowPieces = list[tuple[str, ShardRange]]
 
 
 class GatedDeltaNet:
@@ -38,8 +38,8 @@ class GatedDeltaNet:
         )
         self.eps = site.model.norm_eps
         into, gates, out = scope.sub("in"), scope.sub("in_gates"), scope.sub("out")
-        self.in_proj = ColumnParallelLinear(into, into.matrix(), rows.of_input())
-        self.gates = ColumnParallelLinear(gates, gates.matrix(), rows.of_gates())
+        self.in_proj = ColumnParallelLinear(into, into.matrix(), rows.input_rows())
+        self.gates = ColumnParallelLinear(gates, gates.matrix(), rows.gate_rows())
         self.conv = Convolution(
             _conv_weight(scope.sub("conv"), rows, spec.conv_kernel), None, 2 * self.heads.key_heads, spec.key_dim
         )
@@ -50,7 +50,7 @@ class GatedDeltaNet:
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
-        self.out = RowParallelLinear(out, value_share.of_dims(spec.value_dim), out.matrix(), group=group)
+        self.out = RowParallelLinear(out, value_share.scale_dims(spec.value_dim), out.matrix(), group=group)
 
     def defer_all_reduce(self) -> Group | None:
         return self.out.defer_all_reduce()
@@ -69,27 +69,27 @@ class _Rows:
         self.spec, self.key_heads, self.value_heads = spec, key_heads, value_heads
 
     def sections(self) -> list[tuple[int, slice]]:
-        """(rows before them, rows among them) of q, k and v, of `of_channels`."""
+        """(rows before them, rows among them) of q, k and v, of `channel_rows`."""
         spec = self.spec
         keys = spec.key_heads * spec.key_dim
         own_keys = _scaled(self.key_heads, spec.key_dim)
         return [(0, own_keys), (keys, own_keys), (2 * keys, _scaled(self.value_heads, spec.value_dim))]
 
-    def of_channels(self) -> list[slice]:
+    def channel_rows(self) -> list[slice]:
         """Returns the rows of q, k and v, one section after the other."""
         return [slice(before + rows.start, before + rows.stop) for before, rows in self.sections()]
 
-    def of_input(self) -> RowPieces:
+    def input_rows(self) -> RowPieces:
         spec = self.spec
         values = spec.value_heads * spec.value_dim
         if not spec.by_key_head:
             channels = 2 * spec.key_heads * spec.key_dim + values
-            pieces: RowPieces = [("qkv", exact_share(channels, rows)) for rows in self.of_channels()]
+            pieces: RowPieces = [("qkv", exact_share(channels, rows)) for rows in self.channel_rows()]
             return [*pieces, ("z", exact_share(values, _scaled(self.value_heads, spec.value_dim)))]
         group = spec.value_heads // spec.key_heads * spec.value_dim
         return self._by_key_head("qkvz", [spec.key_dim, spec.key_dim, group, group])
 
-    def of_gates(self) -> RowPieces:
+    def gate_rows(self) -> RowPieces:
         """b of all heads, then a."""
         spec = self.spec
         if not spec.by_key_head:
@@ -117,13 +117,13 @@ def _conv_weight(scope: Scope, rows: _Rows, width: int) -> torch.Tensor:
     """[channels, width], of a checkpoint's [channels, 1, width]."""
     spec, parts, end = rows.spec, {}, 0
     total = 2 * spec.key_heads * spec.key_dim + spec.value_heads * spec.value_dim
-    for piece, source in enumerate(rows.of_channels()):
+    for piece, source in enumerate(rows.channel_rows()):
         begin, end = end, end + source.stop - source.start
-        parts[PartKey(piece=piece)] = Part((total, 1, width), (source,), (slice(begin, end),))
+        parts[PartKey(piece=piece)] = TensorPart((total, 1, width), (source,), (slice(begin, end),))
     return scope.param("weight", (end, width), parts)
 
 
 def _per_head(scope: Scope, leaf: str, heads: slice, total: int) -> torch.Tensor:
     """[heads of the rank] fp32."""
-    part = Part((total,), (heads,))
+    part = TensorPart((total,), (heads,))
     return scope.param(leaf, (heads.stop - heads.start,), {PartKey(): part}, Init.ONES, torch.float32)

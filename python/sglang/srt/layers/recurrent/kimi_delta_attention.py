@@ -10,11 +10,11 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.ops import GatedRMSNormOp
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import kimi_delta_rule
 from sglang.srt.plan.kimi_delta import KimiDelta
-from sglang.srt.plan.ranks import Share, whole
+from sglang.srt.plan.ranks import ShardRange, whole
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class KimiDeltaAttention:
     def __init__(self, scope: Scope, spec: KimiDelta, site: Site) -> None:
         group = scope.groups.attention
         shares = even_share(spec.num_heads, group, "number of heads of Kimi delta attention")
-        rows = shares.of_dims(spec.head_dim)
+        rows = shares.scale_dims(spec.head_dim)
         self.spec, self.num_heads, self.eps = spec, shares.count, site.model.norm_eps
         self.heads = Heads(self.num_heads, self.num_heads, spec.head_dim, spec.head_dim)
         low = whole(spec.head_dim)
@@ -43,7 +43,7 @@ class KimiDeltaAttention:
         weight = _conv_weight(scope.sub("conv"), rows, spec.conv_kernel)
         self.conv = Convolution(weight, None, 2 * self.num_heads, spec.head_dim)
         self.a_log = _a_log(scope, shares)
-        bias = Part((rows.total,), (rows.run,))
+        bias = TensorPart((rows.total,), (rows.run,))
         dt_bias = scope.param("dt_bias", (rows.count,), {PartKey(): bias}, Init.ONES, torch.float32)
         self.dt_bias = dt_bias.unflatten(0, (self.num_heads, spec.head_dim))
         self.norm_weight = scope.sub("norm").param("weight", (spec.head_dim,), init=Init.ONES)
@@ -65,21 +65,21 @@ class KimiDeltaAttention:
         return self.out(self.norm(out, gate, self.norm_weight, self.eps, sigmoid=True))
 
 
-def _columns(scope: Scope, projections: dict[str, Share]) -> ColumnParallelLinear:
+def _columns(scope: Scope, projections: dict[str, ShardRange]) -> ColumnParallelLinear:
     return ColumnParallelLinear(scope, scope.matrix(), projections)
 
 
-def _conv_weight(scope: Scope, rows: Share, width: int) -> torch.Tensor:
+def _conv_weight(scope: Scope, rows: ShardRange, width: int) -> torch.Tensor:
     """[channels of q, k and v, width], of a checkpoint's [channels, 1, width] of each."""
     parts = {
-        PartKey(part): Part((rows.total, 1, width), (rows.run,), (slice(i * rows.count, (i + 1) * rows.count),))
+        PartKey(part): TensorPart((rows.total, 1, width), (rows.run,), (slice(i * rows.count, (i + 1) * rows.count),))
         for i, part in enumerate(QKV)
     }
     return scope.param("weight", (len(QKV) * rows.count, width), parts)
 
 
-def _a_log(scope: Scope, heads: Share) -> torch.Tensor:
+def _a_log(scope: Scope, heads: ShardRange) -> torch.Tensor:
     """[heads of the rank] fp32, of a checkpoint's [1, 1, heads, 1] or [heads]."""
     every = slice(None)
-    part = Part((1, 1, heads.total, 1), (every, every, heads.run), other=Part((heads.total,), (heads.run,)))
+    part = TensorPart((1, 1, heads.total, 1), (every, every, heads.run), other=TensorPart((heads.total,), (heads.run,)))
     return scope.param("A_log", (heads.count,), {PartKey(): part}, Init.ONES, torch.float32)

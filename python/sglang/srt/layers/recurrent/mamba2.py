@@ -10,7 +10,7 @@ from sglang.srt.distributed.parallel_state import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.ops import GatedRMSNormOp
-from sglang.srt.layers.parameter import Init, Part, Scope
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.recurrent.mixer import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.layers.recurrent.rule import Rule
 from sglang.srt.plan.ranks import exact_share
@@ -48,7 +48,7 @@ class Mamba2Mixer:
         self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
-        inputs = head_share.of_dims(spec.head_dim)
+        inputs = head_share.scale_dims(spec.head_dim)
         self.out = RowParallelLinear(out, inputs, out.matrix(), group=scope.groups.attention)
 
     def defer_all_reduce(self) -> Group | None:
@@ -79,12 +79,12 @@ def _convolution(scope: Scope, spec: Mamba2, rows: list[slice]) -> Convolution:
     for piece, source in enumerate(rows):
         begin, end = end, end + source.stop - source.start
         dest = (slice(begin, end),)
-        weights[PartKey(piece=piece)] = Part((total, 1, spec.conv_kernel), (source,), dest)
-        biases[PartKey(piece=piece)] = Part((total,), (source,), dest)
+        weights[PartKey(piece=piece)] = TensorPart((total, 1, spec.conv_kernel), (source,), dest)
+        biases[PartKey(piece=piece)] = TensorPart((total,), (source,), dest)
     weight = scope.param("weight", (end, spec.conv_kernel), weights)
     return Convolution(weight, scope.param("bias", (end,), biases, Init.ZEROS) if spec.conv_bias else None)
 
 
 def _sliced(scope: Scope, leaf: str, total: int, rows: slice, dtype: torch.dtype | None) -> torch.Tensor:
-    part = Part((total,), (rows,))
+    part = TensorPart((total,), (rows,))
     return scope.param(leaf, (rows.stop - rows.start,), {PartKey(): part}, Init.ONES, dtype)

@@ -85,7 +85,7 @@ class RecurrentCore:
         self.conv: ConvKernels = scope.plan.entry("causal_conv1d")
         self.recurrence: RecurrenceKernels = scope.plan.entry(op)
         self.num_sms = scope.plan.arch.num_sms
-        self.most_rows = scope.plan.max_running_requests * scope.plan.verified_tokens
+        self.max_rows = scope.plan.max_running_requests * scope.plan.verified_tokens
         self.addresses: dict[tuple[int, ...], torch.Tensor] = {}
         """Addresses of the tensors of layers whose records begin with this one's, on the device."""
         self._kept: tuple[torch.Tensor, ...] = (torch.empty(0),)
@@ -140,7 +140,7 @@ class RecurrentCore:
         verified steps would keep its own otherwise. N is the most tokens of a step so far; what earlier records refer
         to they keep."""
         if len(x) > len(self._kept[0]):
-            rows, heads = max(len(x), self.most_rows), self.heads
+            rows, heads = max(len(x), self.max_rows), self.heads
             decays = (heads.value_heads, heads.key_dim) if self.rule.by_channel else (heads.value_heads,)
             wide = torch.promote_types(x.dtype, torch.float32)
             self._kept = (

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.native_draft_rows import DraftInputs, AcceptedDrafts, VerifyInputs
+from sglang.srt.layers.native_draft_rows import AcceptedDrafts, DraftInputs, VerifyInputs
 from sglang.srt.layers.triton_ops import pdl
 
 LAUNCH = {"BLOCK": 128, "num_warps": 4}

@@ -1,4 +1,4 @@
-"""Tiles of products with a quantized weight, and the bands that are cut of them. Data only: no torch, no Triton.
+"""Tiles of products with a quantized weight, and the tile configs that are cut of them. Data only: no torch, no Triton.
 
 Every tile of TILES fits the 101,376 bytes of shared memory of the smallest GPUs, without spills: the ledger proves it.
 Keys: the kinds of `scaled_dot.ScaledProduct`.
@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.configs.quant_scheme import ALIGNED, SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.bands import ANY, Band, Bands, OpBands, Shape, most_tokens
 from sglang.srt.kernels.conditions import SCALED_MM_ROWS
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Need, Tile
+from sglang.srt.kernels.tile_configs import ANY, OpTileConfigs, Shape, TileConfig, TileConfigs, max_tokens_where
 from sglang.srt.layers.moe.fused_moe_triton.tiles import PairTile, pair_cut
 
 ScaledTile = dict[str, int]
@@ -132,8 +132,8 @@ def smaller_tiles(tile: ScaledTile, kind: str) -> tuple[ScaledTile, ...]:
         fewer_rows = other["BLOCK_M"] <= tile["BLOCK_M"]
         return fewer_rows and other["BLOCK_M"] * other["BLOCK_N"] <= tile["BLOCK_M"] * tile["BLOCK_N"]
 
-    rungs = (*(row.tile for row in reversed(TILES[kind])), last_resort(kind))
-    return tuple(rung for rung in rungs if rung != tile and fits(rung))
+    candidates = (*(row.tile for row in reversed(TILES[kind])), last_resort(kind))
+    return tuple(candidate for candidate in candidates if candidate != tile and fits(candidate))
 
 
 def last_resort(kind: str) -> ScaledTile:
@@ -158,26 +158,27 @@ def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features:
     return max(1, min(wanted, MAX_SPLITS, cols // least))
 
 
-# --- bands ------------------------------------------------------------------------------------------------------------
+# --- tile configs
+# ------------------------------------------------------------------------------------------------------------
 
 FEW, MANY, LIBRARY = "few rows", "tiles", "torch"
 """Ways: without matrix instructions, by tiles, and by torch's scaled product."""
 
 
-def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
-    """The bands of Triton's products, for each of the need's weights."""
+def triton_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
+    """The tile configs of Triton's products, for each of the need's weights."""
     scheme = SCHEMES[need.quant or ""]
     source = f"linear_tiles.{_source(product_of(scheme, arch.features).kind, arch.features)}"
-    return OpBands({shape: bands_of(scheme, shape, arch) for shape in _multiplied(need)}, source)
+    return OpTileConfigs({shape: tile_configs_of(scheme, shape, arch) for shape in _multiplied(need)}, source)
 
 
-def library_bands(need: Need, arch: ArchTraits) -> OpBands:
+def library_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
     """The same with torch's scaled product for steps of SCALED_MM_ROWS tokens and more, where it takes the weight."""
-    by_triton = triton_bands(need, arch)
+    by_triton = triton_tile_configs(need, arch)
     by_shape = dict(by_triton.by_shape)
     for shape in _multiplied(need):
         if library_takes(SCHEMES[need.quant or ""], shape):
-            by_shape[shape] = (*cut_at(by_shape[shape], SCALED_MM_ROWS - 1), Band(ANY, LIBRARY))
+            by_shape[shape] = (*cut_at(by_shape[shape], SCALED_MM_ROWS - 1), TileConfig(ANY, LIBRARY))
     return replace(by_triton, by_shape=by_shape)
 
 
@@ -194,27 +195,29 @@ def library_takes(scheme: Scheme, shape: Shape) -> bool:
     return not rows % ALIGNED and not cols % ALIGNED and not (blocks and (cols % blocks or bias))
 
 
-def cut_at(bands: Bands, most: int) -> Bands:
-    """The bands of up to `most` tokens."""
-    kept = [band for band in bands if band.most < most]
-    return (*kept, replace(bands[len(kept)], most=most))
+def cut_at(configs: TileConfigs, max_tokens: int) -> TileConfigs:
+    """The tile configs of up to `max_tokens` tokens."""
+    kept = [config for config in configs if config.max_tokens < max_tokens]
+    return (*kept, replace(configs[len(kept)], max_tokens=max_tokens))
 
 
-def bands_of(scheme: Scheme, shape: Shape, arch: ArchTraits) -> Bands:
-    """The bands of one weight."""
+def tile_configs_of(scheme: Scheme, shape: Shape, arch: ArchTraits) -> TileConfigs:
+    """The tile configs of one weight."""
     rows, cols, _ = shape
     product, features = product_of(scheme, arch.features), arch.features
     table, why = tile_rows(product.kind, features), _source(product.kind, features)
-    bands = [Band(FEW_ROWS, FEW, ((few_cut(product, scheme.bits, rows, cols),),), "FEW_TILES")]
+    configs = [TileConfig(FEW_ROWS, FEW, ((few_cut(product, scheme.bits, rows, cols),),), "FEW_TILES")]
     narrower = table[0].tile
     for row in table:
-        idle = _most_idle(product.kind, row, rows, arch)
-        if idle > bands[-1].most:
-            bands.append(Band(min(idle, row.max_rows), MANY, _rungs(narrower, product.kind), f"{why}, SMs would idle"))
-        if row.max_rows > bands[-1].most:
-            bands.append(Band(row.max_rows, MANY, _rungs(row.tile, product.kind), why))
+        idle = _max_idle_tokens(product.kind, row, rows, arch)
+        if idle > configs[-1].max_tokens:
+            configs.append(
+                TileConfig(min(idle, row.max_rows), MANY, _candidates(narrower, product.kind), f"{why}, SMs would idle")
+            )
+        if row.max_rows > configs[-1].max_tokens:
+            configs.append(TileConfig(row.max_rows, MANY, _candidates(row.tile, product.kind), why))
         narrower = row.tile
-    return tuple(bands)
+    return tuple(configs)
 
 
 def _source(kind: str, features: Collection[str]) -> str:
@@ -222,16 +225,16 @@ def _source(kind: str, features: Collection[str]) -> str:
     return f"{'WIDE_TILES' if wide else 'TILES'}[{kind!r}]"
 
 
-def _rungs(tile: ScaledTile, kind: str) -> tuple[tuple[ScaledTile], ...]:
-    return tuple((rung,) for rung in (tile, *smaller_tiles(tile, kind)))
+def _candidates(tile: ScaledTile, kind: str) -> tuple[tuple[ScaledTile], ...]:
+    return tuple((candidate,) for candidate in (tile, *smaller_tiles(tile, kind)))
 
 
-def _most_idle(kind: str, row: LinearTile, num_cols: int, arch: ArchTraits) -> float:
+def _max_idle_tokens(kind: str, row: LinearTile, num_cols: int, arch: ArchTraits) -> float:
     """The most tokens for which the tile of a row gives a result of `num_cols` columns fewer blocks than the GPU has
     SMs, so that the tile before it, of fewer columns, serves; 0 where that is no help."""
     if kind not in NARROW_KINDS or "wgmma" in arch.features or not 2 * SPLIT_ROWS < row.max_rows <= NARROW_ROWS:
         return 0
-    return most_tokens(lambda tokens: _num_tiles(row.tile, tokens, num_cols) < arch.num_sms)
+    return max_tokens_where(lambda tokens: _num_tiles(row.tile, tokens, num_cols) < arch.num_sms)
 
 
 def few_tile(product: ScaledProduct, bits: int) -> PairTile:

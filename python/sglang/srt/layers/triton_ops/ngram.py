@@ -97,8 +97,8 @@ def corpus_match_kernel(
 
 @triton.jit(do_not_specialize=["context_len", "num_speculative_tokens", "corpus_size"])
 def copy_drafts_kernel(
-    history, slots, lens, tokens, places, corpus, corpus_places, draft_tokens, context_len, num_speculative_tokens, corpus_size,
-    CORPUS: tl.constexpr, SPLITS: tl.constexpr, GUESSES: tl.constexpr,
+    history, slots, lens, tokens, places, corpus, corpus_places, draft_tokens, context_len,
+    num_speculative_tokens, corpus_size, CORPUS: tl.constexpr, SPLITS: tl.constexpr, GUESSES: tl.constexpr,
 ):  # fmt: skip
     """Writes the token and its draft tokens into `history`, and draft tokens [R, num_speculative_tokens] int64. Behind
     the last token of the request its draft tokens go on with themselves; behind a corpus' end with token 0."""
@@ -155,7 +155,7 @@ def ngram_drafts(
             LONGEST=triton.next_power_of_2(longest), **ONE_WARP,
         )  # fmt: skip
     copy_drafts_kernel[(num_reqs,)](
-        history, slots, lens, tokens, places, texts, corpus_places, draft_tokens, context_len, num_speculative_tokens, texts.numel(),
-        CORPUS=corpus is not None, SPLITS=splits, GUESSES=GUESSES, **ONE_WARP,
+        history, slots, lens, tokens, places, texts, corpus_places, draft_tokens, context_len,
+        num_speculative_tokens, texts.numel(), CORPUS=corpus is not None, SPLITS=splits, GUESSES=GUESSES, **ONE_WARP,
     )  # fmt: skip
     return draft_tokens

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, RowForm
+from sglang.srt.layers.quantization.activations import QuantizedActivations, RowForm
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.norm import row_launch
 from sglang.srt.layers.triton_ops.quantize import quotient
@@ -72,7 +72,7 @@ def launch(size: int, form: RowForm) -> dict[str, int]:
 
 def add_rmsnorm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, form: RowForm
-) -> tuple[QuantizedRows, torch.Tensor]:
+) -> tuple[QuantizedActivations, torch.Tensor]:
     """x, residual [T, H] -> (norm of the sum, the sum), written over x and residual, and the norm quantized as `form`
     says."""
     num_tokens, size = x.shape
@@ -85,4 +85,4 @@ def add_rmsnorm_quantize(
             x, residual, weight, data, scale, x.stride(0), residual.stride(0), size, num_groups, eps,
             **launch(size, form), **pdl.options(),
         )  # fmt: skip
-    return QuantizedRows(x, data, scale, form), residual
+    return QuantizedActivations(x, data, scale, form), residual

@@ -17,13 +17,13 @@ import triton
 import triton.language as tl
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.bands import Bands, band_of
-from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.kernels.launch import fallbacks_of
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
+from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
+from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.linear_tiles import FEW, MANY, num_splits, swaps
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
@@ -248,27 +248,31 @@ def pack(weight: LinearWeight, arch: ArchTraits) -> PackedWeight:
     )
 
 
-def quantized_linear(weight: LinearWeight, arch: ArchTraits, bands: Bands) -> Apply:
+def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> Apply:
     """(x [..., K] in 16 bits, or rows with their quantized form; bias [N] or None) -> [..., N] in x's type, or another
-    one. Safe in CUDA graphs. `bands`: the plan's for this weight.
+    one. Safe in CUDA graphs. `configs`: the plan's for this weight.
 
     Takes the weight: its tensors may be reordered."""
-    return packed_linear(pack(weight, arch), bands)
+    return packed_linear(pack(weight, arch), configs)
 
 
-def packed_linear(matrix: PackedWeight, bands: Bands) -> Apply:
+def packed_linear(matrix: PackedWeight, configs: TileConfigs) -> Apply:
     op = f"linear/{matrix.weight.scheme.name}"
-    ladders = {band.most: ladder_of(op, band, __name__, scaled_dot.__name__) for band in bands if band.way == MANY}
+    fallbacks = {
+        config.max_tokens: fallbacks_of(op, config, __name__, scaled_dot.__name__)
+        for config in configs
+        if config.variant == MANY
+    }
 
-    def run(x: Rows, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         values = values_of(x)
         flat = values.reshape(-1, matrix.cols)
-        band = band_of(bands, len(flat))
-        if band.way == FEW:
-            out = few_rows(flat, matrix, band.tiles[0], bias, out_dtype)
+        config = config_for(configs, len(flat))
+        if config.variant == FEW:
+            out = few_rows(flat, matrix, config.tiles[0], bias, out_dtype)
         else:
-            rows = x if isinstance(x, QuantizedRows) else flat
-            out = ladders[band.most].run(lambda tiles: many_rows(rows, matrix, tiles[0], bias, out_dtype))
+            rows = x if isinstance(x, QuantizedActivations) else flat
+            out = fallbacks[config.max_tokens].run(lambda tiles: many_rows(rows, matrix, tiles[0], bias, out_dtype))
         return out.view(*values.shape[:-1], out.shape[-1])
 
     return run
@@ -297,7 +301,7 @@ def few_rows(
 
 
 def many_rows(
-    x: Rows,
+    x: Activations,
     matrix: PackedWeight,
     tile: Tile,
     bias: torch.Tensor | None = None,
@@ -346,10 +350,10 @@ def tile_launch(
     }
 
 
-def operand(x: Rows, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
+def operand(x: Activations, matrix: PackedWeight) -> tuple[torch.Tensor, torch.Tensor, int, torch.Tensor | None]:
     """x as the product takes it, its scales and their stride between rows (0: one for all), and the factor of all."""
     product, weight = matrix.product, matrix.weight
-    if isinstance(x, QuantizedRows):
+    if isinstance(x, QuantizedActivations):
         if x.form == product.activation and weight.scheme.element == "e4m3":
             return x.data, x.scale, x.scale.stride(0), None
         x = x.values

@@ -145,7 +145,7 @@ class Metrics(Collector):
         yield from self._gauges()
         yield from self._counters()
         yield from self._histograms()
-        yield from self._of_host_cache()
+        yield from self._host_cache_metrics()
 
     def _gauges(self) -> Iterable[Metric]:
         for name, text in _GAUGES.items():
@@ -190,7 +190,7 @@ class Metrics(Collector):
             self._add_each(family, name)
             yield family
 
-    def _of_host_cache(self) -> Iterable[Metric]:
+    def _host_cache_metrics(self) -> Iterable[Metric]:
         serving = [(i, stats.host_cache) for i, stats in enumerate(self.stats) if i not in self.lost]
         kept = [(i, host) for i, host in serving if host is not None]
         stored = [(i, host.storage) for i, host in kept if host.storage is not None]

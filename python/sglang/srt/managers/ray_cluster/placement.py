@@ -92,7 +92,7 @@ def check_room(demand: Demand, nodes: Sequence[ClusterNode]) -> None:
             f"--use-ray: --nnodes {machines} takes {machines} nodes with {each} {resource}s each, and"
             f" {_counted(len(able), 'node')} {'has' if len(able) == 1 else 'have'} as many. {here}"
         )
-    if (room := _most_replicas(able, each, machines)) < demand.replicas:
+    if (room := _max_replicas(able, each, machines)) < demand.replicas:
         raise UserError(
             f"--use-ray: {demand.flags} takes {demand.replicas * machines * each} {resource}s, and there is room for"
             f" {_counted(room, 'replica')}. {here}"
@@ -106,7 +106,7 @@ def check_room(demand: Demand, nodes: Sequence[ClusterNode]) -> None:
         )
 
 
-def _most_replicas(counts: Sequence[int], each: int, machines: int) -> int:
+def _max_replicas(counts: Sequence[int], each: int, machines: int) -> int:
     """The most replicas of so many different nodes each: r of them fit if nodes, none of which serves one twice, have
     as many bundles."""
     slots = [count // each for count in counts]

@@ -65,7 +65,7 @@ class GrammarQueue:
             self._grammars.keep_only({pending.digest for _, pending in compiling.values()})
         self._num_waiting = len(compiling)
         current = [rid for rid, req in self._building.items() if rid in compiling and compiling[rid][0] is req]
-        states = parallel_state.least_each([self._grammars.state(compiling[rid][1]) for rid in current])
+        states = parallel_state.all_reduce_min([self._grammars.state(compiling[rid][1]) for rid in current])
         self._building = {}
         for rid, state in zip(current, states, strict=True):
             req, pending = compiling[rid]

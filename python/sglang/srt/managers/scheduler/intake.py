@@ -43,7 +43,7 @@ class Intake:
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)
         media, message = None, ""
         try:
-            media = self.media.of_prompt(msg)
+            media = self.media.plan_prompt(msg)
         except MediaRefused as error:
             message = str(error)
         prompt = self.prompts.take(msg.input_ids)
@@ -70,9 +70,9 @@ class Intake:
             return f"The queue is full ({most} requests)."
         if self.prompts.num_tokens > MAX_PROMPT_TOKENS and len(self.reqs):
             return f"The prompts that run or wait have {MAX_PROMPT_TOKENS:,} tokens; send this one again later."
-        if not req.most_hidden:
+        if not req.max_hidden_rows:
             return ""
-        values = (held_hidden + req.most_hidden) * self.runner.plan.description.hidden_size
+        values = (held_hidden + req.max_hidden_rows) * self.runner.plan.description.hidden_size
         if values * VALUE_BYTES <= MAX_HELD_BYTES:
             return ""
         return f"The hidden states of all requests together may reach {MAX_HELD_BYTES >> 20} MiB; try again later."

@@ -29,10 +29,10 @@ class MediaRefused(ValueError):
 class MediaSteps:
     """`features` None: the model, or this server, reads text only."""
 
-    def __init__(self, features: MediaFeatures | None, most_at_once: Callable[[], int], page_size: int) -> None:
-        """most_at_once: tokens of one prompt that a step computes at least, if there are as many. page_size: chunks end
+    def __init__(self, features: MediaFeatures | None, max_at_once: Callable[[], int], page_size: int) -> None:
+        """max_at_once: tokens of one prompt that a step computes at least, if there are as many. page_size: chunks end
         with whole pages."""
-        self.features, self.most_at_once, self._page = features, most_at_once, page_size
+        self.features, self.max_at_once, self._page = features, max_at_once, page_size
         self._num_decodes = 0
         self._tokens: int | None = None
         """Of prompts with images that the step which is chosen may take; None: as many as there are."""
@@ -44,7 +44,7 @@ class MediaSteps:
         self._in_step: dict[bytes, int] = {}
         """Bytes of the items that the step which is chosen takes features of, by digest."""
 
-    def of_prompt(self, msg: TokenizedGenerateReq) -> PromptMedia | None:
+    def plan_prompt(self, msg: TokenizedGenerateReq) -> PromptMedia | None:
         """Raises MediaRefused."""
         if not msg.media:
             return None
@@ -55,10 +55,10 @@ class MediaSteps:
             media = PromptMedia(msg.media, len(msg.input_ids), features.description)
         except MediaMismatch as error:
             raise MediaRefused(f"The images do not fit the prompt: {error}.") from None
-        if media.both_ways and media.longest_run > self.most_at_once():
+        if media.both_ways and media.longest_run > self.max_at_once():
             raise MediaRefused(
                 f"An image has {media.longest_run} tokens that see one another, and a step of this server computes"
-                f" {self.most_at_once()} of a prompt beside others; raise --chunked-prefill-size to twice as many as"
+                f" {self.max_at_once()} of a prompt beside others; raise --chunked-prefill-size to twice as many as"
                 " those of the image, or send a smaller image."
             )
         largest = max(map(features.size_of, msg.media))

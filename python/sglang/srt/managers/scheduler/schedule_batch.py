@@ -76,7 +76,7 @@ class Req:
         """Its images and videos; None: it has none."""
         self.limit = limit
         """Longest length this request may reach, prompt included."""
-        self.most_output = limit - self.prompt_len
+        self.max_output = limit - self.prompt_len
 
         self.slot = 0
         self.microbatch = 0
@@ -190,7 +190,7 @@ class Req:
         return self.logprob_start < self.prompt_len
 
     @property
-    def most_hidden(self) -> int:
+    def max_hidden_rows(self) -> int:
         """Returns the largest number of hidden states that it may come to hold. One alone, an embedding, is sent as
         soon as it is there."""
         count = 0 if self.hidden is None else num_states(self.prompt_len, self.limit) - self.hidden.start
@@ -226,7 +226,7 @@ class Req:
         its inputs is made for a step."""
         return not self.wants_prompt_logprobs and self.hidden is None and self.media is None
 
-    def may_go_on_from(self, keys: Keys) -> bool:
+    def may_reuse_prefix(self, keys: Keys) -> bool:
         """Returns whether it begins with these `cache_keys`, and they may come from the cache."""
         count = len(keys)
         return count <= self.matchable_len() and np.array_equal(self.cache_keys(count), keys)

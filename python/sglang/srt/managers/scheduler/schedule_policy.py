@@ -73,7 +73,7 @@ POLICIES: dict[str, Callable[[Sequence[Req], KVTable], Iterable[Req]]] = {
     "fcfs": lambda queue, kv: queue,
     "lpm": _longest_prefix,
     "dfs-weight": lambda queue, kv: _first(queue, MOST_MATCHED, partial(_depth_first, kv=kv)),
-    "lof": lambda queue, kv: sorted(queue, key=attrgetter("most_output"), reverse=True),
+    "lof": lambda queue, kv: sorted(queue, key=attrgetter("max_output"), reverse=True),
     "random": lambda queue, kv: _first(queue, MOST_SHUFFLED, partial(_shuffled, seed=len(queue))),
 }
 """The order in which waiting requests enter. It is read as far as there is room: the work of a step is bounded, however
@@ -128,7 +128,7 @@ class NewTokenRatio:
         self.value = min(1.0, self.value + self.PENALTY)
 
 
-def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
+def leaves_room_for_prompts(chunk: int | None, page: int, num_decodes: int) -> bool:
     """Returns whether decoding tokens leave half of a step's chunk, in whole pages, to prompts."""
     return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
 
@@ -229,10 +229,10 @@ class PrefillBudget:
             if req.slot:  # a prompt that goes on
                 self.window_room[i] += -(-req.kv_len // page) * page - int(window.start[req.slot])
             room = self.window_room[i]
-            if min(window.most_of_prompt(take), longest) > room:
-                fits = (room - window.most_of_prompt(0)) // page * page - page
+            if min(window.max_prompt_tokens(take), longest) > room:
+                fits = (room - window.max_prompt_tokens(0)) // page * page - page
                 take = min(take, max(0, fits)) if self.chunk is not None else 0
         if take > 0:
             for i, window in enumerate(self.kv.windows):
-                self.window_room[i] -= min(window.most_of_prompt(take), longest)
+                self.window_room[i] -= min(window.max_prompt_tokens(take), longest)
         return take

@@ -32,7 +32,7 @@ from sglang.srt.managers.scheduler.schedule_policy import (
     NewTokenRatio,
     PrefillBudget,
     Priorities,
-    leaves_half,
+    leaves_room_for_prompts,
 )
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.scheduler.stale_steps import redo_stale
@@ -42,7 +42,7 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.host_tier import Entry, HostTier
+from sglang.srt.mem_cache.host_tier import Admission, HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
@@ -86,7 +86,7 @@ class Scheduler:
         self.host_tier: HostTier | None = None
         """Cached prefixes in main memory."""
         if caches_prefixes and self.plan.host_cache is not None and runner.copies is not None:
-            agree = parallel_state.least_each
+            agree = parallel_state.all_reduce_min
             self.host_tier = HostTier(self.kv, self.plan.host_cache, runner.copies, agree, runner.storage)
         self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
@@ -102,12 +102,12 @@ class Scheduler:
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         self.running = RunningBatch(runner.tokens_per_step, runner.lookahead_slots, max(1, self.steps_in_flight))
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media, self._least_of_prompt, self.plan.page_size)
+        self.media = MediaSteps(runner.media, self._min_prompt_tokens, self.plan.page_size)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
-        self._alone = args.attn_dp_size == 1
+        self._single_attention_group = args.attn_dp_size == 1
         """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
         self.prompts = PromptTable()
@@ -227,7 +227,7 @@ class Scheduler:
         # Decode in the same step: what it costs to read the weights is paid once.
         widths = self.running.widths(1)
         num_decodes = int(widths.sum())
-        if num_decodes and not leaves_half(self._chunk, self.kv.page_size, num_decodes):
+        if num_decodes and not leaves_room_for_prompts(self._chunk, self.kv.page_size, num_decodes):
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
@@ -283,18 +283,21 @@ class Scheduler:
                 break
             prefix = self.kv.match(req)
             start = (req.namespace, req.cache_keys(min(SHARED_PREFIX, len(req.tokens))).tobytes())
-            if prefix.length < SHARED_PREFIX and any(map(req.may_go_on_from, leave[start])):
+            if prefix.length < SHARED_PREFIX and any(map(req.may_reuse_prefix, leave[start])):
                 continue
             self.kv.lock(prefix.node)
             if self.host_tier is not None:
                 has_room = partial(budget.has_room_to_load, req, prefix.length)
-                is_first, others_wait = self._alone and not chosen, bool(self.running.reqs or self.in_flight)
-                entry = self.host_tier.entry(req, prefix.length, has_room, is_first, others_wait)
-                if entry is not Entry.NOW:
+                is_first, others_wait = (
+                    self._single_attention_group and not chosen,
+                    bool(self.running.reqs or self.in_flight),
+                )
+                admission = self.host_tier.admission(req, prefix.length, has_room, is_first, others_wait)
+                if admission is not Admission.NOW:
                     self.kv.unlock(prefix.node)
-                if entry is Entry.LATER:
+                if admission is Admission.LATER:
                     continue
-                if entry is Entry.LONGER:
+                if admission is Admission.LONGER:
                     prefix = self.kv.match(req)
                     self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
@@ -321,9 +324,9 @@ class Scheduler:
         if reqs:
             self.waiting = deque(r for r in self.waiting if r not in reqs)
 
-    def _least_of_prompt(self) -> int:
+    def _min_prompt_tokens(self) -> int:
         """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
-        rooms = [window.most_alone() for window in self.kv.windows]
+        rooms = [window.max_solo_tokens() for window in self.kv.windows]
         chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
         return min([*rooms, *chunk, self.plan.context_len])
 
@@ -521,7 +524,7 @@ class Scheduler:
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
         self.prompts.give_back(req.prompt)
-        self.held_hidden -= req.most_hidden
+        self.held_hidden -= req.max_hidden_rows
         self.media.end(req)
         if req in self.chunked:
             self.chunked.remove(req)
@@ -551,7 +554,7 @@ class Scheduler:
             return None
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
-        self.held_hidden += req.most_hidden
+        self.held_hidden += req.max_hidden_rows
         self.waiting.append(req)
         if self.host_tier is not None:
             self.host_tier.queued(req)

@@ -23,7 +23,7 @@ from sglang.srt.hardware.arch import (
 )
 from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
 from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
-from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, bands_for
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, ranges_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
@@ -143,7 +143,7 @@ def _connect_gpus(
     reason = "--disable-custom-all-reduce" if disabled else ""
     if disabled and not fuse:
         return PeerLinks(topology, reason)
-    if "sm120_sgl_kernel" not in installed_packages() or not bands_for(topology, args.tp_size):
+    if "sm120_sgl_kernel" not in installed_packages() or not ranges_for(topology, args.tp_size):
         return PeerLinks(topology, reason, "the start-up probe of the links needs sgl-kernel, up to 8 ranks")
     from sglang.srt.distributed.peer_setup import connect, fused_by_flashinfer
 

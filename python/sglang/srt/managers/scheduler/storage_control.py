@@ -53,7 +53,7 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
     except Exception as error:  # of somebody else's class
         logger.exception("A store of cached prefixes cannot be attached")
         problem = f"The store cannot be opened: {error!r}."
-    if not parallel_state.least_each([int(engine is not None)])[0]:
+    if not parallel_state.all_reduce_min([int(engine is not None)])[0]:
         if engine is not None:
             engine.close()
         return problem or "Another rank cannot open the store; its log says why."

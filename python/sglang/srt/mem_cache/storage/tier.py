@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.cache_tier import (
     CachedPrefix,
     CacheTier,
     CopyState,
-    Departure,
+    PinnedPrefix,
     common_length,
     namespace_of,
     pages_of,
@@ -117,7 +117,7 @@ class Backup(Patience):
     """A write under way."""
 
     job: Write
-    departure: Departure
+    departure: PinnedPrefix
 
 
 @dataclass(slots=True)
@@ -308,7 +308,7 @@ class StorageTier:
 
     def _begin_write(self, path: CachedPrefix) -> Backup:
         keys, page, end = np.concatenate([n.key for n in path.nodes]), self._host.page_size, path.length
-        departure, windows, has_end = Departure.begin(path), [], self.engine.has_ends
+        departure, windows, has_end = PinnedPrefix.begin(path), [], self.engine.has_ends
         for window in self._host.windows:
             first = int(window.first_kept(np.array([end], np.int32))[0])
             slots = path.window(window.index, first, end)

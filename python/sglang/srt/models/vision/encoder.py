@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.parallel_state import ALONE, groups
-from sglang.srt.layers.parameter import Init, Param, Part
+from sglang.srt.layers.parameter import Init, Param, TensorPart
 from sglang.srt.models.vision.patch_places import Grid, num_patches, rows_and_columns
 from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, parts_of, shares
 from sglang.srt.plan.towers.tower import Cut, Tower
@@ -80,10 +80,10 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         modules = {name.rpartition(".")[0] for name in self.params}
         self.weights = WeightMap({name: name for name in modules}, {}, beginnings=tower.beginnings)
         self.attention: Any = None  # where no patch sees another
-        self.ladder = None
+        self.fallbacks = None
         if tower.head_dim:
             self.attention = plan.entry("prefill_attention")
-            self.ladder = plan.ladder("prefill_attention") if plan.tiles("prefill_attention") else None
+            self.fallbacks = plan.fallbacks("prefill_attention") if plan.tiles("prefill_attention") else None
 
     def _param(self, name: str, shape: tuple[int, ...]) -> Param:
         init = Init.NORMAL
@@ -91,7 +91,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
             init = Init.ZEROS if name.endswith(".bias") else Init.ONES
         tensor = torch.empty(self.tower.rank_shape(name, shape), dtype=self.dtype, device=self.device)
         stored, pieces = self._stored(name, shape), self.tower.pieces(name, shape, self.group.rank)
-        parts = {PartKey(piece=i): Part(stored, source, dest) for i, (source, dest) in enumerate(pieces)}
+        parts = {PartKey(piece=i): TensorPart(stored, source, dest) for i, (source, dest) in enumerate(pieces)}
         return Param(name, tensor, parts, init)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -246,10 +246,10 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         attend = partial(
             self.attention, q, k, v, out, sight.starts, longest=sight.longest, is_causal=False, scale=scale, share=share
         )
-        if self.ladder is None:
+        if self.fallbacks is None:
             attend(tile={})
         else:
-            self.ladder.run(lambda tile: attend(tile=tile))
+            self.fallbacks.run(lambda tile: attend(tile=tile))
 
     # --- places -------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ WHOLE_LAYERS = Cuts()
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PatchChunk:
     """The work of a piece: `share` of the products of a layer over so many `patches`, and the `pairs` of patches that
     see one another."""
 
@@ -56,14 +56,18 @@ def shares(count: int, number: int) -> Iterator[slice]:
         yield slice(count * i // number, count * (i + 1) // number)
 
 
-def pieces_of(tower: Tower, part: Sequence[Grid], cuts: Cuts) -> Iterator[Piece]:
+def pieces_of(tower: Tower, part: Sequence[Grid], cuts: Cuts) -> Iterator[PatchChunk]:
     """Yields the pieces of a part in order."""
     patches, pairs = num_patches(part), pairs_of(tower, part)
-    yield Piece(0.5, patches, 0.0)
-    half = [Piece(0.5 / cuts.rows, patches, 0.0)] * cuts.rows
+    yield PatchChunk(0.5, patches, 0.0)
+    half = [PatchChunk(0.5 / cuts.rows, patches, 0.0)] * cuts.rows
     for layer in range(tower.num_layers):
         yield from half
         whole = tower.sees_whole_clips(layer)
-        yield from [Piece(0.0, patches, pairs / cuts.queries)] * cuts.queries if whole else [Piece(0.0, patches, 0.0)]
+        yield from (
+            [PatchChunk(0.0, patches, pairs / cuts.queries)] * cuts.queries
+            if whole
+            else [PatchChunk(0.0, patches, 0.0)]
+        )
         yield from half
-    yield Piece(0.5, patches, 0.0)
+    yield PatchChunk(0.5, patches, 0.0)

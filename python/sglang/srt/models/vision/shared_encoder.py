@@ -28,7 +28,7 @@ class SharedEncoder:
         """Takes and returns what `VisionEncoder.encode` does."""
         tower = self.encoder.tower
         parts = clips(grids, tower.clip_frames)
-        shares = shared_out([num_patches([part]) for part in parts], self.group.size)
+        shares = split_evenly([num_patches([part]) for part in parts], self.group.size)
         tokens = [sum(map(tower.num_tokens, parts[share])) for share in shares]
         width = tower.features_size
         mine = torch.zeros((max(tokens), width), dtype=self.encoder.dtype, device=self.encoder.device)
@@ -42,7 +42,7 @@ class SharedEncoder:
         return [part.clone() for part in whole.split([tower.num_tokens(grid) for grid in grids])]
 
 
-def shared_out(sizes: Sequence[int], parts: int) -> list[slice]:
+def split_evenly(sizes: Sequence[int], parts: int) -> list[slice]:
     """Returns a run of the sizes for each part, so that the sums of the runs are about equal. A run may be empty."""
     total, done, number, shares = sum(sizes), 0, 0, []
     for part in range(1, parts + 1):

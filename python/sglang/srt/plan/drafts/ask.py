@@ -60,9 +60,9 @@ def _check_depth(settings: SpeculativeSettings) -> None:
         return
     if settings.algorithm == DSPARK:
         raise UserError(
-            f"the draft was trained for blocks of {settings.block_draft_tokens} draft tokens, of which {settings.num_steps}"
-            " cannot be asked: deeper blocks spoil the draft tokens at every place. Pass --speculative-dspark-block-size"
-            f" {settings.block_draft_tokens} or fewer."
+            f"the draft was trained for blocks of {settings.block_draft_tokens} draft tokens, of which"
+            f" {settings.num_steps} cannot be asked: deeper blocks spoil the draft tokens at every place. Pass"
+            f" --speculative-dspark-block-size {settings.block_draft_tokens} or fewer."
         )
     raise UserError(
         f"the draft was trained for blocks of {settings.block_size} tokens, of which {settings.num_draft_tokens}"

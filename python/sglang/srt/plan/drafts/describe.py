@@ -42,10 +42,10 @@ def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescri
     if kind == EAGLE and architecture_of(config.reader()) in ASSISTANT_ARCHITECTURES:
         return describe_assistant(config, target)
     # A checkpoint of MTP layers alone is asked for as EAGLE, too.
-    if kind == EAGLE and architecture_of(config.reader()) not in EAGLE_ARCHITECTURES and _of_family(config, target):
+    if kind == EAGLE and architecture_of(config.reader()) not in EAGLE_ARCHITECTURES and _is_of_family(config, target):
         kind = MTP
     return _KINDS[kind](config, target)
 
 
-def _of_family(config: DraftConfig, target: ModelDescription) -> bool:
+def _is_of_family(config: DraftConfig, target: ModelDescription) -> bool:
     return architecture_of(config.reader()).removesuffix("NextN") == target.architecture

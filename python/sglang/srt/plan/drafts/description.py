@@ -176,7 +176,7 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Assistant:
     """A draft without keys and values of its own: its layers attend to those of the target's last layers, which stay as
-    they are while it draft tokens (Gemma 4's assistants; reference: transformers' Gemma4AssistantForCausalLM). The
+    they are while it drafts (Gemma 4's assistants; reference: transformers' Gemma4AssistantForCausalLM). The
     embedding of a token and features of the target's width, side by side, are projected to the first layer's input; the
     output is projected back to the features of the next draft token, which begin as the target's final hidden states.
 

@@ -10,7 +10,7 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.drafts.ask import AskedDraft
 from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
-from sglang.srt.plan.layer_spec import Serving
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
@@ -88,11 +88,11 @@ def layout_of_draft(ranks: RankLayout, draft: DraftDescription) -> RankLayout:
     return replace(ranks, pp_size=1, dcp_size=1, ep_size=ranks.ep_size if draft.model.experts else 1)
 
 
-def _serving_of_draft(serving: Serving, draft: DraftPlan) -> Serving:
-    if serving.attn_dp_size == 1:
-        return replace(serving, pp_size=1)
+def _serving_of_draft(parallel: ParallelConfig, draft: DraftPlan) -> ParallelConfig:
+    if parallel.attn_dp_size == 1:
+        return replace(parallel, pp_size=1)
     ranks = draft.weights.ranks
-    return replace(serving, tp_size=ranks.tp_size, ep_size=1, pp_size=1, attn_dp_size=1, dp_lm_head=False)
+    return replace(parallel, tp_size=ranks.tp_size, ep_size=1, pp_size=1, attn_dp_size=1, dp_lm_head=False)
 
 
 def with_draft_layers(target: ModelDescription, draft: DraftPlan | None) -> ModelDescription:
@@ -102,14 +102,14 @@ def with_draft_layers(target: ModelDescription, draft: DraftPlan | None) -> Mode
     return replace(target, layers=(*target.layers, *draft.description.model.layers))
 
 
-def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, serving: Serving) -> tuple[Need, ...]:
+def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, parallel: ParallelConfig) -> tuple[Need, ...]:
     """Returns the needs of the target and its draft, each once. Where both need an op for heads of the same dims the
     target's kernel serves both; experts that are stored or shaped otherwise have a kernel of their own."""
-    needs = {need.key: need for need in needs_of(of_rank, serving)}
+    needs = {need.key: need for need in needs_of(of_rank, parallel)}
     if draft is None:
         return tuple(needs.values())
-    norms = Need("fused_add_rmsnorm", q_dtype=serving.dtype)  # of what a draft reads, whatever its residual is
-    for need in (*needs_of(draft.weights, _serving_of_draft(serving, draft)), norms):
+    norms = Need("fused_add_rmsnorm", q_dtype=parallel.dtype)  # of what a draft reads, whatever its residual is
+    for need in (*needs_of(draft.weights, _serving_of_draft(parallel, draft)), norms):
         for merged in _merged(needs, need):
             needs[merged.key] = merged
     return tuple(needs.values())

@@ -28,8 +28,8 @@ def with_draft_memory(
     streams = model.layers[0].residual.streams if description.form.reads_streams else 1
     aux = (2 * len(description.aux_layers) + 3) * streams  # features, the embedding beside them, their projection
     rows = sizes.tokens_per_step * aux * target.hidden_size * item
-    most_rows = max(sizes.tokens_per_step, sizes.max_running_requests * description.rows_a_request)
-    draft_activations = activation_bytes(model, dtype, most_rows, ranks)
+    max_rows = max(sizes.tokens_per_step, sizes.max_running_requests * description.rows_a_request)
+    draft_activations = activation_bytes(model, dtype, max_rows, ranks)
     logit_rows = max(sizes.max_running_requests, description.rows_a_request)
     targets = activation_bytes(target, dtype, sizes.tokens_per_step, sizes.ranks)
     tails = description.tails * (sizes.max_running_requests + 1) * target.hidden_size * item

@@ -11,7 +11,7 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import MTP, DraftConfig
-from sglang.srt.plan.drafts.description import MTPByLayer, DraftDescription
+from sglang.srt.plan.drafts.description import DraftDescription, MTPByLayer
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
 from sglang.srt.plan.layer_spec import LayerSpec
@@ -35,8 +35,9 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
     depths = _depths(config, keys, target, form)
     if config.num_speculative_tokens > depths:
         raise UserError(
-            f"{keys.source}: the model drafts with {depths} layer{'s' * (depths > 1)}, one for each draft token of a step,"
-            f" and {config.num_speculative_tokens} draft tokens are asked for. Pass --speculative-num-steps {depths} or fewer."
+            f"{keys.source}: the model drafts with {depths} layer{'s' * (depths > 1)}, one for each draft token of a"
+            f" step, and {config.num_speculative_tokens} are asked for. Pass --speculative-num-steps {depths}"
+            " or fewer."
         )
     first, used = len(target.layers), config.num_speculative_tokens
     names = _names(form, family, target, depths, used)
@@ -172,8 +173,8 @@ def _lagging(layer: LayerSpec, draft_tokens: int) -> LayerSpec:
     lag so far behind the request, whose windows leave what no row of the target sees. Convolutions keep `draft_tokens`
     tokens more than they read: a step may write so many rows that do not stand, or those that are computed again."""
     assert isinstance(layer.mixer, GQA), "families with such drafts have attention of this kind"
-    mixer, convolution = replace(layer.mixer, kept_longer=draft_tokens - 1), layer.convolution
+    mixer, convolution = replace(layer.mixer, window_slack=draft_tokens - 1), layer.convolution
     if convolution is None:
         return replace(layer, mixer=mixer)
-    mixer = replace(mixer, conv_kept_longer=draft_tokens)
-    return replace(layer, mixer=mixer, convolution=replace(convolution, kept_longer=draft_tokens))
+    mixer = replace(mixer, conv_slack=draft_tokens)
+    return replace(layer, mixer=mixer, convolution=replace(convolution, window_slack=draft_tokens))

@@ -45,7 +45,7 @@ class Family:
     num_kv_heads: int = 0
     attention_scale: float = 0.0  # of the products of q and k; 0: head_dim ** -0.5
     value_norm: bool = False  # as GQA.value_norm
-    growing_queries: bool = False  # `llama_4_scaling_beta` of the rotary parameters is `query_growth`
+    growing_queries: bool = False  # `llama_4_scaling_beta` of the rotary parameters is `attn_temperature`
     qk_norm: str = ""  # as GQA.qk_norm
     optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
     window_pattern: int = 0  # every so many layers one has no window, unless `layer_types` say of which
@@ -68,7 +68,7 @@ class Family:
     interleaved_rotary: bool = False  # as GQA.interleaved
     positions: bool = True  # False: attention does not rotate heads
     positions_in_windows: bool = False  # only layers with a window do, unless the config says it by layer
-    among_recurrent: str = ""  # as GQA.among_recurrent
+    hybrid_kind: str = ""  # as GQA.hybrid_kind
     sigmoid_output_gates: bool = False  # `output_gate_type` of recurrent layers may be a sigmoid
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     kimi_delta: bool = False  # of layers with latent attention some are Kimi delta attention instead

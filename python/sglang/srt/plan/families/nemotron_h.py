@@ -43,7 +43,7 @@ NEMOTRON_H = Family(
     one_block_layers=True,
     head_dim=128,
     positions=False,
-    among_recurrent="hybrid_mamba2",
+    hybrid_kind="hybrid_mamba2",
     activation=RELU2,
     router=Router(0, "sigmoid", correction="e_score_correction_bias", float32=True),
     mtp=NEMOTRON_MTP,

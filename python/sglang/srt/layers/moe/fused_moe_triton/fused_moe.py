@@ -18,15 +18,15 @@ import triton
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.errors import UserError
-from sglang.srt.kernels.bands import Bands, Tiles, band_of
-from sglang.srt.kernels.launch import ladder_of
+from sglang.srt.kernels.launch import fallbacks_of
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
+from sglang.srt.kernels.tile_configs import TileConfigs, Tiles, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, swaps
-from sglang.srt.layers.quantization.quantized_rows import QuantizedRows, Rows, values_of
+from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
 from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
@@ -38,29 +38,29 @@ NVFP4_RANGE = 448.0 * 6.0
 
 
 def fused_moe(
-    x: Rows,
+    x: Activations,
     w13: ExpertWeights,
     w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Activation,
-    bands: Bands,
+    configs: TileConfigs,
     features: Collection[str] = (),
 ) -> torch.Tensor:
     """x [T, H] (rows contiguous, bfloat16 or float16, or with their quantized form), topk_weights [T, k] fp32, topk_ids
     [T, k] int32 -> [T, H].
 
     w13 [E, 2I, H], or [E, I, H] without a gate, and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id
-    of -1 names no expert and adds nothing. `bands`: the plan's. Where their tiles do not launch, smaller ones take
+    of -1 names no expert and adds nothing. `configs`: the plan's. Where their tiles do not launch, smaller ones take
     over. `features` (of ArchTraits): of the GPU that the tiles are for.
     """
     values = values_of(x)
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     if topk_ids.numel() == 0:
         return out
-    band = band_of(bands, len(topk_ids))
-    if band.way == FEW:
-        _pair_by_pair(values, w13, w2, topk_weights, topk_ids, activation, band.tiles, out)
+    config = config_for(configs, len(topk_ids))
+    if config.variant == FEW:
+        _pair_by_pair(values, w13, w2, topk_weights, topk_ids, activation, config.tiles, out)
     else:
 
         def attempt(tiles: Tiles) -> None:
@@ -69,7 +69,7 @@ def fused_moe(
             _down(inter, w2, topk_weights, topk_ids, blocks, out, down, features)
 
         scheme = "bf16" if w13.scheme is None else w13.scheme.name
-        ladder_of(f"fused_moe/{scheme}", band, grouped_kernels(w13).__name__, scaled_dot.__name__).run(attempt)
+        fallbacks_of(f"fused_moe/{scheme}", config, grouped_kernels(w13).__name__, scaled_dot.__name__).run(attempt)
     return out
 
 
@@ -145,7 +145,7 @@ def _pair_by_pair(
 
 
 def _gate_up(
-    x: Rows,
+    x: Activations,
     w13: ExpertWeights,
     topk_ids: torch.Tensor,
     activation: Activation,
@@ -230,9 +230,9 @@ def _scales_whole_tensor(weights: ExpertWeights) -> bool:
     return product_for(weights).activation == "nvfp4" and weights.input_scale is None
 
 
-def _operand(x: Rows, weights: ExpertWeights) -> Operand:
+def _operand(x: Activations, weights: ExpertWeights) -> Operand:
     kind, scheme, input_scale = product_for(weights).activation, weights.scheme, weights.input_scale
-    if isinstance(x, QuantizedRows):
+    if isinstance(x, QuantizedActivations):
         if scheme is not None and x.form == kind and scheme.element == "e4m3":
             return Operand(x.data, x.scale, x.scale.stride(0), x.data)
         x = x.values

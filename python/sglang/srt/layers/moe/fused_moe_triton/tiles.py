@@ -16,7 +16,7 @@ from sglang.srt.kernels.scaled_product import ScaledProduct
 GroupedTile = dict[str, int]
 
 FEW, MANY, MIXED = "few pairs", "tiles", "sgl_kernel"
-"""Ways that a band may name: pair by pair, grouped by Triton, and grouped by sgl-kernel's products."""
+"""Ways that a tile config may name: pair by pair, grouped by Triton, and grouped by sgl-kernel's products."""
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
 
@@ -192,8 +192,8 @@ def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
     GPU with as many rows or fewer, largest first. Small blocks have more stages, so that they do not always take less
     shared memory than large ones: the last resort does."""
     rows = (row for row in reversed(TILES[kind]) if row.gate_up["BLOCK_M"] <= tiles.gate_up["BLOCK_M"])
-    rungs = (*rows, last_resort(kind))
-    return tuple(row for row in rungs if (row.gate_up, row.down) != (tiles.gate_up, tiles.down))
+    candidates = (*rows, last_resort(kind))
+    return tuple(row for row in candidates if (row.gate_up, row.down) != (tiles.gate_up, tiles.down))
 
 
 def last_resort(kind: str) -> MoeTiles:

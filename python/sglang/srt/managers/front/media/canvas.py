@@ -62,7 +62,7 @@ def fitted(size: Size, frames: int, settings: Mapping[str, Any]) -> Canvas:
     def pixels(canvas: Size) -> int:
         return counted * canvas[0] * canvas[1]
 
-    def of_height(high: int) -> Size:
+    def size_for_height(high: int) -> Size:
         return whole(max(1, math.floor(width * high / height)), high)
 
     canvas = whole(width, height)
@@ -72,8 +72,8 @@ def fitted(size: Size, frames: int, settings: Mapping[str, Any]) -> Canvas:
     if pixels(canvas) > most:
         if counted * side**2 > most:
             raise MediaError(f"a video has {frames} frames, more than there may be tokens")
-        fitting = bisect.bisect_right(range(1, height + 1), most, key=lambda high: pixels(of_height(high)))
-        canvas = of_height(fitting) if fitting else (side, side)
+        fitting = bisect.bisect_right(range(1, height + 1), most, key=lambda high: pixels(size_for_height(high)))
+        canvas = size_for_height(fitting) if fitting else (side, side)
     scale = min(canvas[0] / width, canvas[1] / height)
     if frames * height * width >= least:
         scale = min(1.0, scale)

@@ -201,7 +201,7 @@ def _within_a_budget(settings: Settings, dtype: str) -> ImageProcessor:
 OF_MUSE = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 
 
-def _of_nearest_shape(settings: Settings, dtype: str) -> ImageProcessor:
+def _nearest_shape_processor(settings: Settings, dtype: str) -> ImageProcessor:
     """Muse-Glimmer: patches row by row, with the colours of a frame together."""
     words = {**OF_MUSE, "max_image_tokens": 4096, **given(settings)}
     patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
@@ -292,7 +292,7 @@ _IMAGES: Mapping[str, _Make] = {
     "gemma4": _pooled,
     "kimi_k25": _native_size,
     "minimax_m3": _within_a_budget,
-    "muse_glimmer": _of_nearest_shape,
+    "muse_glimmer": _nearest_shape_processor,
     "inkling": _beyond_the_edges,
     "deepseek_v41": _in_rows,
 }

@@ -1,5 +1,5 @@
-"""The bands of a layer's experts: few pairs one by one, more of them grouped, with the tiles of a tuning file or of the
-tables. No torch, no Triton."""
+"""The tile configs of a layer's experts: few pairs one by one, more of them grouped, with the tiles of a tuning file or
+of the tables. No torch, no Triton."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.kernels.bands import ANY, Band, Bands, OpBands, Tiles, joined, most_tokens
 from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Need
+from sglang.srt.kernels.tile_configs import ANY, OpTileConfigs, TileConfig, TileConfigs, Tiles, joined, max_tokens_where
 from sglang.srt.layers.moe.fused_moe_triton.config_files import TunedTiles, find
 from sglang.srt.layers.moe.fused_moe_triton.tiles import (
     FEW,
@@ -51,7 +51,7 @@ class ExpertLayer:
 
     def tokens_with(self, rows: float) -> float:
         """The most tokens of which an expert here gets at most so many pairs, on average."""
-        return most_tokens(lambda tokens: self.pairs(tokens) / self.num_experts <= rows)
+        return max_tokens_where(lambda tokens: self.pairs(tokens) / self.num_experts <= rows)
 
 
 def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
@@ -61,8 +61,8 @@ def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
     return ExpertLayer(product, num_experts, top_k, hidden, intermediate, groups)
 
 
-def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
-    """The bands of Triton's products. Tiles of a tuning file that are on no record are taken to fit."""
+def triton_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
+    """The tile configs of Triton's products. Tiles of a tuning file that are on no record are taken to fit."""
     layer = layer_of(need, arch)
     search = find(
         layer.num_experts,
@@ -72,47 +72,47 @@ def triton_bands(need: Need, arch: ArchTraits) -> OpBands:
         hidden=layer.hidden,
         bias=need.shapes[0][2],
     )
-    bands = bands_of(layer, arch.features, search.tiles)
-    return OpBands(
-        {None: bands}, search.describe(), tuple(f"MoE tuning file not used: {why}" for why in search.rejected)
+    configs = tile_configs_of(layer, arch.features, search.tiles)
+    return OpTileConfigs(
+        {None: configs}, search.describe(), tuple(f"MoE tuning file not used: {why}" for why in search.rejected)
     )
 
 
-def mixed_bands(need: Need, arch: ArchTraits) -> OpBands:
+def mixed_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
     """The same with sgl-kernel's products where experts get many pairs."""
-    by_triton, layer = triton_bands(need, arch), layer_of(need, arch)
-    few = most_tokens(lambda tokens: layer.pairs(tokens) / layer.num_experts < MIXED_ROWS)
-    low = most_tokens(lambda tokens: layer.pairs(tokens) / layer.num_experts < TALL_ROWS)
-    bands = (*up_to(by_triton.by_shape[None], few), *mixed_from(few, low))
-    return replace(by_triton, by_shape={None: bands})
+    by_triton, layer = triton_tile_configs(need, arch), layer_of(need, arch)
+    few = max_tokens_where(lambda tokens: layer.pairs(tokens) / layer.num_experts < MIXED_ROWS)
+    low = max_tokens_where(lambda tokens: layer.pairs(tokens) / layer.num_experts < TALL_ROWS)
+    configs = (*up_to(by_triton.by_shape[None], few), *mixed_from(few, low))
+    return replace(by_triton, by_shape={None: configs})
 
 
-def mixed_from(few: float, low: float) -> Iterator[Band]:
-    """The bands of the mixed products: blocks of 64 up to `low` tokens, and of 128 beyond."""
+def mixed_from(few: float, low: float) -> Iterator[TileConfig]:
+    """The tile configs of the mixed products: blocks of 64 up to `low` tokens, and of 128 beyond."""
     if low > few:
-        yield Band(low, MIXED, (({"BLOCK_M": 64},),), "few rows an expert")
-    yield Band(ANY, MIXED, (({"BLOCK_M": 128},),), "many rows an expert")
+        yield TileConfig(low, MIXED, (({"BLOCK_M": 64},),), "few rows an expert")
+    yield TileConfig(ANY, MIXED, (({"BLOCK_M": 128},),), "many rows an expert")
 
 
-def up_to(bands: Bands, most: float) -> Iterator[Band]:
-    """The bands of up to `most` tokens; none for 0."""
+def up_to(configs: TileConfigs, max_tokens: float) -> Iterator[TileConfig]:
+    """The tile configs of up to `max_tokens` tokens; none for 0."""
     before = 0.0
-    for band in bands:
-        if before >= most:
+    for config in configs:
+        if before >= max_tokens:
             return
-        yield replace(band, most=min(band.most, most))
-        before = band.most
+        yield replace(config, max_tokens=min(config.max_tokens, max_tokens))
+        before = config.max_tokens
 
 
-def bands_of(layer: ExpertLayer, features: Collection[str], tuned: TunedTiles | None = None) -> Bands:
-    """The bands of Triton's products on GPUs with these features (of ArchTraits)."""
-    few = most_tokens(lambda tokens: few_pairs(_expected(layer, tokens, tuned), layer.num_experts))
-    grouped = _of_table(layer, features) if tuned is None else _of_file(layer, tuned)
-    bands = [Band(few, FEW, (_few_tiles(layer),), "PAIR_TILES")] if few else []
-    for band in grouped:
-        if band.most > (bands[-1].most if bands else 0):
-            bands.append(band)
-    return joined(bands)
+def tile_configs_of(layer: ExpertLayer, features: Collection[str], tuned: TunedTiles | None = None) -> TileConfigs:
+    """The tile configs of Triton's products on GPUs with these features (of ArchTraits)."""
+    few = max_tokens_where(lambda tokens: few_pairs(_expected(layer, tokens, tuned), layer.num_experts))
+    grouped = _table_configs(layer, features) if tuned is None else _file_configs(layer, tuned)
+    configs = [TileConfig(few, FEW, (_few_tiles(layer),), "PAIR_TILES")] if few else []
+    for config in grouped:
+        if config.max_tokens > (configs[-1].max_tokens if configs else 0):
+            configs.append(config)
+    return joined(configs)
 
 
 def _expected(layer: ExpertLayer, tokens: int, tuned: TunedTiles | None) -> int:
@@ -120,33 +120,33 @@ def _expected(layer: ExpertLayer, tokens: int, tuned: TunedTiles | None) -> int:
     return layer.pairs(tokens) if tuned is None else -(-tokens // layer.groups) * layer.top_k
 
 
-def _of_table(layer: ExpertLayer, features: Collection[str]) -> Iterator[Band]:
+def _table_configs(layer: ExpertLayer, features: Collection[str]) -> Iterator[TileConfig]:
     kind = layer.product.tile_kind
     wide = "wgmma" in features and kind in WIDE_TILES
     assert wide or kind in TILES
     for row in tile_rows(kind, features):
         if layer.intermediate % row.whole == 0:
             why = f"{'WIDE_TILES' if wide else 'TILES'}[{kind!r}]"
-            yield Band(layer.tokens_with(row.max_rows_per_expert), MANY, rungs_of(row, kind), why)
+            yield TileConfig(layer.tokens_with(row.max_rows_per_expert), MANY, candidates_of(row, kind), why)
 
 
-def _of_file(layer: ExpertLayer, tuned: TunedTiles) -> Iterator[Band]:
+def _file_configs(layer: ExpertLayer, tuned: TunedTiles) -> Iterator[TileConfig]:
     """The entry whose number of tokens is closest, the smaller of two."""
     counts = sorted(tuned.by_tokens)
     for count, following in zip(counts, [*counts[1:], None], strict=True):
         pair = tuned.by_tokens[count]
-        rungs = rungs_of(MoeTiles(ANY, pair.gate_up, pair.down), layer.product.tile_kind)
-        most = ANY if following is None else (count + following) // 2 * layer.groups
-        yield Band(most, MANY, rungs, tuned.path.name)
+        candidates = candidates_of(MoeTiles(ANY, pair.gate_up, pair.down), layer.product.tile_kind)
+        max_tokens = ANY if following is None else (count + following) // 2 * layer.groups
+        yield TileConfig(max_tokens, MANY, candidates, tuned.path.name)
 
 
-def rungs_of(tiles: MoeTiles, kind: str) -> tuple[Tiles, ...]:
-    return tuple((rung.gate_up, rung.down) for rung in (tiles, *smaller_tiles(tiles, kind)))
+def candidates_of(tiles: MoeTiles, kind: str) -> tuple[Tiles, ...]:
+    return tuple((candidate.gate_up, candidate.down) for candidate in (tiles, *smaller_tiles(tiles, kind)))
 
 
-def forced(tiles: MoeTiles, product: ScaledProduct) -> Bands:
+def forced(tiles: MoeTiles, product: ScaledProduct) -> TileConfigs:
     """These tiles for every step, however few pairs it has: for tuning and tests."""
-    return (Band(ANY, MANY, rungs_of(tiles, product.tile_kind), "forced"),)
+    return (TileConfig(ANY, MANY, candidates_of(tiles, product.tile_kind), "forced"),)
 
 
 def _few_tiles(layer: ExpertLayer) -> Tiles:

@@ -29,7 +29,7 @@ class RowFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedRows:
+class QuantizedActivations:
     """`values` [T, H] in 16 bits; `data` [T, H] e4m3 and `scale` fp32 [T] or [T, ceil(H / 128)], which are what
     `quantize_activation` makes of `values`."""
 
@@ -39,12 +39,12 @@ class QuantizedRows:
     form: RowForm
 
 
-Rows = torch.Tensor | QuantizedRows
+Activations = torch.Tensor | QuantizedActivations
 
 
-def values_of(x: Rows) -> torch.Tensor:
+def values_of(x: Activations) -> torch.Tensor:
     """[T, H] in 16 bits."""
-    return x.values if isinstance(x, QuantizedRows) else x
+    return x.values if isinstance(x, QuantizedActivations) else x
 
 
 def row_format(choice: Choice, scheme: Scheme | None, arch: ArchTraits) -> RowFormat | None:

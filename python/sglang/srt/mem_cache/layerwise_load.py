@@ -15,7 +15,7 @@ FIRST = -1
 """In place of a layer: what a step needs before its first layer, as states."""
 
 
-class LayerArrivals:
+class LayerwiseLoad:
     """The layers of one load, in the order in which they arrive. Filled by the thread that copies."""
 
     def __init__(self, layers: Sequence[int], is_cuda: bool) -> None:
@@ -48,7 +48,7 @@ class LayerArrivals:
 class LayerWaits:
     """The loads that one step may read, and how far it has waited for each of them."""
 
-    def __init__(self, loads: Sequence[LayerArrivals]) -> None:
+    def __init__(self, loads: Sequence[LayerwiseLoad]) -> None:
         self._loads = list(loads)
         self._next = [0] * len(self._loads)
 

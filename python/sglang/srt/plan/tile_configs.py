@@ -1,0 +1,37 @@
+"""The tiles of every chosen kernel, as tile configs of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.kernels.spec import Choice, Tile
+from sglang.srt.kernels.tile_configs import ANY, OpTileConfigs, TileConfig
+from sglang.srt.kernels.tiles import LEAST_TOKENS
+
+
+def make_tile_configs(choices: Iterable[Choice], arch: ArchTraits) -> Mapping[str, OpTileConfigs]:
+    """Returns the tile configs of tiles by the key of the need. Ops whose kernel takes no tile are left out. Tiles that
+    are on no record are taken to fit; one that does not fit steps down when it is launched."""
+    tile_configs = ((choice.need.key, tile_configs_of(choice, arch)) for choice in choices)
+    return {key: cut for key, cut in tile_configs if cut is not None}
+
+
+def tile_configs_of(choice: Choice, arch: ArchTraits) -> OpTileConfigs | None:
+    if choice.spec.configs:
+        cut: OpTileConfigs = choice.make_tile_configs(arch)
+        return cut
+    if choice.tile is None:
+        return None
+    tiles = (choice.tile, *choice.smaller_tiles)
+    limits = sorted({tile.get(LEAST_TOKENS, 1) for tile in tiles})
+    ends = [*(limit - 1 for limit in limits[1:]), ANY]
+    return OpTileConfigs(
+        {None: tuple(_tile_config(tiles, least, end) for least, end in zip(limits, ends, strict=True))}
+    )
+
+
+def _tile_config(tiles: Sequence[Tile], tokens: int, max_tokens: float) -> TileConfig:
+    """The tiles that steps of `tokens` to `max_tokens` tokens may launch."""
+    candidates = tuple((tile,) for tile in tiles if tile.get(LEAST_TOKENS, 1) <= tokens)
+    return TileConfig(max_tokens, "tiles", candidates, "kernels/tiles.py")
