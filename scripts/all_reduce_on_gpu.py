@@ -45,7 +45,7 @@ from sglang.srt.distributed.custom_all_reduce import (  # noqa: E402
     Workspaces,
     data_vectors_for,
 )
-from sglang.srt.kernels.all_reduce_table import KIB, MIB, ExchangeRange, TileConfig  # noqa: E402
+from sglang.srt.kernels.all_reduce_table import KIB, MIB, ExchangeRange, SizeRange  # noqa: E402
 from sglang.srt.layers import native_ops  # noqa: E402
 from sglang.srt.layers.triton_ops.norm import fused_add_rmsnorm  # noqa: E402
 
@@ -165,12 +165,12 @@ class Rank:
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
 
     def all_reduce_over(self, workspaces: Workspaces, deadline: float = 20.0) -> CustomAllReduce:
-        configs = [TileConfig(frozenset(), frozenset(), "two_shot", LARGEST, "")]
+        configs = [SizeRange(frozenset(), frozenset(), "two_shot", LARGEST, "")]
         return CustomAllReduce(self.library, workspaces, configs, deadline, parts=EXCHANGES)
 
     def data_vectors(self, largest: int) -> int:
         configs = [
-            TileConfig(frozenset(), frozenset(), algorithm, largest, "") for algorithm in ("one_shot", "two_shot")
+            SizeRange(frozenset(), frozenset(), algorithm, largest, "") for algorithm in ("one_shot", "two_shot")
         ]
         return data_vectors_for(configs, self.ranks, self.library.ROW_VECTORS, EXCHANGES)
 

@@ -36,7 +36,7 @@ from sglang.srt.distributed.custom_all_reduce import (  # noqa: E402
 )
 from sglang.srt.distributed.quantized_sums import GROUP, WIRE, QuantizedSums, TorchCodec  # noqa: E402
 from sglang.srt.hardware.topology import Topology  # noqa: E402
-from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, TileConfig, ranges_for  # noqa: E402
+from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, SizeRange, ranges_for  # noqa: E402
 from sglang.srt.layers.triton_ops.quantized_sums import TritonCodec  # noqa: E402
 
 LIMIT_SECONDS = 240
@@ -65,7 +65,7 @@ class QuantizedRank(Rank):
     """Ways of adding up: each takes and gives [T, H] in 16 bits."""
 
     @property
-    def configs(self) -> tuple[TileConfig, ...]:
+    def configs(self) -> tuple[SizeRange, ...]:
         """Of sums in 16 bits, as a server has them."""
         topology = Topology.NVLINK if torch.cuda.get_device_capability()[0] in (9, 10) else Topology.HOST_BRIDGE
         return ranges_for(topology, self.ranks)
@@ -74,7 +74,7 @@ class QuantizedRank(Rank):
         return CustomAllReduce(self.library, workspaces, self.configs, 20.0, e4m3_bytes=PIECE_BYTES)
 
     def vectors(self) -> int:
-        e4m3 = TileConfig(frozenset(), frozenset(), TWO_SHOT_E4M3, PIECE_BYTES, "")
+        e4m3 = SizeRange(frozenset(), frozenset(), TWO_SHOT_E4M3, PIECE_BYTES, "")
         return data_vectors_for([*self.configs, e4m3], self.ranks, self.library.ROW_VECTORS)
 
     def sums(self, peers: CustomAllReduce | None) -> QuantizedSums:

@@ -30,7 +30,7 @@ from tiny_model.export import load_weights
 from tiny_model.mixture import TASKS, Encoder, documents
 from tiny_model.model import TinyModel
 
-GUESSES = 3
+DRAFT_TOKENS = 3
 DEPTH_WEIGHT = 0.8
 """Of a draft token beside the one before it, in the loss."""
 TOKENS_A_BATCH = 4096
@@ -152,7 +152,7 @@ def chain_loss(draft: ChainDraft, target: TinyModel, batch: Batch) -> Tensor:
     with torch.no_grad():
         wanted = target.logits(batch.hidden[batch.rows, batch.columns + 1]).softmax(-1)[:, draft.kept]
     total = wanted.new_zeros(())
-    for depth, state in enumerate(draft_tokens(draft, target, batch, GUESSES)):
+    for depth, state in enumerate(draft_tokens(draft, target, batch, DRAFT_TOKENS)):
         logits = draft.logits(state[batch.rows, batch.columns])
         total = total - DEPTH_WEIGHT**depth * (wanted * logits.log_softmax(-1)).sum(-1).mean()
     return total
@@ -235,7 +235,7 @@ def guesses_right(draft: Draft, target: TinyModel, batch: Batch, group: Sequence
     """[B, L, draft tokens] bool: of the draft tokens behind each place, which are the text's tokens there."""
     if isinstance(draft, DFlashDraft):
         return block_right(draft, batch, group)
-    states = draft_tokens(draft, target, batch, GUESSES)
+    states = draft_tokens(draft, target, batch, DRAFT_TOKENS)
     # Row p of guess j (0 first) is of the place p + 1 - j.
     right = [_right(draft, state, batch, group).roll(1 - j, dims=1) for j, state in enumerate(states)]
     return torch.stack(right, dim=-1)

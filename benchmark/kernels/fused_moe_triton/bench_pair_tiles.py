@@ -29,7 +29,7 @@ def main() -> None:
 
     def seconds_of(count: int, way: str) -> float:
         configs = tuple(config for config in problem.configs() if config.way == way)
-        return problem.time_bands(count, configs)
+        return problem.time_configs(count, configs)
 
     for count in counts:
         print(f"{count} tokens: pairs {1e6 * seconds_of(count, FEW):.1f} us", end="")

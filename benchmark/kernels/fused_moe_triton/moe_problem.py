@@ -209,7 +209,7 @@ class Problem:
 
     def time_layer(self, num_tokens: int, pair: TilePair | None) -> float:
         """Seconds of `fused_moe`; with the tiles of the tables if there are none."""
-        return self.time_bands(num_tokens, self.configs(pair))
+        return self.time_configs(num_tokens, self.configs(pair))
 
     def configs(self, pair: TilePair | None = None) -> TileConfigs:
         """With these tiles, or those of the tables."""
@@ -219,7 +219,7 @@ class Problem:
         layer = ExpertLayer(product, shape.num_experts, shape.top_k, shape.hidden, shape.intermediate)
         return tile_configs_of(layer, self.features)
 
-    def time_bands(self, num_tokens: int, configs: TileConfigs) -> float:
+    def time_configs(self, num_tokens: int, configs: TileConfigs) -> float:
         self.prepare(num_tokens)
         inputs = self.inputs
         given = (inputs.x, self.w13, self.w2, inputs.topk_weights)

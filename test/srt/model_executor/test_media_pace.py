@@ -18,7 +18,7 @@ from sglang.srt.model_executor.media_pace import (
 from sglang.srt.model_executor.media_timing import measured_pace
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.vision.patch_places import Grid, num_patches
-from sglang.srt.models.vision.pieces import Cuts, Piece, pairs_of, parts_of, pieces_of
+from sglang.srt.models.vision.pieces import Cuts, PatchChunk, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.towers.qwen2_5_vl import Qwen2_5VLTower
 from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
 from sglang.srt.plan.towers.tower import Tower
@@ -35,8 +35,8 @@ WINDOWS = Qwen2_5VLTower(**SIZES, patch_shape=(3, 2, 14, 14), window=4, full_lay
 
 def of_layer(layer: LayerTimes, clips: list[int]) -> float:
     """Milliseconds of a whole layer over clips of so many patches."""
-    halves = 2 * layer.time_chunk(Piece(0.5, sum(clips), 0.0))
-    return halves + layer.time_chunk(Piece(0.0, sum(clips), sum(size**2 for size in clips)))
+    halves = 2 * layer.time_chunk(PatchChunk(0.5, sum(clips), 0.0))
+    return halves + layer.time_chunk(PatchChunk(0.0, sum(clips), sum(size**2 for size in clips)))
 
 
 def test_times_of_layers_are_those_that_were_measured() -> None:
@@ -74,7 +74,7 @@ def times(pace: MediaPace, tower: Tower, grids: list[Grid], requests: int) -> li
 def test_a_slice_is_a_share_of_the_step(requests: int, step_ms: float, grids: list[Grid], tower: Tower) -> None:
     """Also of an image whose layer takes 12 ms, as far as products of all patches allow: these are not cut."""
     slices = times(PACE, tower, grids, requests)
-    products = max(LAYER.time_chunk(Piece(0.5, num_patches(part), 0.0)) for part in parts_of(tower, grids))
+    products = max(LAYER.time_chunk(PatchChunk(0.5, num_patches(part), 0.0)) for part in parts_of(tower, grids))
     assert max(slices) <= max(SHARE * step_ms, products) + 1e-9
     assert sum(slices) / len(slices) > SHARE * step_ms / 2
     assert PACE.slices(tower, grids, requests).cuts.queries <= MOST_CUTS

@@ -210,7 +210,7 @@ def _ngram_drafts() -> Iterator[Variant]:
     yield describe("ngram_drafts", "match", ngram.longest_match_kernel, types, splits, ngram.LAUNCH)
     longest = {"LONGEST": ngram.MOST_COMPARED}
     yield describe("ngram_drafts", "corpus", ngram.corpus_match_kernel, types, longest, ngram.ONE_WARP)
-    constants = splits | {"GUESSES": ngram.GUESSES, "CORPUS": True}
+    constants = splits | {"MAX_DRAFT_TOKENS": ngram.MAX_DRAFT_TOKENS, "CORPUS": True}
     yield describe("ngram_drafts", "copy", ngram.copy_drafts_kernel, types, constants, ngram.ONE_WARP)
 
 

@@ -18,7 +18,7 @@ LAUNCH = {"BLOCK": 1024, "num_warps": 4}
 ONE_WARP = {"num_warps": 1}
 MOST_SPLITS = 64
 """Programs that share a request's tokens."""
-GUESSES = 64
+MAX_DRAFT_TOKENS = 64
 """The most draft tokens of a request."""
 MOST_COMPARED = 64
 """The most tokens that are compared."""
@@ -98,7 +98,7 @@ def corpus_match_kernel(
 @triton.jit(do_not_specialize=["context_len", "num_speculative_tokens", "corpus_size"])
 def copy_drafts_kernel(
     history, slots, lens, tokens, places, corpus, corpus_places, draft_tokens, context_len,
-    num_speculative_tokens, corpus_size, CORPUS: tl.constexpr, SPLITS: tl.constexpr, GUESSES: tl.constexpr,
+    num_speculative_tokens, corpus_size, CORPUS: tl.constexpr, SPLITS: tl.constexpr, MAX_DRAFT_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Writes the token and its draft tokens into `history`, and draft tokens [R, num_speculative_tokens] int64. Behind
     the last token of the request its draft tokens go on with themselves; behind a corpus' end with token 0."""
@@ -107,7 +107,7 @@ def copy_drafts_kernel(
     length = tl.minimum(tl.load(lens + request), context_len - 1)
     token = tl.load(tokens + request).to(tl.int32)
     place = tl.max(tl.load(places + request * SPLITS + tl.arange(0, SPLITS)))
-    index = tl.arange(0, GUESSES)
+    index = tl.arange(0, MAX_DRAFT_TOKENS)
     wanted = index < num_speculative_tokens
     position = (place & 0xFFFFFFFF).to(tl.int32)
     source = position + 1 + index % tl.maximum(length - position, 1)
@@ -156,6 +156,6 @@ def ngram_drafts(
         )  # fmt: skip
     copy_drafts_kernel[(num_reqs,)](
         history, slots, lens, tokens, places, texts, corpus_places, draft_tokens, context_len,
-        num_speculative_tokens, texts.numel(), CORPUS=corpus is not None, SPLITS=splits, GUESSES=GUESSES, **ONE_WARP,
+        num_speculative_tokens, texts.numel(), CORPUS=corpus is not None, SPLITS=splits, MAX_DRAFT_TOKENS=MAX_DRAFT_TOKENS, **ONE_WARP,
     )  # fmt: skip
     return draft_tokens
