@@ -16,9 +16,9 @@ _DIES = """
 import os, signal, sys, threading, time
 
 def patch():
-    while not hasattr(sys.modules.get("sglang.srt.distributed.ping_pong"), "Turns"):
+    while not hasattr(sys.modules.get("sglang.srt.distributed.ping_pong"), "PingPong"):
         time.sleep(0.05)
-    turns, count = sys.modules["sglang.srt.distributed.ping_pong"].Turns, 0
+    turns, count = sys.modules["sglang.srt.distributed.ping_pong"].PingPong, 0
     start = turns.start
 
     def dies(self, what, collective):

@@ -92,7 +92,7 @@ SETTINGS.append(Setting(True, True, always=True))
 
 @contextmanager
 def applied(runner: ModelRunner, setting: Setting, least: int) -> Iterator[None]:
-    groups = parallel_state.groups().of_layers
+    groups = parallel_state.groups().layer_groups
     quantized = [group._quantized for group in groups]
     for group in groups if not setting.eight_bits else ():
         group._quantized = None

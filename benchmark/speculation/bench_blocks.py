@@ -256,8 +256,8 @@ class GraphClock:
             return
         for shape in [shape for shape in graphs.graphs if not shape.has_prompts]:
             graphs.graphs[shape] = _TimedGraph(graphs.graphs[shape], self._events["verify"])
-            if shape in graphs._settle:
-                graphs._settle[shape] = _timed(graphs._settle[shape], self._events["draft"])
+            if shape in graphs._accept:
+                graphs._accept[shape] = _timed(graphs._accept[shape], self._events["draft"])
 
     def forget(self) -> None:
         for events in self._events.values():

@@ -29,7 +29,7 @@ FIRST_TESTS: dict[str, tuple[str, ...]] = {
         "managers/test_request_counters.py",
         "managers/test_scheduler.py",
         "managers/test_turns.py",
-        "model_executor/test_step_halves.py",
+        "model_executor/test_two_batch_overlap.py",
         "managers/test_steps_of_several_tokens.py",
         "managers/test_hidden_states.py",
         "managers/test_scheduler_parity.py",

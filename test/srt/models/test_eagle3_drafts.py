@@ -97,10 +97,10 @@ USUAL = (1, LAYERS // 2 - 1, LAYERS - 4)
 HIDDEN = SIZES["hidden_size"]
 FORMS: dict[str, dict[str, Any]] = {
     "specforge": {"midlayer": True},
-    "explicit layers": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}, "captures": (0, 2, 6)},
+    "explicit layers": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 6]}, "aux_layers": (0, 2, 6)},
     "two captures": {
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 1], "use_aux_hidden_state": True},
-        "captures": (3, 1),
+        "aux_layers": (3, 1),
     },
     "whole vocabulary, the target's head": {"draft_vocab_size": None},
     "norms of each capture": {"more": norms(3, HIDDEN), "keys": {"norm_output": True}, "norm_output": True},

@@ -73,11 +73,11 @@ def test_a_group_has_a_draft_of_its_own() -> None:
     assert layout(RankLayout(4, 4, attn_dp_size=4, dp_lm_head=True)) == ONE_RANK
     assert layout(RankLayout(4, attn_dp_size=2, dp_lm_head=True)) == RankLayout(2)
     assert layout(RankLayout(4, 2, pp_size=2)) == RankLayout(4, 2)
-    groups = groups_of(RankLayout(4, 2, attn_dp_size=2, dp_lm_head=True), 3).of_drafts
+    groups = groups_of(RankLayout(4, 2, attn_dp_size=2, dp_lm_head=True), 3).draft_groups
     assert (groups.tp, groups.experts, groups.vocabulary) == (groups.attention,) * 3
     assert (groups.ep.size, groups.expert_tp.size, groups.expert_tp.rank, groups.dp.size) == (1, 2, 1, 1)
     alike = groups_of(RankLayout(4), 3)
-    assert alike.of_drafts is alike
+    assert alike.draft_groups is alike
 
 
 LAYOUTS = [

@@ -83,13 +83,13 @@ DSPARK = {
 
 def test_drafts_that_a_checkpoint_brings(folder: str) -> None:
     mtp = explained(folder, "--speculative-algorithm", "NEXTN").plan
-    assert mtp is not None and (mtp["draft"]["layers"], mtp["draft"]["captures"]) == (1, [42])
+    assert mtp is not None and (mtp["draft"]["layers"], mtp["draft"]["aux_layers"]) == (1, [42])
     assert list(mtp["window_tokens"]) == ["128"]
     flags = ("--json-model-override-args", json.dumps(DSPARK), "--speculative-algorithm", "DSPARK")
     with pytest.raises(UserError, match="brings no DSpark draft"):
         explained(folder, "--speculative-algorithm", "DSPARK")
     block = explained(folder, *flags).plan
-    assert block is not None and (block["draft"]["layers"], block["draft"]["captures"]) == (3, [40, 41, 42])
+    assert block is not None and (block["draft"]["layers"], block["draft"]["aux_layers"]) == (3, [40, 41, 42])
     # A row of a block sees 128 tokens before the block.
     assert list(block["window_tokens"]) == ["128", "129"]
     with pytest.raises(UserError, match="blocks of 5 draft tokens, of which 7 cannot be asked"):

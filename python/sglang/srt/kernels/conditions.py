@@ -191,7 +191,7 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
     return []
 
 
-def dequantizes(need: Need, arch: ArchTraits) -> str:
+def dequantized_in_registers(need: Need, arch: ArchTraits) -> str:
     return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
 
 
@@ -200,7 +200,7 @@ MIXED_ROWS = 48
 
 
 def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
-    triton = dequantizes(need, arch)
+    triton = dequantized_in_registers(need, arch)
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 

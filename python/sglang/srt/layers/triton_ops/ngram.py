@@ -156,6 +156,7 @@ def ngram_drafts(
         )  # fmt: skip
     copy_drafts_kernel[(num_reqs,)](
         history, slots, lens, tokens, places, texts, corpus_places, draft_tokens, context_len,
-        num_speculative_tokens, texts.numel(), CORPUS=corpus is not None, SPLITS=splits, MAX_DRAFT_TOKENS=MAX_DRAFT_TOKENS, **ONE_WARP,
+        num_speculative_tokens, texts.numel(), CORPUS=corpus is not None, SPLITS=splits,
+        MAX_DRAFT_TOKENS=MAX_DRAFT_TOKENS, **ONE_WARP,
     )  # fmt: skip
     return draft_tokens

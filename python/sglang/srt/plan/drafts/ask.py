@@ -34,7 +34,7 @@ class AskedDraft:
             "model_path": self.config.model_path,
             "architecture": self.description.model.architecture,
             "layers": len(self.description.model.layers),
-            "captures": list(self.description.aux_layers),
+            "aux_layers": list(self.description.aux_layers),
             "vocabulary": self.description.head_size or self.description.vocab_size,
             "weights": schemes,
         }
