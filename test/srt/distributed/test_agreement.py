@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +20,27 @@ from sglang.srt.distributed import agreement, parallel_state
 from sglang.srt.distributed.agreement import Agreed, agree_on_gpus, agreed_plan, refuse_difference
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU, ArchTraits, arch_by_name
+from sglang.srt.hardware.topology import Topology
+from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.managers.scheduler import scheduler_setup
 from sglang.srt.plan.decode_interval import IntervalRule
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.plan_items import plan_items
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
+from srt.kernels import published
 from srt.managers.test_parallel_schedules import Outcome, outcome, play
 
 CARDS = ("rtx-5090", "rtx-pro-6000-server")
+QUICK = ("deepseek_v4", "gpt_oss", "qwen35")
+"""Published models that are not only in `make thorough`."""
 FREE = (32 << 30, 30 << 30)
 
 
 def plan_of(arch: ArchTraits, free: int = FREE[0], rank: int = 0, **flags: Any) -> Plan:
     args = ServerArgs.from_kwargs(**{"model_path": str(DEFAULT_MODEL_PATH), "tp_size": 2, **flags})
     model = ModelConfig.from_server_args(args)
-    return make_plan(args, model, arch, free, packages=frozenset({"triton"}), rank=rank)
+    return make_plan(args, model, arch, free, packages=frozenset({"triton"}), rank=rank, advises=False)
 
 
 def test_plans_of_other_cards_differ_and_the_message_names_both() -> None:
@@ -79,6 +85,26 @@ def test_texts_for_the_user_may_differ() -> None:
     plan = plan_of(arch_by_name(CARDS[0]))
     elsewhere = replace(plan, warnings=("this",), model=replace(plan.model, model_path="/elsewhere"))
     assert plan_items(plan) == plan_items(elsewhere)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
+        for name in sorted(published.config_files())
+    ],
+)
+def test_plans_of_every_published_model_can_be_compared(name: str, tmp_path: Path) -> None:
+    """With the draft that it brings, if it brings one."""
+    path = str(published.checkpoint(name, tmp_path))
+    server = partial(plan_of, arch_by_name(CARDS[1]), 2 << 40, model_path=path, load_format="dummy")
+    for flags in ({"speculative_algorithm": "NEXTN"}, {}):
+        for size in (8, 1):
+            with suppress(UserError):
+                everywhere, of_stage = plan_items(server(tp_size=size, **flags))
+                assert everywhere["max_total_num_tokens"] and of_stage
+                return
+    pytest.skip("not served")
 
 
 # --- ranks -----------------------------------------------------------------------------------------------------------
@@ -126,6 +152,18 @@ def test_another_architecture_is_refused_on_every_rank(tmp_path: Path) -> None:
 def test_another_version_of_a_package_is_refused_on_every_rank(tmp_path: Path) -> None:
     refused = _of_cards(tmp_path, "rtx-5090", "rtx-5090", other_version=True)["refused"]
     assert "triton: " in refused and " and 0.1" in refused
+
+
+def _ways(rank: int, folder: str) -> None:
+    parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/rendezvous")
+    seen = (PeerLinks(Topology.NVLINK, library=Topology.HOST_BRIDGE), PeerLinks(Topology.SWITCH))[rank]
+    links = scheduler_setup.of_all_ranks(seen)
+    assert (links.topology, links.of_library) == (Topology.SWITCH, Topology.HOST_BRIDGE)
+    parallel_state.shutdown()
+
+
+def test_thresholds_follow_the_farthest_links_of_any_machine(tmp_path: Path) -> None:
+    run_ranks(_ways, (str(tmp_path),), 2)
 
 
 def _problem(rank: int, folder: str) -> None:

@@ -6,7 +6,7 @@ for which they need the same kernels with the same tiles. So the facts about GPU
 (`agree_on_gpus`), of which every rank makes its plan, and two plans that differ nevertheless, or programs that are not
 the same, are refused on every rank by the same message (`agreed_plan`).
 
-What travels is JSON between the hosts, some hundred bytes of a rank; whole plans only where they differ.
+What travels is JSON between the hosts, one or two KB of a rank; whole plans only where they differ.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
-import torch
-import torch.distributed as dist
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.custom_all_reduce import exchange
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.common_traits import common_traits
@@ -47,13 +46,11 @@ MOST_NAMED = 5
 """Differences that a message names."""
 
 
-class _Facts(msgspec.Struct):
-    """What a rank says of itself. `gpu`: its name for people."""
+class _Named(msgspec.Struct):
+    """Values of a rank, which must be those of all. `name`: of its GPU or machine, for people."""
 
-    gpu: str
-    arch: ArchTraits
-    alike: Items
-    """Values that must be those of all ranks."""
+    name: str
+    items: Items
 
 
 class _Summary(msgspec.Struct):
@@ -75,29 +72,28 @@ class Agreed:
     """For the user, where the GPUs differ."""
 
 
-def gather(data: bytes) -> list[bytes]:
+def of_all_ranks(data: bytes) -> list[bytes]:
     """Returns the data of all ranks, in their order. Collective, in host memory."""
-    if parallel_state.num_ranks() == 1:
-        return [data]
-    group, size = parallel_state.host_group(), parallel_state.num_ranks()
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
-    longest = max(1, *(int(length) for length in lengths))
-    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
-    everyones = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(everyones, padded, group=group)
-    return [each.numpy().tobytes()[: int(length)] for each, length in zip(everyones, lengths, strict=True)]
+    return [data] if parallel_state.num_ranks() == 1 else exchange(parallel_state.host_group(), data)
 
 
 def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
     """Returns what the GPUs of all ranks have. gpu: the name of this rank's. Collective. Raises UserError on every rank
     where the architectures differ, or packages or variables with which ranks would compute or decide differently."""
-    mine = _Facts(gpu, arch, facts_that_must_be_alike(arch))
-    facts = [msgspec.json.decode(data, type=_Facts) for data in gather(msgspec.json.encode(mine))]
-    gpus = tuple(each.gpu for each in facts)
-    refuse_difference(gpus, dict(enumerate(each.alike for each in facts)), "cannot share a model")
-    common = common_traits([each.arch for each in facts])
-    return Agreed(gpus, common, _note(gpus, [each.arch for each in facts], common))
+    gpus = refuse_unlike_ranks(gpu, facts_that_must_be_alike(arch), "cannot share a model")
+    everyones = [msgspec.json.decode(data, type=ArchTraits) for data in of_all_ranks(msgspec.json.encode(arch))]
+    common = common_traits(everyones)
+    return Agreed(gpus, common, _note(gpus, everyones, common))
+
+
+def refuse_unlike_ranks(name: str, items: Items, what: str) -> tuple[str, ...]:
+    """Returns the names of all ranks. items: this rank's. Collective. Raises UserError on every rank where two differ;
+    what: says so, behind their names."""
+    mine = msgspec.json.encode(_Named(name, items))
+    everyones = [msgspec.json.decode(data, type=_Named) for data in of_all_ranks(mine)]
+    names = tuple(each.name for each in everyones)
+    refuse_difference(names, dict(enumerate(each.items for each in everyones)), what)
+    return names
 
 
 def facts_that_must_be_alike(arch: ArchTraits) -> Items:
@@ -140,7 +136,7 @@ def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
     except UserError as error:
         problem = error
     summary = _Summary(stage, str(problem or ""), (digest(everywhere), digest(of_stage)))
-    summaries = [msgspec.json.decode(data, type=_Summary) for data in gather(msgspec.json.encode(summary))]
+    summaries = [msgspec.json.decode(data, type=_Summary) for data in of_all_ranks(msgspec.json.encode(summary))]
     if any(each.problem for each in summaries):
         if problem is not None and len({each.problem for each in summaries}) == 1:
             raise problem
@@ -151,7 +147,7 @@ def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
         for rank, each in enumerate(summaries):
             parts.setdefault(each.stage * place, []).append(rank)
         if any(len({summaries[rank].digests[place] for rank in part}) > 1 for part in parts.values()):
-            everyones = [msgspec.json.decode(data, type=Items) for data in gather(msgspec.json.encode(items))]
+            everyones = [msgspec.json.decode(data, type=Items) for data in of_all_ranks(msgspec.json.encode(items))]
             for part in parts.values():
                 refuse_difference(agreed.gpus, {rank: everyones[rank] for rank in part}, "have different plans")
     assert plan is not None
@@ -176,8 +172,7 @@ def refuse_difference(gpus: Sequence[str], items: Mapping[int, Items], what: str
             more = f"; and {len(different) - MOST_NAMED:,} more" if len(different) > MOST_NAMED else ""
             raise UserError(
                 f"{_named(gpus, first)} and {_named(gpus, other)} {what}: {'; '.join(pairs)}{more}. All ranks of a"
-                " server need GPUs of one architecture, the same release and packages, and equal variables and tuning"
-                " files."
+                " server need the same release, flags, packages and tuning files, and GPUs of one architecture."
             )
 
 

@@ -463,8 +463,8 @@ def _meet(store: dist.Store, address: str, rank: int, count: int, limit_s: float
     if len(set(backends)) > 1:
         on_gpu, on_cpu = backends.index("nccl"), backends.index("gloo")
         raise UserError(
-            f"rank {on_gpu} computes on a GPU and rank {on_cpu} on a CPU. Where nvidia-smi shows GPUs, torch must see them"
-            " (torch.cuda.is_available()); or give --device cpu on all machines."
+            f"rank {on_gpu} computes on a GPU and rank {on_cpu} on a CPU. Where nvidia-smi shows GPUs, torch must see"
+            " them (torch.cuda.is_available()); or give --device cpu on all machines."
         )
 
 

@@ -50,7 +50,8 @@ def _bands(cut: OpBands) -> list[dict[str, Any]]:
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Scalar]]:
     """Yields the values of dataclasses, mappings and sequences by dotted names, the same ones in every process. A set,
-    and a sequence of plain values, is one text. Raises TypeError for a value whose text may differ between processes."""
+    and a sequence of plain values, is one text. Raises TypeError for a value whose text may differ between
+    processes."""
     if isinstance(value, Enum):
         yield name, value.name
     elif value is None or isinstance(value, bool | int | str):
