@@ -97,11 +97,11 @@ def test_texts_for_the_user_may_differ() -> None:
 def test_plans_of_every_published_model_can_be_compared(name: str, tmp_path: Path) -> None:
     """With the draft that it brings, if it brings one."""
     path = str(published.checkpoint(name, tmp_path))
-    server = partial(plan_of, arch_by_name(CARDS[1]), 2 << 40, model_path=path, load_format="dummy")
-    for flags in ({"speculative_algorithm": "NEXTN"}, {}):
+    server, arch = {"model_path": path, "load_format": "dummy"}, arch_by_name(CARDS[1])
+    for drafts in ({"speculative_algorithm": "NEXTN"}, {}):
         for size in (8, 1):
             with suppress(UserError):
-                everywhere, of_stage = plan_items(server(tp_size=size, **flags))
+                everywhere, of_stage = plan_items(plan_of(arch, 2 << 40, 0, tp_size=size, **server, **drafts))
                 assert everywhere["max_total_num_tokens"] and of_stage
                 return
     pytest.skip("not served")
@@ -199,10 +199,14 @@ def _serve(rank: int, folder: Path, page_size: int | None) -> None:
     torch.set_num_threads(1)
     if rank == 1:
         free, make = scheduler_setup.free_memory_bytes, scheduler_setup.make_plan
-        scheduler_setup.current_arch = lambda index, device: SMALL
-        scheduler_setup.free_memory_bytes = lambda index, unified=False: min(LITTLE_FREE, free(index, unified))
+        changed: dict[str, Any] = {
+            "current_arch": lambda index, device: SMALL,
+            "free_memory_bytes": lambda index, unified=False: min(LITTLE_FREE, free(index, unified)),
+        }
         if page_size is not None:
-            scheduler_setup.make_plan = lambda *args, **more: replace(make(*args, **more), page_size=page_size)
+            changed["make_plan"] = lambda *args, **more: replace(make(*args, **more), page_size=page_size)
+        for name, function in changed.items():
+            setattr(scheduler_setup, name, function)
     said: dict[str, Any] = {}
 
     def schedule(scheduler: Any) -> Outcome:

@@ -74,12 +74,14 @@ class Agreed:
 
 def of_all_ranks(data: bytes) -> list[bytes]:
     """Returns the data of all ranks, in their order. Collective, in host memory."""
-    return [data] if parallel_state.num_ranks() == 1 else exchange(parallel_state.host_group(), data)
+    return exchange(parallel_state.host_group(), data)
 
 
 def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
     """Returns what the GPUs of all ranks have. gpu: the name of this rank's. Collective. Raises UserError on every rank
     where the architectures differ, or packages or variables with which ranks would compute or decide differently."""
+    if parallel_state.num_ranks() == 1:
+        return Agreed((gpu,), arch)
     gpus = refuse_unlike_ranks(gpu, facts_that_must_be_alike(arch), "cannot share a model")
     everyones = [msgspec.json.decode(data, type=ArchTraits) for data in of_all_ranks(msgspec.json.encode(arch))]
     common = common_traits(everyones)

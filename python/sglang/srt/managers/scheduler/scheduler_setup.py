@@ -90,10 +90,12 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         if unasked := keeps_unasked(args, arch, near):
             args, host = replace(args, enable_hierarchical_cache=True), near
     probe = _library_probe(arch)
-    make = partial(
-        *(make_plan, args, model, arch, available), links=links, rank=rank, probe=probe, host_bytes=host,
-        tier_unasked=unasked,
-    )  # fmt: skip
+
+    def make() -> Plan:
+        return make_plan(
+            args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=unasked
+        )
+
     plan = agreed_plan(agreed, ranks.stage(rank), make)
     return replace(plan, warnings=(*plan.warnings, agreed.note)) if agreed.note else plan
 
