@@ -109,8 +109,8 @@ def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:
 def of_all_ranks(links: PeerLinks) -> PeerLinks:
     """Returns the links with the farthest ways of any rank: those of other machines may be others."""
     ways = tuple(Topology)
-    own = [ways.index(links.topology), ways.index(links.of_library)]
-    topology, library = (ways[i] for i in parallel_state.greatest_each(own))
+    places = [ways.index(links.topology), ways.index(links.of_library)]
+    topology, library = (ways[i] for i in parallel_state.greatest_each(places))
     return replace(links, topology=topology, library=library)
 
 
