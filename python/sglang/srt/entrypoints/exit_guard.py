@@ -45,8 +45,8 @@ class ExitGuard:
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
 
     def end_within(self, seconds: float) -> None:
-        """Ends the process unless it has come to its end in this time. Of several calls the earliest end counts: whoever
-        presses Ctrl-C again and again does not put it off."""
+        """Ends the process unless it has come to its end in this time. Of several calls the earliest end counts:
+        whoever presses Ctrl-C again and again does not put it off."""
         with self._lock:
             now = time.monotonic()
             if now + seconds < self._deadline:
