@@ -109,7 +109,7 @@ async def rerank_results(service: OpenAIService, body: RerankRequest, request: R
         {
             "id": f"rerank-{uuid.uuid4().hex}",
             "object": "list",
-            "model": ranking.model,
+            "model": ranking.model or service.model_name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
             "results": results,
         }
@@ -122,7 +122,7 @@ class _Ranking(NamedTuple):
     call: GenerateRequest
     documents: list[str] | None
     top_n: int | None
-    model: str
+    model: str | None
 
 
 async def _ranking(service: OpenAIService, body: RerankRequest) -> _Ranking:
@@ -131,7 +131,7 @@ async def _ranking(service: OpenAIService, body: RerankRequest) -> _Ranking:
     call = _similarities(body, texts) if service.manager.args.is_embedding else await _judgements(service, body, texts)
     documents = texts if body.return_documents else None
     call.kept_bytes = sum(map(len, documents or ()))
-    return _Ranking(call, documents, body.top_n, body.model or service.model_name)
+    return _Ranking(call, documents, body.top_n, body.model)
 
 
 async def _ranked(service: OpenAIService, ranking: _Ranking, request: Request) -> list[dict[str, Any]]:

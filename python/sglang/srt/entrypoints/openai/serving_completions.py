@@ -115,7 +115,7 @@ class _Echo:
         if text is not None:
             return text
         if prompt not in self._decoded:
-            self._decoded[prompt] = self._service.tokenizer.decode(self._stream.requests[index].input_ids)
+            self._decoded[prompt] = self._service.tokenizer.decode(self._stream.requests[index].input_ids.tolist())
         return self._decoded[prompt]
 
     def logprobs(self, index: int, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:

@@ -55,6 +55,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenizedGenerateReq,
     TokenMeta,
 )
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.media_item import MediaItem
@@ -435,7 +436,7 @@ class TokenizerManager:
             return wanted
         return self._choose(ids, None, ()).index
 
-    def _choose(self, ids: Sequence[int], namespace: str | None, media: Sequence[MediaItem]) -> Replica:
+    def _choose(self, ids: Sequence[int] | Ids, namespace: str | None, media: Sequence[MediaItem]) -> Replica:
         serving = self.serving_replicas
         if not serving:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)

@@ -51,6 +51,7 @@ from sglang.srt.managers.wire.io_struct import (
     SchedulerReady,
     TokenizedGenerateReq,
 )
+from sglang.srt.managers.wire.token_ids import encoder
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
@@ -94,8 +95,8 @@ class SchedulerProcess:
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
         self.arrays = ReceivedArrays(args, Path(ports.shared_arrays))
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput | LeaderDecision])
+        self._encoder = encoder()
+        self._decoder = decoder(list[SchedulerInput | LeaderDecision])
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
         self.timeouts = RequestTimeouts.from_environment()
         self._idle_load: Load | None = None
