@@ -52,7 +52,7 @@ def page_hashes(ids: Sequence[int] | Ids, namespace: str | None = None, media: S
         for first, last in item.spans:
             for page in range(first // PAGE_TOKENS, min((last - 1) // PAGE_TOKENS + 1, MOST_PAGES)):
                 shown.setdefault(page, []).append(item.digest)
-    tokens = memoryview(np.array(ids[: MOST_PAGES * PAGE_TOKENS], np.int32)).cast("B")
+    tokens = memoryview(np.array(ids[: MOST_PAGES * PAGE_TOKENS], np.int32).tobytes())
     size = PAGE_TOKENS * 4
     value, hashes = hash(namespace), []
     for page, end in enumerate(range(size, len(tokens) + 1, size)):
