@@ -115,24 +115,24 @@ class ResponseStore:
         self._num_bytes += entry.num_bytes
         self._make_room()
 
-    def hold(self, held: HeldInput) -> None:
+    def hold(self, waiting: HeldInput) -> None:
         """Counts the input as long as anything refers to it. One that is too large loses its items, and so do the
         oldest where there is no room."""
-        if held.num_bytes > self._max_entry_bytes:
-            held.items = None
+        if waiting.num_bytes > self._max_entry_bytes:
+            waiting.items = None
             return
-        self._held[next(self._held_numbers)] = held
+        self._held[next(self._held_numbers)] = waiting
         self._make_room()
 
     def _make_room(self) -> None:
-        held = [entry for entry in self._held.values() if entry.items is not None]
-        num_held = sum(entry.num_bytes for entry in held)
+        waiting = [entry for entry in self._held.values() if entry.items is not None]
+        num_held = sum(entry.num_bytes for entry in waiting)
         while self._num_bytes + num_held > self._max_bytes or len(self._entries) > self._max_responses:
             ended = next((name for name, other in self._entries.items() if not other.is_running), None)
             if ended is not None:
                 self._remove(ended)
-            elif held:
-                oldest = held.pop(0)
+            elif waiting:
+                oldest = waiting.pop(0)
                 num_held -= oldest.num_bytes
                 oldest.items = None
             else:

@@ -49,7 +49,7 @@ class _Answer:
     service: OpenAIService
     store: ResponseStore
     head: ResponseHead
-    held: HeldInput | None
+    waiting: HeldInput | None
     """The conversation up to the answer, where that is to be stored."""
     call: GenerateRequest
     formats: ChatFormats
@@ -58,11 +58,11 @@ class _Answer:
 
     def keep(self, response: dict[str, Any]) -> None:
         """Stores the response as it ended, unless the client does not want that, or the store has no room."""
-        if self.held is None or self.held.items is None:
+        if self.waiting is None or self.waiting.items is None:
             return
-        conversation, self.held.items = self.held.conversation(response["output"]), None
+        conversation, self.waiting.items = self.waiting.conversation(response["output"]), None
         encoded = msgspec.json.encode(response)
-        self.store.put(self.head.id, StoredResponse(encoded, conversation, self.held.num_items))
+        self.store.put(self.head.id, StoredResponse(encoded, conversation, self.waiting.num_items))
 
     def response(self, output: GenerateOutput) -> dict[str, Any]:
         """The response for the whole output. Raises RequestError 503 for an aborted one."""
@@ -136,10 +136,10 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
         service.report_cached_tokens,
     )
     call.kept_bytes += len(msgspec.json.encode(head.state("queued")))
-    held = None if body.store is False else await beside(service, num_bytes, _held, items)
-    if held is not None and not body.background:
-        store.hold(held)
-    return _Answer(service, store, head, held, call, formats, num_bytes)
+    waiting = None if body.store is False else await beside(service, num_bytes, _held, items)
+    if waiting is not None and not body.background:
+        store.hold(waiting)
+    return _Answer(service, store, head, waiting, call, formats, num_bytes)
 
 
 def _without_input(body: ResponsesRequest) -> ResponsesRequest:
