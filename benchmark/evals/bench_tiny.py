@@ -4,7 +4,7 @@
     python benchmark/evals/bench_tiny.py [--port 30000] [--limit 10] [--tasks add,sort] [--output report.json] [--check]
         [--margins]
 
-The problems are made by scripts/tiny_model from a fixed seed and were never in training; --data-path reads others.
+The problems are made by lab/tiny_model from a fixed seed and were never in training; --data-path reads others.
 Every answer is greedy and right or wrong as a whole. With --check the exit status says whether the targets are met.
 --margins also asks how sure the model was: how much likelier, in nats, each token was than the next best one. That
 moves with any error of the computation, long before an answer changes.
@@ -172,7 +172,7 @@ def load(path: Path | None, limit: int | None, tasks: Sequence[str]) -> list[dic
     for number, line in enumerate(lines, 1):
         item = json.loads(line)
         if not isinstance(item, dict) or not {"task", "messages", "expected", "check"} <= item.keys():
-            raise ValueError(f"{path}, line {number} is not a problem as `scripts/tiny_model heldout` writes them")
+            raise ValueError(f"{path}, line {number} is not a problem as `lab/tiny_model heldout` writes them")
         taken[item["task"]] = taken.get(item["task"], 0) + 1
         if (not tasks or item["task"] in tasks) and (limit is None or taken[item["task"]] <= limit):
             found.append(item)
