@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmark" / "kernels" / "fused_moe_triton"))
 from moe_problem import Problem
 
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import product_for

@@ -21,7 +21,7 @@ J
 PYTHONPATH=$root/python${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
 (cd "$root" && python -m pytest -q -n 0 -p no:cacheprovider test/srt/layers/moe/test_fused_moe.py -k "mxfp4 and not mxfp8" 2>&1 | tail -3)
-tuner="python $here/tuning_fused_moe_triton.py --model $out/model --batch-size $sizes"
+tuner="python $root/benchmark/kernels/fused_moe_triton/tuning_fused_moe_triton.py --model $out/model --batch-size $sizes"
 echo "--- tiles of the tree"
 $tuner
 echo "--- the best tiles"

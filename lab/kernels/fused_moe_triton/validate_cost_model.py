@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmark" / "kernels" / "fused_moe_triton"))
 import fit_cost_model
 from moe_problem import Kept, Problem, compile_all
 from tqdm import tqdm
