@@ -1,18 +1,20 @@
-"""Writes the tables of times measured on an H200, from this project's pages of results.
+"""Writes the tables of times measured on an H200, from the rows of measured_h200.json.
 
     python lab/kernels/card/derive_h200.py
 
-The least of this server's kernels and of those that the pages compare with. Sizes that no page has are left out: these
+The least of this server's kernels and of those that the rows compare with. Sizes without a row are left out: these
 tables hold for the sizes that they name, and between their tokens, contexts and bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cells import Cells, Tables, grid, write
 
@@ -20,20 +22,9 @@ from sglang.tuning.measured import table_path
 from sglang.tuning.ops import Experts, GatedDeltaRule, parse_shape
 from sglang.tuning.sglang_times import expert_form
 
-RESULTS = Path(__file__).parents[3] / "benchmark" / "results"
-ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN = (
-    RESULTS / f"{name}.md"
-    for name in (
-        "2026-11-21-attention-h200",
-        "2026-11-21-h200-moe",
-        "2026-11-22-all-reduce-h200",
-        "2026-11-22-card-h200",
-    )
-)
+MEASURED = Path(__file__).with_name("measured_h200.json")
 FORMS = {"bf16": "bf16", "fp8 128x128": "fp8_block", "fp8 per channel": "fp8", "int4, groups of 32": "int4"}
-SOURCE = "this project's benchmarks on one NVIDIA H200 (two for all-reduce), benchmark/results/: " + ", ".join(
-    page.name for page in (ATTENTION, EXPERTS, ALL_REDUCE, CARD_RUN)
-)
+SOURCE = "this project's benchmarks on one NVIDIA H200 (two for all-reduce): rows of measured_h200.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,11 +41,10 @@ def h200_tables() -> Tables:
     return {**kit(), **attention(), **experts(), **all_reduce()}
 
 
-def rows_of(page: Path) -> Iterator[list[str]]:
-    """Cells of every row of every table."""
-    for line in page.read_text().splitlines():
-        if line.startswith("| "):
-            yield [cell.strip() for cell in line.strip().strip("|").split("|")]
+def rows_of(what: str) -> list[list[Any]]:
+    """Returns the rows of a table of measured_h200.json; its "columns" name their cells. Times are in microseconds."""
+    rows: list[list[Any]] = json.loads(MEASURED.read_text())[what]["rows"]
+    return rows
 
 
 def attention() -> Tables:
@@ -62,11 +52,11 @@ def attention() -> Tables:
     shared: Cells = {}
     latent: Cells = {}
     prompts: Cells = {}
-    for cells in rows_of(ATTENTION):
-        shape = re.fullmatch(r"(extend|decode gqa|decode mla) (\d+)x(\d+)", cells[0])
+    for name, ours, peer in rows_of("attention"):
+        shape = re.fullmatch(r"(extend|decode gqa|decode mla) (\d+)x(\d+)", name)
         if shape is None:
             continue
-        batch, length, least = int(shape[2]), int(shape[3]), min(float(cells[1]), float(cells[4]))
+        batch, length, least = int(shape[2]), int(shape[3]), min(ours, peer)
         if shape[1] == "decode gqa":
             shared[8 * batch, length] = least
         elif shape[1] == "decode mla":
@@ -86,13 +76,11 @@ def experts() -> Tables:
     """Layers of one rank, top 8."""
     times: dict[str, Cells] = {}
     pattern = re.compile(r"E=(\d+) N=(\d+) H=(\d+) (.+)")
-    for cells in rows_of(EXPERTS):
-        layer = pattern.fullmatch(cells[0])
-        if layer is None or len(cells) != 9 or layer[4] not in FORMS:
-            continue
-        least = min(float(cells[2]), float(cells[5]))
+    for what, rows, ours, peer in rows_of("experts"):
+        layer = pattern.fullmatch(what)
+        assert layer is not None, what
         name = f"experts/{FORMS[layer[4]]}/{layer[3]}x{layer[1]}x8"
-        times.setdefault(name, {})[int(layer[2]), int(cells[1])] = least
+        times.setdefault(name, {})[int(layer[2]), rows] = min(ours, peer)
     tokens = (1, 8, 64, 512, 4096)
     return {
         name: grid(
@@ -106,15 +94,14 @@ def experts() -> Tables:
 
 
 def kit() -> Tables:
-    """Layers of experts and recurrences of the owners' kit; what the other pages have besides is taken from those."""
+    """Layers of experts and recurrences of the owners' kit; what the other tables have besides is taken from those."""
     times: dict[str, Cells] = {}
     states: Cells = {}
     prompts: Cells = {}
-    for cells in rows_of(CARD_RUN):
-        shape = cells[0].strip("`")
+    for shape, _, microseconds in rows_of("kit"):
         if not re.match(r"(fused_moe|gated_delta_rule) ", shape):
             continue
-        op, microseconds = parse_shape(shape), float(cells[2])
+        op = parse_shape(shape)
         if isinstance(op, Experts):
             form = "fp8_block" if op.scheme == "fp8_block" else expert_form(op.scheme)
             layer = times.setdefault(f"experts/{form}/{op.hidden}x{op.num_experts}x{op.top_k}", {})
@@ -133,14 +120,12 @@ def kit() -> Tables:
 
 
 def all_reduce() -> Tables:
-    """On two GPUs over NVLink; `KiB | copy | packed | one shot | two shot | NCCL | ratio`."""
+    """On two GPUs over NVLink, by bytes."""
     nccl: Cells = {}
     least: Cells = {}
-    for cells in rows_of(ALL_REDUCE):
-        size = cells[0].replace(",", "")
-        if len(cells) == 7 and size.isdecimal():
-            nccl[2, int(size) * 1024] = float(cells[5])
-            least[2, int(size) * 1024] = min(float(cell) for cell in cells[2:6] if cell != "-")
+    for kib, *ours, of_nccl in rows_of("all_reduce"):
+        nccl[2, kib * 1024] = of_nccl
+        least[2, kib * 1024] = min(time for time in (*ours, of_nccl) if time is not None)
     sizes = sorted({size for _, size in nccl})
     return {
         "all_reduce/nccl": grid(nccl, "NCCL, NVLink", cards=(2,), bytes=sizes),

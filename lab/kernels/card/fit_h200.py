@@ -3,7 +3,7 @@
     pip install scipy
     python lab/kernels/card/fit_h200.py
 
-Reads pages of results (benchmark/results) and the experts' tiles that were timed (fused_moe_triton/measured). Fits what
+Reads measured_h200.json and the experts' tiles that were timed (fused_moe_triton/measured). Fits what
 `tuning` says to be fitted on an H200: the two numbers of streamed weights, the share of instructions while weights are
 widened, decode attention. Each is fitted again without a part of the times and judged on that part. No GPU; a minute.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from derive_h200 import ATTENTION, CARD_RUN, EXPERTS, FORMS, rows_of
+from derive_h200 import FORMS, rows_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fused_moe_triton"))
 import fit_cost_model
@@ -60,33 +60,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def card_run() -> Iterator[Timed]:
-    """Of `python -m sglang.bench.card`: shape, what was predicted then, what was measured."""
-    for cells in rows_of(CARD_RUN):
-        shape = cells[0].strip("`")
-        if re.match(r"[a-z_]+ (tokens|batch)=", shape):
-            yield Timed(parse_shape(shape), float(cells[2]) * 1e-6, float(cells[1]) * 1e-6)
+    """Yields the shapes of `python -m sglang.bench.card`, with what was predicted then and what was measured."""
+    for shape, predicted, measured in rows_of("kit"):
+        yield Timed(parse_shape(shape), measured * 1e-6, predicted * 1e-6)
 
 
 def experts_before() -> Iterator[Timed]:
-    """This server's layers of the page of experts."""
-    for cells in rows_of(EXPERTS):
-        layer = re.fullmatch(r"E=(\d+) N=(\d+) H=(\d+) (.+)", cells[0])
-        if layer and len(cells) == 9 and layer[4] in FORMS:
-            experts, inter, hidden = (int(layer[i]) for i in (1, 2, 3))
-            scheme = SCHEME_OF[FORMS[layer[4]]]
-            yield Timed(Experts(int(cells[1]), experts, 8, hidden, inter, scheme), float(cells[2]) * 1e-6)
+    """Yields this server's layers of experts that were timed before the kit."""
+    for what, tokens, microseconds, _ in rows_of("experts"):
+        layer = re.fullmatch(r"E=(\d+) N=(\d+) H=(\d+) (.+)", what)
+        assert layer is not None, what
+        experts, inter, hidden = (int(layer[i]) for i in (1, 2, 3))
+        scheme = SCHEME_OF[FORMS[layer[4]]]
+        yield Timed(Experts(tokens, experts, 8, hidden, inter, scheme), microseconds * 1e-6)
 
 
 def attention_before() -> Iterator[Timed]:
-    for cells in rows_of(ATTENTION):
-        shape = re.fullmatch(r"decode gqa (\d+)x(\d+)", cells[0])
+    for name, microseconds, _ in rows_of("attention"):
+        shape = re.fullmatch(r"decode gqa (\d+)x(\d+)", name)
         if shape:
             keys = Keys(int(shape[1]), int(shape[2]), 32, 8, 128, 128)
-            yield Timed(DecodeAttention(keys), float(cells[1]) * 1e-6)
-        prompt = re.fullmatch(r"extend (\d+)x(\d+)(?: over (\d+))?", cells[0])
+            yield Timed(DecodeAttention(keys), microseconds * 1e-6)
+        prompt = re.fullmatch(r"extend (\d+)x(\d+)(?: over (\d+))?", name)
         if prompt:
             sizes = f"batch={prompt[1]} new={prompt[2]} prefix={prompt[3] or 0} heads=32 kv_heads=8 head_dim=128"
-            yield Timed(parse_shape(f"extend_attention {sizes}"), float(cells[1]) * 1e-6)
+            yield Timed(parse_shape(f"extend_attention {sizes}"), microseconds * 1e-6)
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
