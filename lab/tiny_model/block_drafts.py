@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tiny_model.draft_batches import Batch, Sample
 from tiny_model.draft_heads import CAPTURES, _linear
 from tiny_model.draft_texts import GREEDY, noise_rows, noise_table
 from tiny_model.model import TinyModel, _norm, _rotary_tables, _rotated
-
-if TYPE_CHECKING:
-    from tiny_model.drafts import Batch, Sample
 
 BLOCK_SIZE = 8
 MASK_TOKEN = 187

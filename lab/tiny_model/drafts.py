@@ -14,7 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,8 +24,9 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from tiny_model.block_drafts import DFLASH_CONFIG, DFlashDraft, block_loss, block_right
+from tiny_model.draft_batches import Batch, Sample, batches, computed
 from tiny_model.draft_heads import CAPTURES, EAGLE3_CONFIG, Attended, ChainDraft, Eagle3Head, MtpLayer
-from tiny_model.draft_texts import GREEDY, LONGEST_ANSWER, LONGEST_PROMPT, Text, noise_rows, noise_table, write_texts
+from tiny_model.draft_texts import GREEDY, LONGEST_ANSWER, LONGEST_PROMPT, noise_rows, noise_table, write_texts
 from tiny_model.export import load_weights
 from tiny_model.mixture import TASKS, Encoder, documents
 from tiny_model.model import TinyModel
@@ -33,7 +34,6 @@ from tiny_model.model import TinyModel
 GUESSES = 3
 DEPTH_WEIGHT = 0.8
 """Of a guess beside the one before it, in the loss."""
-TOKENS_A_BATCH = 4096
 RATES = {"eagle3": 2e-3, "mtp": 1e-3, "dflash": 1.5e-3}
 """Learning rates of the drafts that begin as noise, and of the layer, which begins as the target's last one."""
 KINDS = tuple(RATES)
@@ -41,39 +41,6 @@ Draft = ChainDraft | DFlashDraft
 KEPT_TOKENS = 512
 """Of the vocabulary, in the EAGLE-3 head."""
 WEIGHTS_FILE, MTP_FILE, INDEX_FILE = "model.safetensors", "mtp.safetensors", "model.safetensors.index.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """`answer`: the places of `ids` that the target writes. `seed`: as of Text."""
-
-    ids: list[int]
-    answer: list[bool]
-    seed: int = GREEDY
-
-    @classmethod
-    def of(cls, text: Text) -> Sample:
-        return cls(text.ids, [place >= text.begin for place in range(len(text.ids))], text.seed)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """`streams` [B, L, captures, H] and `hidden` [B, L, H] of the target; `rows`, `columns` [n]: the draft rows that
-    guess the token two places on. `answer` [B, L] bool: places that the target writes."""
-
-    tokens: Tensor
-    answer: Tensor
-    streams: Tensor
-    hidden: Tensor
-    rows: Tensor
-    columns: Tensor
-
-    def stored(self) -> Batch:
-        """In half of the memory."""
-        return replace(self, streams=self.streams.bfloat16(), hidden=self.hidden.bfloat16())
-
-    def used(self) -> Batch:
-        return replace(self, streams=self.streams.float(), hidden=self.hidden.float())
 
 
 # --- what the target computes -----------------------------------------------------------------------------------------
@@ -97,36 +64,6 @@ def corpus(directory: Path, count: int, seed: int) -> list[Sample]:
         if len(given) == count:
             break
     return given
-
-
-def batches(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
-    """Samples of similar length together."""
-    group: list[Sample] = []
-    for sample in sorted(samples, key=lambda sample: len(sample.ids)):
-        if group and (len(group) + 1) * len(sample.ids) > TOKENS_A_BATCH:
-            yield group
-            group = []
-        group.append(sample)
-    if group:
-        yield group
-
-
-@torch.no_grad()
-def computed(target: TinyModel, samples: Sequence[Sample]) -> Batch:
-    length, device = max(len(sample.ids) for sample in samples), target.embedding.device
-    tokens = torch.tensor([sample.ids + [0] * (length - len(sample.ids)) for sample in samples], device=device)
-    answer = torch.tensor([sample.answer + [False] * (length - len(sample.ids)) for sample in samples], device=device)
-    streams: list[Tensor] = []
-    hooks = [
-        target.layers[layer].register_forward_hook(lambda module, given, out: streams.append(out[0]))
-        for layer in CAPTURES
-    ]
-    positions = torch.arange(length, device=device).expand(len(samples), -1)
-    hidden, _ = target(tokens, positions, torch.zeros_like(tokens))
-    for hook in hooks:
-        hook.remove()
-    rows, columns = answer[:, 2:].nonzero(as_tuple=True)
-    return Batch(tokens, answer, torch.stack(streams, dim=2), hidden, rows, columns)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 from collections.abc import Iterable, Iterator
@@ -107,9 +108,10 @@ def every_held_out_fact() -> list[Item]:
 
 
 def write(path: Path, items_written: Iterable[Item]) -> int:
-    """One JSON object a line; returns how many."""
+    """Writes one JSON object a line, compressed where the name ends with .gz; returns how many."""
     lines = [json.dumps(item.as_dict(), ensure_ascii=False) for item in items_written]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    content = ("\n".join(lines) + "\n").encode()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
     return len(lines)
 
 

@@ -48,6 +48,7 @@ NOT_RUN = {
     "python -m sglang.quantize": "writes a checkpoint; its flags are looked up",
     "python -m sglang.launch_server": "as sglang serve",
     "python -m sglang.ledger": "compiles for minutes; its words are looked up",
+    "python lab/": "takes a GPU or minutes; its flags are looked up",
     "python scripts/": "its flags are looked up",
     "python benchmark/": "its flags are looked up; tests of their own run them",
     "python test/": "its words are looked up",

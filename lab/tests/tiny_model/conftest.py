@@ -1,15 +1,8 @@
-"""The training scripts are a package of their own, outside of the installed one."""
-
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-SCRIPTS = Path(__file__).parents[3] / "scripts"
-if str(SCRIPTS) not in sys.path:
-    sys.path.insert(0, str(SCRIPTS))
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -14,14 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_model import arithmetic, lookup
-from tiny_model.heldout import all_items, every_held_out_fact, items, write_gsm8k
+from tiny_model.heldout import all_items, every_held_out_fact, items, write, write_gsm8k
 from tiny_model.mixture import TASK_NAMES, TASKS, Encoder, Shape, batch, draw
 from tiny_model.problem import Problem, is_held_out, is_held_out_key, is_trainable
 from tiny_model.render import answer_text, prompt_text, segments
 from tiny_model.words import TALK, WORDS, facts
 from tokenizers import Tokenizer
 
-SCRIPTS = Path(__file__).parents[3] / "scripts"
+LAB = Path(__file__).parents[2]
+DATA = Path(__file__).parents[3] / "benchmark" / "evals" / "data"
 SMALL = Shape(short_rows=6, short_length=512, long_rows=1, long_length=2048)
 
 
@@ -262,7 +264,7 @@ def test_held_out_problems_are_the_same_in_another_process() -> None:
     )
     environment = {**os.environ, "PYTHONHASHSEED": "17"}
     found = subprocess.run(
-        [sys.executable, "-c", script, str(SCRIPTS)], capture_output=True, check=True, text=True, env=environment
+        [sys.executable, "-c", script, str(LAB)], capture_output=True, check=True, text=True, env=environment
     )
     assert json.loads(found.stdout) == [item.as_dict() for item in all_items(3)]
 
@@ -291,9 +293,16 @@ def test_unknown_tasks_are_refused() -> None:
         list(all_items(1, ("juggling",)))
 
 
+def test_held_out_problems_are_what_ships(tmp_path: Path) -> None:
+    shipped = DATA / "tiny_problems.jsonl.gz"
+    write(tmp_path / shipped.name, all_items(50))
+    made, kept = (gzip.decompress((folder / shipped.name).read_bytes()) for folder in (tmp_path, DATA))
+    assert made == kept
+
+
 def test_synthetic_gsm8k_is_what_ships(tmp_path: Path) -> None:
     write_gsm8k(tmp_path / "made.jsonl", 205)
-    shipped = Path(__file__).parents[3] / "benchmark" / "evals" / "data" / "gsm8k_synthetic.jsonl"
+    shipped = DATA / "gsm8k_synthetic.jsonl"
     assert (tmp_path / "made.jsonl").read_text() == shipped.read_text()
     assert len({json.loads(line)["question"] for line in shipped.read_text().splitlines()}) == 205
 

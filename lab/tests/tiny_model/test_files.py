@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tiny_model.install import FILES, install
+from tiny_model.install import EMBEDDED, FILES, MTP_FILES, install
 from tiny_model.layout import MARKERS, SPECIAL_TOKENS, TOKENIZER_FILE, VOCAB_SIZE, make_tokenizer, write_files
 from tiny_model.mixture import TASK_NAMES, draw
 from tiny_model.model import TinyModel
@@ -159,3 +159,11 @@ def test_install_refuses_half_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lacks .*model.safetensors; is it the output of `train`"):
         install(tmp_path, target)
     assert (target / "config.json").read_text() == "kept"
+
+
+def test_the_shipped_files_are_those_of_the_script(tmp_path: Path) -> None:
+    write_files(tmp_path)
+    assert {path.name for path in EMBEDDED.iterdir()} == {*FILES, *MTP_FILES}
+    for path in tmp_path.iterdir():
+        assert (EMBEDDED / path.name).read_bytes() == path.read_bytes(), path.name
+    assert (EMBEDDED / "model.safetensors").stat().st_size < 16e6

@@ -312,7 +312,7 @@ def test_tables_show_records_side_by_side(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parents[3] / "scripts" / "tiny_model")]
+    command = [sys.executable, str(Path(__file__).parents[2] / "tiny_model")]
     for more, message in (
         (["train", "--output", str(tmp_path), "--device", "cpu", "--only", "juggling"], "no such tasks: juggling"),
         (["install", str(tmp_path)], "did training end?"),

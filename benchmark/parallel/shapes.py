@@ -2,7 +2,7 @@
 """Writes a few layers of models that need several GPUs, in their published shapes and formats, for `parts.py` and
 `all_gpus.py`: config.json files with the tokenizer of the embedded model, whose weights servers draw at random.
 
-    python lab/parallel/shapes.py --out DIR
+    python benchmark/parallel/shapes.py --out DIR
 """
 
 from __future__ import annotations
