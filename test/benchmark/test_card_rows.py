@@ -26,7 +26,7 @@ TABLES = measured_times("rtx-pro-6000-server")
 SCHEMES = {"bfloat16": None, "fp8": "fp8_channel", "nvfp4": "nvfp4"}
 
 
-PAGE = Path(__file__).parents[2] / "benchmark" / "results" / "2026-11-22-card-models.md"
+PAGE = Path(__file__).parents[2] / "benchmark" / "results" / "card.md"
 CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"
 
 
@@ -105,7 +105,7 @@ def test_the_page_of_results_says_what_is_predicted(config: str, name: str, card
         assert abs(math.log(figure / (seconds * 1e3))) < 0.16, step
 
 
-def test_the_tables_of_an_h200_come_out_of_the_pages_again(tmp_path: Path) -> None:
+def test_the_tables_of_an_h200_come_out_of_their_rows_again(tmp_path: Path) -> None:
     assert derive_h200.main(["--out", str(tmp_path / "h200.json")]) == 0
     assert (tmp_path / "h200.json").read_text() == table_path("h200").read_text()
     measured = measured_times("h200")

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmark/kernels/fused_moe_triton/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmark" / "results").glob("*.md")),
 )
 SHELLS = ("", "sh", "bash")
 NAMES = "sglang|python|make|curl|docker|pip|pytest|apt|mkdocs|nvidia-smi"
