@@ -119,7 +119,7 @@ class Reading:
 
 
 READING = Reading()
-"""Fitted on 37 times of an H200 (benchmark/kernels/card/fit_h200.py, which says how well): `base`, `merge` and
+"""Fitted on 37 times of an H200 (lab/kernels/card/fit_h200.py, which says how well): `base`, `merge` and
 `bandwidth` are told by them, the other five only together."""
 
 
