@@ -19,10 +19,15 @@ from sglang.tuning.measured import measured_times, table_path
 from sglang.tuning.ops import Linear
 from sglang.tuning.rates import CEILINGS
 from sglang.tuning.sglang_times import of_sglang
+from sglang.tuning.steps import decode_step, prefill_step, time_step, total
 
 ROWS = json.loads(Path(fitting.__file__).with_name("measured_rows.json").read_text())
 TABLES = measured_times("rtx-pro-6000-server")
 SCHEMES = {"bfloat16": None, "fp8": "fp8_channel", "nvfp4": "nvfp4"}
+
+
+PAGE = Path(__file__).parents[2] / "benchmark" / "results" / "card.md"
+CONFIGS = Path(__file__).parents[2] / "test" / "srt" / "kernels" / "configs"
 
 
 def rms(errors: Sequence[float]) -> float:
@@ -86,6 +91,18 @@ def test_no_sampled_row_beats_the_ceilings() -> None:
         if keys.cache_bytes > 384e6:
             assert keys.cache_bytes / row[-1] <= ceilings.read * 1.02
     assert found >= 160
+
+
+@pytest.mark.parametrize(("config", "name", "cards"), [("qwen3", "Qwen3-8B", 1), ("glm47", "GLM-4.7-FP8", 8)])
+def test_the_page_of_the_card_says_what_is_predicted(config: str, name: str, cards: int) -> None:
+    """Within a sixth: tiles may change before someone makes the page again."""
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {name} | {cards} | ")]
+    written = [float(cell.split("(")[0]) for cell in rows[0].split("|")[3:-1]]
+    steps = (*(decode_step(batch) for batch in (1, 16, 64, 256)), prefill_step(8192))
+    model, serving = model_tables.described(CONFIGS, config, cards)
+    for figure, step in zip(written, steps, strict=True):
+        seconds = total(time_step(model, serving, step, model_tables.CARD)).seconds
+        assert abs(math.log(figure / (seconds * 1e3))) < 0.16, step
 
 
 def test_the_tables_of_an_h200_come_out_of_the_times_again(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_what_the_times_do_not_decide_stays() -> None:
 
 @pytest.mark.parametrize(("path", "shapes", "worst", "mean"), [(MEASURED, 7, 1.06, 1.045), (HELD_OUT, 3, 1.055, 1.035)])
 def test_the_committed_constants_choose_well(path: Path, shapes: int, worst: float, mean: float) -> None:
-    """Within 15% of the fastest tiles for each shape, as benchmark/results/2026-11-21-h200-moe-cost-model.md says."""
+    """Within 15% of the fastest tiles for each shape, as benchmark/results/experts.md#the-choice-of-tiles says."""
     arch, points = fitting.read_measured(path)
     choices = fitting.judge(points, arch, DEFAULT)
     by_shape: dict[str, list[float]] = {}

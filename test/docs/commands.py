@@ -13,6 +13,7 @@ NAMED = ("README.md", "CONTRIBUTING.md", "lab/README.md", "benchmark/kernels/fus
 PAGES = (
     *(ROOT / name for name in NAMED),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmark" / "results").glob("*.md")),
 )
 SHELLS = ("", "sh", "bash")
 NAMES = "sglang|python|make|curl|docker|pip|pytest|apt|mkdocs|nvidia-smi"

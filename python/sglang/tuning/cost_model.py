@@ -41,7 +41,7 @@ FULL_WARPS = 8
 class Constants:
     """Constants that no data sheet gives. The defaults are fitted on times measured on an H200, 2026-11-21, by
     lab/kernels/fused_moe_triton/fit_cost_model.py. How well the model chooses with them is in
-    benchmark/results/2026-11-21-h200-moe-cost-model.md."""
+    benchmark/results/experts.md#the-choice-of-tiles."""
 
     bandwidth_share: float = 1.0  # of the memory's bandwidth that streaming long rows reaches
     in_flight: float = 0.25  # how much slower it gets with no more bytes on their way than bandwidth x latency

@@ -125,7 +125,7 @@ CEILINGS: Mapping[str, Ceilings] = {
         read=4.48e12,
         products={"half": 714 * TERA, "fp8": 1259 * TERA},
         all_reduce={},
-        source="this project's benchmarks on one H200, benchmark/results/2026-11-21-attention-h200.md and -h200-moe.md",
+        source="this project's benchmarks on one H200, benchmark/results/attention.md and experts.md",
     ),
 }
 
