@@ -8,6 +8,7 @@
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
 # make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice; hours on two cores, minutes on 48
+# make lab     the tests of lab/, where the product's data is made; `make test` leaves them out
 # make thorough the long tests, hours on two cores; ARGS="-k draft_matrix" runs some
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
@@ -30,7 +31,7 @@ CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test lab fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -41,6 +42,9 @@ serve: install
 test: install
 	$(MAKE) --no-print-directory -j 2 types compiled lint imports
 	$(MAKE) --no-print-directory unit
+
+lab: install
+	$(BIN)/pytest -n 3 --dist loadfile lab/tests $(ARGS)
 
 fuzz: install
 	FUZZ=long $(BIN)/pytest test/fuzz $(ARGS)

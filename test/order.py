@@ -25,7 +25,6 @@ SECONDS = {
     "e2e/test_rank_failure.py": 30,
     "e2e/test_tensor_parallel.py": 30,
     "srt/models/test_tensor_parallel.py": 30,
-    "scripts/tiny_model/test_training.py": 25,
     "srt/kernels/test_published.py": 25,
     "srt/models/test_parity.py": 25,
     "srt/models/test_quantized.py": 25,

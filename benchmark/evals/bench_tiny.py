@@ -4,7 +4,8 @@
     python benchmark/evals/bench_tiny.py [--port 30000] [--limit 10] [--tasks add,sort] [--output report.json] [--check]
         [--margins]
 
-The problems are made by scripts/tiny_model from a fixed seed and were never in training; --data-path reads others.
+Its problems, 50 of each task, lie in data/tiny_problems.jsonl.gz, as `python lab/tiny_model heldout` makes them from a
+fixed seed; none was in training. --data-path reads others.
 Every answer is greedy and right or wrong as a whole. With --check the exit status says whether the targets are met.
 --margins also asks how sure the model was: how much likelier, in nats, each token was than the next best one. That
 moves with any error of the computation, long before an answer changes.
@@ -13,6 +14,7 @@ moves with any error of the computation, long before an answer changes.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import sys
 from collections.abc import Sequence
@@ -20,14 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-for folder in (str(Path(__file__).resolve().parent), str(ROOT / "scripts")):
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+HERE = Path(__file__).resolve().parent
+if str(HERE) not in sys.path:
+    sys.path.insert(0, str(HERE))
 
 import api  # noqa: E402
 from judge import Verdict, judge  # noqa: E402
 
+PROBLEMS = HERE / "data" / "tiny_problems.jsonl.gz"
 STOPS = ["Question"]
 """Ends plain-text answers, as in few-shot evaluations."""
 
@@ -159,20 +161,19 @@ class Report:
 
 
 def load(path: Path | None, limit: int | None, tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """Raises ValueError for unknown tasks and lines that are no problems."""
-    if path is None:
-        from tiny_model.heldout import DEFAULT_COUNT, all_items
-        from tiny_model.mixture import TASK_NAMES
+    """Returns the problems of a file of JSON lines (None: of PROBLEMS), `limit` of each task at most.
 
-        count = DEFAULT_COUNT if limit is None else limit
-        return [item.as_dict() for item in all_items(count, tuple(tasks) or TASK_NAMES)]
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    Raises ValueError for unknown tasks and lines that are no problems.
+    """
+    path = path or PROBLEMS
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    lines = [line for line in content.decode("utf-8").splitlines() if line.strip()]
     found: list[dict[str, Any]] = []
     taken: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         item = json.loads(line)
         if not isinstance(item, dict) or not {"task", "messages", "expected", "check"} <= item.keys():
-            raise ValueError(f"{path}, line {number} is not a problem as `scripts/tiny_model heldout` writes them")
+            raise ValueError(f"{path}, line {number} is not a problem as `lab/tiny_model heldout` writes them")
         taken[item["task"]] = taken.get(item["task"], 0) + 1
         if (not tasks or item["task"] in tasks) and (limit is None or taken[item["task"]] <= limit):
             found.append(item)
@@ -224,7 +225,7 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=32)
     parser.add_argument("--limit", type=int, help="problems a task")
     parser.add_argument("--tasks", default="", help="separated by commas (default: all)")
-    parser.add_argument("--data-path", type=Path, help="problems, one JSON object a line")
+    parser.add_argument("--data-path", type=Path, help="problems, one JSON object a line; *.gz is decompressed")
     parser.add_argument("--output", type=Path, help="JSON report")
     parser.add_argument("--margins", action="store_true", help="measure how sure the model was of its tokens, too")
     parser.add_argument("--check", action="store_true", help="fail if a target is missed")

@@ -25,7 +25,7 @@ def without_thought(text: str) -> str:
 
 
 def judge(item: dict[str, Any], choice: dict[str, Any]) -> Verdict:
-    """`item` as written by `scripts/tiny_model heldout`; `choice` of a chat or a text completion."""
+    """`item` as written by `lab/tiny_model heldout`; `choice` of a chat or a text completion."""
     if "message" not in choice:
         return _text(item["expected"], str(choice.get("text") or "").strip())
     message = choice["message"]

@@ -26,6 +26,7 @@ from sglang.srt.configs.ngram_tables import with_table_dtype
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name, current_arch
+from sglang.srt.hardware.common_traits import common_traits
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.kernels.tile_configs import OpTileConfigs
@@ -419,7 +420,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         " flag of the server may be given and counts.",
         allow_abbrev=False,
     )
-    parser.add_argument("--arch", help="sm_120, ..., a product such as rtx-5090, or cpu; this machine's if not given")
+    parser.add_argument(
+        "--arch",
+        help="sm_120, ..., a product such as rtx-5090, several with commas for ranks on different ones, or cpu; this"
+        " machine's if not given",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--with-package", action="append", default=[], metavar="NAME", help="count on flashinfer, ...")
     parser.add_argument("--host-memory", type=float, metavar="GIB", help="main memory that is free on the machine")
@@ -448,7 +453,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.shape:
             return _print_shapes(options.shape, arch_by_name(options.arch or "sm_120"), options.json)
         args = ServerArgs.from_cli(rest, prog="python -m sglang.explain")
-        arch = arch_by_name(options.arch) if options.arch else current_arch(device=args.device)
+        arch = _common_arch(options.arch) if options.arch else current_arch(device=args.device)
         explanation = explain(
             args,
             arch,
@@ -463,6 +468,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(text)
     return WOULD_NOT_START if explanation.problem else 0
+
+
+def _common_arch(names: str) -> ArchTraits:
+    """Returns what GPUs of these names, with commas between them, have in common. Raises UserError."""
+    traits = [arch_by_name(name.strip()) for name in names.split(",")]
+    if len({each.name for each in traits}) > 1:
+        raise UserError(f"--arch {names}: ranks of a server need GPUs of one architecture")
+    return common_traits(traits)
 
 
 def _machine(free_gib: float | None, numa_nodes: int) -> Machine:

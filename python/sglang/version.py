@@ -1,3 +1,4 @@
-"""The version of the distribution `sm120-sglang`; pyproject.toml reads it from here."""
+"""The version of the distribution `sm120-sglang`; pyproject.toml reads it from here. The image's label and the
+newest heading of CHANGELOG.md repeat it, which a test compares."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -18,7 +18,7 @@ from typing import Any
 from mutation.changes import ROOT, Change
 from mutation.tests import Measured, batches
 
-COPIED = ("python", "test", "benchmark", "scripts", "docs", "pyproject.toml", "README.md", "Makefile")
+COPIED = ("python", "test", "benchmark", "scripts", "lab", "docs", "pyproject.toml", "README.md", "Makefile")
 SLOWER = 6
 """Tests that take so many times as long as without a change, and a minute, do not end."""
 LEAST_S = 60.0

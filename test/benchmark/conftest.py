@@ -6,6 +6,4 @@ import sys
 from pathlib import Path
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
-sys.path[:0] = [
-    str(BENCHMARK / name) for name in ("kernels/fused_moe_triton", "kernels/card", "parallel", "peers", "media", "host")
-]
+sys.path[:0] = [str(BENCHMARK / name) for name in ("kernels/fused_moe_triton", "parallel", "peers", "host")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from paced_scheduler import Running, step
 
@@ -13,7 +14,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
     ("interval", "sent"), [(1, [[5], [6], [5], [6], [5]]), (2, [[5, 6], [5, 6], [5]]), (9, [[5, 6, 5, 6, 5]])]
 )
 def test_tokens_of_a_request(interval: int, sent: list[list[int]]) -> None:
-    req = TokenizedGenerateReq(rid="r", input_ids=[5, 6], sampling_params=SamplingParams(max_new_tokens=5))
+    req = TokenizedGenerateReq(
+        rid="r", input_ids=np.array([5, 6], np.int32), sampling_params=SamplingParams(max_new_tokens=5)
+    )
     running = {"r": Running(req)}
     outs = [step(running, interval) for _ in range(5)]
     assert not running

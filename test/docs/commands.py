@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+NAMED = ("README.md", "CONTRIBUTING.md", "lab/README.md", "benchmark/kernels/fused_moe_triton/README.md")
 PAGES = (
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmark/kernels/fused_moe_triton/README.md")),
+    *(ROOT / name for name in NAMED),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmark" / "results").glob("*.md")),
 )
 SHELLS = ("", "sh", "bash")
 NAMES = "sglang|python|make|curl|docker|pip|pytest|apt|mkdocs|nvidia-smi"

@@ -1,4 +1,4 @@
-"""The README and the pages of figures and routes: size, picture, links, dated measurements, missing features."""
+"""The README and the pages of figures and routes: size, picture, links, measurements, missing features."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sglang.srt.upstream_interface import REFUSED
 
 README = (ROOT / "README.md").read_text()
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
-MEASURED = "\n".join(path.read_text() for path in sorted((ROOT / "benchmark" / "results").glob("2*.md")))
+RESULTS = sorted((ROOT / "benchmark" / "results").glob("*.md"))
+MEASURED = "\n".join(path.read_text() for path in RESULTS)
 NOT_YET = {
     "drafts of the kind UNO": "Other drafts",
     "LoRA": "LoRA",
@@ -43,47 +44,98 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [target for target in sorted(targets) if target and not (page.parent / target).exists()] == []
 
 
-def rows(text: str, columns: int) -> list[list[str]]:
-    """The rows of every table with that many columns, without titles."""
-    cells = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|")
-    return [row for row in cells if len(row) == columns and not row[0].startswith(("---", "model"))]
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_headings_of_results(page: Path) -> None:
+    prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = [(page.parent / target, anchor) for target, anchor in re.findall(r"\]\(([^)\s#]*)#([^)\s]+)\)", prose)]
+    links = [(page if target.is_dir() else target.resolve(), anchor) for target, anchor in links]
+    wrong = [(target.name, anchor) for target, anchor in links if target in RESULTS and anchor not in anchors(target)]
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_results_are_pages_by_subject() -> None:
+    index, *pages = RESULTS
+    listed = re.findall(r"^\| \[[^]]*\]\(([^)]*)\)", index.read_text(), re.MULTILINE)
+    assert len(pages) == 8 and sorted(listed) == [page.name for page in pages]
+    for page in RESULTS:
+        assert page.read_text().split("\n\n")[1].startswith(("For those who", "For owners of")), page
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Returns the rows of every table, titles first, without the line of dashes."""
+    blocks = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    parted = [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()] for block in blocks
+    ]
+    return [[titles, *rest] for titles, _, *rest in parted]
+
+
+def comparisons(text: str, other: str = "") -> list[tuple[str, str, str]]:
+    """Returns this server's figure, another's and the ratio of each row whose table has columns with these.
+
+    other: how the title of the other's column begins.
+    """
+    rows = []
+    for titles, *table in tables(text):
+        columns = [i for i, title in enumerate(titles) if title.startswith("ratio") and titles[i - 1].startswith(other)]
+        rows += [(row[i - 2], row[i - 1], row[i]) for i in columns for row in table if row[i]]
+    return rows
 
 
 def test_figures_of_the_readme_are_those_that_were_measured() -> None:
-    table = rows(README, 9)
-    assert len(table) == 8
-    for model, gpus, requests, ours, upstream, ratio, *_ in table:
-        figures = f"{ours}, {upstream}, {ratio}" if gpus == "1" else f"| {ours} | {upstream} | {ratio} |"
-        assert figures in MEASURED and figures in PERFORMANCE, (model, gpus, requests)
+    (table,) = [table for table in tables(README) if len(table[0]) == 9]
+    assert len(table) == 9
+    for model, _, requests, *figures in table[1:]:
+        sglang, vllm = " | ".join(figures[:3]), " | ".join(figures[3:])
+        assert f"| {sglang} |" in MEASURED and f"| {sglang} |" in PERFORMANCE, (model, requests)
+        if figures[3]:
+            text = f" | {requests} | {vllm} |"
+            assert any(line.startswith(f"| {model}") and text in line for line in MEASURED.splitlines()), text
+            assert any(line.startswith(f"| {model}") and text in line for line in PERFORMANCE.splitlines()), text
 
 
-@pytest.mark.parametrize("where", ["MEASURED", "PERFORMANCE"])
-def test_figures_beside_vllm_are_those_that_were_measured(where: str) -> None:
-    """There a cell has the figures of 1, 16, 64 and 256 requests at once."""
-    measured = {model: cells for model, *cells in rows(globals()[where], 4) if cells[0].count("/") == 3}
-    table = [row for row in rows(README, 9) if row[6]]
-    assert len(table) == 6
-    for model, _, requests, *_, ours, vllm, ratio in table:
-        name = next(name for name in measured if name.startswith(model))
-        number = {"64": 2, "256": 3}[requests]
-        assert [ours, vllm, ratio] == [cell.split(" / ")[number] for cell in measured[name]], (model, requests)
+def test_measured_rows_of_the_page_are_on_the_pages_of_results() -> None:
+    known = comparisons(PERFORMANCE)
+    assert len(known) > 150
+    assert [row for row in known if row not in comparisons(MEASURED)] == []
 
 
-def test_measured_cells_of_the_page_are_in_the_dated_files() -> None:
-    text = PERFORMANCE.partition("## Predictions")[0]
-    cells = re.findall(r"(?<=\| )[\d.,]+, [\d.,]+, [\d.]+(?= \|)", text)
-    assert len(cells) > 40
-    assert [cell for cell in cells if cell not in MEASURED] == []
+@pytest.mark.parametrize("page", [*RESULTS, ROOT / "docs" / "performance.md"], ids=lambda page: page.name)
+def test_ratios_are_those_of_their_figures(page: Path) -> None:
+    for ours, other, ratio in comparisons(page.read_text()):
+        try:
+            a, b, known = (float(cell.replace(",", "")) for cell in (ours, other, ratio))
+        except ValueError:
+            continue  # not two figures of one measurement
+        assert any(abs(known / quotient - 1) < 0.045 for quotient in (a / b, b / a)), (ours, other, ratio)
 
 
-def test_predicted_cells_of_the_page_are_in_the_dated_file() -> None:
+def test_where_sglang_is_faster_is_said_in_one_table() -> None:
+    before, _, behind = PERFORMANCE.partition("## Where we are slower")
+    listed = comparisons(behind.partition("\n## ")[0])
+    assert len(listed) > 20 and all(float(ratio) < 1 for *_, ratio in listed)
+    slower = [row for row in comparisons(f"{before}\n{MEASURED}", "SGLang") if float(row[2]) < 1]
+    assert [row for row in slower if row not in listed] == []
+
+
+def test_predicted_rows_of_the_page_are_on_the_page_of_the_card() -> None:
     """There a cell is `predicted (range) / best measured / floor`."""
-    table = rows(PERFORMANCE.partition("## Predictions")[2], 6)
-    assert len(table) == 6
-    dated = (ROOT / "benchmark" / "results" / "2026-11-22-card-models.md").read_text()
-    for model, _, *cells in table:
-        for predicted, floor in (cell.split("; ") for cell in cells):
-            assert re.search(rf"{re.escape(predicted)} / [\d.]+ / {re.escape(floor)} \|", dated), (model, predicted)
+    (table,) = [t for t in tables(PERFORMANCE) if t[0] == ["model", "cards", "step", "predicted", "range", "floor"]]
+    card, names = (ROOT / "benchmark" / "results" / "card.md").read_text().splitlines(), ("", "")
+    assert len(table) == 25
+    for model, cards, step, predicted, bounds, floor in table[1:]:
+        names = (model, cards) if model else names
+        (line,) = [
+            line for line in card if line.startswith(f"| {names[0]} | {names[1]} | ") and "(" in line.split("|")[3]
+        ]
+        cell = rf"{re.escape(predicted)} \({bounds.replace(' to ', '-')}\) / [\d.]+ / {re.escape(floor)} \|"
+        assert re.search(cell, line), (names, step)
 
 
 def test_routes_of_the_page_are_served() -> None:

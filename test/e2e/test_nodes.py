@@ -130,8 +130,21 @@ def test_a_machine_that_is_silent_ends_the_server() -> None:
 def test_machines_that_are_started_otherwise_are_refused() -> None:
     with machines("--tp-size", "2", second=("--tp-size", "2", "--chunked-prefill-size", "64")) as (first, second):
         assert second.wait_exit(FAILURE_LIMIT_S) != 0 and first.wait_exit(FAILURE_LIMIT_S) != 0
-        assert "are not started alike (chunked_prefill_size: 64 here" in second.log()
-        assert "started with another release or other flags" in first.log()
+        said = "rank 0 (machine 0) and rank 1 (machine 1) are not started alike: chunked_prefill_size: nothing and 64."
+        for server in (first, second):
+            assert said in " ".join(server.log().split())
+
+
+def test_machines_with_other_variables_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*flags: str) -> LiveServer:
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", flags[flags.index("--node-rank") + 1])
+        return LiveServer(*flags)
+
+    with machines("--tp-size", "2", start=start) as servers:
+        assert all(server.wait_exit(FAILURE_LIMIT_S) != 0 for server in servers)
+        said = "rank 0 (cpu, machine 0) and rank 1 (cpu, machine 1) cannot share a model: SGLANG_SIMULATE_ACC_LEN: "
+        for server in servers:
+            assert f"{said}0 and 1." in " ".join(server.log().split())
 
 
 def test_another_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import httpx
 import pytest
 from live_server import LiveServer
 
+from sglang.version import __version__
+
 PROMPT = "Question: Tom has 12 apples. He buys 30 more and then gives 5 away. How many does he have now?\nAnswer:"
 """The embedded model writes its sums in two dozen tokens: more than any test asks for."""
 
@@ -106,7 +108,7 @@ def test_information(http: httpx.Client) -> None:
     model = http.get("/model_info").json()
     assert model["is_generation"] is True and model["architectures"] == ["Qwen3MoeForCausalLM"]
     info = http.get("/server_info").json()
-    assert info["served_model_name"] == "tiny" and info["version"] and info["max_total_num_tokens"] > 0
+    assert info["served_model_name"] == "tiny" and info["version"] == __version__ and info["max_total_num_tokens"] > 0
     assert {"last_gen_throughput", "memory_usage"} <= info["internal_states"][0].keys()
     assert http.get("/get_server_info").status_code == 200
     load = http.get("/v1/loads").json()["loads"][0]

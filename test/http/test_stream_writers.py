@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -27,7 +28,7 @@ class Application:
     """Answers every request with the stream of one sequence."""
 
     def __init__(self) -> None:
-        request = TokenizedGenerateReq(rid="r", input_ids=[1], sampling_params=SamplingParams())
+        request = TokenizedGenerateReq(rid="r", input_ids=np.array([1], np.int32), sampling_params=SamplingParams())
         self.closed = asyncio.Event()
         self.stream = GenerationStream([request], [None], 1, lambda stream: self.closed.set())
         self.num_events = 0

@@ -57,10 +57,10 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, tp_rank: int, start_pipe: 
     while True:
         message = inbox.recv() if inbox.poll(60.0) else None
         if isinstance(message, TokenizedGenerateReq):
-            prompt = tokenizer.decode(message.input_ids, skip_special_tokens=False)
+            prompt = tokenizer.decode(message.input_ids.tolist(), skip_special_tokens=False)
             ids = tokenizer.encode(answer_to(prompt, script), add_special_tokens=False)
-            cached = max((common_prefix(message.input_ids, other) for other in seen), default=0)
-            seen.append(message.input_ids + ids)
+            cached = max((common_prefix(message.input_ids.tolist(), other) for other in seen), default=0)
+            seen.append(message.input_ids.tolist() + ids)
             _record(prompt, len(message.input_ids), cached)
             _play(outbox, message, ids, cached)
         elif message is not None and hasattr(message, "kind") and message.kind != "lost":

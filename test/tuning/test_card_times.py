@@ -357,7 +357,7 @@ ENTRIES = {
     (2048, 64): 912, (2048, 32): 607, (2048, 16): 419, (256, 64): 116, (256, 32): 74, (256, 16): 50, (64, 64): 47,
     (64, 32): 53, (64, 16): 32, (16, 64): 31, (16, 32): 22, (16, 16): 17, (1, 64): 11, (1, 16): 10,
 }  # fmt: skip
-"""(tokens, heads) -> microseconds on an H200, of 65,536 stored entries: benchmark/results."""
+"""(tokens, heads) -> microseconds on an H200, of 65,536 stored entries."""
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ piece, take the card's dispatcher its time. What the memory and the L2 deliver b
 of BLOCK_M queries walk over the keys before them, and the longest one is waited for.
 
 The constants of SGLang's Triton kernels are fitted on times measured on an RTX PRO 6000 Server
-(benchmark/kernels/card/fit_attention.py). This project's kernels: `served_attention`.
+(lab/kernels/card/fit_attention.py). This project's kernels: `served_attention`.
 """
 
 from __future__ import annotations

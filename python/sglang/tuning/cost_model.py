@@ -40,8 +40,8 @@ FULL_WARPS = 8
 @dataclass(frozen=True, slots=True)
 class Constants:
     """Constants that no data sheet gives. The defaults are fitted on times measured on an H200, 2026-11-21, by
-    benchmark/kernels/fused_moe_triton/fit_cost_model.py. How well the model chooses with them is in
-    benchmark/results/2026-11-21-h200-moe-cost-model.md."""
+    lab/kernels/fused_moe_triton/fit_cost_model.py. How well the model chooses with them is in
+    benchmark/results/experts.md#the-choice-of-tiles."""
 
     bandwidth_share: float = 1.0  # of the memory's bandwidth that streaming long rows reaches
     in_flight: float = 0.25  # how much slower it gets with no more bytes on their way than bandwidth x latency
@@ -75,7 +75,7 @@ SM120 = Constants(
     prologue=1.95e-6,
 )
 """Constants fitted to times of SGLang's Triton experts measured on an RTX PRO 6000 Server;
-benchmark/kernels/card/fit_experts.py says how well. They tell the short rows, the matrix unit's share and the prologue;
+lab/kernels/card/fit_experts.py says how well. They tell the short rows, the matrix unit's share and the prologue;
 latency, loads on their way and a step's overhead could be half or twice that. What they do not tell at all is as on the
 H200."""
 

@@ -1,5 +1,5 @@
 """Instructions that kernels spend besides matrix products, counted in their machine code: `tables/instructions.json`,
-which benchmark/kernels/card/count_instructions.py writes. Those of a lane, for each weight or pair."""
+which lab/kernels/card/count_instructions.py writes. Those of a lane, for each weight or pair."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Times that others measured on a card, as small grids: `tables/PRODUCT.json`, which a script writes
-(benchmark/kernels/card/derive_tables.py). The file names its source. Weights and caches below about 100 MB were in the
+(lab/kernels/card/derive_tables.py). The file names its source. Weights and caches below about 100 MB were in the
 L2 when they were measured, which they are not when a model is served: `op_times` counts reading them besides."""
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _plain_linear(op: Linear, arch: ArchTraits) -> Predicted:
 
 SKINNY_SHARE = 0.95
 """Of the rate at which one row's kernel reads weights, with 2 to 16 rows: on an H100 all products of Qwen3-8B took 5.34
-ms with one row, 5.59 with 4 and 5.74 with 16 (benchmark/results/2026-11-25-few-rows-h100.md)."""
+ms with one row, 5.59 with 4 and 5.74 with 16 (benchmark/results/experts.md#products-of-few-rows)."""
 
 
 def _skinny(op: Linear) -> bool:

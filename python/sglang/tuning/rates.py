@@ -116,7 +116,7 @@ _SERVER_CEILINGS = Ceilings(
         "fp4": 1536.9 * TERA,  # NVFP4, TensorRT-LLM, 4096 x 65536 x 16384
     },
     all_reduce={2: 4.14e-6, 4: 12.5e-6, 8: 23.6e-6},  # vLLM's, TensorRT-LLM's and vLLM's kernels, 256 and 512 bytes
-    source="ai-dynamo/aiconfigurator, rtx_pro_6000_server, August 2026 (benchmark/kernels/card/ceilings.py finds them)",
+    source="ai-dynamo/aiconfigurator, rtx_pro_6000_server, August 2026 (lab/kernels/card/ceilings.py finds them)",
 )
 CEILINGS: Mapping[str, Ceilings] = {
     "rtx-pro-6000-server": _SERVER_CEILINGS,
@@ -125,7 +125,7 @@ CEILINGS: Mapping[str, Ceilings] = {
         read=4.48e12,
         products={"half": 714 * TERA, "fp8": 1259 * TERA},
         all_reduce={},
-        source="this project's benchmarks on one H200, benchmark/results/2026-11-21-attention-h200.md and -h200-moe.md",
+        source="this project's benchmarks on one H200, benchmark/results/attention.md and experts.md",
     ),
 }
 

@@ -3,7 +3,7 @@ and counted instructions. No torch; times in microseconds inside, seconds from t
 
 Prompts: a step takes what the matrix unit and the counted instructions need and, with one buffer, the time until its
 keys are there. One number of it is fitted. SGLang's kernels, which wait for both in turn, take on an RTX PRO 6000
-Server what the same sum says (benchmark/results/2026-11-22-card-h200.md).
+Server what the same sum says (benchmark/results/card.md#the-same-code-on-an-h200).
 
 Decoding on SM120: the model of `attention_model` with steps carried over from SGLang's kernels; no card has confirmed
 that. On GPUs with wgmma: `READING`, fitted on an H200.
@@ -119,7 +119,7 @@ class Reading:
 
 
 READING = Reading()
-"""Fitted on 37 times of an H200 (benchmark/kernels/card/fit_h200.py, which says how well): `base`, `merge` and
+"""Fitted on 37 times of an H200 (lab/kernels/card/fit_h200.py, which says how well): `base`, `merge` and
 `bandwidth` are told by them, the other five only together."""
 
 

@@ -3,7 +3,7 @@ microseconds inside, seconds from the public functions.
 
 Attention: programs of BLOCK_H heads of one token walk over a share of its entries. A step waits for gathered rows as a
 step of decode attention does, for which `carried_step_times` stands; with the clock of an H200 it says 0.72 to 1.0 of
-what the kernel took there (benchmark/results/2026-11-23-sparse-models-beside-sglang-h200.md), also where the shared
+what the kernel took there (benchmark/results/attention.md#shares-of-a-step-and-ceilings), also where the shared
 memory was made so small that an SM ran one program. The indexer: scores at the share of the best products that they
 reach there, and clocks of an SM that the choice took for each.
 """

@@ -2,7 +2,7 @@
 
 The larger of reading them and of the instructions that multiply them (counted, `instructions.py`). The lanes issue 0.9
 of what they can, and as if 16 more warps ran on each SM: programs come in waves, and the last ones run alone. Both
-numbers are fitted on 19 times of an H200 of seven schemes (benchmark/kernels/card/fit_h200.py).
+numbers are fitted on 19 times of an H200 of seven schemes (lab/kernels/card/fit_h200.py).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ SLOWDOWN = 1.1
 """A guess: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
 TURN_S = 0.43e-3
 """What the host takes to launch a microbatch up to its next sum, as much as a whole step: measured beside an H100
-(benchmark/results/2026-11-26-divided-h100.md)."""
+(benchmark/results/several_gpus.md#two-batch-overlap-and-all-reduces-in-eight-bits)."""
 THREADS_TURN_S = 2 * TURN_S
 """The same where microbatches are threads, and the other one goes on: measured there."""
 

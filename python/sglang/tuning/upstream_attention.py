@@ -2,7 +2,7 @@
 
 Tiles, warps, shared memory and registers are those of release 0.5.15 as compiled for sm_120 with Triton 3.6.0 by the
 recorder of `scripts/upstream`; 0.5.12 takes the same tiles. The times are fitted on release 0.5.14's
-(benchmark/kernels/card/fit_attention.py, which prints this table).
+(lab/kernels/card/fit_attention.py, which prints this table).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 if __name__ == "__main__":
     ROOT = Path(__file__).resolve().parents[3]
-    sys.path[:0] = [str(ROOT / folder) for folder in ("test", "benchmark/evals", "scripts", "python")]
+    sys.path[:0] = [str(ROOT / folder) for folder in ("test", "benchmark/evals", "python")]
 
 import bench_tiny
 from benchmark.evals.defects import CATALOG, with_defect

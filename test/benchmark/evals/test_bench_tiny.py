@@ -198,7 +198,7 @@ def test_bad_input_says_what_to_do(tmp_path: Path) -> None:
     nobody = run("--port", "1", "--limit", "1", "--tasks", "add")
     assert nobody.returncode == 2 and "Is the server up, and is the port right?" in nobody.stderr
     unknown = run("--tasks", "juggling")
-    assert unknown.returncode == 2 and "no such tasks: juggling; there are add" in unknown.stderr
+    assert unknown.returncode == 2 and "has no tasks juggling; it has add" in unknown.stderr
     (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
     bad = run("--data-path", str(tmp_path / "bad.jsonl"))
     assert bad.returncode == 2 and "line 1 is not a problem" in bad.stderr

@@ -12,8 +12,6 @@ import httpx
 import pytest
 from benchmark.evals.defects import CATALOG, with_defect
 from live_server import live_server
-from tiny_model.install import FILES, MTP_FILES
-from tiny_model.layout import write_files
 
 from benchmark.evals import gate
 
@@ -21,14 +19,6 @@ from benchmark.evals import gate
 @pytest.fixture(scope="module")
 def problems() -> list[dict[str, Any]]:
     return gate.problems()
-
-
-def test_the_files_are_those_of_the_script(tmp_path: Path) -> None:
-    write_files(tmp_path)
-    assert {path.name for path in gate.SHIPPED.iterdir()} == {*FILES, *MTP_FILES}
-    for path in tmp_path.iterdir():
-        assert (gate.SHIPPED / path.name).read_bytes() == path.read_bytes(), path.name
-    assert (gate.SHIPPED / "model.safetensors").stat().st_size < 16e6
 
 
 def test_held_out_problems_and_the_questions_of_the_readme(problems: list[dict[str, Any]]) -> None:

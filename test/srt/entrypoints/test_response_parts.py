@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.responses.conversation import chat_request
 from sglang.srt.entrypoints.responses.protocol import ResponsesRequest, read_items
-from sglang.srt.entrypoints.responses.response_store import ResponseStore, StoredResponse
+from sglang.srt.entrypoints.responses.response_store import HeldInput, ResponseStore, StoredResponse
 from sglang.srt.entrypoints.responses.truncation import fit_context
 
 
@@ -148,3 +148,19 @@ def test_a_conversation_without_a_user_is_left() -> None:
     request = conversation(("system", "a b c"), ("assistant", "d"))
     asyncio.run(fit_context(request, 2, words))
     assert len(request.messages) == 2
+
+
+def test_the_input_of_answers_on_their_way_counts_and_gives_way() -> None:
+    store = ResponseStore(max_bytes=100, max_entry_bytes=60)
+    store.put("ended", StoredResponse(b"x" * 30))
+    first, second, large = (HeldInput(b"[" + b"1" * size + b"]", 1) for size in (48, 38, 70))
+    for held in (first, second, large):
+        store.hold(held)
+    assert len(store) == 0 and large.items is None and first.items is not None and second.items is not None
+    third = HeldInput(b"x" * 50, 1)
+    store.hold(third)
+    assert first.items is None and second.items is not None
+    del third  # its client has left
+    store.hold(fourth := HeldInput(b"x" * 60, 1))
+    assert fourth.items is not None and second.items is not None
+    assert msgspec.json.decode(HeldInput.of([{"a": 1}]).conversation([{"b": 2}])) == [{"a": 1}, {"b": 2}]

@@ -1,7 +1,7 @@
 """Every launch of a decode step, counted without a GPU: the model is built of tensors without memory, Triton's launches
 are noted and not made, and of torch's operations those that compute something.
 
-    python test/srt/kernels/step_launches.py          # the tables of two pages of benchmark/results
+    python test/srt/kernels/step_launches.py          # tables of benchmark/results/serving.md
 
 A launch begins when all before it have ended, or (programmatic launches) early: then it waits itself, and has loaded
 first what the one ahead does not write, if its source says so.

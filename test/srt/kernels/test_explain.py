@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang import explain
+from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
@@ -298,3 +299,15 @@ def test_it_needs_neither_torch_nor_triton(tmp_path: Path) -> None:
         "sys.exit(sum(name in sys.modules for name in ('torch', 'triton', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_ranks_on_other_cards_are_explained_as_the_least_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-path", str(DEFAULT_MODEL_PATH), "--tp", "2", "--json"]
+    assert explain.main([*flags, "--arch", "rtx-pro-6000-server, rtx-5090"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert explain.main([*flags, "--arch", "rtx-5090"]) == 0
+    least = json.loads(capsys.readouterr().out)
+    assert both["plan"]["max_total_num_tokens"] == least["plan"]["max_total_num_tokens"]
+    assert both["product"] == "rtx-5090"
+    assert explain.main([*flags, "--arch", "rtx-5090,gb10"]) == 2
+    assert "ranks of a server need GPUs of one architecture" in capsys.readouterr().err

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
+
 from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq, TokenMeta
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 def request(rid: str = "r", **params: Any) -> TokenizedGenerateReq:
-    return TokenizedGenerateReq(rid=rid, input_ids=[1, 2, 3], sampling_params=SamplingParams(**params))
+    return TokenizedGenerateReq(
+        rid=rid, input_ids=np.array([1, 2, 3], np.int32), sampling_params=SamplingParams(**params)
+    )
 
 
 def ended(

@@ -211,7 +211,9 @@ def request(
     rid: str, prompt: list[int], max_new_tokens: int, stream: bool = False, **params: object
 ) -> TokenizedGenerateReq:
     sampling_params = SamplingParams(max_new_tokens=max_new_tokens, **params)
-    return TokenizedGenerateReq(rid=rid, input_ids=prompt, sampling_params=sampling_params, stream=stream)
+    return TokenizedGenerateReq(
+        rid=rid, input_ids=np.array(prompt, np.int32), sampling_params=sampling_params, stream=stream
+    )
 
 
 @dataclass

@@ -56,7 +56,7 @@ class FakeScheduler:
         for rid, (req, done) in list(self.running.items()):
             if misbehaviour(req) == "silent":
                 continue
-            token = req.input_ids[done % len(req.input_ids)]
+            token = int(req.input_ids[done % len(req.input_ids)])
             finish = None
             if done + 1 >= (req.sampling_params.max_new_tokens or 1):
                 finish = FinishReason("length", length=done + 1)
@@ -92,7 +92,7 @@ def _append(
     if req.return_logprob:
         logprobs = OutputLogprobs(output=[(-0.5, i) for i in ids])
         if first and req.logprob_start_len >= 0:
-            logprobs.input = [(None if i == 0 else -1.0, t) for i, t in enumerate(req.input_ids)]
+            logprobs.input = [(None if i == 0 else -1.0, t) for i, t in enumerate(req.input_ids.tolist())]
     out.logprobs.append(logprobs)
 
 

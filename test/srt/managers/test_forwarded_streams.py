@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from sglang.srt.managers.front import native_events, native_output
@@ -25,7 +26,8 @@ END = FinishReason("stop", matched="x")
 
 def new_stream(num: int = 1, samples: int = 1) -> GenerationStream:
     requests = [
-        TokenizedGenerateReq(rid=str(i), input_ids=[1, 2], sampling_params=SamplingParams()) for i in range(num)
+        TokenizedGenerateReq(rid=str(i), input_ids=np.array([1, 2], np.int32), sampling_params=SamplingParams())
+        for i in range(num)
     ]
     return GenerationStream(requests, [None] * num, samples, lambda stream: None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import queue
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.entrypoints.exit_guard import END_LIMIT_S
 from sglang.srt.errors import UserError
 from sglang.srt.managers import engine_processes, launch
 from sglang.srt.managers.child import ERROR
@@ -25,6 +27,7 @@ from sglang.srt.managers.engine_processes import EngineError, EngineProcesses, _
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results
 from sglang.srt.managers.launch import EngineHandle, launch_engine
+from sglang.srt.managers.reap import REAP_LIMIT_S
 from sglang.srt.server_args import ServerArgs
 
 START_S = 60.0
@@ -97,6 +100,13 @@ def test_shutdown_leaves_nothing() -> None:
     assert not any(map(alive, pids))
     assert not os.path.exists(directory)
     assert handle.failure is None
+
+
+def test_processes_that_stay_are_killed_before_the_program_is_ended() -> None:
+    """Where a signal comes before the server has the handle, this is called as the program exits: what the guard then
+    ends would leave them behind."""
+    limit_s = inspect.signature(EngineHandle.shutdown).parameters["limit_s"].default
+    assert limit_s + REAP_LIMIT_S < END_LIMIT_S
 
 
 def test_tensor_parallel_ranks_are_processes_of_their_own() -> None:

@@ -11,6 +11,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front import request_preparation
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.managers.wire.token_ids import decoder, encoder
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -38,9 +40,9 @@ def test_one_prompt() -> None:
     call = prepare(text="ab", sampling_params={"max_new_tokens": 3}, rid="x", priority=2)
     (request,) = call.requests
     assert (call.rids, call.prompt_texts, call.num_samples) == (["x"], ["ab"], 1)
-    assert (request.rid, request.input_ids, request.priority) == ("x", [0, 97, 98], 2)
+    assert (request.rid, request.input_ids.tolist(), request.priority) == ("x", [0, 97, 98], 2)
     assert request.sampling_params == SamplingParams(max_new_tokens=3)
-    assert prepare(text="ab", add_special_tokens=False).requests[0].input_ids == [97, 98]
+    assert prepare(text="ab", add_special_tokens=False).requests[0].input_ids.tolist() == [97, 98]
 
 
 def test_batch_spreads_values() -> None:
@@ -177,7 +179,7 @@ def test_an_output_length_that_is_cut_to_the_context(wanted: int, given: int) ->
 
 def test_auto_truncate() -> None:
     request = prepare({"allow_auto_truncate": True}, input_ids=list(range(40))).requests[0]
-    assert request.input_ids == list(range(31))
+    assert request.input_ids.tolist() == list(range(31))
     assert request.sampling_params.max_new_tokens == 1
 
 
@@ -312,3 +314,12 @@ def test_hidden_states_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert starts == [0, -1]
     with pytest.raises(RequestError, match="--enable-return-hidden-states"):
         prepare(**wanted)
+
+
+def test_samples_share_an_array_of_four_bytes_a_token() -> None:
+    first, *others = prepare(input_ids=list(range(20)), sampling_params={"n": 3}).requests
+    assert first.input_ids.nbytes == 80
+    assert len(others) == 2 and all(other.input_ids is first.input_ids for other in others)
+    message = encoder().encode(first)
+    assert len(message) < len(encoder().encode(prepare(input_ids=[1]).requests[0])) + 19 * 4 + 64
+    assert decoder(TokenizedGenerateReq).decode(message).input_ids.tolist() == list(range(20))

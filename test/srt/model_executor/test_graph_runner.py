@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +20,9 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.device_state import StepShape
-from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, TIMED_REPLAYS, GraphSizes, _one_prompt
+from sglang.srt.model_executor.graph_runner import MAX_PROMPTS, TIMED_REPLAYS, GraphRunner, GraphSizes, _one_prompt
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.model_executor.step import LaunchedForward, StepInput
+from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, StepInput, padding_decodes, padding_prompt
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.memory import Sizes, verified_bytes
 from sglang.srt.plan.ranks import RankLayout
@@ -41,6 +43,19 @@ def test_sizes_of_the_decoding_part() -> None:
 
 def test_one_kind_of_steps_alone_may_have_graphs() -> None:
     assert GraphSizes((1,)).any and GraphSizes((), (16,)).any and not GraphSizes().any
+
+
+def test_prompts_behind_a_shared_prefix_have_no_graph() -> None:
+    """Nor has the step if the prompt is another attention group's: all compute in one shape."""
+    graphs = object.__new__(GraphRunner)
+    attention = SimpleNamespace(shares_prefixes=lambda new, prefixes: max(prefixes, default=0) >= 8192)
+    graphs.sizes, graphs.state = SIZES, cast(Any, SimpleNamespace(attention=attention))
+    for prefix in (100, 9000):
+        step, in_graph = padding_prompt(16, prefix, guesses=False), prefix == 100
+        assert (graphs.shape_of(step) is not None) == in_graph
+        groups = GroupSteps.of([padding_decodes(2, 0), None, step])
+        for own in groups.steps:
+            assert (graphs.shape_of(replace(own, groups=groups)) is not None) == in_graph
 
 
 class WatchedRunner:

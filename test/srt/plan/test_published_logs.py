@@ -1,7 +1,7 @@
 """The memory plan beside what servers of these models reported on eight RTX PRO 6000.
 
-See benchmark/results/2026-11-21-memory-plan.md. The logs are SGLang 0.5.8's: sizes in GiB to two digits, weights as the
-fall of the GPU's free memory.
+See benchmark/results/card.md#the-memory-plan-beside-published-logs. The logs are SGLang 0.5.8's: sizes in GiB to two
+digits, weights as the fall of the GPU's free memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The meeting of the ranks of several machines (--nnodes), and the facts that these must agree on.
 
-The ranks meet in a store of torch.distributed at --dist-init-addr, on machine 0. Then the leader sends what all must be
-started with, and each rank compares. What travels is tensors, JSON and MessagePack, never pickle. With a secret
-(SGLANG_DIST_SECRET) whatever the leader broadcasts is signed; without one the network must be private.
+The ranks meet in a store of torch.distributed at --dist-init-addr, on machine 0. Then each says what it was started
+with, and all compare. What travels is tensors, JSON and MessagePack, never pickle. With a secret (SGLANG_DIST_SECRET)
+whatever the leader broadcasts is signed; without one the network must be private.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+import sglang.srt
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.agreement import refuse_unlike_ranks
 from sglang.srt.errors import UserError
+from sglang.srt.plan.plan_items import Items, flat
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.host_port import split_address
 from sglang.version import __version__
@@ -83,26 +87,26 @@ def _address(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def common(args: ServerArgs, config: Mapping[str, Any]) -> dict[str, Any]:
+def common(args: ServerArgs, config: Mapping[str, Any]) -> Items:
     """Returns what every machine must be started with. config: the model's config.json."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     flags = {name: value for name, value in asdict(args).items() if name not in _EACH_ITS_OWN}
-    return {"version": __version__, "config.json": digest} | flags
+    return {"version": __version__, "program": _program(), "config.json": digest} | dict(flat(flags))
+
+
+def _program() -> str:
+    """Returns a digest of the server's own files: two checkouts of one version may decide differently."""
+    root, digest = Path(sglang.srt.__file__).parent, hashlib.sha256()
+    for file in sorted(root.rglob("*")):
+        if file.suffix in (".py", ".json"):
+            digest.update(f"{file.relative_to(root)} {hashlib.sha256(file.read_bytes()).hexdigest()}".encode())
+    return digest.hexdigest()[:16]
 
 
 def agree(args: ServerArgs, config: Mapping[str, Any]) -> None:
-    """Compares what this machine was started with to what the leader was, and takes its random seed. Collective. Raises
-    UserError on every rank where one differs."""
-    started_with = common(args, config)
+    """Takes the leader's random seed, and compares what all machines were started with. Collective. Raises UserError on
+    every rank where two differ."""
     leader = parallel_state.is_leader()
-    said = parallel_state.broadcast_bytes(msgspec.json.encode([args.random_seed, started_with]) if leader else None)
-    seed, wanted = msgspec.json.decode(said, type=tuple[int, dict[str, Any]])
-    args.random_seed = seed
-    mine = msgspec.json.decode(msgspec.json.encode(started_with))
-    different = sorted(name for name in mine.keys() | wanted.keys() if mine.get(name) != wanted.get(name))
-    alike = parallel_state.least(int(not different))
-    if different:
-        pairs = "; ".join(f"{name}: {mine.get(name)!r} here, {wanted.get(name)!r} there" for name in different[:5])
-        raise UserError(f"this machine and machine 0 are not started alike ({pairs}). Use the same release and flags.")
-    if not alike:
-        raise UserError("another machine was started with another release or other flags; its log names them.")
+    said = parallel_state.broadcast_bytes(msgspec.json.encode(args.random_seed) if leader else None)
+    args.random_seed = msgspec.json.decode(said, type=int | None)
+    refuse_unlike_ranks(f"machine {args.node_rank}", common(args, config), "are not started alike")

@@ -387,7 +387,7 @@ def init(
     if init_method.startswith("tcp://"):
         address = init_method.removeprefix("tcp://")
         store = _store(address, rank == ranks.leader, timedelta(seconds=join_timeout_s))
-        _meet(store, address, rank, ranks.world_size, join_timeout_s)
+        _meet(store, address, rank, ranks.world_size, join_timeout_s, backend)
     dist.init_process_group(
         backend,
         init_method=init_method if store is None else None,
@@ -443,12 +443,14 @@ def _store(address: str, here: bool, limit: timedelta) -> dist.TCPStore:
     )  # fmt: skip
 
 
-def _meet(store: dist.TCPStore, address: str, rank: int, count: int, limit_s: float) -> None:
-    """Waits until all ranks have come to the store. Raises UserError, which names those that have not."""
+def _meet(store: dist.Store, address: str, rank: int, count: int, limit_s: float, backend: str) -> None:
+    """Waits until all ranks have come to the store. Raises UserError, which names those that have not, or that compute
+    on another kind of device."""
     keys = [f"here/{other}" for other in range(count)]
-    store.set(keys[rank], "")
+    store.set(keys[rank], backend)
     try:
         store.wait(keys, timedelta(seconds=limit_s))
+        backends = [store.get(key).decode() for key in keys]
     except dist.DistError as error:
         try:
             absent = [str(other) for other, key in enumerate(keys) if not store.check([key])]
@@ -459,6 +461,12 @@ def _meet(store: dist.TCPStore, address: str, rank: int, count: int, limit_s: fl
             " Start the same command on every machine, each with its own --node-rank; --dist-timeout says how long they"
             " wait."
         ) from error
+    if len(set(backends)) > 1:
+        on_gpu, on_cpu = backends.index("nccl"), backends.index("gloo")
+        raise UserError(
+            f"rank {on_gpu} computes on a GPU and rank {on_cpu} on a CPU. Where nvidia-smi shows GPUs, torch must see"
+            " them (torch.cuda.is_available()); or give --device cpu on all machines."
+        )
 
 
 def _listener(host: str, port: int) -> socket.socket:
@@ -565,6 +573,11 @@ def all_reduce_min(values: Sequence[int]) -> list[int]:
     smallest = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=_state.host_group)
     return [int(value) for value in smallest.tolist()]
+
+
+def all_reduce_max(values: Sequence[int]) -> list[int]:
+    """The greatest of the ranks' values at each position, as `least_each`."""
+    return [-value for value in least_each([-value for value in values])]
 
 
 _num_broadcasts = 0

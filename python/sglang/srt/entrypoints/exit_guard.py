@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 END_LIMIT_S = 4.5
@@ -28,6 +29,9 @@ class ExitGuard:
         """Seconds that work may go on after the first signal."""
         self._on_signal = on_signal
         self._num_signals = 0
+        self._deadline = float("inf")
+        self._lock = threading.Lock()
+        """Held while the deadline is moved."""
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         for number in _SIGNALS:
@@ -41,8 +45,13 @@ class ExitGuard:
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
 
     def end_within(self, seconds: float) -> None:
-        """Ends the process unless it has come to its end in this time. A later call replaces an earlier one."""
-        faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+        """Ends the process unless it has come to its end in this time. Of several calls the earliest end counts:
+        whoever presses Ctrl-C again and again does not put it off."""
+        with self._lock:
+            now = time.monotonic()
+            if now + seconds < self._deadline:
+                self._deadline = now + seconds
+                faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _listen(self, reading: int) -> None:
         while True:

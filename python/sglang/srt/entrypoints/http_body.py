@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from sglang.srt.entrypoints.held_body import BODY_BYTES
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, from_decode_error
 from sglang.srt.entrypoints.unsupported_fields import refuse_unsupported
 from sglang.srt.upstream_interface import Unsupported
@@ -35,7 +36,7 @@ B = TypeVar("B", bound=Body)
 
 async def read_body(request: Request, model: type[B]) -> B:
     """The request's body as `model`. Raises ApiError 400, or 413 for more values than anyone needs."""
-    raw = await request.body()
+    raw = await _take_body(request)
     if not raw:
         raise bad_request("the request has no body; send a JSON object")
     return parse_body(raw, model)
@@ -43,8 +44,15 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 async def read_optional_body(request: Request, model: type[B]) -> B:
     """Reads the body as `read_body` does; a request without a body gets the defaults."""
-    raw = await request.body()
+    raw = await _take_body(request)
     return parse_body(raw, model) if raw else model()
+
+
+async def _take_body(request: Request) -> bytes:
+    """The body, once. `Request.body` would keep it until the answer has ended."""
+    raw = b"".join([part async for part in request.stream() if part])
+    request.scope[BODY_BYTES] = len(raw)
+    return raw
 
 
 def parse_body(raw: bytes, model: type[B]) -> B:

@@ -7,20 +7,22 @@ import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from sglang.srt.entrypoints.held_body import HELD_BODY
 from sglang.srt.entrypoints.http_errors import ApiError, error_response
 from sglang.srt.managers.front.request_trace import trace_headers
 from sglang.srt.utils.free_memory import release_free_memory, trim_allocator
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
-"""Limit for the total size of the bodies of all requests that have not been answered, complete or not."""
+"""Limit for the total size of the bodies that are held, complete or not: those of calls that were not submitted yet,
+and what answers need of others."""
 MAX_HEAD_BYTES = 1 << 18
 """Limit for the request line and all headers of a request."""
 
 LARGE_BODY_BYTES = 1 << 18
 """Size of a body after which memory that the C library keeps is given back to the system, also by a busy server."""
 TRIM_DELAY_S = 1.0
-"""Delay in seconds before memory is given back: the answer is over by then, and one trim serves several bodies."""
+"""Delay in seconds before memory is given back: one trim serves several bodies."""
 
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics")
 """They need no API key: probes and scrapers have none, and the page asks for it."""
@@ -97,7 +99,7 @@ class RequestGate:
         self._max_body_bytes = max_body_bytes
         self._max_bodies_bytes = max_bodies_bytes
         self._num_bytes = 0
-        """Total size of the bodies of all requests."""
+        """Total size of the bodies that are held."""
         self._num_requests = 0
         """Number of requests under way, without those that probes send."""
         self._had_large_body = False
@@ -125,13 +127,23 @@ class RequestGate:
         counts = not is_open(scope["path"])
         self._num_requests += counts
         try:
-            await self._app(scope, body.receive, send)
+            await self._app({**scope, HELD_BODY: body}, body.receive, send)
         finally:
             self._num_requests -= counts
-            self._num_bytes -= body.num_bytes
-            self._had_large_body |= body.num_bytes >= LARGE_BODY_BYTES
-            if self._trimming is None and counts and (self._had_large_body or not self._num_requests):
-                self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._trim)
+            body.hold_only(0)
+            if counts and not self._num_requests:
+                self._trim_later()
+
+    def release(self, num_bytes: int) -> None:
+        """Counts so many bytes of a body no longer."""
+        self._num_bytes -= num_bytes
+        if num_bytes >= LARGE_BODY_BYTES:
+            self._had_large_body = True
+            self._trim_later()
+
+    def _trim_later(self) -> None:
+        if self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._trim)
 
     def _trim(self) -> None:
         """Returns free memory to the system. While requests run, this waits for a large body and goes without a
@@ -177,11 +189,19 @@ class _BoundedBody:
         self._gate = gate
         self._receive = receive
         self.num_bytes = 0
+        self._num_held = 0
+
+    def hold_only(self, num_bytes: int) -> None:
+        """Counts no more than `num_bytes` of the body from now on."""
+        num_released = max(0, self._num_held - num_bytes)
+        self._num_held -= num_released
+        self._gate.release(num_released)
 
     async def receive(self) -> Message:
         message = await self._receive()
         num_new = len(message.get("body", b""))
         self.num_bytes += num_new
+        self._num_held += num_new
         self._gate.admit(num_new, self.num_bytes)
         return message
 

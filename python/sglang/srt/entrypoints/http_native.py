@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from sglang.srt.entrypoints.held_body import lets_go
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_request_id import PREFIX
@@ -22,6 +23,7 @@ from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.native_hidden_states import hidden_states_as_json, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
+from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
@@ -112,11 +114,8 @@ BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 async def generate(request: Request) -> Response:
     engine = engine_of(request)
     manager, sessions = engine.manager, state_of(request).sessions
-    body = await read_body(request, GenerateBody)
-    call = body.to_request()
-    if body.require_reasoning:
-        require_reasoning(engine, call)
-    session = body.session_params if body.session_params and body.session_params.id else None
+    call, session = _call(engine, await read_body(request, GenerateBody))
+    lets_go(request, call)
     if not call.stream and session is None and not _wants_hidden_states(call):
         return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
     if not call.stream:
@@ -138,12 +137,20 @@ async def generate(request: Request) -> Response:
     return EventStream(_event(first), Generated(results), _event, request.url.path)
 
 
+def _call(engine: OpenAIService, body: GenerateBody) -> tuple[GenerateRequest, SessionParams | None]:
+    """The call, and the session that it goes on in, if it does."""
+    call = body.to_request()
+    if body.require_reasoning:
+        require_reasoning(engine, call)
+    return call, body.session_params if body.session_params and body.session_params.id else None
+
+
 async def _whole_json(manager: TokenizerManager, call: GenerateRequest) -> bytes:
     """The JSON of the whole answer."""
     async with await manager.submit(call) as stream:
         outputs = await stream.collect()
     writer = NativeEvents(manager, call, stream, incremental=True)
-    return await written(outputs, lambda: results_json(writer, outputs, is_list(call, stream)))
+    return await written(outputs, lambda: results_json(writer, outputs, is_list(stream)))
 
 
 def _wants_hidden_states(call: GenerateRequest) -> bool:

@@ -9,6 +9,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.entrypoints.held_body import lets_go
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_stream import DONE, SSE, EventStream, StreamForm, until_disconnect
 from sglang.srt.entrypoints.long_outputs import has_many_logprobs
@@ -48,9 +49,11 @@ async def stream_events(
     form: StreamForm = SSE,
     begins_with_output: bool = False,
 ) -> Response:
-    """A streamed response. What goes wrong before the first event raises, so that it gets an HTTP status, unless that
-    takes so long that the connection must be kept alive; `fail` writes what goes wrong later, if not as the route's
-    error events. begins_with_output: nothing is sent before the first output, however long that takes."""
+    """A streamed response, for which the request's body is let go of. What goes wrong before the first event raises, so
+    that it gets an HTTP status, unless that takes so long that the connection must be kept alive; `fail` writes what
+    goes wrong later, if not as the route's error events. begins_with_output: nothing is sent before the first output,
+    however long that takes."""
+    lets_go(request, call)
     limit_s = envs.SGLANG_SSE_KEEP_ALIVE if form.keep_alive and not begins_with_output else None
 
     async def start() -> tuple[GenerationStream, StreamWriter, bytes]:

@@ -140,7 +140,7 @@ LONG_LATENT_PROMPT = (
     ),
 )
 PREFILL_ATTENTION = (
-    # Of encoders of images. Measured beside Triton's on an H100: benchmark/results/2026-11-26-images-h100.md.
+    # Of encoders of images. Measured beside Triton's on an H100: benchmark/results/images.md.
     KernelSpec(
         "torch_flash",
         f"{_ATTENTION}.flash_varlen:flash_attention",

@@ -38,6 +38,9 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 SCHEDULER_ENTRY = replica_processes.SCHEDULER_ENTRY
+END_S = 3.0
+"""Seconds that processes get to end by themselves. Those that do not are killed, which takes up to `REAP_LIMIT_S` more;
+both are over before `entrypoints.exit_guard` ends the program."""
 
 
 class EngineHandle:
@@ -98,7 +101,7 @@ class EngineHandle:
     def process_ids(self) -> dict[str, int | None]:
         return {name: pid for replica in self._replicas for name, pid in replica.process_ids.items()}
 
-    def shutdown(self, limit_s: float = 5.0) -> None:
+    def shutdown(self, limit_s: float = END_S) -> None:
         """End all processes; those that are not gone after `limit_s` seconds are killed. Harmless when repeated. What
         still runs is lost: drain the manager before."""
         if self._closed:

@@ -38,7 +38,7 @@ from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
 from sglang.srt.model_executor.graph_media import GraphMedia
-from sglang.srt.model_executor.step import AcceptResult, GroupSteps, ModelOutput, StepInput, step_arrays
+from sglang.srt.model_executor.step import AcceptResult, GroupSteps, ModelOutput, PromptTokens, StepInput, step_arrays
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
@@ -151,10 +151,12 @@ class GraphRunner:
         if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.has_runs:
             return None
         tokens = _at_least(self.sizes.prompt_tokens, max(len(step.out_cache_loc), decodes))
-        lens = step.prompts.extend_lens.tolist(), step.prompts.prefix_lens.tolist()
-        if tokens is None or self.state.attention.shares_prefixes(*lens):
+        if tokens is None or self._shares_prefixes(step.prompts):
             return None
         return StepShape(tokens, decodes, has_prompts=True)
+
+    def _shares_prefixes(self, prompts: PromptTokens) -> bool:
+        return self.state.attention.shares_prefixes(prompts.extend_lens.tolist(), prompts.prefix_lens.tolist())
 
     def _shape_of_groups(self, steps: GroupSteps) -> StepShape | None:
         """Returns the shape in which all attention groups compute, of which each has a step of its own."""
@@ -169,7 +171,9 @@ class GraphRunner:
         if decodes is None or steps.num_prompts > MAX_PROMPTS:
             return None
         tokens = _at_least(self.sizes.prompt_tokens, max(*steps.num_tokens, decodes))
-        return None if tokens is None else StepShape(tokens, decodes, has_prompts=True)
+        if tokens is None or any(step.prompts and self._shares_prefixes(step.prompts) for step in steps.steps):
+            return None
+        return StepShape(tokens, decodes, has_prompts=True)
 
     def fits_decodes(self, num_reqs: int) -> bool:
         """Returns whether steps without prompts of so many requests have graphs."""

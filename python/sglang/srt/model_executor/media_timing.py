@@ -83,4 +83,4 @@ def _milliseconds(launch: Callable[[], object]) -> float:
 
 def _longest_each(values: Sequence[float]) -> list[float]:
     """Values in units that are whole numbers: a millionth of a nanosecond."""
-    return [-least / 1e12 for least in parallel_state.all_reduce_min([-round(value * 1e12) for value in values])]
+    return [longest / 1e12 for longest in parallel_state.all_reduce_max([round(value * 1e12) for value in values])]

@@ -95,12 +95,12 @@ EXPERT_LAUNCH_S = 9e-4
 """Seconds that the host needs to launch a decoder layer kernel by kernel. Measured on an H200: 0.2-0.3 ms, and 0.9 ms
 if it has quantized experts.
 
-Another host took 0.8 to 1.3 ms for dense layers in FP8 and 2 ms with experts (benchmark/results/2026-11-26-divided-
-h100.md). The numbers stay, because FLOP_RATE is too high for the cards in view by as much: at the limits that follow an
-RTX PRO 6000 is predicted to compute for 0.6 to 1.4 ms a dense layer in FP8 (Qwen3-8B 0.75 at 640 tokens, 70B 0.76 at
-128), about as long as such a host launches; a test holds them there. With 0.83 ms the limits would be 2,048 and 448
-tokens, 2.1 and 1.7 ms, where launches hide behind the computation anyway and what graphs cost would be left: padded
-rows, and for Qwen3-8B 28 more graphs of 0.3 GiB to capture."""
+Another host took 0.8 to 1.3 ms for dense layers in FP8 and 2 ms with experts
+(benchmark/results/several_gpus.md). The numbers stay, because FLOP_RATE is too high for the cards in view by as much:
+at the limits that follow an RTX PRO 6000 is predicted to compute for 0.6 to 1.4 ms a dense layer in FP8 (Qwen3-8B 0.75
+at 640 tokens, 70B 0.76 at 128), about as long as such a host launches; a test holds them there. With 0.83 ms the limits
+would be 2,048 and 448 tokens, 2.1 and 1.7 ms, where launches hide behind the computation anyway and what graphs cost
+would be left: padded rows, and for Qwen3-8B 28 more graphs of 0.3 GiB to capture."""
 FLOP_RATE = 5e14
 """Operations per second of a large GPU in products of some hundred rows (7e14 in large ones on an H200)."""
 GRAPH_MARGIN = 2.0

@@ -107,3 +107,26 @@ def test_an_error_keeps_nothing_of_its_job(make: Callable[..., Lanes]) -> None:
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_work_that_nobody_wants_any_more_does_not_wait(make: Callable[..., Lanes]) -> None:
+    """Who sends large bodies and leaves would fill the memory while one takes long, and make that one give way."""
+
+    class Body:
+        pass
+
+    lanes, began, go = make(1), threading.Event(), threading.Event()
+    lanes.submit(True, lambda _: began.set() or go.wait(30))
+    assert began.wait(30)
+    body = Body()
+    kept = weakref.ref(body)
+    futures = [lanes.submit(is_long, functools.partial(lambda body, _: None, body)) for is_long in (True, False)]
+    del body
+    for future in futures:
+        assert lanes.has_waiting(0)
+        assert future.cancel()
+    del future, futures
+    assert not lanes.has_waiting(0)
+    assert kept() is None
+    go.set()
+    assert lanes.submit(True, lambda number: number).result(30) == 0

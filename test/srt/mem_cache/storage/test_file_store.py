@@ -54,6 +54,12 @@ def files(tmp_path: Path) -> list[Path]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+def counted(folder: Path) -> int:
+    """The bytes of all entries, as the processes that write have counted them."""
+    (total,) = (folder / "files").glob(".total-*")
+    return int(total.read_bytes())
+
+
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     written = store(tmp_path)
     for name in NAMES[:2]:
@@ -156,6 +162,27 @@ def test_ranks_keep_one_limit(tmp_path: Path) -> None:
             each.write(f"{number:032d}{rank:033d}", entry(NAMES[0]))
             assert sum(path.stat().st_size for path in files(tmp_path)) <= 20 * size
     assert len(files(tmp_path)) >= 17
+
+
+def test_what_several_ranks_write_is_counted_once(tmp_path: Path) -> None:
+    """Ranks with equal caches write the same entries at once: each has seen that none was there."""
+    size, count = 1000 + HEADER_BYTES, 100
+    ranks = [store(tmp_path, max_bytes=count * size) for _ in range(8)]
+    for number in range(3 * count):
+        for rank in ranks:
+            rank.write(f"{number:065d}", entry(NAMES[0]))
+        if number >= count:
+            assert len(files(tmp_path)) >= 0.9 * count - 1, "what an eviction leaves"
+    assert counted(tmp_path) == sum(path.stat().st_size for path in files(tmp_path))
+
+
+def test_what_is_deleted_is_not_counted(tmp_path: Path) -> None:
+    limited = store(tmp_path, max_bytes=100_000)
+    limited.write(NAMES[0], entry(NAMES[0]))
+    limited.write(NAMES[1], entry(NAMES[1]))
+    limited.delete(NAMES[0])
+    limited.delete(NAMES[0])
+    assert counted(tmp_path) == 1000 + HEADER_BYTES
 
 
 def test_a_write_that_fails_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,6 +53,17 @@ def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
         "output_tokens": meta.completion_tokens,
         "output_tokens_details": {"thinking_tokens": meta.reasoning_tokens},
     }
+
+
+class EndingRules(NamedTuple):
+    """What of a request tells why its answer ended."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None
+
+    def ending(self, finish: FinishReason, has_calls: bool, meta: TokenMeta) -> dict[str, Any]:
+        """`stop_reason` and `stop_sequence`. Raises RequestError 503 for an aborted answer, which has none."""
+        return ending(finish, has_calls, self.stop_sequences, meta.completion_tokens < self.max_tokens)
 
 
 def ending(

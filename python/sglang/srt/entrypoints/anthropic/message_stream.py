@@ -9,7 +9,6 @@ import msgspec
 
 from sglang.srt.entrypoints.anthropic import message_parts as parts
 from sglang.srt.entrypoints.anthropic.hidden_thoughts import signature_of
-from sglang.srt.entrypoints.anthropic.protocol import MessagesRequest
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.managers.front.generate_request import GenerateOutput
@@ -21,12 +20,13 @@ def _sse(name: str, **fields: Any) -> bytes:
 
 
 class MessageStream:
-    """Writes the events of one answer. `new_message`: the message as it begins, with its usage. `context`: what the end
-    tells of the edits of the conversation."""
+    """Writes the events of one answer. `shows_thoughts`: they are text, else a signature. `new_message`: the message
+    as it begins, with its usage. `context`: what the end tells of the edits of the conversation."""
 
     def __init__(
         self,
-        body: MessagesRequest,
+        rules: parts.EndingRules,
+        shows_thoughts: bool,
         formats: ChatFormats,
         output: ChoiceOutput,
         new_message: Callable[[TokenMeta], dict[str, Any]],
@@ -37,7 +37,8 @@ class MessageStream:
         self._output = output
         self._new_message = new_message
         self._usage = usage
-        self._body = body
+        self._rules = rules
+        self._shows_thoughts = shows_thoughts
         self._context = context
         self._hidden: list[str] = []
         """The thoughts of the block that is open."""
@@ -56,8 +57,7 @@ class MessageStream:
         for piece in pieces:
             events += self._piece(piece)
         if output.finish is not None:
-            room_left = output.meta.completion_tokens < self._body.max_tokens
-            delta = parts.ending(output.finish, self._has_calls, self._body.stop_sequences, room_left)
+            delta = self._rules.ending(output.finish, self._has_calls, output.meta)
             events += self._close()
             events += _sse("message_delta", delta=delta, usage=self._usage(output.meta), **self._context)
             events += _sse("message_stop")
@@ -82,7 +82,7 @@ class MessageStream:
                 return self._close()
 
     def _thoughts(self, text: str) -> bytes:
-        if not self._body.hides_thoughts:
+        if self._shows_thoughts:
             return self._delta(type="thinking_delta", thinking=text)
         self._hidden.append(text)
         return b""

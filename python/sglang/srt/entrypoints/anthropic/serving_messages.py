@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,65 +13,65 @@ from sglang.srt.entrypoints.anthropic.context_edits import apply_edits
 from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.message_stream import MessageStream
 from sglang.srt.entrypoints.anthropic.protocol import CountTokensRequest, MessagesRequest
+from sglang.srt.entrypoints.held_body import body_bytes
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
-from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
+from sglang.srt.entrypoints.openai.serving import OpenAIService, beside, collect
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import collect as collect_events
-from sglang.srt.managers.front.generate_request import GenerateOutput
-from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.wire.io_struct import TokenMeta
-
-T = TypeVar("T")
 
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
-    rid = rid_of(request)
-    num_bytes = len(await request.body())
-    context = await _edit(service, body, num_bytes)
-    budget = None if body.thinking is None else body.thinking.budget_tokens
-    chat = await _beside(service, num_bytes, chat_request, body)
-    rendering = chat_call(service, chat, num_bytes, rid, budget, folds=True)
-    call, formats = await until_disconnect(request, rendering)
+    rid, model = rid_of(request), body.model or service.model_name
+    rules = parts.EndingRules(body.max_tokens, body.stop_sequences)
+    shows = not body.hides_thoughts
+    calling = _call(service, body, body_bytes(request), rid)
+    del body  # the answer needs no more of it
+    call, formats, context = await until_disconnect(request, calling)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
         return parts.usage(meta, service.report_cached_tokens)
 
     def message(meta: TokenMeta, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return parts.message(f"msg_{rid}", body.model or service.model_name, content, usage(meta))
+        return parts.message(f"msg_{rid}", model, content, usage(meta))
 
-    if body.stream:
-        writer = MessageStream(body, formats, choice, lambda meta: message(meta, []), usage, context)
+    if call.stream:
+        writer = MessageStream(rules, shows, formats, choice, lambda meta: message(meta, []), usage, context)
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
-    content, has_calls = _content(formats, choice, output, body.hides_thoughts)
-    ending = parts.ending(
-        output.finish, has_calls, body.stop_sequences, output.meta.completion_tokens < body.max_tokens
-    )
+    content, has_calls = _content(formats, choice, output, not shows)
+    ending = rules.ending(output.finish, has_calls, output.meta)
     return json_response(message(output.meta, content) | ending | context)
+
+
+async def _call(
+    service: OpenAIService, body: MessagesRequest, num_bytes: int, rid: str
+) -> tuple[GenerateRequest, ChatFormats, dict[str, Any]]:
+    """The call, how its outputs are read, and what the answer tells of the edits of the conversation."""
+    context = await _edit(service, body, num_bytes)
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    chat = await beside(service, num_bytes, chat_request, body)
+    return *await chat_call(service, chat, num_bytes, rid, budget, folds=True), context
 
 
 async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> dict[str, Any]:
     """Applies `context_management` to the messages. Returns its field of the answer, if the client asked for any."""
     if body.context_management is None:
         return {}
-    beside = partial(_beside, service, num_bytes)
-    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), beside)
+    aside = partial(beside, service, num_bytes)
+    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), aside)
     return {"context_management": {"applied_edits": applied}}
 
 
 async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> int:
-    return await count_prompt(service, await _beside(service, num_bytes, chat_request, body), num_bytes, folds=True)
-
-
-async def _beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
-    """Does the work on a conversation beside the event loop, unless it is short."""
-    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, *args)
+    return await count_prompt(service, await beside(service, num_bytes, chat_request, body), num_bytes, folds=True)
 
 
 def _content(
@@ -90,7 +89,7 @@ def _content(
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    num_bytes = len(await request.body())
+    num_bytes = body_bytes(request)
     count = await until_disconnect(request, _count(service, body, num_bytes))
     if body.context_management is None:
         return json_response({"input_tokens": count})

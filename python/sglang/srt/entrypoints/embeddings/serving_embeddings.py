@@ -32,13 +32,13 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
         rid=body.rid,
         priority=body.priority,
     )
+    as_text, dimensions, model = body.encoding_format == "base64", body.dimensions, body.model or service.model_name
+    del body, given  # the answer needs no more of it
     _, outputs = await collect_complete(service, request, call)
-    as_text = body.encoding_format == "base64"
-    entries = await encoded_embeddings(outputs, body.dimensions, as_text)
+    entries = await encoded_embeddings(outputs, dimensions, as_text)
     data = [
         {"object": "embedding", "index": index, "embedding": msgspec.Raw(entry)} for index, entry in enumerate(entries)
     ]
-    model = body.model or service.model_name
     return json_response({"object": "list", "data": data, "model": model, "usage": usage(outputs)})
 
 
@@ -91,6 +91,7 @@ async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> 
     """One dict, or a list for a batch."""
     ids: Any = body.input_ids
     call = GenerateRequest(text=body.text, input_ids=ids, embed=True, rid=body.rid, priority=body.priority)
+    del body, ids  # the answer needs no more of it
     stream, outputs = await collect_complete(service, request, call)
     entries = await encoded_embeddings(outputs, None, as_base64=False)
     results = [
@@ -100,4 +101,4 @@ async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> 
         }
         for entry, output in zip(entries, outputs, strict=True)
     ]
-    return json_response(results if call.is_batch else results[0])
+    return json_response(results if stream.is_batch else results[0])

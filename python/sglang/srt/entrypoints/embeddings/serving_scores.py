@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from starlette.requests import Request
@@ -17,7 +17,6 @@ from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
-from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import request_info
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -43,9 +42,11 @@ async def score(service: OpenAIService, body: ScoreRequest, request: Request) ->
         item + body.query if body.item_first else body.query + item  # type: ignore[operator]
         for item in items
     ]
-    _, outputs = await _next_tokens(service, request, prompts, body.label_token_ids)
-    scores = [_probabilities(output, bool(body.apply_softmax)) for output in outputs]
-    model = body.model or service.model_name
+    call = _next_tokens(prompts, body.label_token_ids)
+    among_labels, model = bool(body.apply_softmax), body.model or service.model_name
+    del body, items, prompts  # the answer needs no more of it
+    _, outputs = await collect_complete(service, request, call)
+    scores = [_probabilities(output, among_labels) for output in outputs]
     return json_response({"object": "scoring", "scores": scores, "model": model, "usage": usage(outputs)})
 
 
@@ -61,12 +62,10 @@ def _refuse_many_long(repeated: int, parts: Sequence[str | list[int]]) -> None:
         )
 
 
-async def _next_tokens(
-    service: OpenAIService, request: Request, prompts: list[Any], labels: list[int], rendered: bool = False
-) -> tuple[GenerationStream, list[GenerateOutput]]:
-    """An output a prompt, with the log probabilities of `labels` as its next token."""
+def _next_tokens(prompts: list[Any], labels: list[int], rendered: bool = False) -> GenerateRequest:
+    """The call for an output a prompt, with the log probabilities of `labels` as its next token."""
     is_text = isinstance(prompts[0], str)
-    call = GenerateRequest(
+    return GenerateRequest(
         text=prompts if is_text else None,
         input_ids=None if is_text else prompts,
         sampling_params=SamplingParams(max_new_tokens=1),
@@ -74,7 +73,6 @@ async def _next_tokens(
         token_ids_logprob=labels,
         add_special_tokens=not rendered,
     )
-    return await collect_complete(service, request, call)
 
 
 def _probabilities(output: GenerateOutput, among_labels: bool) -> list[float]:
@@ -90,20 +88,20 @@ def _probabilities(output: GenerateOutput, among_labels: bool) -> list[float]:
 
 async def rerank(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
     """SGLang's form of an answer: a list, the best document first."""
-    ranked = await _ranked(service, body, request)
-    if not body.return_documents:
-        for entry in ranked:
-            entry["document"] = None
-    return json_response(ranked[: body.top_n])
+    ranking = await _ranking(service, body)
+    del body  # the answer needs no more of it
+    return json_response((await _ranked(service, ranking, request))[: ranking.top_n])
 
 
 async def rerank_results(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
     """The form of an answer that Jina and Cohere have in common."""
-    ranked = await _ranked(service, body, request)
+    ranking = await _ranking(service, body)
+    del body  # the answer needs no more of it
+    ranked = await _ranked(service, ranking, request)
     results = []
-    for entry in ranked[: body.top_n]:
+    for entry in ranked[: ranking.top_n]:
         result: dict[str, Any] = {"index": entry["index"], "relevance_score": entry["score"]}
-        if body.return_documents:
+        if ranking.documents is not None:
             result["document"] = {"text": entry["document"]}
         results.append(result)
     count = sum(entry["meta_info"]["prompt_tokens"] for entry in ranked)
@@ -111,56 +109,67 @@ async def rerank_results(service: OpenAIService, body: RerankRequest, request: R
         {
             "id": f"rerank-{uuid.uuid4().hex}",
             "object": "list",
-            "model": body.model or service.model_name,
+            "model": ranking.model or service.model_name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
             "results": results,
         }
     )
 
 
-async def _ranked(service: OpenAIService, body: RerankRequest, request: Request) -> list[dict[str, Any]]:
-    """An entry for each document, the best first. A server of embeddings compares them; others ask the model for yes or
-    no."""
-    by_embedding = service.manager.args.is_embedding
-    ranked = await (_similarities if by_embedding else _judgements)(service, body, request, body.texts())
+class _Ranking(NamedTuple):
+    """The call behind a ranking, and what its answer needs of the request. `documents`: None if it has none."""
+
+    call: GenerateRequest
+    documents: list[str] | None
+    top_n: int | None
+    model: str | None
+
+
+async def _ranking(service: OpenAIService, body: RerankRequest) -> _Ranking:
+    """A server of embeddings compares those of query and documents; others ask the model for yes or no."""
+    texts = body.texts()
+    call = _similarities(body, texts) if service.manager.args.is_embedding else await _judgements(service, body, texts)
+    documents = texts if body.return_documents else None
+    call.kept_bytes = sum(map(len, documents or ()))
+    return _Ranking(call, documents, body.top_n, body.model)
+
+
+async def _ranked(service: OpenAIService, ranking: _Ranking, request: Request) -> list[dict[str, Any]]:
+    """An entry for each document, the best first."""
+    stream, outputs = await collect_complete(service, request, ranking.call)
+    if service.manager.args.is_embedding:
+        query, *outputs = outputs
+        query_vector = normalized(query)
+        scores = [float(np.dot(query_vector, normalized(output))) for output in outputs]
+    else:
+        scores = [_probabilities(output, True)[0] for output in outputs]
+    ranked: list[dict[str, Any]] = [
+        {
+            "score": rank,
+            "document": None if ranking.documents is None else ranking.documents[index],
+            "index": index,
+            "meta_info": request_info(stream.requests[output.index].rid, output.meta, output.finish),
+        }
+        for index, (rank, output) in enumerate(zip(scores, outputs, strict=True))
+    ]
     ranked.sort(key=lambda entry: -entry["score"])
     return ranked
 
 
-def _entry(
-    texts: list[str], index: int, rank: float, stream: GenerationStream, output: GenerateOutput
-) -> dict[str, Any]:
-    info = request_info(stream.requests[output.index].rid, output.meta, output.finish)
-    return {"score": rank, "document": texts[index], "index": index, "meta_info": info}
-
-
-async def _similarities(
-    service: OpenAIService, body: RerankRequest, request: Request, texts: list[str]
-) -> list[dict[str, Any]]:
-    """Cosines between the embeddings of the query and of the documents."""
+def _similarities(body: RerankRequest, texts: list[str]) -> GenerateRequest:
+    """The call for the embeddings of the query and of the documents, whose cosines are the scores."""
     query = f"Instruct: {body.instruct}\nQuery:{body.query}" if body.instruct else body.query
-    call = GenerateRequest(text=[query, *texts], embed=True)
-    stream, outputs = await collect_complete(service, request, call)
-    query_vector = normalized(outputs[0])
-    return [
-        _entry(texts, index, float(np.dot(query_vector, normalized(output))), stream, output)
-        for index, output in enumerate(outputs[1:])
-    ]
+    return GenerateRequest(text=[query, *texts], embed=True)
 
 
-async def _judgements(
-    service: OpenAIService, body: RerankRequest, request: Request, texts: list[str]
-) -> list[dict[str, Any]]:
-    """Returns an entry for each document, scored by the probability of yes relative to yes and no together."""
+async def _judgements(service: OpenAIService, body: RerankRequest, texts: list[str]) -> GenerateRequest:
+    """The call whose outputs score the documents by the probability of yes relative to yes and no together."""
     _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), texts)
     prompts: list[str] = []
     for start in range(0, len(texts), RENDERED_AT_ONCE):
         some = [_question(body, text) for text in texts[start : start + RENDERED_AT_ONCE]]
         prompts += await service.chat_template.render(some, is_long=True)
-    stream, outputs = await _next_tokens(service, request, prompts, _answer_ids(service), rendered=True)
-    return [
-        _entry(texts, index, _probabilities(output, True)[0], stream, output) for index, output in enumerate(outputs)
-    ]
+    return _next_tokens(prompts, _answer_ids(service), rendered=True)
 
 
 def _question(body: RerankRequest, document: str) -> ChatCompletionRequest:

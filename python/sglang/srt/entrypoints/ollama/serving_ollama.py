@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.embeddings.serving_embeddings import collect_complete, encoded_embeddings
+from sglang.srt.entrypoints.held_body import body_bytes, lets_go
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import NDJSON, until_disconnect
@@ -21,7 +22,7 @@ from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
-from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.openai.serving import OpenAIService, beside
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
@@ -33,27 +34,39 @@ API_VERSION = "0.12.0"
 async def chat(service: OpenAIService, body: OllamaChatRequest, request: Request) -> Response:
     if not body.messages:
         return _loaded(service, body)
-    chat_body = chat_request(body, service.formats)
-    rendering = chat_call(service, chat_body, len(await request.body()), rid_of(request))
-    call, formats = await until_disconnect(request, rendering)
-    return await _answer(service, body, request, call, formats)
+    model, calling = body.model, _chat_call(service, body, request)
+    del body  # the answer needs no more of it
+    call, formats = await until_disconnect(request, calling)
+    return await _answer(service, model, request, call, formats, in_message=True)
 
 
 async def generate(service: OpenAIService, body: OllamaGenerateRequest, request: Request) -> Response:
     if not body.prompt:
         return _loaded(service, body)
-    chat_body = chat_request(body, service.formats)
-    if not body.raw:
-        rendering = chat_call(service, chat_body, len(await request.body()), rid_of(request))
-        call, formats = await until_disconnect(request, rendering)
-    else:
-        params = sampling_dict(chat_body, chat_body.max_tokens)
-        media = media_of(chat_body.messages)
-        streams = bool(chat_body.stream)
-        call = GenerateRequest(text=body.prompt, sampling_params=params, stream=streams, cuts_length=True)
-        call.media = [media] if media else None
-        formats = ChatFormats(ModelFormats(), chat_body, "")
-    return await _answer(service, body, request, call, formats)
+    model, calling = body.model, (_raw_call if body.raw else _chat_call)(service, body, request)
+    del body  # the answer needs no more of it
+    call, formats = await until_disconnect(request, calling)
+    return await _answer(service, model, request, call, formats, in_message=False)
+
+
+async def _chat_call(
+    service: OpenAIService, body: OllamaChatRequest | OllamaGenerateRequest, request: Request
+) -> tuple[GenerateRequest, ChatFormats]:
+    num_bytes = body_bytes(request)
+    chat = await beside(service, num_bytes, chat_request, body, service.formats)
+    return await chat_call(service, chat, num_bytes, rid_of(request))
+
+
+async def _raw_call(
+    service: OpenAIService, body: OllamaGenerateRequest, request: Request
+) -> tuple[GenerateRequest, ChatFormats]:
+    """The call for a prompt that no template renders."""
+    chat = chat_request(body, service.formats)
+    params = sampling_dict(chat, chat.max_tokens)
+    call = GenerateRequest(text=body.prompt, sampling_params=params, stream=bool(chat.stream), cuts_length=True)
+    media = media_of(chat.messages)
+    call.media = [media] if media else None
+    return call, ChatFormats(ModelFormats(), chat, "")
 
 
 def _loaded(service: OpenAIService, body: OllamaChatRequest | OllamaGenerateRequest) -> Response:
@@ -66,16 +79,18 @@ def _loaded(service: OpenAIService, body: OllamaChatRequest | OllamaGenerateRequ
 
 async def _answer(
     service: OpenAIService,
-    body: OllamaChatRequest | OllamaGenerateRequest,
+    model: str | None,
     request: Request,
     call: GenerateRequest,
     formats: ChatFormats,
+    in_message: bool,
 ) -> Response:
     choice = ChoiceOutput(formats, service.tokenizer)
-    writer = AnswerWriter(body.model or service.model_name, choice, isinstance(body, OllamaChatRequest))
+    writer = AnswerWriter(model or service.model_name, choice, in_message)
     if call.stream:
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"", form=NDJSON)
     call.stream = True  # the answer tells when its first token came
+    lets_go(request, call)
 
     async def work() -> dict[str, Any]:
         async with await service.manager.submit(call) as stream:
@@ -86,14 +101,16 @@ async def _answer(
 
 async def embed(service: OpenAIService, body: OllamaEmbedRequest, request: Request) -> Response:
     started = time.perf_counter()
-    texts = [body.input] if isinstance(body.input, str) else body.input
+    call = GenerateRequest(text=[body.input] if isinstance(body.input, str) else body.input, embed=True)
+    dimensions, model = body.dimensions, body.model or service.model_name
+    del body  # the answer needs no more of it
     outputs: list[GenerateOutput] = []
-    if texts:
-        _, outputs = await collect_complete(service, request, GenerateRequest(text=texts, embed=True))
-    entries = await encoded_embeddings(outputs, body.dimensions, as_base64=False)
+    if call.text:
+        _, outputs = await collect_complete(service, request, call)
+    entries = await encoded_embeddings(outputs, dimensions, as_base64=False)
     return json_response(
         {
-            "model": body.model or service.model_name,
+            "model": model,
             "embeddings": [msgspec.Raw(entry) for entry in entries],
             "total_duration": int((time.perf_counter() - started) * 1e9),
             "load_duration": 0,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
 
 from sglang.srt.constrained.schema_form import check_form
 from sglang.srt.entrypoints.http_errors import bad_request
@@ -17,12 +14,10 @@ from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.message_order import fitted_messages
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
-from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.openai.serving import OpenAIService, beside
 from sglang.srt.function_call.names import check_argument_names, check_function_names, tagged_names
 from sglang.srt.managers.front.generate_request import GenerateRequest
-from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT, LONG_WORK
-
-T = TypeVar("T")
+from sglang.srt.managers.front.tokenizer_manager import LONG_WORK
 
 MAX_THOUGHTS = 1 << 31
 """Tokens; more than any context has."""
@@ -40,18 +35,26 @@ async def chat_call(
 ) -> tuple[GenerateRequest, ChatFormats]:
     """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. `target`: tokens of
     thoughts after which they are ended if the model's format allows it. `folds`: as `_fitted`. Raises ApiError 400."""
-    body = await _in_thread_if_long(service, num_bytes, partial(_fitted, service, folds), body)
-    media = media_of(body.messages)
+    body = await beside(service, num_bytes, _fitted, service, folds, body)
+    media = await beside(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)
     if body.input_ids is None:
         prompt = await rendered_prompt(service, body, num_bytes)
     else:
         prompt = None
-        await _in_thread_if_long(service, num_bytes, partial(check_tools, service.formats.calls_name), body)
-    formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
-    call = _generate_request(body, rid, prompt, formats)
+        await beside(service, num_bytes, check_tools, service.formats.calls_name, body)
+    call, formats = await beside(service, num_bytes, _with_formats, service, rid, prompt, body)
     call.media = [media] if media else None
     _limit_thoughts(service, body, formats, call, target)
+    return call, formats
+
+
+def _with_formats(
+    service: OpenAIService, rid: str | list[str], prompt: str | None, body: ChatCompletionRequest
+) -> tuple[GenerateRequest, ChatFormats]:
+    formats = ChatFormats(service.formats, body, _prompt_end(service, body) if prompt is None else prompt)
+    call = _generate_request(body, rid, prompt, formats)
+    call.kept_bytes = formats.num_bytes
     return call, formats
 
 
@@ -94,7 +97,7 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
         check_tools(service.formats.calls_name, body)
         body.messages = with_ids_of_format(body.messages, service.formats)
 
-    await _in_thread_if_long(service, num_bytes, checked, body)
+    await beside(service, num_bytes, checked, body)
     (prompt,) = await service.chat_template.render([body], num_bytes >= LONG_WORK)
     return prompt
 
@@ -108,8 +111,8 @@ async def count_prompt(
 ) -> int:
     """The tokens of the conversation, images included; no more are counted than it takes to have `enough`. `folds`: as
     `_fitted`."""
-    body = await _in_thread_if_long(service, num_bytes, partial(_fitted, service, folds), body)
-    media = media_of(body.messages)
+    body = await beside(service, num_bytes, _fitted, service, folds, body)
+    media = await beside(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)
     try:
         prompt = await rendered_prompt(service, body, num_bytes)
@@ -120,12 +123,6 @@ async def count_prompt(
     if not media:
         return await service.manager.count_tokens(prompt, enough)
     return len(await service.manager.ids_with_media(prompt, media))
-
-
-async def _in_thread_if_long(
-    service: OpenAIService, num_bytes: int, work: Callable[[ChatCompletionRequest], T], body: ChatCompletionRequest
-) -> T:
-    return work(body) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, body)
 
 
 def check_tools(calls_name: str | None, body: ChatCompletionRequest) -> None:

@@ -34,6 +34,8 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 from sglang.srt.utils.json_nesting import read_json
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+PROMPT_END_CHARS = 256
+"""Characters at the end of a prompt that tell whether it ends within thoughts: more than any mark has."""
 _ANY_OBJECT: Format = {"type": "object", "additionalProperties": True}
 _TYPED_BY = frozenset(
     "type properties patternProperties additionalProperties $ref anyOf oneOf allOf enum const".split()
@@ -42,11 +44,16 @@ _TYPED_BY = frozenset(
 
 
 class ChatFormats:
-    """The formats of one request. `prompt`: the rendered conversation, or its end."""
+    """The formats of one request, of which they hold its tools alone. `prompt`: the rendered conversation, or its
+    end."""
 
     def __init__(self, formats: ModelFormats, body: ChatCompletionRequest, prompt: str) -> None:
         self._formats = formats
-        self._body = body
+        self._separate, self._whole_thoughts = body.separate_reasoning, not body.stream_reasoning
+        self._functions = [tool["function"] for tool in body.tools or ()]
+        self._named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedToolChoice) else None
+        self._forces_call = body.tool_choice == "required" or self._named is not None
+        self._one_call = self._named is not None or body.parallel_tool_calls is False
         reasoning, messages = formats.reasoning, formats.messages
         self._start = Start.HEADER
         if body.continue_final_message and body.input_ids is None:
@@ -54,7 +61,7 @@ class ChatFormats:
                 self._start = _start_behind(prompt, messages, reasoning)
             if isinstance(reasoning, ReasoningFormat):
                 prompt = reasoning.last_mark(str(body.messages[-1].get("content")))
-        self._prompt = prompt
+        self._prompt_end = prompt.rstrip()[-PROMPT_END_CHARS:]
         self.tools = tool_schemas(body.tools) if formats.calls is not None and body.tool_choice != "none" else {}
         self._calls_before = _num_calls(body.messages)
         if isinstance(reasoning, ReasoningFormat):
@@ -69,6 +76,11 @@ class ChatFormats:
     def parses(self) -> bool:
         """Returns whether outputs are more than text."""
         return bool(self.tools) or self._formats.reasoning is not None or isinstance(self._formats.calls, MessageFormat)
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns about the size of the tools, which are held while the answer is read."""
+        return len(msgspec.json.encode(self._functions))
 
     @property
     def counts_reasoning(self) -> bool:
@@ -91,8 +103,8 @@ class ChatFormats:
             reasoning=self._formats.reasoning,
             inside=self._inside,
             start=self._start,
-            separate=self._body.separate_reasoning,
-            whole_thoughts=not self._body.stream_reasoning,
+            separate=self._separate,
+            whole_thoughts=self._whole_thoughts,
         )
 
     def call_id(self, name: str, number: int, prefix: str = "call_") -> str:
@@ -122,7 +134,7 @@ class ChatFormats:
             raise bad_request(str(error), param="tools") from None
         if answer is not None:
             self._is_constrained = given is not None or self._forces_call
-            behind = (self._formats.reasoning, self._prompt, self._start)
+            behind = (self._formats.reasoning, self._prompt_end, self._start)
             self.thinks_first = self._is_constrained and may_think(*behind)
             tag = after_thoughts(answer, *behind)
             params.pop(given or "", None)
@@ -140,19 +152,6 @@ class ChatFormats:
         forced = FORCED_CALLS.get(self._formats.calls_name or "") if self.tools else None
         return answer if forced is None else self._calls_or(forced, answer, given is not None)
 
-    @property
-    def _named(self) -> str | None:
-        choice = self._body.tool_choice
-        return choice.function.name if isinstance(choice, NamedToolChoice) else None
-
-    @property
-    def _forces_call(self) -> bool:
-        return self._body.tool_choice == "required" or self._named is not None
-
-    @property
-    def _one_call(self) -> bool:
-        return self._named is not None or self._body.parallel_tool_calls is False
-
     def _forced_format(self) -> ForcedCalls:
         name = self._formats.calls_name
         if name is not None and name in FORCED_CALLS:
@@ -162,10 +161,9 @@ class ChatFormats:
 
     def _calls(self, forced: ForcedCalls) -> Format:
         """Calls of the functions that the choice allows, by their schemas."""
-        functions = [tool["function"] for tool in self._body.tools or ()]
         schemas = {
             function["name"]: _arguments_schema(function.get("parameters"))
-            for function in functions
+            for function in self._functions
             if self._named in (None, function["name"])
         }
         return self._only_calls(forced, schemas)
@@ -177,15 +175,14 @@ class ChatFormats:
     def _calls_or(self, forced: ForcedCalls, answer: Format | None, constrained: bool) -> Format | None:
         """Returns the format for a model that chooses between calls and text: calls or the constrained answer, or calls
         among any text where something limits them. Returns None if nothing does."""
-        functions = [tool["function"] for tool in self._body.tools or ()]
         schemas = {
             function["name"]: _arguments_schema(function.get("parameters") if function.get("strict") else None)
-            for function in functions
+            for function in self._functions
         }
         if constrained:
             calls = self._only_calls(forced, schemas)
             return None if answer is None else {"type": "or", "elements": [calls, answer]}
-        if self._one_call or any(function.get("strict") for function in functions):
+        if self._one_call or any(function.get("strict") for function in self._functions):
             return forced.among_text(schemas, self._one_call)
         return None
 

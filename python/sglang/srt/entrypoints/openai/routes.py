@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.entrypoints.held_body import body_bytes
 from sglang.srt.entrypoints.http_body import body_schema, read_body
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.http_state import engine_of
@@ -92,7 +93,7 @@ async def get_model(request: Request, model_id: str) -> Response:
 async def post_tokenize(request: Request) -> Response:
     engine = engine_of(request)
     body = await read_body(request, TokenizeRequest)
-    return json_response(await tokenize(engine, body, len(await request.body())))
+    return json_response(await tokenize(engine, body, body_bytes(request)))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))

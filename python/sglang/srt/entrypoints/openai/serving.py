@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from sglang.srt.entrypoints.held_body import lets_go
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
@@ -15,8 +18,10 @@ from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT, TokenizerManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,11 @@ class OpenAIService:
         if self.manager.tokenizer is None:
             raise ApiError(400, "the server runs with --skip-tokenizer-init: use /generate with input_ids")
         return self.manager.tokenizer
+
+
+async def beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
+    """Does the work on a conversation of about `num_bytes` beside the event loop, unless it is short."""
+    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, *args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +69,8 @@ def new_head(
 async def collect(
     service: OpenAIService, request: Request, call: GenerateRequest
 ) -> tuple[GenerationStream, list[GenerateOutput]]:
-    """All outputs of `call`, complete; aborted when the client disconnects."""
+    """All outputs of `call`, complete; aborted when the client disconnects. The request's body is let go of."""
+    lets_go(request, call)
 
     async def work() -> tuple[GenerationStream, list[GenerateOutput]]:
         async with await service.manager.submit(call) as stream:

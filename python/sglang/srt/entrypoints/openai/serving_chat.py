@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.entrypoints.held_body import body_bytes
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.long_outputs import written
@@ -21,7 +22,7 @@ from sglang.srt.entrypoints.openai.serving import (
     collect,
     new_head,
 )
-from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.entrypoints.openai.usage import ToldUsage, UsageCounter
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
@@ -32,19 +33,21 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     head, rid = new_head("chatcmpl-", body, service, request)
-    rendering = chat_call(service, body, len(await request.body()), rid, body.wanted_thoughts)
-    call, formats = await until_disconnect(request, rendering)
+    told, shows = ToldUsage.of(body), not body.hides_thoughts
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
-    if body.stream:
+    rendering = chat_call(service, body, body_bytes(request), rid, body.wanted_thoughts)
+    del body  # the answer needs no more of it
+    call, formats = await until_disconnect(request, rendering)
+    if call.stream:
         return await stream_events(
-            service.manager, request, call, lambda _: _ChatWriter(service, body, formats, head, usage)
+            service.manager, request, call, lambda _: _ChatWriter(service, formats, shows, told, head, usage)
         )
     _, outputs = await collect(service, request, call)
 
     def answer() -> Response:
         choices = []
         for output in outputs:
-            choices.append(_choice(service, body, formats, output))
+            choices.append(_choice(service, formats, shows, output))
             usage.update(output.index, output.meta)
         return json_response(
             {
@@ -55,7 +58,7 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
                 "choices": choices,
                 "usage": usage.as_dict(),
                 "metadata": {"weight_version": WEIGHT_VERSION},
-                **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
+                **({"sglext": usage.extension()} if told.extension else {}),
             }
         )
 
@@ -67,11 +70,11 @@ def _logprobs(service: OpenAIService, logprobs: OutputLogprobs | None) -> dict[s
 
 
 def _choice(
-    service: OpenAIService, body: ChatCompletionRequest, formats: ChatFormats, output: GenerateOutput
+    service: OpenAIService, formats: ChatFormats, shows_thoughts: bool, output: GenerateOutput
 ) -> dict[str, Any]:
     assert output.finish is not None
     message, has_calls = _message(service, formats, output)
-    if body.hides_thoughts:
+    if not shows_thoughts:
         message["reasoning_content"] = None
     return {
         "index": output.index,
@@ -114,8 +117,9 @@ class _ChatWriter:
     def __init__(
         self,
         service: OpenAIService,
-        body: ChatCompletionRequest,
         formats: ChatFormats,
+        shows_thoughts: bool,
+        told: ToldUsage,
         head: ResponseHead,
         usage: UsageCounter,
     ) -> None:
@@ -123,10 +127,8 @@ class _ChatWriter:
         self._formats = formats
         self._chunks = ChatChunks(head.id, head.created, head.model)
         self._usage = usage
-        self._continuous = body.continuous_usage
-        self._final_usage = body.include_usage
-        self._extension = bool(body.return_spec_tokens_details)
-        self._kinds = tuple(kind for kind in _DELTAS if kind is not ReasoningDelta or not body.hides_thoughts)
+        self._told = told
+        self._kinds = tuple(kind for kind in _DELTAS if kind is not ReasoningDelta or shows_thoughts)
         self._introduced: set[int] = set()
         self._choices: dict[int, ChoiceOutput] = {}
         self._calling: set[int] = set()
@@ -136,7 +138,7 @@ class _ChatWriter:
         index = output.index
         deltas = self._deltas(output)
         self._usage.update(index, output.meta)
-        usage = encode(self._usage.as_dict()) if self._continuous else b"null"
+        usage = encode(self._usage.as_dict()) if self._told.continuous else b"null"
         events = b""
         if index not in self._introduced:
             self._introduced.add(index)
@@ -175,5 +177,5 @@ class _ChatWriter:
         return chunks.reasoning(index, delta.text, logprobs, usage)
 
     def end(self) -> bytes:
-        usage = self._usage.as_dict() if self._final_usage else None
-        return self._chunks.totals(usage, self._usage.extension() if self._extension else None)
+        usage = self._usage.as_dict() if self._told.final else None
+        return self._chunks.totals(usage, self._usage.extension() if self._told.extension else None)

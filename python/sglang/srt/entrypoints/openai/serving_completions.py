@@ -19,7 +19,7 @@ from sglang.srt.entrypoints.openai.serving import (
     collect,
     new_head,
 )
-from sglang.srt.entrypoints.openai.usage import UsageCounter
+from sglang.srt.entrypoints.openai.usage import ToldUsage, UsageCounter
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -32,18 +32,20 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
     _ = service.tokenizer  # an answer of token ids alone would be an empty text
     head, rid = new_head("cmpl-", body, service, request)
     call = _generate_request(body, rid)
+    echoes, told = bool(body.echo), ToldUsage.of(body)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
-    if body.stream:
+    del body  # the answer needs no more of it
+    if call.stream:
         return await stream_events(
             service.manager,
             request,
             call,
-            lambda stream: _CompletionWriter(_Echo(service, body, stream), body, head, usage),
+            lambda stream: _CompletionWriter(_Echo(service, echoes, stream), told, head, usage),
         )
     stream, outputs = await collect(service, request, call)
     for output in outputs:
         usage.update(output.index, output.meta)
-    echo = _Echo(service, body, stream)
+    echo = _Echo(service, echoes, stream)
 
     def answer() -> Response:
         return json_response(
@@ -55,7 +57,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
                 "choices": [_choice(echo, output) for output in outputs],
                 "usage": usage.as_dict(),
                 "metadata": {"weight_version": WEIGHT_VERSION},
-                **({"sglext": usage.extension()} if body.return_spec_tokens_details else {}),
+                **({"sglext": usage.extension()} if told.extension else {}),
             }
         )
 
@@ -89,15 +91,16 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
         keep_s=body.keep_s,
         cache_salt=body.cache_salt,
         extra_key=body.extra_key,
+        keeps_texts=bool(body.echo),
     )
 
 
 class _Echo:
     """The prompt's share of the choices (`echo`), and their log probabilities."""
 
-    def __init__(self, service: OpenAIService, body: CompletionRequest, stream: GenerationStream) -> None:
+    def __init__(self, service: OpenAIService, echoes: bool, stream: GenerationStream) -> None:
         self._service = service
-        self._echo = body.echo
+        self._echo = echoes
         self._stream = stream
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._decoded: dict[int, str] = {}
@@ -112,7 +115,7 @@ class _Echo:
         if text is not None:
             return text
         if prompt not in self._decoded:
-            self._decoded[prompt] = self._service.tokenizer.decode(self._stream.requests[index].input_ids)
+            self._decoded[prompt] = self._service.tokenizer.decode(self._stream.requests[index].input_ids.tolist())
         return self._decoded[prompt]
 
     def logprobs(self, index: int, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
@@ -137,13 +140,11 @@ def _choice(echo: _Echo, output: GenerateOutput) -> dict[str, Any]:
 
 
 class _CompletionWriter:
-    def __init__(self, echo: _Echo, body: CompletionRequest, head: ResponseHead, usage: UsageCounter) -> None:
+    def __init__(self, echo: _Echo, told: ToldUsage, head: ResponseHead, usage: UsageCounter) -> None:
         self._echo = echo
         self._chunks = CompletionChunks(head.id, head.created, head.model)
         self._usage = usage
-        self._continuous = body.continuous_usage
-        self._final_usage = body.include_usage
-        self._extension = bool(body.return_spec_tokens_details)
+        self._told = told
         self._introduced: set[int] = set()
 
     def write(self, output: GenerateOutput) -> bytes:
@@ -155,12 +156,12 @@ class _CompletionWriter:
         if not text and finish is None and output.logprobs is None:
             return b""
         logprobs = b"null" if output.logprobs is None else encode(self._echo.logprobs(index, output.logprobs))
-        usage = encode(self._usage.as_dict()) if self._continuous else b"null"
+        usage = encode(self._usage.as_dict()) if self._told.continuous else b"null"
         if finish is None:
             return self._chunks.text(index, text, logprobs, usage)
         refuse_aborted(finish)
         return self._chunks.text(index, text, logprobs, usage, finish_fields(finish.type, finish.matched))
 
     def end(self) -> bytes:
-        usage = self._usage.as_dict() if self._final_usage else None
-        return self._chunks.totals(usage, self._usage.extension() if self._extension else None)
+        usage = self._usage.as_dict() if self._told.final else None
+        return self._chunks.totals(usage, self._usage.extension() if self._told.extension else None)

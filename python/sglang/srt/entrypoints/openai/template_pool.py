@@ -94,7 +94,6 @@ class TemplatePool:
         self._ready = [False] * len(self._processes)
         self._rules = (MessageRules(), MessageRules())
         self._decoder = msgspec.msgpack.Decoder(Reply)
-        self._closed = False
         self._lanes = Lanes(len(self._processes), "template", num_short=1, first=self._start)
 
     def wait_ready(self) -> None:
@@ -138,17 +137,15 @@ class TemplatePool:
             raise ValueError(error.message) from None
 
     def close(self) -> None:
-        self._closed = True
         self._lanes.close()
         for process in self._processes:
-            process.kill()
+            process.end()
 
     # --- in the threads -----------------------------------------------------------------------------------------------
 
     def _start(self, number: int) -> None:
-        if not self._closed:
-            self._processes[number].start()
-            self._ready[number] = False
+        self._processes[number].start()
+        self._ready[number] = False
 
     def _render(self, job: _Job, bodies: Sequence[ChatCompletionRequest], number: int) -> list[str]:
         job.message = packed([_fields(body) for body in bodies])

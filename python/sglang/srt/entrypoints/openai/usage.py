@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+from sglang.srt.entrypoints.openai.protocol import SamplingFields
 from sglang.srt.managers.front.draft_details import draft_details
 from sglang.srt.managers.wire.io_struct import TokenMeta
+
+
+class ToldUsage(NamedTuple):
+    """Which counts the client is told, and when: in each chunk, behind the last one, and those of guesses."""
+
+    continuous: bool
+    final: bool
+    extension: bool
+
+    @classmethod
+    def of(cls, body: SamplingFields) -> ToldUsage:
+        return cls(body.continuous_usage, body.include_usage, bool(body.return_spec_tokens_details))
 
 
 class UsageCounter:

@@ -64,7 +64,7 @@ def item_status(finish: FinishReason) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The fields that all states of one response share."""
+    """The fields that all states of one response share. `body`: the request without its input."""
 
     id: str
     created_at: int

@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.entrypoints.held_body import body_bytes, lets_go
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
-from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.entrypoints.openai.serving import OpenAIService, beside, collect
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.conversation import chat_request, tool_catalog
 from sglang.srt.entrypoints.responses.protocol import ResponseContext, ResponsesRequest, read_items
 from sglang.srt.entrypoints.responses.response_object import ResponseHead
-from sglang.srt.entrypoints.responses.response_store import MAX_ENTRY_BYTES, ResponseStore, StoredResponse
+from sglang.srt.entrypoints.responses.response_store import MAX_ENTRY_BYTES, HeldInput, ResponseStore, StoredResponse
 from sglang.srt.entrypoints.responses.response_stream import ResponseStream
-from sglang.srt.entrypoints.responses.tools import fill
+from sglang.srt.entrypoints.responses.tools import ToolCatalog, fill
 from sglang.srt.entrypoints.responses.truncation import fit_context
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError, refuse_aborted
@@ -46,20 +49,20 @@ class _Answer:
     service: OpenAIService
     store: ResponseStore
     head: ResponseHead
-    items: list[dict[str, Any]]
-    """The conversation up to the answer."""
+    waiting: HeldInput | None
+    """The conversation up to the answer, where that is to be stored."""
     call: GenerateRequest
     formats: ChatFormats
     num_bytes: int
     """About the size of the conversation."""
 
     def keep(self, response: dict[str, Any]) -> None:
-        """Stores the response as it ended, unless the client does not want that."""
-        if self.head.body.store is False:
+        """Stores the response as it ended, unless the client does not want that, or the store has no room."""
+        if self.waiting is None or self.waiting.items is None:
             return
-        items = [item if "id" in item else {"id": parts.item_id("item"), **item} for item in self.items]
-        conversation = msgspec.json.encode([*items, *response["output"]])
-        self.store.put(self.head.id, StoredResponse(msgspec.json.encode(response), conversation, len(items)))
+        conversation, self.waiting.items = self.waiting.conversation(response["output"]), None
+        encoded = msgspec.json.encode(response)
+        self.store.put(self.head.id, StoredResponse(encoded, conversation, self.waiting.num_items))
 
     def response(self, output: GenerateOutput) -> dict[str, Any]:
         """The response for the whole output. Raises RequestError 503 for an aborted one."""
@@ -79,10 +82,12 @@ class _Answer:
 
 
 async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
-    answer = await until_disconnect(request, _new_answer(service, store, body, request))
-    if body.background:
-        return json_response(_start(answer))
-    if body.stream:
+    making = _new_answer(service, store, body, request)
+    del body  # the answer needs no more of it
+    answer = await until_disconnect(request, making)
+    if answer.head.body.background:
+        return json_response(_start(answer, request))
+    if answer.call.stream:
         choice = ChoiceOutput(answer.formats, service.tokenizer)
         writer = ResponseStream(answer.head, answer.formats, choice, answer.keep)
         return await stream_events(service.manager, request, answer.call, lambda _: writer, done=b"", fail=writer.fail)
@@ -95,22 +100,26 @@ async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRe
 async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
-    items, num_bytes = _conversation(store, body, len(await request.body()))
-    counting = count_prompt(service, chat_request(body, read_items(items)), num_bytes, folds=True)
-    count = await until_disconnect(request, counting)
+    count = await until_disconnect(request, _count(service, store, body, body_bytes(request)))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _count(service: OpenAIService, store: ResponseStore, body: ResponseContext, num_bytes: int) -> int:
+    previous = _previous(store, body)
+    num_bytes += 0 if previous is None else previous.num_bytes
+    chat = await beside(service, num_bytes, lambda: _translated(body, previous).request)
+    return await count_prompt(service, chat, num_bytes, folds=True)
 
 
 async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, http: Request) -> _Answer:
     """Raises ApiError."""
-    items, num_bytes = _conversation(store, body, len(await http.body()))
+    previous = _previous(store, body)
+    num_bytes = body_bytes(http) + (0 if previous is None else previous.num_bytes)
     if body.background and num_bytes > MAX_BACKGROUND_BYTES:
         raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
-    read = read_items(items)
-    catalog = tool_catalog(body, read)
-    request = chat_request(body, read, catalog)
+    items, request, catalog = await beside(service, num_bytes, _translated, body, previous)
     if body.truncation == "auto":
-        if media_of(request.messages):
+        if await beside(service, num_bytes, media_of, request.messages):
             raise ApiError(400, "truncation auto is not supported with images; leave it out", param="truncation")
         context_len = service.manager.model_config.context_len
         await fit_context(
@@ -118,15 +127,51 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
         )
     rid = rid_of(http)
     call, formats = await chat_call(service, request, num_bytes, rid, folds=True)
-    model = body.model or service.model_name
-    head = ResponseHead(f"resp_{rid}", int(time.time()), model, body, catalog, service.report_cached_tokens)
-    return _Answer(service, store, head, items, call, formats, num_bytes)
+    head = ResponseHead(
+        f"resp_{rid}",
+        int(time.time()),
+        body.model or service.model_name,
+        _without_input(body),
+        catalog,
+        service.report_cached_tokens,
+    )
+    call.kept_bytes += len(msgspec.json.encode(head.state("queued")))
+    waiting = None if body.store is False else await beside(service, num_bytes, _held, items)
+    if waiting is not None and not body.background:
+        store.hold(waiting)
+    return _Answer(service, store, head, waiting, call, formats, num_bytes)
 
 
-def _conversation(store: ResponseStore, body: ResponseContext, num_bytes: int) -> tuple[list[dict[str, Any]], int]:
-    """The items that the model is to read, and about how many bytes they have."""
+def _without_input(body: ResponsesRequest) -> ResponsesRequest:
+    rest = copy.copy(body)
+    rest.input, rest.chat_template_kwargs = "", None
+    return rest
+
+
+def _held(items: list[dict[str, Any]]) -> HeldInput:
+    return HeldInput.of([item if "id" in item else {"id": parts.item_id("item"), **item} for item in items])
+
+
+class _Translated(NamedTuple):
+    """The items that the model is to read, and the chat request and tools that they make."""
+
+    items: list[dict[str, Any]]
+    request: ChatCompletionRequest
+    catalog: ToolCatalog
+
+
+def _translated(body: ResponseContext, previous: StoredResponse | None) -> _Translated:
+    """Raises ApiError 400."""
+    items = body.items() if previous is None else previous.items() + body.items()
+    read = read_items(items)
+    catalog = tool_catalog(body, read)
+    return _Translated(items, chat_request(body, read, catalog), catalog)
+
+
+def _previous(store: ResponseStore, body: ResponseContext) -> StoredResponse | None:
+    """The response whose conversation goes on, if one does. Raises ApiError 400."""
     if body.previous_response_id is None:
-        return body.items(), num_bytes
+        return None
     previous = store.get(body.previous_response_id)
     if previous is None or previous.is_running:
         reason = "is not stored here (any more)" if previous is None else "has not ended yet"
@@ -136,13 +181,13 @@ def _conversation(store: ResponseStore, body: ResponseContext, num_bytes: int) -
             code="previous_response_not_found",
             param="previous_response_id",
         )
-    return previous.items() + body.items(), num_bytes + previous.num_bytes
+    return previous
 
 
 # --- in the background ------------------------------------------------------------------------------------------------
 
 
-def _start(answer: _Answer) -> dict[str, Any]:
+def _start(answer: _Answer, request: Request) -> dict[str, Any]:
     """The response that a task goes on to compute. Raises ApiError 503 if too many run."""
     if answer.store.num_running >= MAX_BACKGROUND:
         raise ApiError(503, f"{MAX_BACKGROUND} responses are computed in the background; try again later")
@@ -152,6 +197,7 @@ def _start(answer: _Answer) -> dict[str, Any]:
         raise ApiError(
             503, "the conversations of responses in the background leave no room for another; try again later"
         )
+    lets_go(request, answer.call)
     entry.task = asyncio.create_task(_compute(answer))
     answer.store.put(answer.head.id, entry)
     return response

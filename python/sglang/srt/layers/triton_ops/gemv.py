@@ -3,7 +3,7 @@
 Threads along K multiply and add, without matrix instructions, and the first weights are on their way before the kernel
 waits for x. A bias is added in the same launch, and weights in fp32 (of routers) need no copy of x in fp32.
 
-On an H200 in bf16 (benchmark/kernels/elementwise/bench_gemv.py) 10-14% faster than cuBLAS for Qwen3-8B's output and
+On an H200 in bf16 (lab/kernels/elementwise/bench_gemv.py) 10-14% faster than cuBLAS for Qwen3-8B's output and
 down projections, up to three times for Qwen3-0.6B's small ones, within 3% elsewhere. Routers take 1.1 to 2 us.
 """
 

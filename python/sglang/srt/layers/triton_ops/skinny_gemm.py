@@ -9,7 +9,7 @@ Blocks travel to shared memory in a pipeline, which begins behind the wait for x
 wait the kernel asks for the first AHEAD columns of its weights: into the L2 cache, which takes no registers and no
 shared memory, and which no thread waits for.
 
-With four rows on an H100 in bf16, behind a norm (benchmark/kernels/elementwise/bench_skinny_gemm.py), 4 to 12% faster
+With four rows on an H100 in bf16, behind a norm (lab/kernels/elementwise/bench_skinny_gemm.py), 4 to 12% faster
 than cuBLAS for Qwen3-8B's products.
 """
 

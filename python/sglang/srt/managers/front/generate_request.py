@@ -5,6 +5,7 @@ Used by the HTTP endpoints and by the in-process engine; nothing here knows abou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +78,13 @@ class GenerateRequest:
     """True if tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
     cuts_length: bool = False
     """True if `max_new_tokens` beyond the context means as many as fit; else the call is refused."""
+    keeps_texts: bool = False
+    """True if the stream is to have the texts of the prompts."""
+    kept_bytes: int = 0
+    """About the size of what the caller keeps of the client's request until the answer has ended."""
+    on_submitted: Callable[[int], None] | None = None
+    """Called when the sequences were sent and the call has let go of its prompts, with about the bytes of the client's
+    request that are still held; None: the call keeps its prompts."""
 
     @property
     def is_batch(self) -> bool:
@@ -84,6 +92,11 @@ class GenerateRequest:
         if self.text is not None:
             return not isinstance(self.text, str)
         return isinstance(self.input_ids, list) and bool(self.input_ids) and not isinstance(self.input_ids[0], int)
+
+    def let_go(self) -> None:
+        """Forgets what the sequences have by now, or need no more."""
+        self.text = self.input_ids = self.media = self.sampling_params = self.token_ids_logprob = None
+        self.media_items = []
 
     @property
     def num_prompts(self) -> int:

@@ -37,8 +37,10 @@ class GenerationStream:
         self.requests = requests
         """One a sequence, in index order: rid, prompt ids and resolved sampling parameters."""
         self.prompt_texts = prompt_texts
-        """One a prompt; None where the caller gave token ids."""
+        """One a prompt, if the call keeps them; None where the caller gave token ids."""
         self.num_samples = num_samples
+        self.is_batch = False
+        """Whether the caller gave a list of prompts."""
         self.created_time = 0.0
         """time.monotonic() when the call came in."""
         self._on_close = on_close
@@ -54,6 +56,12 @@ class GenerationStream:
         self._take: Callable[[GenerateOutput], bool] | None = None
         self._handing_over = False
         """Whether the event loop is about to call `_hand_over_now`."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Returns about the size of the client's texts that the stream holds: prompts and parameters."""
+        parameters = sum(request.sampling_params.num_bytes for request in self.requests[:: self.num_samples])
+        return parameters + sum(len(text) for text in self.prompt_texts if text is not None)
 
     # --- the reader's side --------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -40,6 +41,9 @@ class JobProcess:
     def __init__(self, entry: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
         """entry(*args, connection): the process's body, which begins with `begin_jobs`."""
         self._entry, self._args, self._name = entry, args, name
+        self._lock = threading.Lock()
+        """Held while a process starts or is killed: the server may end in the middle of a start."""
+        self._has_ended = False
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
 
@@ -48,29 +52,38 @@ class JobProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Starts the process. If the system has no room for it, the next job fails."""
-        self._pipe = None
+        """Starts the process, unless `end` was called. If the system has no room for it, the next job fails."""
+        with self._lock:
+            if not self._has_ended:
+                self._start()
+
+    def _start(self) -> None:
+        self._process = self._pipe = None
         ours, theirs = multiprocessing.Pipe(duplex=True)
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=self._entry, args=(*self._args, theirs), name=self._name, daemon=True)
+        process = context.Process(target=self._entry, args=(*self._args, theirs), name=self._name, daemon=True)
         try:
-            self._process.start()
+            process.start()
         except OSError as error:
             logger.error("A process (%s) cannot be started: %s", self._name, error)
-            self._process = None
             return
         finally:
             theirs.close()
-        self._pipe = ours
+        self._process, self._pipe = process, ours
 
     def kill(self) -> None:
-        """Ends the process. Harmless when repeated, and from another thread."""
-        process, pipe = self._process, self._pipe
-        if process is not None:
-            reap([process])
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
+        """Kills the process. Harmless when repeated, and from another thread."""
+        with self._lock:
+            if self._process is not None:
+                reap([self._process])
+            if self._pipe is not None:
+                with suppress(OSError):
+                    self._pipe.close()
+
+    def end(self) -> None:
+        """Kills the process for good: none is started any more."""
+        self._has_ended = True
+        self.kill()
 
     def ask(self, message: bytes, gives_up: Callable[[float], bool]) -> bytes:
         """The answer to a message. Raises ProcessEnded, after which there is no process."""

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -59,7 +60,9 @@ class Lanes:
             if self._closed:
                 job.outcome.cancel()
             elif number is None:
-                (self._long if is_long else self._short).append(job)
+                waiting = self._long if is_long else self._short
+                waiting.append(job)
+                job.outcome.add_done_callback(partial(self._forget, waiting))
             else:
                 self._idle.remove(number)
                 self._next_of[number].put(job)
@@ -73,12 +76,22 @@ class Lanes:
         """Cancels what waits, and lets each thread end after what it is at."""
         with self._lock:
             self._closed = True
-            for job in (*self._short, *self._long):
-                job.outcome.cancel()
+            jobs = (*self._short, *self._long)
             self._short.clear()
             self._long.clear()
             for number in self._idle:
                 self._next_of[number].put(None)
+        for job in jobs:
+            job.outcome.cancel()
+
+    def _forget(self, waiting: deque[_Job], outcome: Future[Any]) -> None:
+        """Drops a job that was cancelled while it waited, and what it holds. Takes no job, which has the outcome that
+        has this call: neither would be freed."""
+        if outcome.cancelled():
+            with self._lock:
+                place = next((place for place, job in enumerate(waiting) if job.outcome is outcome), None)
+                if place is not None:  # else a thread has come to it meanwhile
+                    del waiting[place]
 
     def _takes(self, number: int, is_long: bool) -> bool:
         return not is_long or number >= self._num_short

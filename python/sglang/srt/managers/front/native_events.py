@@ -57,7 +57,7 @@ class NativeEvents:
     ) -> None:
         self._writer = ResultWriter(manager, req, stream)
         self._so_far = None if incremental else [_SoFar() for _ in stream.requests]
-        many = is_list(req, stream)
+        many = is_list(stream)
         self._ends = [b',"index":%d}\n\n' % index if many else b"}\n\n" for index in range(len(stream.requests))]
         self._head = b'{"text":"' if self._writer.has_text else b'{"output_ids":['
         self._middle = b'","output_ids":[' if self._writer.has_text else b""

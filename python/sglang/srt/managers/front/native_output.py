@@ -29,7 +29,7 @@ async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dic
         outputs = await stream.collect()
     writer = ResultWriter(manager, req, stream)
     results = [writer.result(output, output.text, output.new_ids, output.logprobs) for output in outputs]
-    return results if is_list(req, stream) else results[0]
+    return results if is_list(stream) else results[0]
 
 
 async def native_stream(
@@ -40,7 +40,7 @@ async def native_stream(
     async with await manager.submit(req) as stream:
         writer = ResultWriter(manager, req, stream)
         so_far = [_SoFar() for _ in stream.requests]
-        many = is_list(req, stream)
+        many = is_list(stream)
         async for output in stream:
             text, ids, logprobs = output.text, output.new_ids, output.logprobs
             if not incremental:
@@ -51,8 +51,8 @@ async def native_stream(
             yield result
 
 
-def is_list(req: GenerateRequest, stream: GenerationStream) -> bool:
-    return req.is_batch or stream.num_samples > 1
+def is_list(stream: GenerationStream) -> bool:
+    return stream.is_batch or stream.num_samples > 1
 
 
 class _SoFar:

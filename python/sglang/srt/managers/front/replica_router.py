@@ -16,12 +16,14 @@ all tokens and images up to the end of each page, no more of them than its KV ca
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sglang.srt.configs.load_balance import AUTO, ROUND_ROBIN, TOTAL_REQUESTS
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.utils.media_item import MediaItem
 
 PAGE_TOKENS = 32
@@ -42,7 +44,7 @@ class ReplicaLoad:
     num_tokens: int = 0
 
 
-def page_hashes(ids: Sequence[int], namespace: str | None = None, media: Sequence[MediaItem] = ()) -> list[int]:
+def page_hashes(ids: Sequence[int] | Ids, namespace: str | None = None, media: Sequence[MediaItem] = ()) -> list[int]:
     """Returns a hash for each whole page of the prompt, of all tokens up to its end, and of the images whose
     placeholders are among them. Prompts of different namespaces share none."""
     shown: dict[int, list[bytes]] = {}
@@ -50,7 +52,7 @@ def page_hashes(ids: Sequence[int], namespace: str | None = None, media: Sequenc
         for first, last in item.spans:
             for page in range(first // PAGE_TOKENS, min((last - 1) // PAGE_TOKENS + 1, MOST_PAGES)):
                 shown.setdefault(page, []).append(item.digest)
-    tokens = memoryview(array("i", ids[: MOST_PAGES * PAGE_TOKENS])).cast("B")
+    tokens = memoryview(np.array(ids[: MOST_PAGES * PAGE_TOKENS], np.int32).tobytes())
     size = PAGE_TOKENS * 4
     value, hashes = hash(namespace), []
     for page, end in enumerate(range(size, len(tokens) + 1, size)):
@@ -107,7 +109,7 @@ class ReplicaRouter:
     def choose(
         self,
         loads: Sequence[ReplicaLoad],
-        ids: Sequence[int],
+        ids: Sequence[int] | Ids,
         namespace: str | None = None,
         media: Sequence[MediaItem] = (),
     ) -> int:

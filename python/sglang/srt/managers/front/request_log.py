@@ -49,7 +49,7 @@ class RequestLog:
         if self._level >= 1:
             fields["sampling_params"] = self._parameters(request)
         if self._level >= 2:
-            fields["prompt"] = self._shown(request.input_ids if prompt_text is None else prompt_text)
+            fields["prompt"] = self._shown(request.input_ids.tolist() if prompt_text is None else prompt_text)
         logger.info("Received: %s", fields)
 
     def finished(self, ended: EndedRequest) -> None:

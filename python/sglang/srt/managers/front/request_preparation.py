@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
@@ -162,7 +163,7 @@ class RequestPreparer:
                 )
             request = TokenizedGenerateReq(
                 rid=rid,
-                input_ids=input_ids,
+                input_ids=np.array(input_ids, np.int32),
                 sampling_params=p,
                 stream=req.stream,
                 return_logprob=wanted[0],

@@ -55,6 +55,7 @@ from sglang.srt.managers.wire.io_struct import (
     TokenizedGenerateReq,
     TokenMeta,
 )
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, TokenizerError
 from sglang.srt.utils.media_item import MediaItem
@@ -277,15 +278,21 @@ class TokenizerManager:
         self._refuse_when_down()
         call = await self.preparer.prepare(req)
         try:
-            return await self._submit(req, call, created)
+            stream = await self._submit(req, call, created)
         finally:
             self.preparer.release(call)  # which the sequences hold themselves by now
+        if req.on_submitted is not None:
+            req.let_go()
+            req.on_submitted(req.kept_bytes + stream.kept_bytes)
+        return stream
 
     async def _submit(self, req: GenerateRequest, call: PreparedCall, created: float) -> GenerationStream:
         self._refuse_when_down()
         batch_rid = req.rid if isinstance(req.rid, str) else None
         self._refuse_taken_ids(call, batch_rid)
-        stream = GenerationStream(call.requests, call.prompt_texts, call.num_samples, self._on_close)
+        texts: list[str | None] = call.prompt_texts if req.keeps_texts else [None] * len(call.prompt_texts)
+        stream = GenerationStream(call.requests, texts, call.num_samples, self._on_close)
+        stream.is_batch = req.is_batch
         stream.created_time = created
         self._register(call, stream, batch_rid)
         try:
@@ -429,7 +436,7 @@ class TokenizerManager:
             return wanted
         return self._choose(ids, None, ()).index
 
-    def _choose(self, ids: Sequence[int], namespace: str | None, media: Sequence[MediaItem]) -> Replica:
+    def _choose(self, ids: Sequence[int] | Ids, namespace: str | None, media: Sequence[MediaItem]) -> Replica:
         serving = self.serving_replicas
         if not serving:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)

@@ -49,7 +49,7 @@ class PromptTable:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def take(self, input_ids: Sequence[int]) -> Prompt:
+    def take(self, input_ids: Sequence[int] | Ids) -> Prompt:
         """Until `give_back`."""
         ids = np.array(input_ids, np.int32)
         prompt = self._prompts.get(_name(ids))

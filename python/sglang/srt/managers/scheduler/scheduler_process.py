@@ -39,7 +39,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_plan, load_runner
 from sglang.srt.managers.scheduler.scheduler_stats import Load
 from sglang.srt.managers.watchdog import Watchdog, beat_seconds
-from sglang.srt.managers.wire import ipc
+from sglang.srt.managers.wire import ipc, token_ids
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     ArrayPart,
@@ -94,8 +94,8 @@ class SchedulerProcess:
         self.inbox = ipc.scheduler_inbox(ports) if self.leader else None
         self.outbox = ipc.scheduler_outbox(ports) if self.leader else None
         self.arrays = ReceivedArrays(args, Path(ports.shared_arrays))
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(list[SchedulerInput | LeaderDecision])
+        self._encoder = token_ids.encoder()
+        self._decoder = token_ids.decoder(list[SchedulerInput | LeaderDecision])
         self.profiler = Profiler(envs.SGLANG_TORCH_PROFILER_DIR, parallel_state.rank())
         self.timeouts = RequestTimeouts.from_environment()
         self._idle_load: Load | None = None

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.agreement import agree_on_gpus, agreed_plan
 from sglang.srt.distributed.nodes import agree, use_interface
+from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import (
     ArchTraits,
     current_arch,
     device_count,
+    device_name,
     free_memory_bytes,
     gpus_reach_one_another,
     pci_address,
@@ -73,9 +76,12 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         parallel_state.init(ranks, rank, backend, rendezvous, args.watchdog_timeout, args.dist_timeout)
         if args.nnodes > 1:
             agree(args, model.hf_config)
+    agreed = agree_on_gpus(arch, gpu_of_rank(args, arch, gpu))
+    arch = agreed.arch
     links = None
     if on_gpu and args.tp_size > 1:
         links = with_way_of_library(_connect_gpus(args, model, description.hidden_size, arch, node, gpu), node.devices)
+        links = of_all_ranks(links)
     available = parallel_state.least(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
     host = parallel_state.least(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
     unasked = False
@@ -84,9 +90,28 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         if unasked := keeps_unasked(args, arch, near):
             args, host = replace(args, enable_hierarchical_cache=True), near
     probe = _library_probe(arch)
-    return make_plan(
-        args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=unasked
-    )
+
+    def make() -> Plan:
+        return make_plan(
+            args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=unasked
+        )
+
+    plan = agreed_plan(agreed, ranks.stage(rank), make)
+    return replace(plan, warnings=(*plan.warnings, agreed.note)) if agreed.note else plan
+
+
+def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:
+    """Returns the name of a rank's GPU for messages, with its machine where there are several."""
+    name = device_name(gpu) if envs.SGLANG_FORCE_ARCH is None and arch.device == "cuda" else arch.product or arch.name
+    return f"{name}, machine {args.node_rank}" if args.nnodes > 1 else name
+
+
+def of_all_ranks(links: PeerLinks) -> PeerLinks:
+    """Returns the links with the farthest ways of any rank: those of other machines may be others."""
+    ways = tuple(Topology)
+    places = [ways.index(links.topology), ways.index(links.of_library)]
+    topology, library = (ways[i] for i in parallel_state.all_reduce_max(places))
+    return replace(links, topology=topology, library=library)
 
 
 def with_way_of_library(links: PeerLinks, devices: Sequence[int]) -> PeerLinks:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
@@ -34,11 +35,11 @@ class FinishReason(msgspec.Struct, omit_defaults=True):
 # --- tokenizer manager -> scheduler -----------------------------------------------------------------------------------
 
 
-class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True, eq=False):
     """One sequence to generate (`n` > 1 and batches are split before)."""
 
     rid: str
-    input_ids: list[int]
+    input_ids: Ids
     sampling_params: SamplingParams
     stream: bool = False
     return_logprob: bool = False

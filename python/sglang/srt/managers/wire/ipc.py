@@ -24,6 +24,7 @@ import zmq
 
 from sglang.srt.errors import UserError
 from sglang.srt.managers.wire.io_struct import DetokenizerOutput, SchedulerInput, SchedulerOutput
+from sglang.srt.managers.wire.token_ids import as_bytes, decoder, encoder
 
 T = TypeVar("T")
 
@@ -167,7 +168,7 @@ class Sender(Generic[T]):
             self._socket.connect(address)
         else:
             keys.open(self._socket, address)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = encoder()
         self._address = address
 
     def send(self, message: T) -> None:
@@ -197,7 +198,7 @@ class Sender(Generic[T]):
 def _field_of_widest_integer(message: Any) -> str:
     """The path of the field that has it, such as `thinking.tokens`."""
     widest: tuple[int, str] = (0, "")
-    parts = [("", msgspec.to_builtins(message, builtin_types=(bytes,)))]
+    parts = [("", msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=as_bytes))]
     for path, value in parts:  # grows meanwhile
         if isinstance(value, int):
             widest = max(widest, (abs(value), path))
@@ -220,7 +221,7 @@ class Receiver(Generic[T]):
             self._socket.bind(address)
         else:
             keys.open(self._socket, address)
-        self._decoder = msgspec.msgpack.Decoder(message_type)
+        self._decoder = decoder(message_type)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Callable[[T], None] | None = None
 

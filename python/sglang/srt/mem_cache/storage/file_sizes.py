@@ -40,6 +40,11 @@ class _Total:
 
     value: int | None
 
+    def subtract(self, size: int) -> None:
+        """Counts `size` bytes less. Until somebody has counted there is nothing to correct."""
+        if self.value is not None:
+            self.value = max(0, self.value - size)
+
 
 class DirectorySpace:
     """Of one process. All methods may be called from several threads."""
@@ -66,10 +71,25 @@ class DirectorySpace:
                 self._make_room_on_disk(missing, size, total)
             total.value = (total.value or 0) + size
 
+    def place(self, temporary: Path, path: Path) -> None:
+        """Gives an entry that room was made for its name. What had the name before is no longer counted: ranks with
+        equal caches write the same entries at once."""
+        with self._lock, self._shared_total() as total:
+            replaced = _size(path)
+            os.replace(temporary, path)
+            total.subtract(replaced)
+
+    def remove(self, path: Path) -> None:
+        """Removes an entry, if there is one."""
+        with self._lock, self._shared_total() as total, suppress(FileNotFoundError, IsADirectoryError):
+            size = _size(path)
+            path.unlink()
+            total.subtract(size)
+
     def give_back(self, size: int) -> None:
         """The entry was not written."""
         with self._lock, self._shared_total() as total:
-            total.value = max(0, (total.value or 0) - size)
+            total.subtract(size)
 
     def _make_room_below(self, limit: int, size: int, total: _Total) -> None:
         if total.value is None or not self._most:
@@ -158,3 +178,10 @@ class DirectorySpace:
                     os.pwrite(descriptor, b"%020d" % total.value, 0)
         finally:
             os.close(descriptor)
+
+
+def _size(path: Path) -> int:
+    """Returns the bytes of an entry; 0 if there is none."""
+    with suppress(FileNotFoundError):
+        return os.lstat(path).st_size
+    return 0

@@ -128,7 +128,7 @@ class FileStore:
                 rest = memoryview(data)
                 while rest:
                     rest = rest[file.write(rest) :]
-            os.replace(temporary, path)
+            self.space.place(temporary, path)
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
@@ -137,8 +137,7 @@ class FileStore:
             raise
 
     def delete(self, name: str) -> None:
-        with suppress(FileNotFoundError, IsADirectoryError):
-            self._path(name).unlink()
+        self.space.remove(self._path(name))
 
     def _path(self, name: str) -> Path:
         assert NAME.fullmatch(name), "a name of an entry is no path"

@@ -30,7 +30,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
 
 TALL_ROWS = 72
 """Pairs an expert from which sgl-kernel's blocks have 128 instead of 64 of them. It takes over from MIXED_ROWS on. Both
-were predicted: benchmark/results/2026-11-21-mixed-kernel.md."""
+were predicted: benchmark/results/card.md#sgl-kernels-product-of-e4m3-and-e2m1."""
 
 
 @dataclass(frozen=True, slots=True)

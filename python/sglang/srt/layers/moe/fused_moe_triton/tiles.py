@@ -89,7 +89,7 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
     ),
 }
 
-# The tiles for many rows were measured on an H200 (benchmark/results/2026-11-22-fp8-prefill-account.md). "group128":
+# The tiles for many rows were measured on an H200 (benchmark/results/experts.md#tiles-for-many-rows). "group128":
 # while one program scales its partial sums, another of four warps on the same SM multiplies; beyond 384 rows an expert
 # such small blocks would ask the L2 for more than it gives.
 WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {

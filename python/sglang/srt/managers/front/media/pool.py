@@ -28,7 +28,6 @@ class MediaPool:
         """Starts the processes, and does not wait for them. limit_s: seconds that a job may take."""
         self._directory, self._limit_s = Path(settings.directory), limit_s
         self._workers = [_Worker(settings) for _ in range(num_workers)]
-        self._closed = False
         self._lanes = Lanes(num_workers, "media", first=lambda number: self._workers[number].start())
 
     async def decode(self, job: MediaJob) -> Decoded:
@@ -44,10 +43,9 @@ class MediaPool:
         return reply
 
     def close(self) -> None:
-        self._closed = True
         self._lanes.close()
         for worker in self._workers:
-            worker.process.kill()
+            worker.process.end()
 
     @property
     def process_ids(self) -> list[int]:
@@ -59,8 +57,7 @@ class MediaPool:
             reply = worker.run(job, self._limit_s)
         except _WorkerEnded as error:
             reply = Refused(str(error), error.is_overload)
-            if not self._closed:
-                worker.start()
+            worker.start()
         if isinstance(reply, Refused):
             shared_array.remove_all(self._directory, job.name)
         return reply

@@ -1,0 +1,188 @@
+"""The agreement of the ranks before anything is allocated: one plan for all of them.
+
+Ranks stay together without messages only if each makes the same decisions: as many collectives, of the same shapes, in
+the same order. And what all of them compute alike, such as a router's choice of experts, must be equal to the last bit,
+for which they need the same kernels with the same tiles. So the facts about GPUs become the least of all
+(`agree_on_gpus`), of which every rank makes its plan, and two plans that differ nevertheless, or programs that are not
+the same, are refused on every rank by the same message (`agreed_plan`).
+
+What travels is JSON between the hosts, one or two KB of a rank; whole plans only where they differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.custom_all_reduce import exchange
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.common_traits import common_traits
+from sglang.srt.kernels.resolve import installed_packages
+from sglang.srt.plan.plan import Plan
+from sglang.srt.plan.plan_items import Items, plan_items
+
+PACKAGES = (
+    *("torch", "triton", "flashinfer-python", "flashinfer-cubin", "flashinfer-jit-cache", "sm120-sgl-kernel"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "nvidia-cublas-cu12", "nvidia-cublas", "nvidia-cudnn-cu12"),
+    *("nvidia-cudnn-cu13", "xgrammar", "llguidance", "tokenizers"),
+)
+"""Distributions with kernels, collectives, grammars or tokens of the ranks: other versions may compute others."""
+VARIABLES = (
+    *("SGLANG_SIMULATE_ACC_LEN", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "SGLANG_SM120_TRITON_FLASHMLA"),
+    *("SGLANG_SM120_MQA_FALLBACK", "SGLANG_OPT_USE_TILELANG_MHC_PRE", "SGLANG_OPT_USE_TILELANG_MHC_POST"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
+    *("NCCL_MIN_CTAS", "NCCL_MAX_CTAS", "NCCL_NVLS_ENABLE", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+)
+"""Variables of the environment that must be equal, because ranks decide by them, NCCL's protocols among them. Others
+may differ: those of interfaces and directories; what a directory of tuning files holds is compared with the tiles."""
+MOST_NAMED = 5
+"""Differences that a message names."""
+
+
+class _Named(msgspec.Struct):
+    """Values of a rank, which must be those of all. `name`: of its GPU or machine, for people."""
+
+    name: str
+    items: Items
+
+
+class _Summary(msgspec.Struct):
+    """What a rank says of its plan. `problem`: why there is none."""
+
+    stage: int
+    problem: str
+    digests: tuple[str, str]
+    """Of what is equal on all ranks, and of what is on the ranks of its stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The GPUs of all ranks by name, and what all of them have."""
+
+    gpus: tuple[str, ...]
+    arch: ArchTraits
+    note: str = ""
+    """For the user, where the GPUs differ."""
+
+
+def of_all_ranks(data: bytes) -> list[bytes]:
+    """Returns the data of all ranks, in their order. Collective, in host memory."""
+    return exchange(parallel_state.host_group(), data)
+
+
+def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
+    """Returns what the GPUs of all ranks have. gpu: the name of this rank's. Collective. Raises UserError on every rank
+    where the architectures differ, or packages or variables with which ranks would compute or decide differently."""
+    if parallel_state.num_ranks() == 1:
+        return Agreed((gpu,), arch)
+    gpus = refuse_unlike_ranks(gpu, facts_that_must_be_alike(arch), "cannot share a model")
+    everyones = [msgspec.json.decode(data, type=ArchTraits) for data in of_all_ranks(msgspec.json.encode(arch))]
+    common = common_traits(everyones)
+    return Agreed(gpus, common, _note(gpus, everyones, common))
+
+
+def refuse_unlike_ranks(name: str, items: Items, what: str) -> tuple[str, ...]:
+    """Returns the names of all ranks. items: this rank's. Collective. Raises UserError on every rank where two differ;
+    what: says so, behind their names."""
+    mine = msgspec.json.encode(_Named(name, items))
+    everyones = [msgspec.json.decode(data, type=_Named) for data in of_all_ranks(mine)]
+    names = tuple(each.name for each in everyones)
+    refuse_difference(names, dict(enumerate(each.items for each in everyones)), what)
+    return names
+
+
+def facts_that_must_be_alike(arch: ArchTraits) -> Items:
+    """Returns the architecture, the versions of packages and the variables of this process."""
+    versions: Items = {name: _version(name) for name in PACKAGES}
+    modules = ", ".join(sorted(installed_packages()))
+    return {"architecture": arch.name, "packages": modules} | versions | {v: os.environ.get(v) for v in VARIABLES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _note(gpus: Sequence[str], traits: Sequence[ArchTraits], common: ArchTraits) -> str:
+    if all(each == common for each in traits):
+        return ""
+    of_ranks = "; ".join(
+        f"{gpu} on rank{'s' * (gpus.count(gpu) > 1)} {', '.join(str(r) for r, name in enumerate(gpus) if name == gpu)}"
+        for gpu in dict.fromkeys(gpus)
+    )
+    bandwidth = f", {common.bandwidth / 1e9:,.0f} GB/s" if common.bandwidth else ""
+    return (
+        f"the GPUs differ ({of_ranks}): every rank is planned for the least of each,"
+        f" {common.num_sms} SMs{bandwidth}, and the step takes as long as on the slowest"
+    )
+
+
+def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
+    """Returns this rank's plan if all ranks have theirs and decide alike. stage: of this rank. Collective. Raises
+    UserError, of the same text on every rank where the ranks differ."""
+    if len(agreed.gpus) == 1:
+        return make()
+    plan, problem, everywhere, of_stage = None, None, Items(), Items()
+    try:
+        plan = make()
+        everywhere, of_stage = plan_items(plan)
+    except UserError as error:
+        problem = error
+    summary = _Summary(stage, str(problem or ""), (digest(everywhere), digest(of_stage)))
+    summaries = [msgspec.json.decode(data, type=_Summary) for data in of_all_ranks(msgspec.json.encode(summary))]
+    if any(each.problem for each in summaries):
+        if problem is not None and len({each.problem for each in summaries}) == 1:
+            raise problem
+        rank = next(rank for rank, each in enumerate(summaries) if each.problem)
+        raise UserError(f"{_named(agreed.gpus, rank)} has no plan: {summaries[rank].problem}")
+    for items, place in ((everywhere, 0), (of_stage, 1)):
+        parts: dict[int, list[int]] = {}
+        for rank, each in enumerate(summaries):
+            parts.setdefault(each.stage * place, []).append(rank)
+        if any(len({summaries[rank].digests[place] for rank in part}) > 1 for part in parts.values()):
+            everyones = [msgspec.json.decode(data, type=Items) for data in of_all_ranks(msgspec.json.encode(items))]
+            for part in parts.values():
+                refuse_difference(agreed.gpus, {rank: everyones[rank] for rank in part}, "have different plans")
+    assert plan is not None
+    return plan
+
+
+def digest(items: Items) -> str:
+    return hashlib.sha256(msgspec.json.encode(items, order="deterministic")).hexdigest()
+
+
+def refuse_difference(gpus: Sequence[str], items: Mapping[int, Items], what: str) -> None:
+    """Raises UserError where a rank's values are not those of the first. items: by rank; gpus: names of all ranks'."""
+    first, *others = items
+    for other in others:
+        names = items[first].keys() | items[other].keys()
+        different = sorted(name for name in names if items[first].get(name) != items[other].get(name))
+        if different:
+            pairs = [
+                f"{name}: {_text(items[first].get(name))} and {_text(items[other].get(name))}"
+                for name in different[:MOST_NAMED]
+            ]
+            more = f"; and {len(different) - MOST_NAMED:,} more" if len(different) > MOST_NAMED else ""
+            raise UserError(
+                f"{_named(gpus, first)} and {_named(gpus, other)} {what}: {'; '.join(pairs)}{more}. All ranks of a"
+                " server need the same release, flags, packages and tuning files, and GPUs of one architecture."
+            )
+
+
+def _named(gpus: Sequence[str], rank: int) -> str:
+    return f"rank {rank} ({gpus[rank]})"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "nothing" if value is None else str(value)

@@ -1,0 +1,40 @@
+"""How much of a request's body the server holds: all of it until the call is submitted, then what the answer needs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from starlette.requests import Request
+
+from sglang.srt.managers.front.generate_request import GenerateRequest
+
+HELD_BODY = "sglang.held_body"
+"""Scope key of the HeldBody that counts against the limit of all bodies; a request that passed no gate has none."""
+BODY_BYTES = "sglang.body_bytes"
+"""Scope key of the number of bytes that the body had when it was read."""
+SMALL_REST = 4096
+"""Bytes of a body that an answer may hold without counting, such as the model's name and short tools."""
+
+
+class HeldBody(Protocol):
+    def hold_only(self, num_bytes: int) -> None:
+        """Counts no more than `num_bytes` of the body from now on."""
+
+
+def body_bytes(request: Request) -> int:
+    """Returns how many bytes the body had, which `read_body` has read."""
+    num_bytes: int = request.scope[BODY_BYTES]
+    return num_bytes
+
+
+def lets_go(request: Request, call: GenerateRequest) -> GenerateRequest:
+    """Returns the call, whose submission ends the count of the request's body. Whoever awaits the answer must hold
+    nothing of the body by then."""
+    body: HeldBody | None = request.scope.get(HELD_BODY)
+
+    def release(num_kept: int) -> None:
+        if body is not None:
+            body.hold_only(num_kept if num_kept > SMALL_REST else 0)
+
+    call.on_submitted = release
+    return call

@@ -1,1 +1,0 @@
-"""Makes the embedded model: data, tokenizer, training and checks. See `python scripts/tiny_model --help`."""

@@ -1,0 +1,61 @@
+"""Processes of jobs end for good, whenever they are told to."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from sglang.srt.managers.front.job_process import JobProcess
+
+
+class Process:
+    """Takes the place of a process that takes its time to start, and cannot be killed before it has."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.pid, self.exitcode = name, None, 0
+        self.begins, self.may_start = threading.Event(), threading.Event()
+        self.is_alive = False
+
+    def start(self) -> None:
+        self.begins.set()
+        assert self.may_start.wait(30)
+        self.is_alive = True
+
+    def kill(self) -> None:
+        assert self.is_alive, "it has not started yet"
+        self.is_alive = False
+
+    def join(self, timeout: float) -> None:
+        pass
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    processes: list[Process] = []
+
+    def make(name: str, **_: object) -> Process:
+        processes.append(Process(name))
+        return processes[-1]
+
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: SimpleNamespace(Process=make))
+    return processes
+
+
+def test_an_end_in_the_middle_of_a_start(made: list[Process]) -> None:
+    job = JobProcess(print, (), "test")
+    starting = threading.Thread(target=job.start)
+    starting.start()
+    while not made:
+        pass
+    assert made[0].begins.wait(30)
+    ending = threading.Thread(target=job.end)
+    ending.start()
+    made[0].may_start.set()
+    starting.join(30)
+    ending.join(30)
+    assert not made[0].is_alive
+    job.start()
+    assert len(made) == 1, "nothing starts behind the end"
