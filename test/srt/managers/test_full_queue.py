@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang.srt.managers.scheduler import schedule_policy
+from sglang.srt.managers.scheduler import queue_order
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
-from sglang.srt.managers.scheduler.schedule_policy import MOST_MATCHED, POLICIES
+from sglang.srt.managers.scheduler.queue_order import MOST_MATCHED, POLICIES
 from sglang.srt.managers.scheduler.scheduler import MOST_LOOKED_AT, SHARED_PREFIX, Scheduler
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.kv_table import KVTable
@@ -51,8 +51,7 @@ def test_a_step_matches_few_of_those_that_wait(policy: str, shared: bool, monkey
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_all(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those behind the ones that it orders, and those that a step does not look at."""
-    for name in ("MOST_MATCHED", "MOST_SHUFFLED"):
-        monkeypatch.setattr(schedule_policy, name, 5)
+    monkeypatch.setattr(queue_order, "MOST_ORDERED", 5)
     monkeypatch.setattr("sglang.srt.managers.scheduler.scheduler.MOST_LOOKED_AT", 3)
     scheduler, collector = full_scheduler(policy, 40, shared=True), Collector()
     order = [req.rid for req in scheduler._queue()]
