@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
 from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.constrained.mask_filler import MaskFiller
-from sglang.srt.managers.scheduler.schedule_batch import Lengths, Req, RunningBatch, ScheduleBatch
-from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
 from sglang.srt.sampling.thoughts import Thoughts
 
 
-def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
+def _logprobs(reqs: list[Req]) -> LogprobRequest:
     """Returns the request for log probabilities of the token that is sampled next for each request."""
-    if not any(r.return_logprob for r in reqs):
-        return None
     return LogprobRequest(
         top_nums=[r.top_logprobs_num if r.return_logprob else 0 for r in reqs],
         token_ids=[r.token_ids_logprob if r.return_logprob else [] for r in reqs],
@@ -88,7 +88,7 @@ def build_step(
     """Running requests bring `widths` tokens each, `width` at most, the last one sampled and guesses, and prompts of
     `chosen` requests as many further tokens as stand beside them. None if nobody brings any: all wait for results."""
     brings = widths > 0
-    decodes = [running.reqs[i] for i in np.flatnonzero(brings).tolist()]
+    decodes = list(compress(running.reqs, brings.tolist()))
     reqs, guesses = decodes + [req for req, _ in chosen], running.tokens_per_step > 1
     if not reqs:
         return None
@@ -99,7 +99,7 @@ def build_step(
     counts = _joined(widths[brings], [n for _, n in chosen])
     had = _joined(running.reserved_lens[brings], [max(req.kv_len, req.reserved_len) for req, _ in chosen])
     reserved = _joined(running.reserved_by(widths)[brings], prompt_reserved)
-    slots = np.fromiter((req.slot for req in reqs), np.int64, len(reqs))
+    slots = np.append(running.slots[brings], np.array([req.slot for req, _ in chosen], np.int64))
     locs = kv.grow(slots, had, reserved, 0 if guesses else len(decodes))
     step = StepInput(slots, starts + counts, locs, table_update=kv.take_update())
     if guesses:
@@ -110,6 +110,7 @@ def build_step(
             step.widths, step.width = widths[brings], width
     sampled = decodes + [req for (req, _), end in zip(chosen, prompt_ends, strict=True) if end == len(req.tokens)]
     batch = ScheduleBatch(step, sampled)
+    batch.watched = [req for req in sampled if not req.plain]
     num_guesses = running.tokens_per_step - 1 if chosen else width - 1
     running.launched(widths, num_guesses)
     if chosen:
@@ -119,13 +120,14 @@ def build_step(
         for req in sampled[len(decodes) :]:
             req.planned_len, req.num_guesses = len(req.tokens) + 1, num_guesses
         step.prompts.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, step.prompts)
-    step.logprobs = _logprobs(sampled)
-    if step.logprobs is not None and step.width > 1:
-        step.logprobs.of_request = np.repeat(np.arange(len(sampled)), step.width)
-    if any(req.hidden is not None for req in reqs):
+    if any(req.return_logprob for req in batch.watched):
+        step.logprobs = _logprobs(sampled)
+        if step.width > 1:
+            step.logprobs.of_request = np.repeat(np.arange(len(sampled)), step.width)
+    if any(req.hidden is not None for req in (*batch.watched, *(req for req, _ in chosen))):
         rows = np.arange(len(reqs)) * step.width if step.prompts is None else np.cumsum(counts) - counts
         _ask_hidden(batch, reqs, starts, counts, rows)
-    step.reads_guesses = guesses and any(req.grammar is not None or req.thoughts is not None for req in sampled)
+    step.reads_guesses = guesses and bool(batch.limited)
     return batch
 
 
@@ -228,7 +230,6 @@ def _ask_prompt_logprobs(
     if not rows:
         return None
     request = _logprobs([req for req, _, _ in batch.prompt_logprob_spans])
-    assert request is not None
     counts = [end - first for _, first, end in batch.prompt_logprob_spans]
     request.of_request = np.repeat(np.arange(len(counts)), counts)
     request.rows, request.targets = np.concatenate(rows).astype(np.int64), np.array(targets, np.int64)

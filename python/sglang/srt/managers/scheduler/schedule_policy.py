@@ -1,83 +1,21 @@
-"""Choice and order of the waiting requests that enter the next prefill step."""
+"""Priorities of requests, and what a prefill step may take."""
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
 from operator import attrgetter
 
 import numpy as np
 
-from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.plan.decode_interval import IntervalRule
 from sglang.srt.server_args import ServerArgs
 
-MOST_MATCHED = 128
-"""Waiting requests that a policy compares with the prefix tree in each step: beyond that it costs more than the order
-gains. A longer queue is FCFS with `lpm`, and behind so many with `dfs-weight`."""
-MOST_SHUFFLED = 128
-"""Waiting requests of which `random` draws; the others come behind them."""
-
 ESTIMATED_NEW_TOKENS = 4096
 """No request is expected to decode further than this when memory is promised to it."""
-
-
-def _longest_prefix(queue: Sequence[Req], kv: KVTable) -> Iterable[Req]:
-    if len(queue) > MOST_MATCHED:
-        return queue
-    return sorted(queue, key=lambda r: -kv.match(r).length)
-
-
-def _first(queue: Sequence[Req], count: int, order: Callable[[list[Req]], Iterable[Req]]) -> Iterable[Req]:
-    """Orders so many of a queue; the others follow as they came."""
-    return chain(order(list(islice(queue, count))), islice(queue, count, None))
-
-
-def _depth_first(queue: list[Req], kv: KVTable) -> list[Req]:
-    """Subtrees that serve most of these requests first, so that a branch is used up before it can be evicted."""
-    at_node: dict[int, list[Req]] = defaultdict(list)
-    nodes: dict[int, Node] = {}
-    weight: dict[int, int] = defaultdict(int)
-    for req in queue:
-        node: Node | None = kv.match(req).node
-        at_node[id(node)].append(req)
-        while node is not None:
-            nodes[id(node)] = node
-            weight[id(node)] += 1
-            node = node.parent
-    below: dict[int, list[Node]] = defaultdict(list)
-    for n in nodes.values():
-        if n.parent is not None:
-            below[id(n.parent)].append(n)
-    stack = [n for n in nodes.values() if n.parent is None]
-    order: list[Req] = []
-    while stack:
-        node = stack.pop()
-        order.extend(at_node[id(node)])
-        stack.extend(sorted(below[id(node)], key=lambda c: weight[id(c)]))
-    return order
-
-
-def _shuffled(queue: list[Req], seed: int) -> list[Req]:
-    """seed: the same on all ranks."""
-    return random.Random(seed).sample(queue, len(queue))
-
-
-POLICIES: dict[str, Callable[[Sequence[Req], KVTable], Iterable[Req]]] = {
-    "fcfs": lambda queue, kv: queue,
-    "lpm": _longest_prefix,
-    "dfs-weight": lambda queue, kv: _first(queue, MOST_MATCHED, partial(_depth_first, kv=kv)),
-    "lof": lambda queue, kv: sorted(queue, key=attrgetter("most_output"), reverse=True),
-    "random": lambda queue, kv: _first(queue, MOST_SHUFFLED, partial(_shuffled, seed=len(queue))),
-}
-"""The order in which waiting requests enter. It is read as far as there is room: the work of a step is bounded, however
-many wait. The queue does not change while it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +38,15 @@ class Priorities:
         """Smaller is more important."""
         return req.priority if self.low_first else -req.priority
 
-    def order(self, queue: Iterable[Req]) -> list[Req]:
-        return sorted(queue, key=attrgetter("priority") if self.low_first else lambda req: -req.priority)
-
     def victim(self, running: list[Req], waiting: Req) -> Req | None:
         """The running request that should make room for `waiting`: of the least important the one that loses least."""
         if self.threshold is None or not running:
             return None
-        worst = max(running, key=lambda r: (self.rank(r), -r.output_len))
-        return worst if self.rank(worst) - self.rank(waiting) > self.threshold else None
+        worst = (max if self.low_first else min)(map(attrgetter("priority"), running))
+        below = worst - waiting.priority if self.low_first else waiting.priority - worst
+        if below <= self.threshold:
+            return None
+        return min((r for r in running if r.priority == worst), key=attrgetter("output_len"))
 
 
 class NewTokenRatio:

@@ -21,13 +21,15 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
+from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.intake import Intake
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.prompt_table import PromptTable
-from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.managers.scheduler.queue_order import QueueOrder
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
-    POLICIES,
     DecodeInterval,
     NewTokenRatio,
     PrefillBudget,
@@ -88,19 +90,21 @@ class Scheduler:
         if caches_prefixes and self.plan.host_cache is not None and runner.copies is not None:
             agree = parallel_state.least_each
             self.host_tier = HostTier(self.kv, self.plan.host_cache, runner.copies, agree, runner.storage)
-        self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
+        self.order = QueueOrder(args.schedule_policy, self.priorities, self.kv)
         self.steps_ahead = args.steps_ahead
         """Steps that are launched before the oldest one is read back: one on every stage. That hides all work of the
         host; more would only delay the news that a request has ended."""
 
-        self.waiting: deque[Req] = deque()
+        self.waiting = self.order.new_queue()
         self.chunked: list[Req] = []
         """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch(runner.tokens_per_step, runner.tokens_ahead, max(1, self.steps_ahead))
+        counters = Counters(self.plan.pool_sizes.max_requests)
+        turns = max(1, self.steps_ahead)
+        self.running = RunningBatch(counters, runner.tokens_per_step, runner.tokens_ahead, turns)
         self.masks = MaskFiller()
         self.media = MediaSteps(runner.media, self._least_of_prompt, self.plan.page_size)
         self.in_flight: deque[ScheduleBatch] = deque()
@@ -111,7 +115,7 @@ class Scheduler:
         """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
         self.prompts = PromptTable()
-        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts)
+        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts, counters)
         self.held_tokens = 0
         """Of these, with their output so far."""
         self.held_hidden = 0
@@ -275,7 +279,7 @@ class Scheduler:
             if not take:
                 return chosen
             chosen.append((req, take))
-        entered: set[Req] = set()
+        entered: list[Req] = []
         leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
         """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
         for req in islice(self._queue(), MOST_LOOKED_AT):
@@ -308,18 +312,11 @@ class Scheduler:
             leave[start] += self._leaves(req, prefix.length + take)
             self._place(req, prefix.node)
             chosen.append((req, take))
-            entered.add(req)
+            entered.append(req)
             if budget.short:
                 break
-        self._leave_queue(entered)
+        self.waiting.remove(entered)
         return chosen
-
-    def _leave_queue(self, reqs: set[Req]) -> None:
-        """Takes these out of the queue; most are its first."""
-        while reqs and self.waiting[0] in reqs:
-            reqs.remove(self.waiting.popleft())
-        if reqs:
-            self.waiting = deque(r for r in self.waiting if r not in reqs)
 
     def _least_of_prompt(self) -> int:
         """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
@@ -329,8 +326,7 @@ class Scheduler:
 
     def _queue(self) -> Iterable[Req]:
         """Returns the waiting requests in the order in which they enter."""
-        ordered = self.policy(self.waiting, self.kv)
-        return ordered if self.priorities is None else self.priorities.order(ordered)
+        return self.order.of(self.waiting)
 
     def _leaves(self, req: Req, end: int) -> list[np.ndarray]:
         """Tokens behind which others can go on, once a request is computed up to `end`; the fewest, or none."""
@@ -346,7 +342,7 @@ class Scheduler:
     def _preempt(self, priorities: Priorities) -> None:
         """Running requests go back to the queue until the first one that would enter fits."""
         self.running.drop_finished()
-        if priorities.victim(self.running.reqs, min(self.waiting, key=priorities.rank)) is None:
+        if priorities.victim(self.running.reqs, self.waiting[0]) is None:
             return
         first = next(iter(self._queue()))  # of those equally important the policy's
         if self._fits(first):
@@ -381,6 +377,7 @@ class Scheduler:
         self.runner.sampling_table.set(
             req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
         )
+        req.begin()
         self.runner.begin(req.slot, req.tokens, 0 if req.media is None else req.media.delta)
 
     def pick_decode(self) -> ScheduleBatch | None:
@@ -465,31 +462,17 @@ class Scheduler:
         rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
         if batch.stale:
             rows = [row for row in rows if row[0] not in batch.stale]
-        for req, token, row in rows:  # up to all running requests, each step
-            if req.finish is not None:
-                continue
-            if token == NO_TOKEN:
-                logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
-                self.end(req, _NAN_LOGITS, report, keep=False)
-                continue
-            if req.prompt_len < req.limit:
+        for req, token, row in rows:  # up to all running requests, each step: nothing is called for a plain one
+            if not req.plain or token == NO_TOKEN or not (req.stream or req.first_token_time):
+                reason = self._take(batch, req, token, row)
+            else:
                 req.output.append(token)
                 num_new += 1
-                if not (req.stream or req.first_token_time):
-                    req.first_token_time = time.monotonic()
-                if req.return_logprob and req.pending_finish is None:
-                    batch.file_logprobs(req, row, token)
-                if req.thoughts is not None:
-                    req.thoughts.push(token)
-                if req.grammar is not None and not req.grammar.accept(token):
-                    self.end(req, rejected_token(req.grammar), report)
-                    continue
-                reason = self.stop_checker.finish_reason(req)
-            else:  # max_new_tokens is 0: the prompt was all that was wanted
-                reason = FinishReason("length", length=0)
+                ends = token in req.stop_ids or len(req.output) >= req.most_output
+                reason = self.stop_checker.finish_reason(req) if ends else None
             if reason is not None:
-                self.end(req, reason, report)
-            elif req.stream and req.pending_finish is None and req.num_unsent >= interval:
+                self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
+            elif req.stream and len(req.output) - req.num_sent >= interval and (req.plain or req.goes_on):
                 report.append(req)
         self.held_tokens += num_new
         if report:
@@ -505,6 +488,27 @@ class Scheduler:
             self.depth.expect(batch.result.confidence.tolist())
             self.stats.drafts.confidence_cuts = self.depth.confidence_cuts
 
+    def _take(self, batch: ScheduleBatch, req: Req, token: int, row: int) -> FinishReason | None:
+        """Gives a request its token, and to whatever follows its output. Returns the reason to end it."""
+        if req.finish is not None:
+            return None
+        if token == NO_TOKEN:
+            logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
+            return _NAN_LOGITS
+        if req.most_output <= 0:  # max_new_tokens is 0: the prompt was all that was wanted
+            return FinishReason("length", length=0)
+        req.output.append(token)
+        self.held_tokens += 1
+        if not (req.stream or req.first_token_time):
+            req.first_token_time = time.monotonic()
+        if req.return_logprob and req.pending_finish is None:
+            batch.file_logprobs(req, row, token)
+        if req.thoughts is not None:
+            req.thoughts.push(token)
+        if req.grammar is not None and not req.grammar.accept(token):
+            return rejected_token(req.grammar)
+        return self.stop_checker.finish_reason(req)
+
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
         if not req.slot:
@@ -517,7 +521,7 @@ class Scheduler:
 
     def _finish(self, req: Req, reason: FinishReason, keep: bool = True) -> None:
         """End a request that is not in the queue."""
-        req.finish = req.pending_finish or reason
+        req.finish, req.plain = req.pending_finish or reason, False
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
         self.prompts.give_back(req.prompt)
@@ -530,9 +534,7 @@ class Scheduler:
 
     def _dequeue(self, reqs: set[Req]) -> None:
         """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
-        queued = {r for r in reqs if self.compiling.pop(r.rid, None) is None}
-        if queued:
-            self.waiting = deque(r for r in self.waiting if r not in queued)
+        self.waiting.remove([r for r in reqs if self.compiling.pop(r.rid, None) is None])
 
     def end_named(self, rid: str, reason: FinishReason) -> None:
         """End a request that may have ended on its own."""
@@ -553,6 +555,7 @@ class Scheduler:
         self.held_tokens += req.prompt_len
         self.held_hidden += req.most_hidden
         self.waiting.append(req)
+        self.order.came(req)
         if self.host_tier is not None:
             self.host_tier.queued(req)
         return req
@@ -564,7 +567,7 @@ class Scheduler:
 
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         """Take a request that was just added out of the queue until its grammar is compiled."""
-        self.waiting.remove(req)
+        self.waiting.remove([req])
         self.compiling[req.rid] = (req, pending)
 
     def release_hold(self, req: Req) -> None:
