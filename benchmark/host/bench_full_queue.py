@@ -21,7 +21,7 @@ from bench_host import NoModel
 
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
-from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.queue_order import POLICIES
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -3,16 +3,22 @@ counted; benchmark/host/bench_full_queue.py has times."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sglang.srt.managers.scheduler import schedule_policy
+from sglang.srt.managers.scheduler import queue_order
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
-from sglang.srt.managers.scheduler.schedule_policy import MOST_MATCHED, POLICIES
+from sglang.srt.managers.scheduler.queue_order import MOST_MATCHED, POLICIES
 from sglang.srt.managers.scheduler.scheduler import MOST_LOOKED_AT, SHARED_PREFIX, Scheduler
+from sglang.srt.managers.scheduler.waiting_queue import WaitingQueue
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -20,9 +26,9 @@ from srt.managers.fake_runner import Collector, FakeRunner, add, assert_clean, m
 from srt.mem_cache.test_radix_cache import matched
 
 
-def full_scheduler(policy: str, num_waiting: int, shared: bool = False) -> Scheduler:
+def full_scheduler(policy: str, num_waiting: int, shared: bool = False, **flags: bool) -> Scheduler:
     """One request runs and takes all memory; the others wait. shared: they begin alike, and there is room."""
-    scheduler = make_scheduler(FakeRunner(4096 if shared else 400, 1, 512, 8, 256), schedule_policy=policy)
+    scheduler = make_scheduler(FakeRunner(4096 if shared else 400, 1, 512, 8, 256), schedule_policy=policy, **flags)
     add(scheduler, request("runs", [1, 2, 3], 380, ignore_eos=True))
     scheduler.step()
     for number in range(num_waiting):
@@ -51,8 +57,7 @@ def test_a_step_matches_few_of_those_that_wait(policy: str, shared: bool, monkey
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_all(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those behind the ones that it orders, and those that a step does not look at."""
-    for name in ("MOST_MATCHED", "MOST_SHUFFLED"):
-        monkeypatch.setattr(schedule_policy, name, 5)
+    monkeypatch.setattr(queue_order, "MOST_ORDERED", 5)
     monkeypatch.setattr("sglang.srt.managers.scheduler.scheduler.MOST_LOOKED_AT", 3)
     scheduler, collector = full_scheduler(policy, 40, shared=True), Collector()
     order = [req.rid for req in scheduler._queue()]
@@ -111,3 +116,71 @@ def test_keeping_beyond_half_of_the_pool_walks_no_tree(monkeypatch: pytest.Monke
     cache.expire(1e9)
     cache.check()
     assert cache.kept_size() == 0 and len(matched(cache, [199, 199, 1])) == 3
+
+
+def python_calls(step: Callable[[], object]) -> int:
+    """Of the scheduler's own functions; each item of a generator counts."""
+    calls = Counter[str]()
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        calls[event] += "managers/scheduler/" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return calls["call"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_only_goes_on_costs_no_call(stream: bool) -> None:
+    """As many functions and generators run in a step, however many plain requests do."""
+    calls = []
+    for count in (4, 64):
+        scheduler = make_scheduler(FakeRunner(8192, 1, 512, 80, 256))
+        for number in range(count):
+            add(scheduler, request(f"r{number}", [number + 5] * 3, 100, ignore_eos=True, stream=stream))
+        for _ in range(5):
+            scheduler.step()
+        assert len(scheduler.running) == count and not scheduler.waiting
+        scheduler.outbox.clear()
+        calls.append(python_calls(scheduler.step))
+        assert len(scheduler.outbox) == stream and all(len(out.rids) == count for out in scheduler.outbox)
+    assert calls[0] == calls[1]
+
+
+@pytest.mark.parametrize("priorities", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_longer_queue_makes_no_step_longer(policy: str, priorities: bool) -> None:
+    calls = []
+    for num_waiting in (500, 1000):
+        scheduler = full_scheduler(policy, num_waiting, enable_priority_scheduling=priorities)
+        scheduler.step()
+        calls.append(python_calls(scheduler.step))
+    assert abs(calls[1] - calls[0]) < 100, "not one for each of those that wait (random looks at others)"
+
+
+@dataclass(eq=False)
+class Waiting:
+    priority: int
+    most_output: int
+
+
+def test_the_queue_is_sorted_as_requests_come_and_go() -> None:
+    rng, queue, came = random.Random(0), WaitingQueue(lambda r: -r.priority, lambda r: -r.most_output), list[Any]()
+    for _ in range(2000):
+        if came and rng.random() < 0.45:
+            gone = rng.sample(came, min(len(came), rng.choice([1, 1, 3, 40])))
+            queue.remove(gone)
+            came = [req for req in came if req not in gone]
+        else:
+            req: Any = Waiting(rng.randrange(3), rng.randrange(4))
+            if rng.random() < 0.2:
+                queue.appendleft(req)
+                came.insert(0, req)
+            else:
+                queue.append(req)
+                came.append(req)
+        assert list(queue) == sorted(came, key=lambda req: (-req.priority, -req.most_output))
+        assert len(queue) == len(came) and (not came or queue[0] is next(iter(queue)))

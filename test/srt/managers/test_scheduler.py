@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
-from sglang.srt.managers.scheduler.schedule_policy import POLICIES
+from sglang.srt.managers.scheduler.queue_order import POLICIES
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import AbortReq
 from sglang.srt.model_executor.step import StepInput
@@ -853,7 +853,7 @@ def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatc
     scheduler.step()
     add(scheduler, request("long", prompt(1501), 4))
     for _ in range(50):
-        scheduler.policy(list(scheduler.waiting), scheduler.kv)
+        list(scheduler._queue())
         scheduler.step()
     long = scheduler.reqs["long"]
     run_to_end(scheduler, collector)

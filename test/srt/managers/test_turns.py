@@ -99,12 +99,9 @@ def test_no_turn_stays_empty_while_another_has_several() -> None:
     """Two requests end together, which were all of a turn."""
     scheduler, runner = scheduler_of(2)
     for i in range(4):
-        add(scheduler, request(f"r{i}", prompt(5, i), 20, ignore_eos=True))
+        add(scheduler, request(f"r{i}", prompt(5, i), 4 if i % 2 else 20, ignore_eos=True))
     scheduler.step()
-    ends = [req for req in scheduler.running.reqs if req.turn == 1]
-    assert len(ends) == 2
-    for req in ends:
-        req.limit = req.prompt_len + 4
+    assert {req.turn for req in scheduler.running.reqs if req.limit == 5 + 4} == {1}
     run_to_end(scheduler, Collector())
     assert [len(slots) for slots in runner.brought[-8:]] == [1] * 8
     assert all(runner.brought[-i] != runner.brought[-i - 1] for i in range(1, 8))
@@ -133,6 +130,7 @@ def test_a_mask_waits_for_its_own_requests_only() -> None:
         fill_mask=lambda row: filled.append(len(masked.tokens)), accept=lambda token: True,
         is_terminated=lambda: False, allowance=SimpleNamespace(exhausted=False),
     )  # fmt: skip
+    masked.begin()
     known = masked.planned_len
     batch = scheduler.pick()
     assert batch is not None and masked in batch.sampled

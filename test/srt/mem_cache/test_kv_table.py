@@ -102,6 +102,27 @@ def test_what_failed_is_not_kept() -> None:
     assert kv.usage() == {"free": 64, "cached": 0, "total": 64} and kv.num_free_rows() == 3
 
 
+@pytest.mark.parametrize("length", [8, 40])
+def test_who_copies_windows_before_they_go_looks_at_few(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """length: without and with tokens before the window."""
+    kv = KVTable(PoolSizes(10_000, 1, 2, 64, (WindowSize(16, 10_000),)))
+    for number in range(200):
+        seq = admit(kv, [number] * length)
+        compute(kv, seq, length)
+        kv.release(seq)
+    window, looked, told = kv.windows[0], list[int](), list[list[Node]]()
+    window.evict(200 * max(0, length - 15))  # what a further token does not see
+    unused = WindowTable._unused
+    monkeypatch.setattr(WindowTable, "_unused", lambda self, slots: (looked.append(1), unused(self, slots))[1])
+    window.before_eviction = lambda nodes: told.append(list(nodes))
+    oldest = sorted(kv.tree.nodes(), key=lambda node: node.last_access)
+    kept = [int((node.windows[0] != 0).sum()) for node in oldest]
+    assert len(oldest) == 200 and sum(kept) == 200 * min(length, 15)
+    window.evict(kept[0] + 1)
+    assert told == [oldest[:2]] and len(looked) <= 8
+    assert [int((node.windows[0] != 0).sum()) for node in oldest[:3]] == [0, kept[1] - 1, kept[2]]
+
+
 def test_what_was_evicted_is_not_kept_for_the_eviction_of_windows() -> None:
     """A window's table as large as that of all tokens never evicts anything by itself."""
     kv = KVTable(PoolSizes(64, 1, 3, 32, (WindowSize(8, 64),)))

@@ -247,7 +247,8 @@ class KVTable:
         if not keep:
             self.tree.discard(req.node)
         self._free_rows.append(req.slot)
-        req.slot, req.kv_len, req.reserved_len, req.num_cached, req.node = 0, 0, 0, 0, None
+        req.kv_len, req.reserved_len, req.num_cached, req.node = 0, 0, 0, None
+        req.slot = 0  # behind its counters, which may lie in arrays by slot
 
     def reset(self) -> None:
         """Forget every cached prefix. Only while no request has a row."""

@@ -195,9 +195,12 @@ class WindowTable:
             missing -= parts[-1].size
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
-    def queue(self, node: Node, tier: int = BEFORE_THE_WINDOW) -> None:
-        """Eviction will look at the node. Entries age: it looks at what the node has then."""
+    def queue(self, node: Node, tier: int | None = None) -> None:
+        """Eviction will look at the node. Entries age: it looks at what the node has then. tier: None: it has none
+        yet."""
         if not node.in_window_heap >> self.index & 1:
+            if tier is None:
+                tier = BEFORE_THE_WINDOW if self._before_the_window(node) else IN_THE_WINDOW
             node.in_window_heap |= 1 << self.index
             self._entries += 1
             heapq.heappush(self._heap, (tier, node.last_access, self._entries, node))
@@ -250,20 +253,32 @@ class WindowTable:
         return max(0, node.key.size - kept)
 
     def _next_evicted(self, num_pages: int) -> list[Node]:
-        """Returns the nodes whose last windows lose pages if so many are freed."""
-        in_window: list[tuple[int, int, Node, int]] = []
-        seen: set[Node] = set()
-        for tier, _, entry, node in self._heap:
-            if node.parent is not None and node not in seen:
-                seen.add(node)
-                slots = node.windows[self.index]
-                end = 0 if tier == IN_THE_WINDOW else self._before_the_window(node)
-                num_pages -= self._unused(slots[:end]).size
-                in_window.append((node.last_access, entry, node, self._unused(slots[end:]).size))
-        nodes = []
-        for _, _, node, count in sorted(in_window):
-            if num_pages > 0 and count:
-                num_pages -= count
+        """Returns the nodes whose last windows lose pages if so many are freed: goes the way of `evict` without taking
+        anything, and looks at what can be next only."""
+        nodes, done = list[Node](), set[tuple[int, Node]]()
+        heap = [(*self._heap[0], 0, 0)] if self._heap else []
+        """Entries, each with its place among those of the table, below which two others lie, and with the first
+        position that counts. At -1 are entries that `evict` would make."""
+        entries = self._entries
+        while num_pages > 0 and heap:
+            tier, queued_at, entry, node, place, begin = heapq.heappop(heap)
+            if place >= 0:
+                for below in range(2 * place + 1, min(2 * place + 3, len(self._heap))):
+                    heapq.heappush(heap, (*self._heap[below], below, 0))
+            if node.parent is None or (tier, node) in done:
+                continue
+            if node.last_access > queued_at:
+                heapq.heappush(heap, (tier, node.last_access, entry, node, -1, begin))
+                continue
+            done.add((tier, node))
+            slots = node.windows[self.index]
+            end = slots.size if tier == IN_THE_WINDOW else self._before_the_window(node)
+            count = self._unused(slots[begin:end]).size
+            num_pages -= count
+            if tier == BEFORE_THE_WINDOW:
+                entries += 1
+                heapq.heappush(heap, (IN_THE_WINDOW, node.last_access, entries, node, -1, end))
+            elif count:
                 nodes.append(node)
         return nodes
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
 from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.constrained.mask_filler import MaskFiller
-from sglang.srt.managers.scheduler.schedule_batch import Lengths, Req, RunningBatch, ScheduleBatch
-from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.sampling.logprobs import LogprobRequest
 from sglang.srt.sampling.thoughts import Thoughts
 
 
-def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
+def _logprobs(reqs: list[Req]) -> LogprobRequest:
     """Returns the request for log probabilities of the token that is sampled next for each request."""
-    if not any(r.return_logprob for r in reqs):
-        return None
     return LogprobRequest(
         top_nums=[r.top_logprobs_num if r.return_logprob else 0 for r in reqs],
         token_ids=[r.token_ids_logprob if r.return_logprob else [] for r in reqs],
@@ -29,12 +29,12 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest | None:
 
 def vocab_mask(batch: ScheduleBatch, vocab_size: int, filler: MaskFiller) -> np.ndarray:
     """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Row j of a request follows its first j
-    draft tokens: where these break its grammar, the rows behind cannot stand, and their masks do not matter."""
+    guesses: where these break its grammar, the rows behind cannot stand, and their masks do not matter."""
     width = batch.step.width
     mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
     widths = [1] * len(batch.sampled) if batch.step.widths is None else batch.step.widths.tolist()
     walks = [
-        _Walk(i * width, req.grammar, copy(req.thoughts), req.draft_tokens[: count - 1])
+        _Walk(i * width, req.grammar, copy(req.thoughts), req.guesses[: count - 1])
         for i, (req, count) in enumerate(zip(batch.sampled, widths, strict=True))
         if req.finish is None and (req.grammar is not None or req.thoughts is not None)
     ]
@@ -53,23 +53,23 @@ def vocab_mask(batch: ScheduleBatch, vocab_size: int, filler: MaskFiller) -> np.
 
 @dataclass(slots=True)
 class _Walk:
-    """A request's way along its draft tokens."""
+    """A request's way along its guesses."""
 
     row: int
     grammar: Grammar | None
     thoughts: Thoughts | None
-    draft_tokens: list[int]
+    guesses: list[int]
     num_accepted: int = 0
 
     def advance(self) -> bool:
-        """Moves to the row behind the next draft token. Returns False if there is none that can stand."""
-        if self.num_accepted == len(self.draft_tokens):
+        """Moves to the row behind the next guess. Returns False if there is none that can stand."""
+        if self.num_accepted == len(self.guesses):
             return False
-        draft_token = self.draft_tokens[self.num_accepted]
-        if self.grammar is not None and not self.grammar.accept(draft_token):
+        guess = self.guesses[self.num_accepted]
+        if self.grammar is not None and not self.grammar.accept(guess):
             return False
         if self.thoughts is not None:
-            self.thoughts.push(draft_token)
+            self.thoughts.push(guess)
         self.row, self.num_accepted = self.row + 1, self.num_accepted + 1
         return True
 
@@ -85,25 +85,24 @@ def build_step(
     chosen: Sequence[tuple[Req, int]] = (),
     width: int = 1,
 ) -> ScheduleBatch | None:
-    """Running requests bring `widths` tokens each, `width` at most, the last one sampled and draft tokens, and prompts
-    of `chosen` requests as many further tokens as stand beside them. None if nobody brings any: all wait for
-    results."""
+    """Running requests bring `widths` tokens each, `width` at most, the last one sampled and guesses, and prompts of
+    `chosen` requests as many further tokens as stand beside them. None if nobody brings any: all wait for results."""
     brings = widths > 0
-    decodes = [running.reqs[i] for i in np.flatnonzero(brings).tolist()]
-    reqs, draft_tokens = decodes + [req for req, _ in chosen], running.tokens_per_step > 1
+    decodes = list(compress(running.reqs, brings.tolist()))
+    reqs, guesses = decodes + [req for req, _ in chosen], running.tokens_per_step > 1
     if not reqs:
         return None
     prompt_starts = [req.kv_len for req, _ in chosen]
     prompt_ends = [req.kv_len + n for req, n in chosen]
-    prompt_reserved = [_reserved(req, req.kv_len + n, running.lookahead_slots) for req, n in chosen]
+    prompt_reserved = [_reserved(req, req.kv_len + n, running.tokens_ahead) for req, n in chosen]
     starts = _joined(running.seq_lens[brings], prompt_starts)
     counts = _joined(widths[brings], [n for _, n in chosen])
     had = _joined(running.reserved_lens[brings], [max(req.kv_len, req.reserved_len) for req, _ in chosen])
     reserved = _joined(running.reserved_by(widths)[brings], prompt_reserved)
-    slots = np.fromiter((req.slot for req in reqs), np.int64, len(reqs))
-    locs = kv.grow(slots, had, reserved, 0 if draft_tokens else len(decodes))
+    slots = np.append(running.slots[brings], np.array([req.slot for req, _ in chosen], np.int64))
+    locs = kv.grow(slots, had, reserved, 0 if guesses else len(decodes))
     step = StepInput(slots, starts + counts, locs, table_update=kv.take_update())
-    if draft_tokens:
+    if guesses:
         prompt_locs = [kv.rows[req.slot, req.kv_len : req.kv_len + n] for req, n in chosen]
         step.out_cache_loc = np.concatenate((np.zeros(len(decodes) if chosen else 0, np.int32), *prompt_locs))
         step.reserved_lens = reserved
@@ -111,24 +110,24 @@ def build_step(
             step.widths, step.width = widths[brings], width
     sampled = decodes + [req for (req, _), end in zip(chosen, prompt_ends, strict=True) if end == len(req.tokens)]
     batch = ScheduleBatch(step, sampled)
-    num_speculative_tokens = running.tokens_per_step - 1 if chosen else width - 1
-    running.launched(widths, num_speculative_tokens)
+    batch.watched = [req for req in sampled if not req.plain]
+    num_guesses = running.tokens_per_step - 1 if chosen else width - 1
+    running.launched(widths, num_guesses)
     if chosen:
-        step.prompts = _prompt_tokens(chosen, len(decodes), draft_tokens)
+        step.prompts = _prompt_tokens(chosen, len(decodes), guesses)
         for (req, _), end, positions in zip(chosen, prompt_ends, prompt_reserved, strict=True):
             req.kv_len, req.reserved_len = end, positions
         for req in sampled[len(decodes) :]:
-            req.planned_len, req.num_speculative_tokens = len(req.tokens) + 1, num_speculative_tokens
+            req.planned_len, req.num_guesses = len(req.tokens) + 1, num_guesses
         step.prompts.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, step.prompts)
-    step.logprobs = _logprobs(sampled)
-    if step.logprobs is not None and step.width > 1:
-        step.logprobs.of_request = np.repeat(np.arange(len(sampled)), step.width)
-    if any(req.hidden is not None for req in reqs):
+    if any(req.return_logprob for req in batch.watched):
+        step.logprobs = _logprobs(sampled)
+        if step.width > 1:
+            step.logprobs.of_request = np.repeat(np.arange(len(sampled)), step.width)
+    if any(req.hidden is not None for req in (*batch.watched, *(req for req, _ in chosen))):
         rows = np.arange(len(reqs)) * step.width if step.prompts is None else np.cumsum(counts) - counts
         _ask_hidden(batch, reqs, starts, counts, rows)
-    step.reads_draft_tokens = draft_tokens and any(
-        req.grammar is not None or req.thoughts is not None for req in sampled
-    )
+    step.reads_guesses = guesses and bool(batch.limited)
     return batch
 
 
@@ -141,7 +140,7 @@ def _reserved(req: Req, end: int, ahead: int) -> int:
     return min(end + ahead, req.limit) if end == len(req.tokens) else end
 
 
-def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, draft_tokens: bool) -> PromptTokens:
+def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, guesses: bool) -> PromptTokens:
     """Builds the prompt part of a step for requests whose first `kv_len` tokens are computed before the step."""
     ids: list[int] = []
     done = list(range(num_decodes))
@@ -157,7 +156,7 @@ def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, draft_to
     lens = np.array([n for _, n in chosen], np.int32)
     prompts = PromptTokens(np.array(ids, np.int64), prefix_lens, lens, np.array(done, np.int64))
     prompts.media = _media_tokens(chosen)
-    if draft_tokens:
+    if guesses:
         prompts.next_ids = next_ids
     return prompts
 
@@ -231,7 +230,6 @@ def _ask_prompt_logprobs(
     if not rows:
         return None
     request = _logprobs([req for req, _, _ in batch.prompt_logprob_spans])
-    assert request is not None
     counts = [end - first for _, first, end in batch.prompt_logprob_spans]
     request.of_request = np.repeat(np.arange(len(counts)), counts)
     request.rows, request.targets = np.concatenate(rows).astype(np.int64), np.array(targets, np.int64)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.media_steps import MediaRefused, MediaSteps
 from sglang.srt.managers.scheduler.prompt_table import MAX_PROMPT_TOKENS, PromptTable
 from sglang.srt.managers.scheduler.schedule_batch import Req
@@ -31,6 +32,7 @@ class Intake:
     media: MediaSteps
     reqs: Mapping[str, Req]
     prompts: PromptTable
+    counters: Counters
 
     def request_of(
         self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int], num_queued: int, held_hidden: int
@@ -47,9 +49,8 @@ class Intake:
         except MediaRefused as error:
             message = str(error)
         prompt = self.prompts.take(msg.input_ids)
-        req = Req(
-            msg, seed, min(capacity, length + wanted if wanted is not None else capacity), stop_ids, media, prompt
-        )
+        limit = min(capacity, length + wanted if wanted is not None else capacity)
+        req = Req(msg, seed, limit, stop_ids, media, prompt, self.counters)
         if length > capacity or (length == capacity and wanted != 0):
             message = (
                 f"The prompt has {length} tokens, but this server holds at most {capacity} tokens of one request"

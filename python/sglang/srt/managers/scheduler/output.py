@@ -51,7 +51,7 @@ class StopChecker:
         if req.prompt_len + len(output) >= req.limit:  # every rank ends it; only the leader's reason is sent
             return reason or FinishReason("length", length=req.output_len)
         if reason is not None and self._tell is not None:
-            req.pending_finish, req.pending_finish_len = reason, len(req.tokens)
+            req.pending_finish, req.pending_output_len = reason, len(output)
             self._tell(EndReq(req.rid, reason))
             return None
         return reason
@@ -95,25 +95,25 @@ def _options(req: Req) -> DecodeOptions:
 
 def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     """Everything of these requests that has not been sent yet."""
-    out = BatchTokenIDOut(rids=[], new_ids=[], finish=[], meta=[], options=[], logprobs=[], hidden={})
-    for req in reqs:  # up to all running requests, each step
-        prompt_len, output = req.prompt_len, req.output
-        length = prompt_len + len(output) if req.pending_finish is None else req.pending_finish_len
-        meta = TokenMeta(prompt_len, length - prompt_len, req.hit_len, req.num_retractions, req.started_time)
-        if req.host_len is not None:
-            meta.host_tokens, meta.stored_tokens = req.host_len, req.stored_len
-        if req.first_token_time:
-            meta.first_token_time = req.first_token_time
-        if req.drafts.steps:
-            meta.drafts = req.drafts.copy(with_histogram=req.finish is not None)
-        out.rids.append(req.rid)
-        out.new_ids.append(output[req.sent_len - prompt_len : length - prompt_len])
-        out.finish.append(req.finish)
-        out.meta.append(meta)
-        out.options.append(_options(req) if req.first_message else None)
-        out.logprobs.append(_take_logprobs(req) if req.return_logprob else None)
+    reqs = list(reqs)  # up to all running requests, each step: nothing is called for one that only goes on
+    lengths = [len(r.output) if r.pending_finish is None else r.pending_output_len for r in reqs]
+    out = BatchTokenIDOut(
+        rids=[r.rid for r in reqs],
+        new_ids=[r.output[r.num_sent : length] for r, length in zip(reqs, lengths, strict=True)],
+        finish=[r.finish for r in reqs],
+        meta=[
+            TokenMeta(
+                r.prompt_len, length, r.hit_len, r.num_retractions, r.started_time, r.first_token_time, 0,
+                r.drafts.copy(with_histogram=r.finish is not None) if r.drafts.steps else None,
+                r.host_len, r.stored_len,
+            )
+            for r, length in zip(reqs, lengths, strict=True)
+        ],
+        options=[_options(r) if r.first_message else None for r in reqs],
+        logprobs=[_take_logprobs(r) if r.return_logprob else None for r in reqs],
+    )  # fmt: skip
+    for req, length in zip(reqs, lengths, strict=True):
         if req.hidden is not None and req.finish is not None:
-            out.hidden[req.rid] = req.hidden.up_to(num_states(req.prompt_len, length))
-        req.sent_len = length
-        req.first_message = False
+            out.hidden[req.rid] = req.hidden.up_to(num_states(req.prompt_len, req.prompt_len + length))
+        req.num_sent, req.first_message = length, False
     return out

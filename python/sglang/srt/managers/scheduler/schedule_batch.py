@@ -1,4 +1,4 @@
-"""The scheduler's view: one request (`Req`), the requests that decode (`RunningBatch`), and one launched step."""
+"""The scheduler's view: one request (`Req`), and one launched step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.counters import BySlot, Counters
 from sglang.srt.managers.scheduler.prompt_table import Prompt, Tokens
 from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq
-from sglang.srt.mem_cache.kv_table import Lengths
 from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.hidden_states import HiddenStates, num_states
@@ -23,6 +23,7 @@ from sglang.srt.sampling.thoughts import Thoughts
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
     from sglang.srt.managers.scheduler.prompt_media import PromptMedia
+    from sglang.srt.managers.scheduler.running_batch import RunningBatch
     from sglang.srt.managers.scheduler.text_stop import TextStop
     from sglang.srt.mem_cache.host_tier import Copy
 
@@ -35,20 +36,77 @@ class Req:
 
         tokens          prompt | output that the host has seen |
         positions       0 ........... kv_len - slack ..... kv_len .......... planned_len ...... reserved_len
-        computed          certainly     |   perhaps: draft tokens  |                   |                    |
+        computed          certainly     |   perhaps: guesses  |                   |                    |
         sampled                         |                     | the token behind the last launched step
         cache slots       num_cached: of the prefix tree; up to reserved_len: its own
 
-    kv_len          tokens whose KV is launched; where a step verifies draft tokens, as if all of them stood
+    kv_len          tokens whose KV is launched; where a step verifies guesses, as if all of them stood
     slack           of these, tokens that may fall away when the results come
     planned_len     tokens that exist once every launched step has sampled, with the same `slack`
-    reserved_len    positions that have a cache slot, if more than kv_len: draft tokens fell away and the next tokens
-    come
+    reserved_len    positions that have a cache slot, if more than kv_len: guesses fell away and the next tokens come
                     here, or a draft computes ahead of the target
 
     Whatever falls away, the first token of a step in flight is the last one that the host knows; so of the tokens that
     it knows, the first `kv_len` have KV that is right. That makes it safe to end a request at any moment.
     """
+
+    __slots__ = (
+        "_cache_keys",
+        "admitted",
+        "counters",
+        "drafts",
+        "finish",
+        "first_message",
+        "first_token_time",
+        "grammar",
+        "guesses",
+        "hidden",
+        "hit_len",
+        "host_len",
+        "keep_until",
+        "limit",
+        "logprob_start",
+        "looked_up",
+        "media",
+        "most_output",
+        "namespace",
+        "node",
+        "num_cached",
+        "num_loaded",
+        "num_loads",
+        "num_retractions",
+        "num_sent",
+        "num_stored",
+        "output",
+        "params",
+        "pending_finish",
+        "pending_logprobs",
+        "pending_output_len",
+        "plain",
+        "priority",
+        "prompt",
+        "prompt_len",
+        "prompt_logprobs_done",
+        "queued_time",
+        "return_logprob",
+        "rid",
+        "seed",
+        "slot",
+        "started_time",
+        "state_is_exact",
+        "stop_ids",
+        "stored_len",
+        "stream",
+        "text_stop",
+        "thoughts",
+        "token_ids_logprob",
+        "tokens",
+        "top_logprobs_num",
+        "turn",
+    )
+    kv_len, planned_len, slack, reserved_len = BySlot(), BySlot(), BySlot(), BySlot()
+    num_guesses = BySlot()
+    """Number of guesses made behind its last launched step."""
 
     def __init__(
         self,
@@ -58,7 +116,9 @@ class Req:
         stop_ids: frozenset[int],
         media: PromptMedia | None,
         prompt: Prompt,
+        counters: Counters,
     ) -> None:
+        """counters: of the requests of its scheduler; only one with a slot has any."""
         self.rid = msg.rid
         self.params = msg.sampling_params
         self.stream = msg.stream
@@ -76,21 +136,15 @@ class Req:
         """Its images and videos; None: it has none."""
         self.limit = limit
         """Longest length this request may reach, prompt included."""
-        self.max_output = limit - self.prompt_len
+        self.most_output = limit - self.prompt_len
 
-        self.slot = 0
-        self.microbatch = 0
+        self.slot, self.counters = 0, counters
+        self.turn = 0
         """Number of the turn, among those of the running requests, that this request belongs to."""
-        self.kv_len = 0
-        self.planned_len = self.prompt_len
-        self.slack = 0
-        self.reserved_len = 0
         self.state_is_exact = True
         """True if its recurrent states are those of `kv_len` tokens."""
-        self.num_speculative_tokens = 0
-        """Number of draft tokens made behind its last launched step."""
-        self.draft_tokens: list[int] = []
-        """Token ids of the draft tokens, where the host asked for them (`StepInput.reads_draft_tokens`)."""
+        self.guesses: list[int] = []
+        """Token ids of the guesses, where the host asked for them (`StepInput.reads_guesses`)."""
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
@@ -136,13 +190,23 @@ class Req:
         self.text_stop: TextStop | None = None
         self.pending_finish: FinishReason | None = None
         """Its end by the leader, of which the ranks have not heard yet. Tokens that come until then do not count."""
-        self.pending_finish_len = 0
+        self.pending_output_len = 0
         self.finish: FinishReason | None = None
-        self.sent_len = self.prompt_len
+        self.num_sent = 0
+        """Output tokens that its messages had so far."""
         self.first_message = True
+        self.plain = False
+        """True while nothing but a stop token or its limit can end the request, and nothing but the token is taken from
+        a step (`begin`): a step takes the tokens of such requests with little work for each."""
+
+    def begin(self) -> None:
+        """It got a slot, and everything about it is known."""
+        watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
+        searched = bool(self.params.stop or self.params.stop_regex)
+        self.plain = not (watched or searched or self.return_logprob) and self.most_output > 0
 
     def max_width(self, tokens_per_step: int) -> int:
-        """Tokens that a step may bring of it, all but the first drafted."""
+        """Tokens that a step may bring of it, all but the first guessed."""
         return 1 if self.hidden is not None else tokens_per_step
 
     @property
@@ -153,25 +217,14 @@ class Req:
         unknown = self.planned_len - len(self.tokens) - 1
         return self.thoughts is not None and self.thoughts.may_end_within(unknown)
 
-    def launched(self, width: int, reserved_len: int, num_speculative_tokens: int) -> None:
-        """Count a step that brings `width` tokens, and behind which so many positions have a cache slot and so many
-        draft tokens are made."""
-        self.num_speculative_tokens = num_speculative_tokens
-        self.kv_len += width
-        self.planned_len += width
-        self.slack += width - 1
-        self.reserved_len = reserved_len
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether no end of it is known, here or on its way to all ranks."""
+        return self.finish is None and self.pending_finish is None
 
-    def verified(self, width: int, count: int) -> None:
-        """Count its result: `count` tokens stand."""
-        self.kv_len -= width - count
-        self.planned_len -= width - count
-        self.slack -= width - 1
-        self.drafts.add(width, count)
-
-    def drop_draft_tokens(self) -> None:
-        """Forgets the draft tokens before the request gives its cache slots up: then `kv_len` counts tokens that the
-        host knows."""
+    def drop_guesses(self) -> None:
+        """Forgets the guesses before the request gives its cache slots up: then `kv_len` counts tokens that the host
+        knows."""
         self.reserved_len = max(self.reserved_len, self.kv_len)
         self.state_is_exact = not self.slack and self.kv_len <= len(self.tokens)
         self.kv_len = min(self.kv_len, len(self.tokens))
@@ -182,15 +235,11 @@ class Req:
         return len(self.output)
 
     @property
-    def num_unsent(self) -> int:
-        return self.prompt_len + len(self.output) - self.sent_len
-
-    @property
     def wants_prompt_logprobs(self) -> bool:
         return self.logprob_start < self.prompt_len
 
     @property
-    def max_hidden_rows(self) -> int:
+    def most_hidden(self) -> int:
         """Returns the largest number of hidden states that it may come to hold. One alone, an embedding, is sent as
         soon as it is there."""
         count = 0 if self.hidden is None else num_states(self.prompt_len, self.limit) - self.hidden.start
@@ -226,156 +275,10 @@ class Req:
         its inputs is made for a step."""
         return not self.wants_prompt_logprobs and self.hidden is None and self.media is None
 
-    def may_reuse_prefix(self, keys: Keys) -> bool:
+    def may_go_on_from(self, keys: Keys) -> bool:
         """Returns whether it begins with these `cache_keys`, and they may come from the cache."""
         count = len(keys)
         return count <= self.matchable_len() and np.array_equal(self.cache_keys(count), keys)
-
-
-class RunningBatch:
-    """Requests in decode, with the arrays of the next step kept up to date instead of rebuilt.
-
-    A step brings tokens of those whose turn it is (`now`). There are as many turns as steps on their way through the
-    stages of a pipeline: the others' last tokens are among these. Which turn a request has changes no token, and only
-    how long its step waits. A step brings up to `tokens_per_step` tokens of a request: where that is more than one, all
-    lengths are upper bounds, and `apply_accepted` takes back what fell away.
-    """
-
-    def __init__(self, tokens_per_step: int, lookahead_slots: int, num_microbatches: int) -> None:
-        """lookahead_slots: positions behind a request's tokens that need a cache slot (`Drafter.lookahead_slots`)."""
-        self.tokens_per_step, self.lookahead_slots, self.num_microbatches = (
-            tokens_per_step,
-            lookahead_slots,
-            num_microbatches,
-        )
-        self.microbatch = 0
-        self._rebuild([])
-
-    def __len__(self) -> int:
-        return len(self.reqs)
-
-    def clear(self) -> None:
-        self._rebuild([])
-
-    def add(self, reqs: list[Req]) -> None:
-        """Adds requests behind a step that computed their prompts. Each joins the shortest turn; of several equally
-        short ones, that which comes last."""
-        counts = self._counts(self.reqs)
-        for req in reqs:
-            req.microbatch = min(
-                range(self.num_microbatches),
-                key=lambda microbatch: (counts[microbatch], (microbatch - self.microbatch) % self.num_microbatches),
-            )
-            counts[req.microbatch] += 1
-        self._rebuild(self.reqs + reqs)
-
-    def next_microbatch(self) -> None:
-        """Passes to the next turn that has requests."""
-        if self.num_microbatches > 1:
-            self.microbatch = (self.microbatch + 1) % self.num_microbatches
-            self._select()
-
-    def drop_finished(self) -> None:
-        """Forget requests that ended, and those whose last token is certainly on its way."""
-        keep = [r for r in self.reqs if r.finish is None and r.planned_len - r.slack < r.limit]
-        if len(keep) < len(self.reqs):
-            self._rebuild(keep)
-
-    def remove(self, req: Req) -> None:
-        self._rebuild([r for r in self.reqs if r is not req])
-
-    def _rebuild(self, reqs: list[Req]) -> None:
-        self.reqs = reqs
-        self._row_of = {req: i for i, req in enumerate(reqs)}
-        self.slots = np.fromiter((r.slot for r in reqs), np.int64, len(reqs))
-        self.limits = _int32([r.limit for r in reqs])
-        self.max_widths = _int32([r.max_width(self.tokens_per_step) for r in reqs])
-        self.seq_lens = _int32([r.kv_len for r in reqs])
-        """Tokens whose KV is launched, and of these the ones that may fall away."""
-        self.slack = _int32([r.slack for r in reqs])
-        self.planned_lens = _int32([r.planned_len for r in reqs])
-        self.num_speculative_tokens = _int32([r.num_speculative_tokens for r in reqs])
-        self.reserved_lens = _int32([max(r.kv_len, r.reserved_len) for r in reqs])
-        """Positions that have a cache slot."""
-        if self.num_microbatches > 1:
-            self._level()
-        self._select()
-
-    def _counts(self, reqs: list[Req]) -> list[int]:
-        """Returns the number of requests in each turn."""
-        microbatches = np.fromiter((r.microbatch for r in reqs), np.int64, len(reqs))
-        counts: list[int] = np.bincount(microbatches, minlength=self.num_microbatches).tolist()
-        return counts
-
-    def _level(self) -> None:
-        """No turn stays empty while another has several requests; else a stage would be idle. Those that change wait
-        once for tokens that the turn would not wait for."""
-        counts = self._counts(self.reqs)
-        while not min(counts) and max(counts) > 1:
-            longest, empty = counts.index(max(counts)), counts.index(0)
-            moving = [r for r in self.reqs if r.microbatch == longest][counts[longest] // 2 :]
-            for req in moving:
-                req.microbatch = empty
-            counts[longest], counts[empty] = counts[longest] - len(moving), len(moving)
-
-    def _select(self) -> None:
-        self.now: list[Req] = self.reqs
-        """Requests whose turn it is; `in_microbatch` says which of all requests they are."""
-        self.in_microbatch = np.ones(len(self.reqs), np.bool_)
-        if self.num_microbatches == 1 or not self.reqs:
-            return
-        counts = self._counts(self.reqs)
-        while not counts[self.microbatch]:
-            self.microbatch = (self.microbatch + 1) % self.num_microbatches
-        self.in_microbatch = np.fromiter((r.microbatch == self.microbatch for r in self.reqs), np.bool_, len(self.reqs))
-        self.now = [r for r in self.reqs if r.microbatch == self.microbatch]
-
-    def widths(self, at_most: int) -> Lengths:
-        """[R] tokens that each request brings to the next step; 0: it waits, for its turn or for results that say
-        whether it may have a further token."""
-        there = np.minimum(self.num_speculative_tokens + 1, self.limits - self.planned_lens)
-        widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
-        return widths * self.in_microbatch
-
-    @property
-    def certain_lens(self) -> Lengths:
-        """Tokens that are computed, at least."""
-        certain: Lengths = self.seq_lens - self.slack
-        return certain
-
-    def reserved_by(self, widths: Lengths) -> Lengths:
-        """Positions that have a cache slot behind a step that brings so many tokens of each request."""
-        needed = np.minimum(self.seq_lens + widths + np.int32(self.lookahead_slots) * (widths > 0), self.limits)
-        reserved: Lengths = np.maximum(self.reserved_lens, needed)
-        return reserved
-
-    def launched(self, widths: Lengths, num_speculative_tokens: int) -> None:
-        """Count a step that brings so many tokens of each request, and makes so many draft tokens for those behind
-        it."""
-        self.reserved_lens = self.reserved_by(widths)
-        self.seq_lens = self.seq_lens + widths
-        self.planned_lens = self.planned_lens + widths
-        self.slack = self.slack + np.maximum(widths - 1, 0)
-        self.num_speculative_tokens = np.where(
-            widths > 0, np.int32(num_speculative_tokens), self.num_speculative_tokens
-        )
-        for req, width, reserved_len in zip(self.reqs, widths.tolist(), self.reserved_lens.tolist(), strict=True):
-            if width:
-                req.launched(width, reserved_len, num_speculative_tokens)
-
-    def apply_accepted(self, req: Req, width: int, count: int) -> None:
-        """Records that `count` of the `width` tokens that a step brought of the request stand."""
-        req.verified(width, count)
-        if width == 1 or req not in self._row_of:
-            return
-        row = self._row_of[req]
-        self.seq_lens[row] -= width - count
-        self.planned_lens[row] -= width - count
-        self.slack[row] -= width - 1
-
-
-def _int32(values: list[int]) -> Lengths:
-    return np.array(values, np.int32)
 
 
 class SampledTokens(NamedTuple):
@@ -403,11 +306,13 @@ class ScheduleBatch:
     well."""
     stale: set[Req] = field(default_factory=set)
     """Requests that read what a load did not bring: they are computed again."""
+    watched: Sequence[Req] = ()
+    """Of `sampled` those that are not plain."""
 
     @property
     def limited(self) -> list[Req]:
         """Requests of which a grammar, or a limit of thoughts, may forbid tokens."""
-        return [req for req in self.sampled if req.grammar is not None or req.thoughts is not None]
+        return [req for req in self.watched if req.grammar is not None or req.thoughts is not None]
 
     @property
     def needs_mask(self) -> bool:
@@ -422,20 +327,29 @@ class ScheduleBatch:
             self._file_hidden(self.result.hidden.numpy())
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
-        if self.result.draft_tokens is not None:
-            for req, draft_tokens in zip(self.sampled, self.result.draft_tokens.tolist(), strict=True):
-                req.draft_tokens = draft_tokens
+        if self.result.guesses is not None:
+            for req, guesses in zip(self.sampled, self.result.guesses.tolist(), strict=True):
+                req.guesses = guesses
         tokens = self.result.next_token_ids.numpy()
         if self.result.counts is None:
             return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
-        assert self.step.widths is not None
+        self._settle(running)
+        return self._accepted(tokens.tolist(), self.result.counts.tolist())
+
+    def _settle(self, running: RunningBatch) -> None:
+        """Takes what guesses fell away from the lengths of the requests that still run."""
+        assert self.result is not None and self.result.counts is not None and self.step.widths is not None
+        widths, counts = self.step.widths, self.result.counts.numpy().astype(np.int32)
+        going = [i for i, req in enumerate(self.sampled) if req.finish is None and req not in self.stale]
+        running.counters.verified(self.step.slots[going], widths[going], counts[going])
+        for i, width, count in zip(going, widths[going].tolist(), counts[going].tolist(), strict=True):
+            self.sampled[i].drafts.add(width, count)
+
+    def _accepted(self, tokens: list[list[int]], counts: list[int]) -> SampledTokens:
         reqs: list[Req] = []
         accepted: list[int] = []
         rows: list[int] = []
-        shape = zip(self.sampled, tokens.tolist(), self.step.widths.tolist(), self.result.counts.tolist(), strict=True)
-        for i, (req, row, width, count) in enumerate(shape):
-            if req.finish is None and req not in self.stale:
-                running.apply_accepted(req, width, count)
+        for i, (req, row, count) in enumerate(zip(self.sampled, tokens, counts, strict=True)):
             reqs += [req] * count
             accepted += row[:count]
             rows += range(i * len(row), i * len(row) + count)

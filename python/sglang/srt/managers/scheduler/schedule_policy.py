@@ -1,83 +1,21 @@
-"""Choice and order of the waiting requests that enter the next prefill step."""
+"""Priorities of requests, and what a prefill step may take."""
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
 from operator import attrgetter
 
 import numpy as np
 
-from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.mem_cache.kv_table import KVTable
-from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.plan.decode_interval import IntervalRule
 from sglang.srt.server_args import ServerArgs
 
-MOST_MATCHED = 128
-"""Waiting requests that a policy compares with the prefix tree in each step: beyond that it costs more than the order
-gains. A longer queue is FCFS with `lpm`, and behind so many with `dfs-weight`."""
-MOST_SHUFFLED = 128
-"""Waiting requests of which `random` draws; the others come behind them."""
-
 ESTIMATED_NEW_TOKENS = 4096
 """No request is expected to decode further than this when memory is promised to it."""
-
-
-def _longest_prefix(queue: Sequence[Req], kv: KVTable) -> Iterable[Req]:
-    if len(queue) > MOST_MATCHED:
-        return queue
-    return sorted(queue, key=lambda r: -kv.match(r).length)
-
-
-def _first(queue: Sequence[Req], count: int, order: Callable[[list[Req]], Iterable[Req]]) -> Iterable[Req]:
-    """Orders so many of a queue; the others follow as they came."""
-    return chain(order(list(islice(queue, count))), islice(queue, count, None))
-
-
-def _depth_first(queue: list[Req], kv: KVTable) -> list[Req]:
-    """Subtrees that serve most of these requests first, so that a branch is used up before it can be evicted."""
-    at_node: dict[int, list[Req]] = defaultdict(list)
-    nodes: dict[int, Node] = {}
-    weight: dict[int, int] = defaultdict(int)
-    for req in queue:
-        node: Node | None = kv.match(req).node
-        at_node[id(node)].append(req)
-        while node is not None:
-            nodes[id(node)] = node
-            weight[id(node)] += 1
-            node = node.parent
-    below: dict[int, list[Node]] = defaultdict(list)
-    for n in nodes.values():
-        if n.parent is not None:
-            below[id(n.parent)].append(n)
-    stack = [n for n in nodes.values() if n.parent is None]
-    order: list[Req] = []
-    while stack:
-        node = stack.pop()
-        order.extend(at_node[id(node)])
-        stack.extend(sorted(below[id(node)], key=lambda c: weight[id(c)]))
-    return order
-
-
-def _shuffled(queue: list[Req], seed: int) -> list[Req]:
-    """seed: the same on all ranks."""
-    return random.Random(seed).sample(queue, len(queue))
-
-
-POLICIES: dict[str, Callable[[Sequence[Req], KVTable], Iterable[Req]]] = {
-    "fcfs": lambda queue, kv: queue,
-    "lpm": _longest_prefix,
-    "dfs-weight": lambda queue, kv: _first(queue, MOST_MATCHED, partial(_depth_first, kv=kv)),
-    "lof": lambda queue, kv: sorted(queue, key=attrgetter("max_output"), reverse=True),
-    "random": lambda queue, kv: _first(queue, MOST_SHUFFLED, partial(_shuffled, seed=len(queue))),
-}
-"""The order in which waiting requests enter. It is read as far as there is room: the work of a step is bounded, however
-many wait. The queue does not change while it is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +38,15 @@ class Priorities:
         """Smaller is more important."""
         return req.priority if self.low_first else -req.priority
 
-    def order(self, queue: Iterable[Req]) -> list[Req]:
-        return sorted(queue, key=attrgetter("priority") if self.low_first else lambda req: -req.priority)
-
     def victim(self, running: list[Req], waiting: Req) -> Req | None:
         """The running request that should make room for `waiting`: of the least important the one that loses least."""
         if self.threshold is None or not running:
             return None
-        worst = max(running, key=lambda r: (self.rank(r), -r.output_len))
-        return worst if self.rank(worst) - self.rank(waiting) > self.threshold else None
+        worst = (max if self.low_first else min)(map(attrgetter("priority"), running))
+        below = worst - waiting.priority if self.low_first else waiting.priority - worst
+        if below <= self.threshold:
+            return None
+        return min((r for r in running if r.priority == worst), key=attrgetter("output_len"))
 
 
 class NewTokenRatio:
@@ -128,7 +66,7 @@ class NewTokenRatio:
         self.value = min(1.0, self.value + self.PENALTY)
 
 
-def leaves_room_for_prompts(chunk: int | None, page: int, num_decodes: int) -> bool:
+def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
     """Returns whether decoding tokens leave half of a step's chunk, in whole pages, to prompts."""
     return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
 
@@ -139,10 +77,10 @@ class DecodeInterval:
 
     Attention groups, whose steps are one, share it."""
 
-    def __init__(self, rule: IntervalRule, num_microbatches: int = 1) -> None:
-        """The rule counts requests of the group that has most. num_microbatches: as of a `RunningBatch`; each has the
-        rule's steps."""
-        self._rule, self._steps = rule, rule.steps * num_microbatches
+    def __init__(self, rule: IntervalRule, num_turns: int = 1) -> None:
+        """The rule counts requests of the group that has most. num_turns: as of a `RunningBatch`; each has the rule's
+        steps."""
+        self._rule, self._steps = rule, rule.steps * num_turns
         self._left = 0
         self.prompts_wait = False
         """True for a step that is to have no prompts."""
@@ -172,7 +110,7 @@ class PrefillBudget:
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
-        self.lookahead_slots = running.lookahead_slots
+        self.tokens_ahead = running.tokens_ahead
         self.first = True
         self.short = False
         """True if the request that was looked at last got less than it could use."""
@@ -199,7 +137,7 @@ class PrefillBudget:
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
         needed = want + output + page
         if self.alone:  # needs no promise beyond its prompt and what a draft reserves: its limit keeps it in the pool
-            end = prefix_len + want + min(output, self.lookahead_slots)
+            end = prefix_len + want + min(output, self.tokens_ahead)
             needed = (-(-end // page) - -(-prefix_len // page)) * page
         if needed > self.free():
             return 0
@@ -229,10 +167,10 @@ class PrefillBudget:
             if req.slot:  # a prompt that goes on
                 self.window_room[i] += -(-req.kv_len // page) * page - int(window.start[req.slot])
             room = self.window_room[i]
-            if min(window.max_prompt_tokens(take), longest) > room:
-                fits = (room - window.max_prompt_tokens(0)) // page * page - page
+            if min(window.most_of_prompt(take), longest) > room:
+                fits = (room - window.most_of_prompt(0)) // page * page - page
                 take = min(take, max(0, fits)) if self.chunk is not None else 0
         if take > 0:
             for i, window in enumerate(self.kv.windows):
-                self.window_room[i] -= min(window.max_prompt_tokens(take), longest)
+                self.window_room[i] -= min(window.most_of_prompt(take), longest)
         return take

@@ -21,18 +21,20 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
+from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.intake import Intake
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
 from sglang.srt.managers.scheduler.prompt_table import PromptTable
-from sglang.srt.managers.scheduler.schedule_batch import Req, RunningBatch, ScheduleBatch
+from sglang.srt.managers.scheduler.queue_order import QueueOrder
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
-    POLICIES,
     DecodeInterval,
     NewTokenRatio,
     PrefillBudget,
     Priorities,
-    leaves_room_for_prompts,
+    leaves_half,
 )
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.scheduler.stale_steps import redo_stale
@@ -42,7 +44,7 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.host_tier import Admission, HostTier
+from sglang.srt.mem_cache.host_tier import Entry, HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
@@ -78,7 +80,7 @@ class Scheduler:
     def __init__(
         self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
     ) -> None:
-        """depth: chooses how many draft tokens a step verifies; None: as many as there are."""
+        """depth: chooses how many guesses a step verifies; None: as many as there are."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
         caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
@@ -86,32 +88,34 @@ class Scheduler:
         self.host_tier: HostTier | None = None
         """Cached prefixes in main memory."""
         if caches_prefixes and self.plan.host_cache is not None and runner.copies is not None:
-            agree = parallel_state.all_reduce_min
+            agree = parallel_state.least_each
             self.host_tier = HostTier(self.kv, self.plan.host_cache, runner.copies, agree, runner.storage)
-        self.policy = POLICIES[args.schedule_policy]
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
-        self.steps_in_flight = args.steps_in_flight
+        self.order = QueueOrder(args.schedule_policy, self.priorities, self.kv)
+        self.steps_ahead = args.steps_ahead
         """Steps that are launched before the oldest one is read back: one on every stage. That hides all work of the
         host; more would only delay the news that a request has ended."""
 
-        self.waiting: deque[Req] = deque()
+        self.waiting = self.order.new_queue()
         self.chunked: list[Req] = []
         """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        self.running = RunningBatch(runner.tokens_per_step, runner.lookahead_slots, max(1, self.steps_in_flight))
+        counters = Counters(self.plan.pool_sizes.max_requests)
+        turns = max(1, self.steps_ahead)
+        self.running = RunningBatch(counters, runner.tokens_per_step, runner.tokens_ahead, turns)
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media, self._min_prompt_tokens, self.plan.page_size)
+        self.media = MediaSteps(runner.media, self._least_of_prompt, self.plan.page_size)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
-        self._single_attention_group = args.attn_dp_size == 1
+        self._alone = args.attn_dp_size == 1
         """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
         self.prompts = PromptTable()
-        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts)
+        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts, counters)
         self.held_tokens = 0
         """Of these, with their output so far."""
         self.held_hidden = 0
@@ -119,7 +123,7 @@ class Scheduler:
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
+        self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_ahead))
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
@@ -130,22 +134,22 @@ class Scheduler:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batch, then read back those that are more than `steps_in_flight` behind it."""
-        self.end_copies()
+        """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
+        self.settle_copies()
         self.interval.begin(len(self.running))
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
         idles = batch is None and not self.in_flight
-        self.read_back(batch, 0 if batch is None else self.steps_in_flight)
+        self.read_back(batch, 0 if batch is None else self.steps_ahead)
         if idles:
             self.wait_for_copies()
 
-    def end_copies(self) -> None:
+    def settle_copies(self) -> None:
         """Ends the copies of cached prefixes that have ended, and forgets the steps that read what a load did not
         bring."""
         if self.host_tier is not None:
-            self.host_tier.end_copies()
+            self.host_tier.settle()
             redo_stale(self)
 
     def wait_for_copies(self) -> None:
@@ -172,7 +176,7 @@ class Scheduler:
         forward = self.runner.forward(batch.step)
         mask = None
         if batch.needs_mask:
-            self.sync(set(batch.limited))
+            self.settle(set(batch.limited))
             mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
         self.launching = None
@@ -184,7 +188,7 @@ class Scheduler:
         batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
-            self.running.next_microbatch()
+            self.running.pass_turn()
         if batch is not None and self.host_tier is not None and self.host_tier.layered:
             batch.loads = self.host_tier.start_layers()
             batch.step.loads = [copy.handle.layers for copy in batch.loads if copy.handle and copy.handle.layers]
@@ -192,7 +196,7 @@ class Scheduler:
             self._free_chunks()
         return batch
 
-    def sync(self, reqs: Set[Req] | None = None) -> None:
+    def settle(self, reqs: Set[Req] | None = None) -> None:
         """Read back the steps in flight, so that the host knows every token, or every one of `reqs`."""
         count = len(self.in_flight)
         if reqs is not None:
@@ -227,14 +231,14 @@ class Scheduler:
         # Decode in the same step: what it costs to read the weights is paid once.
         widths = self.running.widths(1)
         num_decodes = int(widths.sum())
-        if num_decodes and not leaves_room_for_prompts(self._chunk, self.kv.page_size, num_decodes):
+        if num_decodes and not leaves_half(self._chunk, self.kv.page_size, num_decodes):
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
         chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
-        if not num_decodes or not self._can_grow(widths, sum(n + self.running.lookahead_slots for _, n in chosen)):
+        if not num_decodes or not self._can_grow(widths, sum(n + self.running.tokens_ahead for _, n in chosen)):
             widths = np.zeros_like(widths)
         batch = build_step(self.kv, self.running, widths, chosen)
         self.interval.launched_prompts()
@@ -275,7 +279,7 @@ class Scheduler:
             if not take:
                 return chosen
             chosen.append((req, take))
-        entered: set[Req] = set()
+        entered: list[Req] = []
         leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
         """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
         for req in islice(self._queue(), MOST_LOOKED_AT):
@@ -283,21 +287,18 @@ class Scheduler:
                 break
             prefix = self.kv.match(req)
             start = (req.namespace, req.cache_keys(min(SHARED_PREFIX, len(req.tokens))).tobytes())
-            if prefix.length < SHARED_PREFIX and any(map(req.may_reuse_prefix, leave[start])):
+            if prefix.length < SHARED_PREFIX and any(map(req.may_go_on_from, leave[start])):
                 continue
             self.kv.lock(prefix.node)
             if self.host_tier is not None:
                 has_room = partial(budget.has_room_to_load, req, prefix.length)
-                is_first, others_wait = (
-                    self._single_attention_group and not chosen,
-                    bool(self.running.reqs or self.in_flight),
-                )
-                admission = self.host_tier.admission(req, prefix.length, has_room, is_first, others_wait)
-                if admission is not Admission.NOW:
+                is_first, others_wait = self._alone and not chosen, bool(self.running.reqs or self.in_flight)
+                entry = self.host_tier.entry(req, prefix.length, has_room, is_first, others_wait)
+                if entry is not Entry.NOW:
                     self.kv.unlock(prefix.node)
-                if admission is Admission.LATER:
+                if entry is Entry.LATER:
                     continue
-                if admission is Admission.LONGER:
+                if entry is Entry.LONGER:
                     prefix = self.kv.match(req)
                     self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
@@ -311,29 +312,21 @@ class Scheduler:
             leave[start] += self._leaves(req, prefix.length + take)
             self._place(req, prefix.node)
             chosen.append((req, take))
-            entered.add(req)
+            entered.append(req)
             if budget.short:
                 break
-        self._leave_queue(entered)
+        self.waiting.remove(entered)
         return chosen
 
-    def _leave_queue(self, reqs: set[Req]) -> None:
-        """Takes these out of the queue; most are its first."""
-        while reqs and self.waiting[0] in reqs:
-            reqs.remove(self.waiting.popleft())
-        if reqs:
-            self.waiting = deque(r for r in self.waiting if r not in reqs)
-
-    def _min_prompt_tokens(self) -> int:
+    def _least_of_prompt(self) -> int:
         """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
-        rooms = [window.max_solo_tokens() for window in self.kv.windows]
+        rooms = [window.most_alone() for window in self.kv.windows]
         chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
         return min([*rooms, *chunk, self.plan.context_len])
 
     def _queue(self) -> Iterable[Req]:
         """Returns the waiting requests in the order in which they enter."""
-        ordered = self.policy(self.waiting, self.kv)
-        return ordered if self.priorities is None else self.priorities.order(ordered)
+        return self.order.of(self.waiting)
 
     def _leaves(self, req: Req, end: int) -> list[np.ndarray]:
         """Tokens behind which others can go on, once a request is computed up to `end`; the fewest, or none."""
@@ -349,12 +342,12 @@ class Scheduler:
     def _preempt(self, priorities: Priorities) -> None:
         """Running requests go back to the queue until the first one that would enter fits."""
         self.running.drop_finished()
-        if priorities.victim(self.running.reqs, min(self.waiting, key=priorities.rank)) is None:
+        if priorities.victim(self.running.reqs, self.waiting[0]) is None:
             return
         first = next(iter(self._queue()))  # of those equally important the policy's
         if self._fits(first):
             return
-        self.sync()
+        self.settle()
         self.running.drop_finished()
         while (victim := priorities.victim(self.running.reqs, first)) is not None and not self._fits(first):
             self.running.remove(victim)
@@ -384,13 +377,14 @@ class Scheduler:
         self.runner.sampling_table.set(
             req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
         )
+        req.begin()
         self.runner.begin(req.slot, req.tokens, 0 if req.media is None else req.media.delta)
 
     def pick_decode(self) -> ScheduleBatch | None:
         self.running.drop_finished()
         width = self._width()
         if self.running.reqs and not self._can_grow(self.running.widths(width)):
-            self.sync()
+            self.settle()
             self.running.drop_finished()
             if self.host_tier is not None:  # what saves read cannot be evicted
                 self.host_tier.drain(loads=False)
@@ -448,7 +442,7 @@ class Scheduler:
     def _release(self, req: Req, keep: bool = True) -> None:
         self.runner.sampling_table.clear(req.slot)
         self.media.end(req)
-        req.drop_draft_tokens()
+        req.drop_guesses()
         if self.host_tier is not None and keep:
             self.kv.commit(req)
             self.host_tier.committed(req)
@@ -468,31 +462,17 @@ class Scheduler:
         rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
         if batch.stale:
             rows = [row for row in rows if row[0] not in batch.stale]
-        for req, token, row in rows:  # up to all running requests, each step
-            if req.finish is not None:
-                continue
-            if token == NO_TOKEN:
-                logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
-                self.end(req, _NAN_LOGITS, report, keep=False)
-                continue
-            if req.prompt_len < req.limit:
+        for req, token, row in rows:  # up to all running requests, each step: nothing is called for a plain one
+            if not req.plain or token == NO_TOKEN or not (req.stream or req.first_token_time):
+                reason = self._take(batch, req, token, row)
+            else:
                 req.output.append(token)
                 num_new += 1
-                if not (req.stream or req.first_token_time):
-                    req.first_token_time = time.monotonic()
-                if req.return_logprob and req.pending_finish is None:
-                    batch.file_logprobs(req, row, token)
-                if req.thoughts is not None:
-                    req.thoughts.push(token)
-                if req.grammar is not None and not req.grammar.accept(token):
-                    self.end(req, rejected_token(req.grammar), report)
-                    continue
-                reason = self.stop_checker.finish_reason(req)
-            else:  # max_new_tokens is 0: the prompt was all that was wanted
-                reason = FinishReason("length", length=0)
+                ends = token in req.stop_ids or len(req.output) >= req.most_output
+                reason = self.stop_checker.finish_reason(req) if ends else None
             if reason is not None:
-                self.end(req, reason, report)
-            elif req.stream and req.pending_finish is None and req.num_unsent >= interval:
+                self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
+            elif req.stream and len(req.output) - req.num_sent >= interval and (req.plain or req.goes_on):
                 report.append(req)
         self.held_tokens += num_new
         if report:
@@ -508,6 +488,27 @@ class Scheduler:
             self.depth.expect(batch.result.confidence.tolist())
             self.stats.drafts.confidence_cuts = self.depth.confidence_cuts
 
+    def _take(self, batch: ScheduleBatch, req: Req, token: int, row: int) -> FinishReason | None:
+        """Gives a request its token, and to whatever follows its output. Returns the reason to end it."""
+        if req.finish is not None:
+            return None
+        if token == NO_TOKEN:
+            logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
+            return _NAN_LOGITS
+        if req.most_output <= 0:  # max_new_tokens is 0: the prompt was all that was wanted
+            return FinishReason("length", length=0)
+        req.output.append(token)
+        self.held_tokens += 1
+        if not (req.stream or req.first_token_time):
+            req.first_token_time = time.monotonic()
+        if req.return_logprob and req.pending_finish is None:
+            batch.file_logprobs(req, row, token)
+        if req.thoughts is not None:
+            req.thoughts.push(token)
+        if req.grammar is not None and not req.grammar.accept(token):
+            return rejected_token(req.grammar)
+        return self.stop_checker.finish_reason(req)
+
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
         """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
         if not req.slot:
@@ -520,11 +521,11 @@ class Scheduler:
 
     def _finish(self, req: Req, reason: FinishReason, keep: bool = True) -> None:
         """End a request that is not in the queue."""
-        req.finish = req.pending_finish or reason
+        req.finish, req.plain = req.pending_finish or reason, False
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
         self.prompts.give_back(req.prompt)
-        self.held_hidden -= req.max_hidden_rows
+        self.held_hidden -= req.most_hidden
         self.media.end(req)
         if req in self.chunked:
             self.chunked.remove(req)
@@ -533,9 +534,7 @@ class Scheduler:
 
     def _dequeue(self, reqs: set[Req]) -> None:
         """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
-        queued = {r for r in reqs if self.compiling.pop(r.rid, None) is None}
-        if queued:
-            self.waiting = deque(r for r in self.waiting if r not in queued)
+        self.waiting.remove([r for r in reqs if self.compiling.pop(r.rid, None) is None])
 
     def end_named(self, rid: str, reason: FinishReason) -> None:
         """End a request that may have ended on its own."""
@@ -554,8 +553,9 @@ class Scheduler:
             return None
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
-        self.held_hidden += req.max_hidden_rows
+        self.held_hidden += req.most_hidden
         self.waiting.append(req)
+        self.order.came(req)
         if self.host_tier is not None:
             self.host_tier.queued(req)
         return req
@@ -567,7 +567,7 @@ class Scheduler:
 
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         """Take a request that was just added out of the queue until its grammar is compiled."""
-        self.waiting.remove(req)
+        self.waiting.remove([req])
         self.compiling[req.rid] = (req, pending)
 
     def release_hold(self, req: Req) -> None:
@@ -593,7 +593,7 @@ class Scheduler:
         if mode == "abort":
             self.abort(AbortReq(abort_all=True))
         elif mode == "retract":
-            self.sync()
+            self.settle()
             self.running.drop_finished()
             retracted = [*self.running.reqs, *self.chunked]
             self.chunked = []
@@ -603,7 +603,7 @@ class Scheduler:
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
-        self.sync()
+        self.settle()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         if self.host_tier is not None:

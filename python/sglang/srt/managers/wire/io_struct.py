@@ -127,7 +127,7 @@ class DraftCounts(msgspec.Struct, omit_defaults=True):
         return DraftCounts(self.steps, self.proposed, self.correct, self.histogram.copy() if with_histogram else [])
 
 
-class TokenMeta(msgspec.Struct, omit_defaults=True):
+class TokenMeta(msgspec.Struct, omit_defaults=True, gc=False):
     """Counts of one request when the message was sent."""
 
     prompt_tokens: int

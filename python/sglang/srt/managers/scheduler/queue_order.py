@@ -1,0 +1,100 @@
+"""The order in which waiting requests enter (--schedule-policy)."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import chain, islice
+
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.scheduler.schedule_policy import Priorities
+from sglang.srt.managers.scheduler.waiting_queue import Rank, WaitingQueue
+from sglang.srt.mem_cache.kv_table import KVTable
+from sglang.srt.mem_cache.radix_node import Node
+
+MOST_ORDERED = 128
+"""Waiting requests that a policy orders in each step: beyond that it costs more than the order gains. With `dfs-weight`
+and `random` the others come behind them; with `lpm` a longer queue is FCFS."""
+MOST_MATCHED = 32
+"""Of these, the ones that a step compares with the prefix tree, in turns. The others are where they were found last."""
+
+
+def _node(req: Req, root: Node) -> Node:
+    """Returns where its cached prefix was found to end; the root if that is no longer in the tree."""
+    return root if req.node is None or req.node.parent is None else req.node
+
+
+def _longest_prefix(first: list[Req], root: Node) -> list[Req]:
+    return sorted(first, key=lambda req: -_node(req, root).depth)
+
+
+def _depth_first(first: list[Req], root: Node) -> list[Req]:
+    """Subtrees that serve most of these requests first, so that a branch is used up before it can be evicted."""
+    at_node: dict[Node, list[Req]] = defaultdict(list)
+    for req in first:
+        at_node[_node(req, root)].append(req)
+    below: dict[Node, list[Node]] = defaultdict(list)
+    weight: dict[Node, int] = {root: 0}
+    for end, reqs in at_node.items():
+        node = end
+        while node.parent is not None:
+            if node not in weight:
+                weight[node] = 0
+                below[node.parent].append(node)
+            weight[node] += len(reqs)
+            node = node.parent
+    order: list[Req] = []
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        order += at_node.get(node, ())
+        stack += sorted(below.get(node, ()), key=weight.__getitem__)
+    return order
+
+
+_RANKS: dict[str, Rank] = {"lof": lambda req: -req.most_output}
+"""Policies that keep the queue sorted."""
+_BY_PREFIX: dict[str, Callable[[list[Req], Node], list[Req]]] = {"lpm": _longest_prefix, "dfs-weight": _depth_first}
+"""Policies that order requests by where their prefixes end in the tree with this root."""
+POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
+
+
+class QueueOrder:
+    """Orders the queue for a step. Its work is bounded, however many wait: the queue itself keeps the order that does
+    not change while requests wait, and of the others only the first are ordered."""
+
+    def __init__(self, policy: str, priorities: Priorities | None, kv: KVTable) -> None:
+        self._policy, self._priorities, self._kv = policy, priorities, kv
+        self._by_prefix = _BY_PREFIX.get(policy)
+        self._turn = 0
+        """Number of requests that were compared with the tree, of which the next one follows."""
+
+    def new_queue(self) -> WaitingQueue:
+        ranks = [] if self._priorities is None else [self._priorities.rank]
+        return WaitingQueue(*ranks, *(_RANKS[name] for name in [self._policy] if name in _RANKS))
+
+    def came(self, req: Req) -> None:
+        """A request came to the queue."""
+        if self._by_prefix is not None:
+            self._kv.match(req)
+
+    def of(self, queue: WaitingQueue) -> Iterable[Req]:
+        """Returns the waiting requests in the order in which they enter. It is read as far as there is room, and the
+        queue does not change while it is read."""
+        first = list(islice(queue, MOST_ORDERED))
+        if self._policy == "random":  # the seed is the same on all ranks
+            first = random.Random(len(queue)).sample(first, len(first))
+        elif self._by_prefix is not None and (self._policy != "lpm" or len(queue) <= MOST_ORDERED):
+            self._match_some(first)
+            first = self._by_prefix(first, self._kv.tree.root)
+        else:
+            return queue
+        if self._priorities is not None:
+            first.sort(key=self._priorities.rank)
+        return chain(first, islice(queue, MOST_ORDERED, None))
+
+    def _match_some(self, reqs: list[Req]) -> None:
+        for turn in range(self._turn, self._turn + min(len(reqs), MOST_MATCHED)):
+            self._kv.match(reqs[turn % len(reqs)])
+        self._turn += MOST_MATCHED

@@ -1,0 +1,154 @@
+"""The requests that decode, and the arrays of their next step."""
+
+from __future__ import annotations
+
+from itertools import compress
+
+import numpy as np
+import numpy.typing as npt
+
+from sglang.srt.managers.scheduler.counters import Counters
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.mem_cache.kv_table import Lengths
+
+
+class RunningBatch:
+    """Requests in decode. Their order is that in which they came.
+
+    A step brings tokens of those whose turn it is (`now`). There are as many turns as steps on their way through the
+    stages of a pipeline: the others' last tokens are among these. Which turn a request has changes no token, and only
+    how long its step waits. A step brings up to `tokens_per_step` tokens of a request: where that is more than one, all
+    lengths are upper bounds, and `Counters.verified` takes back what fell away.
+    """
+
+    def __init__(self, counters: Counters, tokens_per_step: int, tokens_ahead: int, num_turns: int) -> None:
+        """tokens_ahead: positions behind a request's tokens that need a cache slot (`Drafter.tokens_ahead`)."""
+        self.counters = counters
+        self.tokens_per_step, self.tokens_ahead, self.num_turns = tokens_per_step, tokens_ahead, num_turns
+        self.turn = 0
+        self.clear()
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def clear(self) -> None:
+        self.reqs: list[Req] = []
+        self.slots = np.empty(0, np.int64)
+        self.limits, self.max_widths = np.empty(0, np.int32), np.empty(0, np.int32)
+        self._select()
+
+    def add(self, reqs: list[Req]) -> None:
+        """Adds requests behind a step that computed their prompts. Each joins the shortest turn; of several equally
+        short ones, that which comes last."""
+        counts = self._counts(self.reqs)
+        for req in reqs:
+            req.turn = min(range(self.num_turns), key=lambda turn: (counts[turn], (turn - self.turn) % self.num_turns))
+            counts[req.turn] += 1
+        self.reqs = self.reqs + reqs
+        self.slots = np.append(self.slots, np.array([r.slot for r in reqs], np.int64))
+        self.limits = np.append(self.limits, _int32([r.limit for r in reqs]))
+        self.max_widths = np.append(self.max_widths, _int32([r.max_width(self.tokens_per_step) for r in reqs]))
+        self._level()
+        self._select()
+
+    def pass_turn(self) -> None:
+        """Passes to the next turn that has requests."""
+        if self.num_turns > 1:
+            self.turn = (self.turn + 1) % self.num_turns
+            self._select()
+
+    def drop_finished(self) -> None:
+        """Forget requests that ended, which have no tokens any more, and those whose last token is certainly on its
+        way. Comes before slots are given away again."""
+        self._keep((self.seq_lens > 0) & (self.planned_lens - self.slack < self.limits))
+
+    def remove(self, req: Req) -> None:
+        self._keep(np.fromiter((r is not req for r in self.reqs), np.bool_, len(self.reqs)))
+
+    def _keep(self, which: npt.NDArray[np.bool_]) -> None:
+        if which.all():
+            return
+        self.reqs = list(compress(self.reqs, which.tolist()))
+        self.slots, self.limits, self.max_widths = self.slots[which], self.limits[which], self.max_widths[which]
+        self._level()
+        self._select()
+
+    def _counts(self, reqs: list[Req]) -> list[int]:
+        """Returns the number of requests in each turn."""
+        turns = np.fromiter((r.turn for r in reqs), np.int64, len(reqs))
+        counts: list[int] = np.bincount(turns, minlength=self.num_turns).tolist()
+        return counts
+
+    def _level(self) -> None:
+        """No turn stays empty while another has several requests; else a stage would be idle. Those that change wait
+        once for tokens that the turn would not wait for."""
+        if self.num_turns == 1:
+            return
+        counts = self._counts(self.reqs)
+        while not min(counts) and max(counts) > 1:
+            longest, empty = counts.index(max(counts)), counts.index(0)
+            moving = [r for r in self.reqs if r.turn == longest][counts[longest] // 2 :]
+            for req in moving:
+                req.turn = empty
+            counts[longest], counts[empty] = counts[longest] - len(moving), len(moving)
+
+    def _select(self) -> None:
+        self.now: list[Req] = self.reqs
+        """Requests whose turn it is; `has_turn` says which of all requests they are."""
+        self.has_turn = np.ones(len(self.reqs), np.bool_)
+        if self.num_turns == 1 or not self.reqs:
+            return
+        counts = self._counts(self.reqs)
+        while not counts[self.turn]:
+            self.turn = (self.turn + 1) % self.num_turns
+        self.has_turn = np.fromiter((r.turn == self.turn for r in self.reqs), np.bool_, len(self.reqs))
+        self.now = [r for r in self.reqs if r.turn == self.turn]
+
+    # --- lengths, an entry a request ----------------------------------------------------------------------------------
+
+    @property
+    def seq_lens(self) -> Lengths:
+        """Tokens whose KV is launched."""
+        return self.counters.kv_len[self.slots]
+
+    @property
+    def slack(self) -> Lengths:
+        """Of these, the ones that may fall away."""
+        return self.counters.slack[self.slots]
+
+    @property
+    def planned_lens(self) -> Lengths:
+        return self.counters.planned_len[self.slots]
+
+    @property
+    def reserved_lens(self) -> Lengths:
+        """Positions that have a cache slot."""
+        reserved: Lengths = np.maximum(self.seq_lens, self.counters.reserved_len[self.slots])
+        return reserved
+
+    @property
+    def certain_lens(self) -> Lengths:
+        """Tokens that are computed, at least."""
+        certain: Lengths = self.seq_lens - self.slack
+        return certain
+
+    def widths(self, at_most: int) -> Lengths:
+        """[R] tokens that each request brings to the next step; 0: it waits, for its turn or for results that say
+        whether it may have a further token."""
+        there = np.minimum(self.counters.num_guesses[self.slots] + 1, self.limits - self.planned_lens)
+        widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
+        return widths * self.has_turn
+
+    def reserved_by(self, widths: Lengths) -> Lengths:
+        """Positions that have a cache slot behind a step that brings so many tokens of each request."""
+        needed = np.minimum(self.seq_lens + widths + np.int32(self.tokens_ahead) * (widths > 0), self.limits)
+        reserved: Lengths = np.maximum(self.reserved_lens, needed)
+        return reserved
+
+    def launched(self, widths: Lengths, num_guesses: int) -> None:
+        """Count a step that brings so many tokens of each request, and makes so many guesses for those behind it."""
+        self.counters.launched(self.slots, widths, self.reserved_by(widths), num_guesses)
+
+
+def _int32(values: list[int]) -> Lengths:
+    return np.array(values, np.int32)
