@@ -31,7 +31,7 @@ class Sample:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`streams` [B, L, captures, H] and `hidden` [B, L, H] of the target; `rows`, `columns` [n]: the draft rows that
-    guess the token two places on. `answer` [B, L] bool: places that the target writes."""
+    propose the token two places on. `answer` [B, L] bool: places that the target writes."""
 
     tokens: Tensor
     answer: Tensor

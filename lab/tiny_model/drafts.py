@@ -1,8 +1,8 @@
-"""Trains the drafts of the embedded model and says how many of their guesses stand.
+"""Trains the drafts of the embedded model and says how many of their draft tokens stand.
 
 A draft learns the target's distribution of the next token at every place of an answer: the EAGLE-3 head and the MTP
-layer for three guesses in a row (training-time test of arXiv 2503.01840), the DFlash draft for a block of seven. Half
-of its texts are the target's own, greedy and sampled, the others the answers that the target was trained on; the
+layer for three draft tokens in a row (training-time test of arXiv 2503.01840), the DFlash draft for a block of seven.
+Half of its texts are the target's own, greedy and sampled, the others the answers that the target was trained on; the
 target's distribution, not the text, is what is learned.
 """
 
@@ -33,7 +33,7 @@ from tiny_model.model import TinyModel
 
 GUESSES = 3
 DEPTH_WEIGHT = 0.8
-"""Of a guess beside the one before it, in the loss."""
+"""Of a draft token beside the one before it, in the loss."""
 RATES = {"eagle3": 2e-3, "mtp": 1e-3, "dflash": 1.5e-3}
 """Learning rates of the drafts that begin as noise, and of the layer, which begins as the target's last one."""
 KINDS = tuple(RATES)
@@ -69,9 +69,9 @@ def corpus(directory: Path, count: int, seed: int) -> list[Sample]:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def guesses(draft: ChainDraft, target: TinyModel, batch: Batch, count: int) -> Iterator[Tensor]:
-    """Of each guess in turn what `draft.logits` reads, [B, L, H]. In a server the token of a row is the guess before
-    it; here it is the text's, which is the same where that guess stands."""
+def draft_tokens(draft: ChainDraft, target: TinyModel, batch: Batch, count: int) -> Iterator[Tensor]:
+    """Of each draft token in turn what `draft.logits` reads, [B, L, H]. In a server the token of a row is the draft
+    token before it; here it is the text's, which is the same where that guess stands."""
     embedded = F.embedding(batch.tokens.roll(-1, dims=1), target.embedding)
     features, before = draft.features(batch.streams, batch.hidden), Attended([], [])
     for _ in range(count):
@@ -89,7 +89,7 @@ def chain_loss(draft: ChainDraft, target: TinyModel, batch: Batch) -> Tensor:
     with torch.no_grad():
         wanted = target.logits(batch.hidden[batch.rows, batch.columns + 1]).softmax(-1)[:, draft.kept]
     total = wanted.new_zeros(())
-    for depth, state in enumerate(guesses(draft, target, batch, GUESSES)):
+    for depth, state in enumerate(draft_tokens(draft, target, batch, GUESSES)):
         logits = draft.logits(state[batch.rows, batch.columns])
         total = total - DEPTH_WEIGHT**depth * (wanted * logits.log_softmax(-1)).sum(-1).mean()
     return total
@@ -124,9 +124,9 @@ def train(draft: Draft, target: TinyModel, samples: Sequence[Sample], minutes: f
 
 @dataclass
 class Acceptance:
-    """Of the guesses of a step, at every place of the answers: the share that stands if those before it do.
+    """Of the draft tokens of a step, at every place of the answers: the share that stands if those before it do.
     `length`: tokens a step, the sampled one included, where each step begins behind the one before. `verified`: steps
-    that bring guesses; one to which a single token is left brings none."""
+    that bring draft tokens; one to which a single token is left brings none."""
 
     shares: list[float]
     length: float
@@ -138,8 +138,8 @@ class Acceptance:
 
 @torch.no_grad()
 def acceptance(draft: Draft, target: TinyModel, samples: Sequence[Sample]) -> Acceptance:
-    """Greedy guesses for greedy texts. For sampled ones a guess is the largest of the draft's logits plus the noise
-    that chose the target's token there, as a server draws both."""
+    """Greedy draft tokens for greedy texts. For sampled ones a draft token is the largest of the draft's logits plus
+    the noise that chose the target's token there, as a server draws both."""
     reached, stood = Counter[int](), Counter[int]()
     steps = written = verified = 0
     for group in batches(samples):
@@ -160,7 +160,8 @@ def acceptance(draft: Draft, target: TinyModel, samples: Sequence[Sample]) -> Ac
 
 
 def _stand(right: Tensor, start: int, end: int) -> int:
-    """How many guesses stand from the token at `start` on; right [L, guesses] by the place of the token before."""
+    """How many draft tokens stand from the token at `start` on; right [L, draft tokens] by the place of the token
+    before."""
     length, most = 0, right.shape[-1]
     while length < most and start + length < end and bool(right[start - 1, length]):
         length += 1
@@ -168,17 +169,17 @@ def _stand(right: Tensor, start: int, end: int) -> int:
 
 
 def guesses_right(draft: Draft, target: TinyModel, batch: Batch, group: Sequence[Sample]) -> Tensor:
-    """[B, L, guesses] bool: of the guesses behind each place, which are the text's tokens there."""
+    """[B, L, draft tokens] bool: of the draft tokens behind each place, which are the text's tokens there."""
     if isinstance(draft, DFlashDraft):
         return block_right(draft, batch, group)
-    states = guesses(draft, target, batch, GUESSES)
+    states = draft_tokens(draft, target, batch, GUESSES)
     # Row p of guess j (0 first) is of the place p + 1 - j.
     right = [_right(draft, state, batch, group).roll(1 - j, dims=1) for j, state in enumerate(states)]
     return torch.stack(right, dim=-1)
 
 
 def _right(draft: ChainDraft, state: Tensor, batch: Batch, group: Sequence[Sample]) -> Tensor:
-    """[B, L] bool: whether the guess of a row is the token two places on."""
+    """[B, L] bool: whether the draft token of a row is the token two places on."""
     logits = draft.logits(state)
     for row, sample in enumerate(group):
         if sample.seed != GREEDY:

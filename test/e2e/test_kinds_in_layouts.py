@@ -106,7 +106,7 @@ def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     return saved
 
 
-@pytest.mark.parametrize("draft tokens", [False, True], ids=["", "NGRAM"])
+@pytest.mark.parametrize("draft_tokens", [False, True], ids=["", "NGRAM"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_answers_as_one_process(

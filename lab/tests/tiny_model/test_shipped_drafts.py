@@ -1,5 +1,5 @@
-"""How often the guesses of the shipped drafts stand in plain torch, without cache and batches. A test of the server has
-these figures."""
+"""How often the draft tokens of the shipped drafts stand in plain torch, without cache and batches. A test of the
+server has these figures."""
 
 from __future__ import annotations
 

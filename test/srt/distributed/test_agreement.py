@@ -62,7 +62,7 @@ def test_plans_of_other_cards_differ_and_the_message_names_both() -> None:
         ({"decode_interval": IntervalRule(9, 1)}, "decode_interval.steps: "),
         ({"cuda_graph_bs": ()}, "cuda_graph_bs: 1, 2, "),
         ({"choices": {}}, "choices."),
-        ({"bands": {}}, "bands."),
+        ({"tile configs": {}}, "tile configs."),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -101,8 +101,8 @@ def test_plans_of_every_published_model_can_be_compared(name: str, tmp_path: Pat
     for drafts in ({"speculative_algorithm": "NEXTN"}, {}):
         for size in (8, 1):
             with suppress(UserError):
-                everywhere, of_stage = plan_items(plan_of(arch, 2 << 40, 0, tp_size=size, **server, **drafts))
-                assert everywhere["max_total_num_tokens"] and of_stage
+                everywhere, select_stage = plan_items(plan_of(arch, 2 << 40, 0, tp_size=size, **server, **drafts))
+                assert everywhere["max_total_num_tokens"] and select_stage
                 return
     pytest.skip("not served")
 
@@ -158,7 +158,7 @@ def _ways(rank: int, folder: str) -> None:
     parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/rendezvous")
     seen = (PeerLinks(Topology.NVLINK, library=Topology.HOST_BRIDGE), PeerLinks(Topology.SWITCH))[rank]
     links = scheduler_setup.of_all_ranks(seen)
-    assert (links.topology, links.of_library) == (Topology.SWITCH, Topology.HOST_BRIDGE)
+    assert (links.topology, links.library_topology) == (Topology.SWITCH, Topology.HOST_BRIDGE)
     parallel_state.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Two halves that take turns: their order, their collectives' results, and what one's failure does to the other."""
+"""Two halves that alternate: their order, their collectives' results, and what one's failure does to the other."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def play(world: World, draft_tokens: str, page: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "draft tokens", "page"), [("qwen3", "half-right", 1), ("gpt_oss", "none", 4), ("qwen3_5", "right", 16)]
+    ("name", "draft_tokens", "page"), [("qwen3", "half-right", 1), ("gpt_oss", "none", 4), ("qwen3_5", "right", 16)]
 )
 def test_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Path) -> None:
     world = World(name, tmp_path, options=FP4, num_prompts=FEW_PROMPTS)
@@ -56,7 +56,7 @@ def test_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Pat
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.parametrize("draft tokens", DRAFT_TOKENS)
+@pytest.mark.parametrize("draft_tokens", DRAFT_TOKENS)
 @pytest.mark.parametrize("name", MODELS)
 def test_many_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Path) -> None:
     play(World(name, tmp_path, options=FP4), draft_tokens, page, 20)
@@ -83,7 +83,7 @@ def _rank(
 @pytest.mark.slow
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("draft tokens", ["none", "half-right"])
+@pytest.mark.parametrize("draft_tokens", ["none", "half-right"])
 @pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
 @pytest.mark.parametrize("layout", SHARED)
 def test_several_ranks(layout: str, name: str, draft_tokens: str, tmp_path: Path) -> None:

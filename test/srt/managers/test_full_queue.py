@@ -164,11 +164,11 @@ def test_a_longer_queue_makes_no_step_longer(policy: str, priorities: bool) -> N
 @dataclass(eq=False)
 class Waiting:
     priority: int
-    most_output: int
+    max_output: int
 
 
 def test_the_queue_is_sorted_as_requests_come_and_go() -> None:
-    rng, queue, came = random.Random(0), WaitingQueue(lambda r: -r.priority, lambda r: -r.most_output), list[Any]()
+    rng, queue, came = random.Random(0), WaitingQueue(lambda r: -r.priority, lambda r: -r.max_output), list[Any]()
     for _ in range(2000):
         if came and rng.random() < 0.45:
             gone = rng.sample(came, min(len(came), rng.choice([1, 1, 3, 40])))
@@ -182,5 +182,5 @@ def test_the_queue_is_sorted_as_requests_come_and_go() -> None:
             else:
                 queue.append(req)
                 came.append(req)
-        assert list(queue) == sorted(came, key=lambda req: (-req.priority, -req.most_output))
+        assert list(queue) == sorted(came, key=lambda req: (-req.priority, -req.max_output))
         assert len(queue) == len(came) and (not came or queue[0] is next(iter(queue)))

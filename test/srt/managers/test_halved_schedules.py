@@ -116,7 +116,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
                 }
                 counts.clear()
                 replayed = set[int]() if "graphs" in mode else None
-                draft_tokens = known if "draft tokens" in mode else None
+                draft_tokens = known if "draft_tokens" in mode else None
                 result = outcome(folder, ranks, rank, f"file://{out}/{name}.{mode}", replayed, draft_tokens, **more)
                 known = known or result.tokens
                 (out / f"{name}.{mode}.{rank}.json").write_text(json.dumps([result.__dict__, counts]))

@@ -153,7 +153,7 @@ OPTIONS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
 
 
 @pytest.mark.parametrize(
-    ("name", "draft tokens", "page", "policy"),
+    ("name", "draft_tokens", "page", "policy"),
     [("mistral_windows", "right", 4, "write_through_selective"), ("qwen3_5", "half-right", 4, "write_back")],
 )
 def test_random_schedules(name: str, draft_tokens: str, page: int, policy: str, tmp_path: Path) -> None:

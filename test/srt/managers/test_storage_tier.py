@@ -204,7 +204,7 @@ EXTRA = {"hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}'}
 
 
 @pytest.mark.parametrize(
-    ("name", "draft tokens", "page", "policy"),
+    ("name", "draft_tokens", "page", "policy"),
     [("mistral_windows", "none", 4, "wait_complete"), ("qwen3_5", "half-right", 4, "timeout")],
 )
 def test_random_schedules(name: str, draft_tokens: str, page: int, policy: str, tmp_path: Path) -> None:

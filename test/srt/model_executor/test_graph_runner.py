@@ -51,7 +51,7 @@ def test_prompts_behind_a_shared_prefix_have_no_graph() -> None:
     attention = SimpleNamespace(shares_prefixes=lambda new, prefixes: max(prefixes, default=0) >= 8192)
     graphs.sizes, graphs.state = SIZES, cast(Any, SimpleNamespace(attention=attention))
     for prefix in (100, 9000):
-        step, in_graph = padding_prompt(16, prefix, guesses=False), prefix == 100
+        step, in_graph = padding_prompt(16, prefix, draft_tokens=False), prefix == 100
         assert (graphs.shape_of(step) is not None) == in_graph
         groups = GroupSteps.of([padding_decodes(2, 0), None, step])
         for own in groups.steps:

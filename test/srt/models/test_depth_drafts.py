@@ -44,7 +44,7 @@ def change_tensors(folder: Path, change: Callable[[Tensors], object]) -> None:
 
 
 @pytest.mark.parametrize("name", DEPTH_FORMS)
-@pytest.mark.parametrize("draft tokens", [1, 3])
+@pytest.mark.parametrize("draft_tokens", [1, 3])
 def test_as_many_layers_as_draft_tokens_are_held_and_counted(name: str, draft_tokens: int, tmp_path: Path) -> None:
     build_depths(name, tmp_path)
     plan = planned(tmp_path, draft_tokens)

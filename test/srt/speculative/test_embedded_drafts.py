@@ -1,5 +1,5 @@
-"""The embedded model's drafts: guesses stand in a scheduler as often as in plain torch, without cache and batches, and
-the tokens are those of the plain run."""
+"""The embedded model's drafts: draft tokens stand in a scheduler as often as in plain torch, without cache and batches,
+and the tokens are those of the plain run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, assert_clean, request, run_to_end
 
 QUESTIONS = ("What is 431 + 88?", "Sort these numbers: 45, 12, 78, 3, 99", "What is the capital of France?")
-NEW_TOKENS, GUESSES = 24, 3
+NEW_TOKENS, DRAFT_TOKENS = 24, 3
 VERIFIED = {"EAGLE3": 28, "MTP": 34, "DFLASH": 25}
-"""How many times guesses for the answers are verified in plain torch: lab/tests/tiny_model/test_shipped_drafts.py."""
+"""How many times draft tokens for the answers are verified in plain torch:
+lab/tests/tiny_model/test_shipped_drafts.py."""
 FLAGS: dict[str, dict[str, Any]] = {
     "EAGLE3": {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": EAGLE3_PATH},
     "MTP": {"speculative_algorithm": "NEXTN"},
@@ -40,11 +41,11 @@ def prompts() -> list[list[int]]:
 
 
 def served(options: dict[str, Any]) -> tuple[list[list[int]], int]:
-    """The tokens of each prompt, and how many times guesses of a request were verified."""
+    """The tokens of each prompt, and how many times draft tokens of a request were verified."""
     args = ServerArgs.from_kwargs(
         model_path=DEFAULT_MODEL_PATH, device="cpu", dtype="float32", skip_tokenizer_init=True, max_total_tokens=2048,
         max_running_requests=4, chunked_prefill_size=16,
-        **({"speculative_num_steps": GUESSES} | options if options else {}),
+        **({"speculative_num_steps": DRAFT_TOKENS} | options if options else {}),
     )  # fmt: skip
     scheduler, collector = Scheduler(args, create_runner(args), StopChecker(None)), Collector()
     requests = []
@@ -63,8 +64,8 @@ def plain() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_guesses_stand_as_often_as_in_plain_torch(name: str) -> None:
+def test_draft_tokens_stand_as_often_as_in_plain_torch(name: str) -> None:
     tokens, steps = served(FLAGS[name])
     assert tokens == plain()
-    # Not to the step: where a request brings no guesses, its next ones begin elsewhere.
+    # Not to the step: where a request brings no draft tokens, its next ones begin elsewhere.
     assert abs(steps - VERIFIED[name]) <= 0.15 * VERIFIED[name]

@@ -203,7 +203,7 @@ def _draft_rows(op: str, kernel: Any, constants: dict[str, Any]) -> Variant:
 
 
 def _ngram_drafts() -> Iterator[Variant]:
-    types = dict.fromkeys(("slots", "tokens", "places", "draft tokens", "corpus_places"), "*i64")
+    types = dict.fromkeys(("slots", "tokens", "places", "draft_tokens", "corpus_places"), "*i64")
     types |= dict.fromkeys(("history", "lens", "corpus", "order", "size"), "*i32")
     types |= dict.fromkeys(("context_len", "longest", "num_speculative_tokens", "corpus_size"), "i32")
     splits = {"SPLITS": ngram.MOST_SPLITS}

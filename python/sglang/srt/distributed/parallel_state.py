@@ -576,8 +576,8 @@ def all_reduce_min(values: Sequence[int]) -> list[int]:
 
 
 def all_reduce_max(values: Sequence[int]) -> list[int]:
-    """The greatest of the ranks' values at each position, as `least_each`."""
-    return [-value for value in least_each([-value for value in values])]
+    """The greatest of the ranks' values at each position, as `all_reduce_min`."""
+    return [-value for value in all_reduce_min([-value for value in values])]
 
 
 _num_broadcasts = 0

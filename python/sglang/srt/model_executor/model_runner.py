@@ -136,8 +136,8 @@ class ModelRunner:
         return 0 if self.drafter is None else self.drafter.next_tokens_read
 
     def step_times(self) -> dict[tuple[int, int], float]:
-        """(requests, tokens of each) -> milliseconds of a step with its guesses, as far as such steps are graphs, on
-        the slowest rank. Nothing where stages compute one behind the other."""
+        """(requests, tokens of each) -> milliseconds of a step with its draft tokens, as far as such steps are graphs,
+        on the slowest rank. Nothing where stages compute one behind the other."""
         if self.graphs is None or self.plan.ranks.pp_size > 1:
             return {}
         times = self.graphs.step_times()

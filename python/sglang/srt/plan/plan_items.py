@@ -10,9 +10,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.kernels.bands import OpBands
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.kernels.tile_configs import OpTileConfigs
 from sglang.srt.plan.plan import Plan
 
 Scalar = bool | int | float | str | None
@@ -33,7 +33,7 @@ def plan_items(plan: Plan) -> tuple[Items, Items]:
     values = {name: getattr(plan, name) for name in names} | {
         "model": {f.name: getattr(plan.model, f.name) for f in fields(plan.model) if f.name not in OF_MACHINE},
         "choices": {op: _launched(choice) for op, choice in plan.choices.items()},
-        "bands": {op: _bands(cut) for op, cut in plan.bands.items()},
+        "tile configs": {op: _tile_configs(cut) for op, cut in plan.tile_configs.items()},
     }
     return dict(flat(values)), dict(flat({name: getattr(plan, name) for name in OF_STAGE}))
 
@@ -44,8 +44,8 @@ def _launched(choice: Choice) -> dict[str, Any]:
     return {"kernel": choice.name, "entry": choice.spec.entry, "tiles": list(map(tile_key, tiles))}
 
 
-def _bands(cut: OpBands) -> list[dict[str, Any]]:
-    return [{name: value for name, value in band.items() if name != "why"} for band in cut.to_json()]
+def _tile_configs(cut: OpTileConfigs) -> list[dict[str, Any]]:
+    return [{name: value for name, value in tile_config.items() if name != "why"} for tile_config in cut.to_json()]
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Scalar]]:

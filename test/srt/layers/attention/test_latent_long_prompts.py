@@ -232,7 +232,7 @@ STEPS = {
     "no prefix": (prompts([LONG], [0]), 0),
     "too few tokens": (prompts([LONG - 301, 300], [0, 5000]), None),
     "in a graph": (prompts([LONG], [0], seq_lens_cpu=None), None),
-    "draft tokens": (prompts([LONG], [0], draft_tokens=VerifyRows.__new__(VerifyRows)), None),
+    "draft_tokens": (prompts([LONG], [0], draft_tokens=VerifyRows.__new__(VerifyRows)), None),
 }
 
 

@@ -50,7 +50,7 @@ SHORT = {
     "too few tokens": prompts([200, LEAST - 201]),
     "a shared prefix": prompts([LEAST], [5000]),
     "in a graph": prompts([LEAST], seq_lens_cpu=None),
-    "draft tokens": prompts([LEAST], draft_tokens=VerifyRows.__new__(VerifyRows)),
+    "draft_tokens": prompts([LEAST], draft_tokens=VerifyRows.__new__(VerifyRows)),
 }
 
 

@@ -10,7 +10,7 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 class ToldUsage(NamedTuple):
-    """Which counts the client is told, and when: in each chunk, behind the last one, and those of guesses."""
+    """Which counts the client is told, and when: in each chunk, behind the last one, and those of draft tokens."""
 
     continuous: bool
     final: bool

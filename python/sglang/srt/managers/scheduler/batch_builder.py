@@ -29,12 +29,12 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest:
 
 def vocab_mask(batch: ScheduleBatch, vocab_size: int, filler: MaskFiller) -> np.ndarray:
     """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Row j of a request follows its first j
-    guesses: where these break its grammar, the rows behind cannot stand, and their masks do not matter."""
+    draft tokens: where these break its grammar, the rows behind cannot stand, and their masks do not matter."""
     width = batch.step.width
     mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
     widths = [1] * len(batch.sampled) if batch.step.widths is None else batch.step.widths.tolist()
     walks = [
-        _Walk(i * width, req.grammar, copy(req.thoughts), req.guesses[: count - 1])
+        _Walk(i * width, req.grammar, copy(req.thoughts), req.draft_tokens[: count - 1])
         for i, (req, count) in enumerate(zip(batch.sampled, widths, strict=True))
         if req.finish is None and (req.grammar is not None or req.thoughts is not None)
     ]
@@ -53,23 +53,23 @@ def vocab_mask(batch: ScheduleBatch, vocab_size: int, filler: MaskFiller) -> np.
 
 @dataclass(slots=True)
 class _Walk:
-    """A request's way along its guesses."""
+    """A request's way along its draft tokens."""
 
     row: int
     grammar: Grammar | None
     thoughts: Thoughts | None
-    guesses: list[int]
+    draft_tokens: list[int]
     num_accepted: int = 0
 
     def advance(self) -> bool:
-        """Moves to the row behind the next guess. Returns False if there is none that can stand."""
-        if self.num_accepted == len(self.guesses):
+        """Moves to the row behind the next draft token. Returns False if there is none that can stand."""
+        if self.num_accepted == len(self.draft_tokens):
             return False
-        guess = self.guesses[self.num_accepted]
-        if self.grammar is not None and not self.grammar.accept(guess):
+        draft_token = self.draft_tokens[self.num_accepted]
+        if self.grammar is not None and not self.grammar.accept(draft_token):
             return False
         if self.thoughts is not None:
-            self.thoughts.push(guess)
+            self.thoughts.push(draft_token)
         self.row, self.num_accepted = self.row + 1, self.num_accepted + 1
         return True
 
@@ -85,24 +85,25 @@ def build_step(
     chosen: Sequence[tuple[Req, int]] = (),
     width: int = 1,
 ) -> ScheduleBatch | None:
-    """Running requests bring `widths` tokens each, `width` at most, the last one sampled and guesses, and prompts of
-    `chosen` requests as many further tokens as stand beside them. None if nobody brings any: all wait for results."""
+    """Running requests bring `widths` tokens each, `width` at most, the last one sampled and draft tokens, and prompts
+    of `chosen` requests as many further tokens as stand beside them. None if nobody brings any: all wait for
+    results."""
     brings = widths > 0
     decodes = list(compress(running.reqs, brings.tolist()))
-    reqs, guesses = decodes + [req for req, _ in chosen], running.tokens_per_step > 1
+    reqs, draft_tokens = decodes + [req for req, _ in chosen], running.tokens_per_step > 1
     if not reqs:
         return None
     prompt_starts = [req.kv_len for req, _ in chosen]
     prompt_ends = [req.kv_len + n for req, n in chosen]
-    prompt_reserved = [_reserved(req, req.kv_len + n, running.tokens_ahead) for req, n in chosen]
+    prompt_reserved = [_reserved(req, req.kv_len + n, running.lookahead_slots) for req, n in chosen]
     starts = _joined(running.seq_lens[brings], prompt_starts)
     counts = _joined(widths[brings], [n for _, n in chosen])
     had = _joined(running.reserved_lens[brings], [max(req.kv_len, req.reserved_len) for req, _ in chosen])
     reserved = _joined(running.reserved_by(widths)[brings], prompt_reserved)
     slots = np.append(running.slots[brings], np.array([req.slot for req, _ in chosen], np.int64))
-    locs = kv.grow(slots, had, reserved, 0 if guesses else len(decodes))
+    locs = kv.grow(slots, had, reserved, 0 if draft_tokens else len(decodes))
     step = StepInput(slots, starts + counts, locs, table_update=kv.take_update())
-    if guesses:
+    if draft_tokens:
         prompt_locs = [kv.rows[req.slot, req.kv_len : req.kv_len + n] for req, n in chosen]
         step.out_cache_loc = np.concatenate((np.zeros(len(decodes) if chosen else 0, np.int32), *prompt_locs))
         step.reserved_lens = reserved
@@ -111,14 +112,14 @@ def build_step(
     sampled = decodes + [req for (req, _), end in zip(chosen, prompt_ends, strict=True) if end == len(req.tokens)]
     batch = ScheduleBatch(step, sampled)
     batch.watched = [req for req in sampled if not req.plain]
-    num_guesses = running.tokens_per_step - 1 if chosen else width - 1
-    running.launched(widths, num_guesses)
+    num_speculative_tokens = running.tokens_per_step - 1 if chosen else width - 1
+    running.launched(widths, num_speculative_tokens)
     if chosen:
-        step.prompts = _prompt_tokens(chosen, len(decodes), guesses)
+        step.prompts = _prompt_tokens(chosen, len(decodes), draft_tokens)
         for (req, _), end, positions in zip(chosen, prompt_ends, prompt_reserved, strict=True):
             req.kv_len, req.reserved_len = end, positions
         for req in sampled[len(decodes) :]:
-            req.planned_len, req.num_guesses = len(req.tokens) + 1, num_guesses
+            req.planned_len, req.num_speculative_tokens = len(req.tokens) + 1, num_speculative_tokens
         step.prompts.prompt_logprobs = _ask_prompt_logprobs(batch, chosen, step.prompts)
     if any(req.return_logprob for req in batch.watched):
         step.logprobs = _logprobs(sampled)
@@ -127,7 +128,7 @@ def build_step(
     if any(req.hidden is not None for req in (*batch.watched, *(req for req, _ in chosen))):
         rows = np.arange(len(reqs)) * step.width if step.prompts is None else np.cumsum(counts) - counts
         _ask_hidden(batch, reqs, starts, counts, rows)
-    step.reads_guesses = guesses and bool(batch.limited)
+    step.reads_draft_tokens = draft_tokens and bool(batch.limited)
     return batch
 
 
@@ -140,7 +141,7 @@ def _reserved(req: Req, end: int, ahead: int) -> int:
     return min(end + ahead, req.limit) if end == len(req.tokens) else end
 
 
-def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, guesses: bool) -> PromptTokens:
+def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, draft_tokens: bool) -> PromptTokens:
     """Builds the prompt part of a step for requests whose first `kv_len` tokens are computed before the step."""
     ids: list[int] = []
     done = list(range(num_decodes))
@@ -156,7 +157,7 @@ def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, guesses:
     lens = np.array([n for _, n in chosen], np.int32)
     prompts = PromptTokens(np.array(ids, np.int64), prefix_lens, lens, np.array(done, np.int64))
     prompts.media = _media_tokens(chosen)
-    if guesses:
+    if draft_tokens:
         prompts.next_ids = next_ids
     return prompts
 

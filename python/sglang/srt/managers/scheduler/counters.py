@@ -19,18 +19,19 @@ class Counters:
     """Arrays [max_requests + 1] int32 of what `Req` draws. Row 0 is that of requests without a slot, and stays zero."""
 
     def __init__(self, max_requests: int) -> None:
-        self.kv_len, self.planned_len, self.slack, self.reserved_len, self.num_guesses = np.zeros(
+        self.kv_len, self.planned_len, self.slack, self.reserved_len, self.num_speculative_tokens = np.zeros(
             (5, max_requests + 1), np.int32
         )
 
-    def launched(self, slots: Slots, widths: Lengths, reserved_lens: Lengths, num_guesses: int) -> None:
+    def launched(self, slots: Slots, widths: Lengths, reserved_lens: Lengths, num_speculative_tokens: int) -> None:
         """Counts a step that brings `widths` tokens of each request (some perhaps none), behind which so many positions
-        have a cache slot, and which makes `num_guesses` guesses behind the tokens of those that it brings any of."""
+        have a cache slot, and which makes `num_speculative_tokens` draft tokens behind the tokens of those that it
+        brings any of."""
         self.kv_len[slots] += widths
         self.planned_len[slots] += widths
         self.slack[slots] += np.maximum(widths - 1, 0)
         self.reserved_len[slots] = reserved_lens
-        self.num_guesses[slots[widths > 0]] = num_guesses
+        self.num_speculative_tokens[slots[widths > 0]] = num_speculative_tokens
 
     def verified(self, slots: Slots, widths: Lengths, counts: Lengths) -> None:
         """Counts its result: `counts` of the `widths` tokens stand."""

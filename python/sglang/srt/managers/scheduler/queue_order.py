@@ -53,7 +53,7 @@ def _depth_first(first: list[Req], root: Node) -> list[Req]:
     return order
 
 
-_RANKS: dict[str, Rank] = {"lof": lambda req: -req.most_output}
+_RANKS: dict[str, Rank] = {"lof": lambda req: -req.max_output}
 """Policies that keep the queue sorted."""
 _BY_PREFIX: dict[str, Callable[[list[Req], Node], list[Req]]] = {"lpm": _longest_prefix, "dfs-weight": _depth_first}
 """Policies that order requests by where their prefixes end in the tree with this root."""

@@ -21,11 +21,15 @@ class RunningBatch:
     lengths are upper bounds, and `Counters.verified` takes back what fell away.
     """
 
-    def __init__(self, counters: Counters, tokens_per_step: int, tokens_ahead: int, num_turns: int) -> None:
-        """tokens_ahead: positions behind a request's tokens that need a cache slot (`Drafter.tokens_ahead`)."""
+    def __init__(self, counters: Counters, tokens_per_step: int, lookahead_slots: int, num_microbatches: int) -> None:
+        """lookahead_slots: positions behind a request's tokens that need a cache slot (`Drafter.lookahead_slots`)."""
         self.counters = counters
-        self.tokens_per_step, self.tokens_ahead, self.num_turns = tokens_per_step, tokens_ahead, num_turns
-        self.turn = 0
+        self.tokens_per_step, self.lookahead_slots, self.num_microbatches = (
+            tokens_per_step,
+            lookahead_slots,
+            num_microbatches,
+        )
+        self.microbatch = 0
         self.clear()
 
     def __len__(self) -> int:
@@ -38,12 +42,15 @@ class RunningBatch:
         self._select()
 
     def add(self, reqs: list[Req]) -> None:
-        """Adds requests behind a step that computed their prompts. Each joins the shortest turn; of several equally
-        short ones, that which comes last."""
+        """Adds requests behind a step that computed their prompts. Each joins the smallest microbatch; of
+        several equally small ones, the one that comes last."""
         counts = self._counts(self.reqs)
         for req in reqs:
-            req.turn = min(range(self.num_turns), key=lambda turn: (counts[turn], (turn - self.turn) % self.num_turns))
-            counts[req.turn] += 1
+            req.microbatch = min(
+                range(self.num_microbatches),
+                key=lambda i: (counts[i], (i - self.microbatch) % self.num_microbatches),
+            )
+            counts[req.microbatch] += 1
         self.reqs = self.reqs + reqs
         self.slots = np.append(self.slots, np.array([r.slot for r in reqs], np.int64))
         self.limits = np.append(self.limits, _int32([r.limit for r in reqs]))
@@ -51,10 +58,10 @@ class RunningBatch:
         self._level()
         self._select()
 
-    def pass_turn(self) -> None:
+    def next_microbatch(self) -> None:
         """Passes to the next turn that has requests."""
-        if self.num_turns > 1:
-            self.turn = (self.turn + 1) % self.num_turns
+        if self.num_microbatches > 1:
+            self.microbatch = (self.microbatch + 1) % self.num_microbatches
             self._select()
 
     def drop_finished(self) -> None:
@@ -75,34 +82,34 @@ class RunningBatch:
 
     def _counts(self, reqs: list[Req]) -> list[int]:
         """Returns the number of requests in each turn."""
-        turns = np.fromiter((r.turn for r in reqs), np.int64, len(reqs))
-        counts: list[int] = np.bincount(turns, minlength=self.num_turns).tolist()
+        microbatches = np.fromiter((r.microbatch for r in reqs), np.int64, len(reqs))
+        counts: list[int] = np.bincount(microbatches, minlength=self.num_microbatches).tolist()
         return counts
 
     def _level(self) -> None:
         """No turn stays empty while another has several requests; else a stage would be idle. Those that change wait
         once for tokens that the turn would not wait for."""
-        if self.num_turns == 1:
+        if self.num_microbatches == 1:
             return
         counts = self._counts(self.reqs)
         while not min(counts) and max(counts) > 1:
             longest, empty = counts.index(max(counts)), counts.index(0)
-            moving = [r for r in self.reqs if r.turn == longest][counts[longest] // 2 :]
+            moving = [r for r in self.reqs if r.microbatch == longest][counts[longest] // 2 :]
             for req in moving:
-                req.turn = empty
+                req.microbatch = empty
             counts[longest], counts[empty] = counts[longest] - len(moving), len(moving)
 
     def _select(self) -> None:
         self.now: list[Req] = self.reqs
-        """Requests whose turn it is; `has_turn` says which of all requests they are."""
-        self.has_turn = np.ones(len(self.reqs), np.bool_)
-        if self.num_turns == 1 or not self.reqs:
+        """Requests whose turn it is; `in_microbatch` says which of all requests they are."""
+        self.in_microbatch = np.ones(len(self.reqs), np.bool_)
+        if self.num_microbatches == 1 or not self.reqs:
             return
         counts = self._counts(self.reqs)
-        while not counts[self.turn]:
-            self.turn = (self.turn + 1) % self.num_turns
-        self.has_turn = np.fromiter((r.turn == self.turn for r in self.reqs), np.bool_, len(self.reqs))
-        self.now = [r for r in self.reqs if r.turn == self.turn]
+        while not counts[self.microbatch]:
+            self.microbatch = (self.microbatch + 1) % self.num_microbatches
+        self.in_microbatch = np.fromiter((r.microbatch == self.microbatch for r in self.reqs), np.bool_, len(self.reqs))
+        self.now = [r for r in self.reqs if r.microbatch == self.microbatch]
 
     # --- lengths, an entry a request ----------------------------------------------------------------------------------
 
@@ -135,19 +142,20 @@ class RunningBatch:
     def widths(self, at_most: int) -> Lengths:
         """[R] tokens that each request brings to the next step; 0: it waits, for its turn or for results that say
         whether it may have a further token."""
-        there = np.minimum(self.counters.num_guesses[self.slots] + 1, self.limits - self.planned_lens)
+        there = np.minimum(self.counters.num_speculative_tokens[self.slots] + 1, self.limits - self.planned_lens)
         widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
-        return widths * self.has_turn
+        return widths * self.in_microbatch
 
     def reserved_by(self, widths: Lengths) -> Lengths:
         """Positions that have a cache slot behind a step that brings so many tokens of each request."""
-        needed = np.minimum(self.seq_lens + widths + np.int32(self.tokens_ahead) * (widths > 0), self.limits)
+        needed = np.minimum(self.seq_lens + widths + np.int32(self.lookahead_slots) * (widths > 0), self.limits)
         reserved: Lengths = np.maximum(self.reserved_lens, needed)
         return reserved
 
-    def launched(self, widths: Lengths, num_guesses: int) -> None:
-        """Count a step that brings so many tokens of each request, and makes so many guesses for those behind it."""
-        self.counters.launched(self.slots, widths, self.reserved_by(widths), num_guesses)
+    def launched(self, widths: Lengths, num_speculative_tokens: int) -> None:
+        """Count a step that brings so many tokens of each request, and makes so many draft tokens for those behind
+        it."""
+        self.counters.launched(self.slots, widths, self.reserved_by(widths), num_speculative_tokens)
 
 
 def _int32(values: list[int]) -> Lengths:

@@ -36,14 +36,15 @@ class Req:
 
         tokens          prompt | output that the host has seen |
         positions       0 ........... kv_len - slack ..... kv_len .......... planned_len ...... reserved_len
-        computed          certainly     |   perhaps: guesses  |                   |                    |
+        computed          certainly     |   perhaps: draft tokens  |                   |                    |
         sampled                         |                     | the token behind the last launched step
         cache slots       num_cached: of the prefix tree; up to reserved_len: its own
 
-    kv_len          tokens whose KV is launched; where a step verifies guesses, as if all of them stood
+    kv_len          tokens whose KV is launched; where a step verifies draft tokens, as if all of them stood
     slack           of these, tokens that may fall away when the results come
     planned_len     tokens that exist once every launched step has sampled, with the same `slack`
-    reserved_len    positions that have a cache slot, if more than kv_len: guesses fell away and the next tokens come
+    reserved_len    positions that have a cache slot, if more than kv_len: draft tokens fell away and the next tokens
+    come
                     here, or a draft computes ahead of the target
 
     Whatever falls away, the first token of a step in flight is the last one that the host knows; so of the tokens that
@@ -55,11 +56,11 @@ class Req:
         "admitted",
         "counters",
         "drafts",
+        "draft_tokens",
         "finish",
         "first_message",
         "first_token_time",
         "grammar",
-        "guesses",
         "hidden",
         "hit_len",
         "host_len",
@@ -67,8 +68,9 @@ class Req:
         "limit",
         "logprob_start",
         "looked_up",
+        "max_output",
         "media",
-        "most_output",
+        "microbatch",
         "namespace",
         "node",
         "num_cached",
@@ -102,11 +104,10 @@ class Req:
         "token_ids_logprob",
         "tokens",
         "top_logprobs_num",
-        "turn",
     )
     kv_len, planned_len, slack, reserved_len = BySlot(), BySlot(), BySlot(), BySlot()
-    num_guesses = BySlot()
-    """Number of guesses made behind its last launched step."""
+    num_speculative_tokens = BySlot()
+    """Number of draft tokens made behind its last launched step."""
 
     def __init__(
         self,
@@ -136,15 +137,15 @@ class Req:
         """Its images and videos; None: it has none."""
         self.limit = limit
         """Longest length this request may reach, prompt included."""
-        self.most_output = limit - self.prompt_len
+        self.max_output = limit - self.prompt_len
 
         self.slot, self.counters = 0, counters
-        self.turn = 0
+        self.microbatch = 0
         """Number of the turn, among those of the running requests, that this request belongs to."""
         self.state_is_exact = True
         """True if its recurrent states are those of `kv_len` tokens."""
-        self.guesses: list[int] = []
-        """Token ids of the guesses, where the host asked for them (`StepInput.reads_guesses`)."""
+        self.draft_tokens: list[int] = []
+        """Token ids of the draft tokens, where the host asked for them (`StepInput.reads_draft_tokens`)."""
         self.num_cached = 0
         """Leading tokens whose KV belongs to the radix tree, locked through `node`."""
         self.node: Node | None = None
@@ -203,10 +204,10 @@ class Req:
         """It got a slot, and everything about it is known."""
         watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
         searched = bool(self.params.stop or self.params.stop_regex)
-        self.plain = not (watched or searched or self.return_logprob) and self.most_output > 0
+        self.plain = not (watched or searched or self.return_logprob) and self.max_output > 0
 
     def max_width(self, tokens_per_step: int) -> int:
-        """Tokens that a step may bring of it, all but the first guessed."""
+        """Tokens that a step may bring of it, all but the first drafted."""
         return 1 if self.hidden is not None else tokens_per_step
 
     @property
@@ -222,9 +223,9 @@ class Req:
         """Returns whether no end of it is known, here or on its way to all ranks."""
         return self.finish is None and self.pending_finish is None
 
-    def drop_guesses(self) -> None:
-        """Forgets the guesses before the request gives its cache slots up: then `kv_len` counts tokens that the host
-        knows."""
+    def drop_draft_tokens(self) -> None:
+        """Forgets the draft tokens before the request gives its cache slots up: then `kv_len` counts tokens that the
+        host knows."""
         self.reserved_len = max(self.reserved_len, self.kv_len)
         self.state_is_exact = not self.slack and self.kv_len <= len(self.tokens)
         self.kv_len = min(self.kv_len, len(self.tokens))
@@ -239,7 +240,7 @@ class Req:
         return self.logprob_start < self.prompt_len
 
     @property
-    def most_hidden(self) -> int:
+    def max_hidden_rows(self) -> int:
         """Returns the largest number of hidden states that it may come to hold. One alone, an embedding, is sent as
         soon as it is there."""
         count = 0 if self.hidden is None else num_states(self.prompt_len, self.limit) - self.hidden.start
@@ -275,7 +276,7 @@ class Req:
         its inputs is made for a step."""
         return not self.wants_prompt_logprobs and self.hidden is None and self.media is None
 
-    def may_go_on_from(self, keys: Keys) -> bool:
+    def may_reuse_prefix(self, keys: Keys) -> bool:
         """Returns whether it begins with these `cache_keys`, and they may come from the cache."""
         count = len(keys)
         return count <= self.matchable_len() and np.array_equal(self.cache_keys(count), keys)
@@ -327,9 +328,9 @@ class ScheduleBatch:
             self._file_hidden(self.result.hidden.numpy())
         if self.result.prompt_logprobs is not None:
             self._file_prompt_logprobs(self.result.prompt_logprobs)
-        if self.result.guesses is not None:
-            for req, guesses in zip(self.sampled, self.result.guesses.tolist(), strict=True):
-                req.guesses = guesses
+        if self.result.draft_tokens is not None:
+            for req, draft_tokens in zip(self.sampled, self.result.draft_tokens.tolist(), strict=True):
+                req.draft_tokens = draft_tokens
         tokens = self.result.next_token_ids.numpy()
         if self.result.counts is None:
             return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
@@ -337,7 +338,7 @@ class ScheduleBatch:
         return self._accepted(tokens.tolist(), self.result.counts.tolist())
 
     def _settle(self, running: RunningBatch) -> None:
-        """Takes what guesses fell away from the lengths of the requests that still run."""
+        """Takes what draft tokens fell away from the lengths of the requests that still run."""
         assert self.result is not None and self.result.counts is not None and self.step.widths is not None
         widths, counts = self.step.widths, self.result.counts.numpy().astype(np.int32)
         going = [i for i, req in enumerate(self.sampled) if req.finish is None and req not in self.stale]

@@ -66,7 +66,7 @@ class NewTokenRatio:
         self.value = min(1.0, self.value + self.PENALTY)
 
 
-def leaves_half(chunk: int | None, page: int, num_decodes: int) -> bool:
+def leaves_room_for_prompts(chunk: int | None, page: int, num_decodes: int) -> bool:
     """Returns whether decoding tokens leave half of a step's chunk, in whole pages, to prompts."""
     return chunk is None or 2 * ((chunk - num_decodes) // page * page) >= chunk
 
@@ -77,10 +77,10 @@ class DecodeInterval:
 
     Attention groups, whose steps are one, share it."""
 
-    def __init__(self, rule: IntervalRule, num_turns: int = 1) -> None:
-        """The rule counts requests of the group that has most. num_turns: as of a `RunningBatch`; each has the rule's
-        steps."""
-        self._rule, self._steps = rule, rule.steps * num_turns
+    def __init__(self, rule: IntervalRule, num_microbatches: int = 1) -> None:
+        """The rule counts requests of the group that has most. num_microbatches: as of a `RunningBatch`; each has the
+        rule's steps."""
+        self._rule, self._steps = rule, rule.steps * num_microbatches
         self._left = 0
         self.prompts_wait = False
         """True for a step that is to have no prompts."""
@@ -110,7 +110,7 @@ class PrefillBudget:
         self.tokens = max_tokens - used
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
-        self.tokens_ahead = running.tokens_ahead
+        self.lookahead_slots = running.lookahead_slots
         self.first = True
         self.short = False
         """True if the request that was looked at last got less than it could use."""
@@ -137,7 +137,7 @@ class PrefillBudget:
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
         needed = want + output + page
         if self.alone:  # needs no promise beyond its prompt and what a draft reserves: its limit keeps it in the pool
-            end = prefix_len + want + min(output, self.tokens_ahead)
+            end = prefix_len + want + min(output, self.lookahead_slots)
             needed = (-(-end // page) - -(-prefix_len // page)) * page
         if needed > self.free():
             return 0
@@ -167,10 +167,10 @@ class PrefillBudget:
             if req.slot:  # a prompt that goes on
                 self.window_room[i] += -(-req.kv_len // page) * page - int(window.start[req.slot])
             room = self.window_room[i]
-            if min(window.most_of_prompt(take), longest) > room:
-                fits = (room - window.most_of_prompt(0)) // page * page - page
+            if min(window.max_prompt_tokens(take), longest) > room:
+                fits = (room - window.max_prompt_tokens(0)) // page * page - page
                 take = min(take, max(0, fits)) if self.chunk is not None else 0
         if take > 0:
             for i, window in enumerate(self.kv.windows):
-                self.window_room[i] -= min(window.most_of_prompt(take), longest)
+                self.window_room[i] -= min(window.max_prompt_tokens(take), longest)
         return take

@@ -34,7 +34,7 @@ from sglang.srt.managers.scheduler.schedule_policy import (
     NewTokenRatio,
     PrefillBudget,
     Priorities,
-    leaves_half,
+    leaves_room_for_prompts,
 )
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.scheduler.stale_steps import redo_stale
@@ -44,7 +44,7 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.host_tier import Entry, HostTier
+from sglang.srt.mem_cache.host_tier import Admission, HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
@@ -80,7 +80,7 @@ class Scheduler:
     def __init__(
         self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
     ) -> None:
-        """depth: chooses how many guesses a step verifies; None: as many as there are."""
+        """depth: chooses how many draft tokens a step verifies; None: as many as there are."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
         caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
@@ -88,12 +88,12 @@ class Scheduler:
         self.host_tier: HostTier | None = None
         """Cached prefixes in main memory."""
         if caches_prefixes and self.plan.host_cache is not None and runner.copies is not None:
-            agree = parallel_state.least_each
+            agree = parallel_state.all_reduce_min
             self.host_tier = HostTier(self.kv, self.plan.host_cache, runner.copies, agree, runner.storage)
         self.ratio = NewTokenRatio(args.schedule_conservativeness)
         self.priorities = Priorities.from_args(args)
         self.order = QueueOrder(args.schedule_policy, self.priorities, self.kv)
-        self.steps_ahead = args.steps_ahead
+        self.steps_in_flight = args.steps_in_flight
         """Steps that are launched before the oldest one is read back: one on every stage. That hides all work of the
         host; more would only delay the news that a request has ended."""
 
@@ -103,15 +103,15 @@ class Scheduler:
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
         counters = Counters(self.plan.pool_sizes.max_requests)
-        turns = max(1, self.steps_ahead)
-        self.running = RunningBatch(counters, runner.tokens_per_step, runner.tokens_ahead, turns)
+        turns = max(1, self.steps_in_flight)
+        self.running = RunningBatch(counters, runner.tokens_per_step, runner.lookahead_slots, turns)
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media, self._least_of_prompt, self.plan.page_size)
+        self.media = MediaSteps(runner.media, self._min_prompt_tokens, self.plan.page_size)
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
-        self._alone = args.attn_dp_size == 1
+        self._single_attention_group = args.attn_dp_size == 1
         """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
         self.prompts = PromptTable()
@@ -123,7 +123,7 @@ class Scheduler:
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
-        self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_ahead))
+        self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
         turns."""
@@ -134,22 +134,22 @@ class Scheduler:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batch, then read back those that are more than `steps_ahead` behind it."""
-        self.settle_copies()
+        """Launch the next batch, then read back those that are more than `steps_in_flight` behind it."""
+        self.end_copies()
         self.interval.begin(len(self.running))
         batch = None if self.paused else self.pick()
         if batch is not None:
             self.launch(batch)
         idles = batch is None and not self.in_flight
-        self.read_back(batch, 0 if batch is None else self.steps_ahead)
+        self.read_back(batch, 0 if batch is None else self.steps_in_flight)
         if idles:
             self.wait_for_copies()
 
-    def settle_copies(self) -> None:
+    def end_copies(self) -> None:
         """Ends the copies of cached prefixes that have ended, and forgets the steps that read what a load did not
         bring."""
         if self.host_tier is not None:
-            self.host_tier.settle()
+            self.host_tier.end_copies()
             redo_stale(self)
 
     def wait_for_copies(self) -> None:
@@ -176,7 +176,7 @@ class Scheduler:
         forward = self.runner.forward(batch.step)
         mask = None
         if batch.needs_mask:
-            self.settle(set(batch.limited))
+            self.sync(set(batch.limited))
             mask = vocab_mask(batch, self.plan.model.vocab_size, self.masks)
         batch.result = self.runner.sample(forward, mask)
         self.launching = None
@@ -188,7 +188,7 @@ class Scheduler:
         batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
-            self.running.pass_turn()
+            self.running.next_microbatch()
         if batch is not None and self.host_tier is not None and self.host_tier.layered:
             batch.loads = self.host_tier.start_layers()
             batch.step.loads = [copy.handle.layers for copy in batch.loads if copy.handle and copy.handle.layers]
@@ -196,7 +196,7 @@ class Scheduler:
             self._free_chunks()
         return batch
 
-    def settle(self, reqs: Set[Req] | None = None) -> None:
+    def sync(self, reqs: Set[Req] | None = None) -> None:
         """Read back the steps in flight, so that the host knows every token, or every one of `reqs`."""
         count = len(self.in_flight)
         if reqs is not None:
@@ -231,14 +231,14 @@ class Scheduler:
         # Decode in the same step: what it costs to read the weights is paid once.
         widths = self.running.widths(1)
         num_decodes = int(widths.sum())
-        if num_decodes and not leaves_half(self._chunk, self.kv.page_size, num_decodes):
+        if num_decodes and not leaves_room_for_prompts(self._chunk, self.kv.page_size, num_decodes):
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
         chosen = self._admit(self._budget(num_decodes))
         if not chosen:
             return None
-        if not num_decodes or not self._can_grow(widths, sum(n + self.running.tokens_ahead for _, n in chosen)):
+        if not num_decodes or not self._can_grow(widths, sum(n + self.running.lookahead_slots for _, n in chosen)):
             widths = np.zeros_like(widths)
         batch = build_step(self.kv, self.running, widths, chosen)
         self.interval.launched_prompts()
@@ -287,18 +287,21 @@ class Scheduler:
                 break
             prefix = self.kv.match(req)
             start = (req.namespace, req.cache_keys(min(SHARED_PREFIX, len(req.tokens))).tobytes())
-            if prefix.length < SHARED_PREFIX and any(map(req.may_go_on_from, leave[start])):
+            if prefix.length < SHARED_PREFIX and any(map(req.may_reuse_prefix, leave[start])):
                 continue
             self.kv.lock(prefix.node)
             if self.host_tier is not None:
                 has_room = partial(budget.has_room_to_load, req, prefix.length)
-                is_first, others_wait = self._alone and not chosen, bool(self.running.reqs or self.in_flight)
-                entry = self.host_tier.entry(req, prefix.length, has_room, is_first, others_wait)
-                if entry is not Entry.NOW:
+                is_first, others_wait = (
+                    self._single_attention_group and not chosen,
+                    bool(self.running.reqs or self.in_flight),
+                )
+                admission = self.host_tier.admission(req, prefix.length, has_room, is_first, others_wait)
+                if admission is not Admission.NOW:
                     self.kv.unlock(prefix.node)
-                if entry is Entry.LATER:
+                if admission is Admission.LATER:
                     continue
-                if entry is Entry.LONGER:
+                if admission is Admission.LONGER:
                     prefix = self.kv.match(req)
                     self.kv.lock(prefix.node)
             take = budget.take(req, prefix.length)
@@ -318,9 +321,9 @@ class Scheduler:
         self.waiting.remove(entered)
         return chosen
 
-    def _least_of_prompt(self) -> int:
+    def _min_prompt_tokens(self) -> int:
         """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
-        rooms = [window.most_alone() for window in self.kv.windows]
+        rooms = [window.max_solo_tokens() for window in self.kv.windows]
         chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
         return min([*rooms, *chunk, self.plan.context_len])
 
@@ -347,7 +350,7 @@ class Scheduler:
         first = next(iter(self._queue()))  # of those equally important the policy's
         if self._fits(first):
             return
-        self.settle()
+        self.sync()
         self.running.drop_finished()
         while (victim := priorities.victim(self.running.reqs, first)) is not None and not self._fits(first):
             self.running.remove(victim)
@@ -384,7 +387,7 @@ class Scheduler:
         self.running.drop_finished()
         width = self._width()
         if self.running.reqs and not self._can_grow(self.running.widths(width)):
-            self.settle()
+            self.sync()
             self.running.drop_finished()
             if self.host_tier is not None:  # what saves read cannot be evicted
                 self.host_tier.drain(loads=False)
@@ -442,7 +445,7 @@ class Scheduler:
     def _release(self, req: Req, keep: bool = True) -> None:
         self.runner.sampling_table.clear(req.slot)
         self.media.end(req)
-        req.drop_guesses()
+        req.drop_draft_tokens()
         if self.host_tier is not None and keep:
             self.kv.commit(req)
             self.host_tier.committed(req)
@@ -468,7 +471,7 @@ class Scheduler:
             else:
                 req.output.append(token)
                 num_new += 1
-                ends = token in req.stop_ids or len(req.output) >= req.most_output
+                ends = token in req.stop_ids or len(req.output) >= req.max_output
                 reason = self.stop_checker.finish_reason(req) if ends else None
             if reason is not None:
                 self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
@@ -495,7 +498,7 @@ class Scheduler:
         if token == NO_TOKEN:
             logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
             return _NAN_LOGITS
-        if req.most_output <= 0:  # max_new_tokens is 0: the prompt was all that was wanted
+        if req.max_output <= 0:  # max_new_tokens is 0: the prompt was all that was wanted
             return FinishReason("length", length=0)
         req.output.append(token)
         self.held_tokens += 1
@@ -525,7 +528,7 @@ class Scheduler:
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
         self.prompts.give_back(req.prompt)
-        self.held_hidden -= req.most_hidden
+        self.held_hidden -= req.max_hidden_rows
         self.media.end(req)
         if req in self.chunked:
             self.chunked.remove(req)
@@ -553,7 +556,7 @@ class Scheduler:
             return None
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
-        self.held_hidden += req.most_hidden
+        self.held_hidden += req.max_hidden_rows
         self.waiting.append(req)
         self.order.came(req)
         if self.host_tier is not None:
@@ -593,7 +596,7 @@ class Scheduler:
         if mode == "abort":
             self.abort(AbortReq(abort_all=True))
         elif mode == "retract":
-            self.settle()
+            self.sync()
             self.running.drop_finished()
             retracted = [*self.running.reqs, *self.chunked]
             self.chunked = []
@@ -603,7 +606,7 @@ class Scheduler:
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
-        self.settle()
+        self.sync()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
         if self.host_tier is not None:

@@ -109,7 +109,7 @@ def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:
 def of_all_ranks(links: PeerLinks) -> PeerLinks:
     """Returns the links with the farthest ways of any rank: those of other machines may be others."""
     ways = tuple(Topology)
-    places = [ways.index(links.topology), ways.index(links.of_library)]
+    places = [ways.index(links.topology), ways.index(links.library_topology)]
     topology, library = (ways[i] for i in parallel_state.all_reduce_max(places))
     return replace(links, topology=topology, library=library)
 
