@@ -73,7 +73,7 @@ def save_fused(folder: Path, tp_blocks: int, quantized: bool = True, **more: obj
     return folder / "reference"
 
 
-@pytest.mark.parametrize("TP blocks", [1, 4])
+@pytest.mark.parametrize("tp_blocks", [1, 4])
 def test_the_rows_of_scales_tell_the_stripes(tp_blocks: int, tmp_path: Path) -> None:
     """The full layer has 2,816 rows: 22 blocks, or 6 in each of four TP blocks. Layers with a window have 32 either
     way."""
@@ -86,7 +86,7 @@ def test_the_rows_of_scales_tell_the_stripes(tp_blocks: int, tmp_path: Path) -> 
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
-@pytest.mark.parametrize("TP blocks", [1, 4])
+@pytest.mark.parametrize("tp_blocks", [1, 4])
 def test_what_tells_nothing_is_refused_until_it_is_stated(
     tp_blocks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,7 +119,7 @@ PRO_HEADS: dict[str, object] = {"num_key_value_heads": 8, "swa_num_key_value_hea
 
 
 @pytest.mark.parametrize(
-    ("heads", "layers", "TP blocks"),
+    ("heads", "layers", "tp_blocks"),
     [
         (V2_5_HEADS, {FULL: (13568, 108), WINDOW: (14848, 116), DRAFT: (14848, 116)}, 4),
         (V2_5_HEADS, {FULL: (13568, 106), WINDOW: (14848, 116)}, 1),
@@ -168,7 +168,7 @@ def test_layouts_of_the_published_sizes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 16])
-@pytest.mark.parametrize("TP blocks", [1, 2, 4, 8])
+@pytest.mark.parametrize("tp_blocks", [1, 2, 4, 8])
 def test_ranks_have_the_rows_of_their_heads(tp_blocks: int, size: int) -> None:
     """16 query heads of 3 rows over 8 KV heads, with values of 2 rows: every row is numbered by part, head and row."""
     dims, counts = (3, 3, 2), (16, 8, 8)
