@@ -13,7 +13,6 @@ from docs.commands import ROOT
 LENGTH = 120
 NOT_YET = {
     "CONTRIBUTING.md",
-    "README.md",
     "benchmark/kernels/fused_moe_triton/README.md",
     *(
         f"docs/{name}.md"
