@@ -22,8 +22,11 @@ class Family:
     `published`: by the number of routed experts, what configs of published models leave out.
     `head_dim` 0: hidden_size / heads; `num_kv_heads` 0: as many as heads. `qkv_bias` and `o_bias` None: as
     `attention_bias` says. `router` and `activation` are templates for what the config's keys fill in.
+
+    `title`: names of the published models; families with the same one share a row of docs/models.md.
     """
 
+    title: str = ""
     model_types: tuple[str, ...]
     architectures: tuple[str, ...] = ()
     names: WeightMap = USUAL_NAMES

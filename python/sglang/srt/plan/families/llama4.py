@@ -11,6 +11,7 @@ from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
 LLAMA4_TEXT = Family(
+    title="Llama 4",
     model_types=("llama4",),
     architectures=("Llama4ForCausalLM",),
     names=WeightMap(
