@@ -22,12 +22,12 @@ def up_parts(activation: Activation) -> tuple[str, ...]:
 class Dense:
     """An MLP.
 
-        scale_group: contiguous intermediate dims that share quantization scales in the checkpoint
-        joined: the checkpoint has gate and up as one tensor, gate's rows first
-        alternating: gate and up are one 16-bit tensor whose rows alternate between both
-        members: > 1: that many MLPs are one three-dimensional tensor and are computed side by side, each of an equal
-            part of the intermediate dims
-        scaled: a number in the checkpoint multiplies the output
+    scale_group: contiguous intermediate dims that share quantization scales in the checkpoint
+    joined: the checkpoint has gate and up as one tensor, gate's rows first
+    alternating: gate and up are one 16-bit tensor whose rows alternate between both
+    members: > 1: that many MLPs are one three-dimensional tensor and are computed side by side, each of an equal
+        part of the intermediate dims
+    scaled: a number in the checkpoint multiplies the output
     """
 
     intermediate_size: int
@@ -140,11 +140,11 @@ class Router:
 class Shared:
     """A shared expert, which every token goes to.
 
-        gated: weighted by the sigmoid of a linear layer with one output
-        scale_group: as in Dense
-        activation: None: that of the routed experts
-        members: > 0: it stands for that many experts that the router weights (`Router.sinks`), one alternating tensor
-            in the checkpoint
+    gated: weighted by the sigmoid of a linear layer with one output
+    scale_group: as in Dense
+    activation: None: that of the routed experts
+    members: > 0: it stands for that many experts that the router weights (`Router.sinks`), one alternating tensor
+        in the checkpoint
     """
 
     intermediate_size: int
@@ -164,10 +164,10 @@ class Shared:
 class MoE:
     """Routed experts of equal intermediate size, with an optional shared one.
 
-        bias: the experts have biases
-        form: how checkpoints store experts: "" one by one; "by_matrix" one tensor for each matrix of all experts; else
-            one of `layers.quantization.experts_fused.FUSED`, for 16-bit checkpoints
-        vocab_size: rows of the router's hash table
+    bias: the experts have biases
+    form: how checkpoints store experts: "" one by one; "by_matrix" one tensor for each matrix of all experts; else
+        one of `layers.quantization.experts_fused.FUSED`, for 16-bit checkpoints
+    vocab_size: rows of the router's hash table
     """
 
     num_experts: int

@@ -161,10 +161,10 @@ class AttentionSite:
 class Matrix:
     """Weights [rows, cols] on one rank that one matrix product reads.
 
-        name: the module in the layer, as the family's WeightMap names it ("attn.qkv")
-        parts: its parts, stacked by rows ("q", "k", "v"); their names in the checkpoint decide the quantization scheme
-        experts: number of such matrices in one tensor; 0: no experts
-        quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
+    name: the module in the layer, as the family's WeightMap names it ("attn.qkv")
+    parts: its parts, stacked by rows ("q", "k", "v"); their names in the checkpoint decide the quantization scheme
+    experts: number of such matrices in one tensor; 0: no experts
+    quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
     """
 
     name: str
@@ -325,11 +325,11 @@ def uneven_sizes(*sizes: int) -> frozenset[str]:
 class Sum:
     """A residual stream of one vector a token, to which the blocks' outputs are added.
 
-        norms_after: a block's output is normed before it is added, besides the norm before the block
-        fp32_norms: the weights of these norms are fp32
-        ffn_norms, mixer_norms: False: such blocks take the stream without a norm
-        layer_scale: a stored number multiplies the stream at the end of each layer
-        eps_after: epsilon of the norms after blocks; 0: the model's
+    norms_after: a block's output is normed before it is added, besides the norm before the block
+    fp32_norms: the weights of these norms are fp32
+    ffn_norms, mixer_norms: False: such blocks take the stream without a norm
+    layer_scale: a stored number multiplies the stream at the end of each layer
+    eps_after: epsilon of the norms after blocks; 0: the model's
     """
 
     norms_after: bool = False
@@ -485,9 +485,9 @@ DRAFT_ROWS = "draft_rows"
 class LayerSpec:
     """One layer of a model: its blocks and its residual stream.
 
-        convolution: applied to the mixer's and to the feed-forward block's output, each with weights and a state of its
-            own
-        tail: elements of the features in DRAFT_ROWS, which draft layers have where requests have states
+    convolution: applied to the mixer's and to the feed-forward block's output, each with weights and a state of its
+        own
+    tail: elements of the features in DRAFT_ROWS, which draft layers have where requests have states
     """
 
     mixer: Mixer

@@ -49,34 +49,34 @@ class HeadDims:
 class GQA:
     """Grouped-query attention: `num_heads / num_kv_heads` query heads share a KV head.
 
-        scale: multiplies the products of q and k; 0: head_dim ** -0.5
-        window: tokens that a token attends to; 0: all of the request
-        chunked: windows are chunks of `window` tokens from the first token on; a token attends to those before it in
-            its chunk
-        window_slack: further tokens behind a window that the cache keeps, for drafts whose rows lag behind the request
-        qk_norm: "head": a norm over each head of q and k; "unit": one without weights; "whole": one over all of q, one
-            over all of k
-        output_gate: q_proj makes a gate for every element of a head, too; gate_projection: a projection of its own does
-        head_gate: one gate for each head, a sigmoid, or a softplus with softplus_gates
-        logit_cap: > 0 caps the scores softly to within +-logit_cap
-        value_norm: norms each head of v, without weights; value_scale multiplies v
-        values_from_keys: k_proj makes both: v is k before its norm
-        cache_layer: >= 0: the layer has no keys and values of its own and attends to those of that layer (which has
-            cache_shared)
-        input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
-        block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
-        indexer: selects the blocks of tokens that each KV head attends to
-        interleaved: neighbouring dims rotate together (GPT-J style), instead of dims half of the rotary dims apart
-            (NeoX style)
-        scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
-        attn_temperature: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
-            attn_temperature_offset) / attn_temperature_length)); with attn_temperature_smooth by 1 + attn_temperature *
-            ln((p + attn_temperature_offset) / attn_temperature_length) where that is above 1
-        tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
-        conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
-            conv_slack: its window_slack
-        bias_extent: > 0: scores of keys at distances below it get a learned bias by distance, made of bias_dims numbers
-            of each head and token; attn_temperature multiplies it, too
+    scale: multiplies the products of q and k; 0: head_dim ** -0.5
+    window: tokens that a token attends to; 0: all of the request
+    chunked: windows are chunks of `window` tokens from the first token on; a token attends to those before it in
+        its chunk
+    window_slack: further tokens behind a window that the cache keeps, for drafts whose rows lag behind the request
+    qk_norm: "head": a norm over each head of q and k; "unit": one without weights; "whole": one over all of q, one
+        over all of k
+    output_gate: q_proj makes a gate for every element of a head, too; gate_projection: a projection of its own does
+    head_gate: one gate for each head, a sigmoid, or a softplus with softplus_gates
+    logit_cap: > 0 caps the scores softly to within +-logit_cap
+    value_norm: norms each head of v, without weights; value_scale multiplies v
+    values_from_keys: k_proj makes both: v is k before its norm
+    cache_layer: >= 0: the layer has no keys and values of its own and attends to those of that layer (which has
+        cache_shared)
+    input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
+    block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
+    indexer: selects the blocks of tokens that each KV head attends to
+    interleaved: neighbouring dims rotate together (GPT-J style), instead of dims half of the rotary dims apart
+        (NeoX style)
+    scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
+    attn_temperature: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
+        attn_temperature_offset) / attn_temperature_length)); with attn_temperature_smooth by 1 + attn_temperature *
+        ln((p + attn_temperature_offset) / attn_temperature_length) where that is above 1
+    tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
+    conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
+        conv_slack: its window_slack
+    bias_extent: > 0: scores of keys at distances below it get a learned bias by distance, made of bias_dims numbers
+        of each head and token; attn_temperature multiplies it, too
     """
 
     num_heads: int
@@ -174,8 +174,7 @@ class GQA:
         )
 
     def fused_rows(self, tp_size: int, rank: int) -> tuple[ShardRange, ...]:
-        """Returns a rank's runs of rows of the fused tensor of q, k and v, in the order in which the rank holds them.
-        """
+        """Returns a rank's runs of rows of the fused tensor of q, k and v, in the order in which the rank holds them."""
         shares = self.shares(tp_size)
         parts = (
             (shares.heads(rank), self.head_dim),

@@ -108,8 +108,8 @@ ONE_RANK = RankLayout()
 class Node:
     """One of the machines that a server runs on: number `rank` of `count`, with the layout of all ranks.
 
-        machine 0    front, detokenizer, and the block of ranks that contains the leader
-        machine n    the n-th block after that, wrapping around; nothing else
+    machine 0    front, detokenizer, and the block of ranks that contains the leader
+    machine n    the n-th block after that, wrapping around; nothing else
     """
 
     rank: int
