@@ -136,9 +136,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """An attention group: the properties that attention layers must share to be served by one plan of a step. `window`
-    0: all tokens. `top_k` > 0: the number of tokens that an indexer selects. `dcp_size`: as in CacheSpec. `chunked`: as
-    in Window."""
+    """An attention site: the properties that attention layers must have in common for one plan of a step to serve them.
+    (The groups of --attn-dp-size are something else.) `window` 0: all tokens. `top_k` > 0: the number of tokens that an
+    indexer selects. `dcp_size`: as in CacheSpec. `chunked`: as in Window."""
 
     shape: AttentionShape
     window: int = 0

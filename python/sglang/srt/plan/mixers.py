@@ -174,7 +174,7 @@ class GQA:
         )
 
     def fused_rows(self, tp_size: int, rank: int) -> tuple[ShardRange, ...]:
-        """Returns a rank's runs of rows of the fused tensor of q, k and v, in the order in which the rank holds them."""
+        """Returns a rank's runs of rows of the fused tensor of q, k and v, in the order in which it holds them."""
         shares = self.shares(tp_size)
         parts = (
             (shares.heads(rank), self.head_dim),

@@ -78,7 +78,7 @@ class ModelDescription:
 
     @property
     def has_embedding(self) -> bool:
-        """Returns whether the stage has the embedding. The last stage has a copy where the output head is tied to it."""
+        """Returns whether the stage has the embedding. The last stage has a copy where the output head is tied."""
         return self.first_stage or (self.last_stage and self.tie_embeddings)
 
     @property

@@ -517,7 +517,7 @@ class ModelPlanner:
 
 
 def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
-    """Returns the need completed by what was found on this machine: a library's defect, or the links of an all-reduce."""
+    """Returns the need completed by what was found on this machine: a library's defect, the links of an all-reduce."""
     of_torch = need.op == "prefill_attention" or (need.op == "linear" and need.quant in SCALED_MM_SCHEMES)
     if of_torch and probe is not None:
         return replace(need, library_problem=probe(need))

@@ -252,7 +252,7 @@ def _nothing_helps(planner: Planner) -> str:
 
 
 def _kept_wide(planner: Planner, args: ServerArgs) -> str:
-    """Names the parts that a quantized checkpoint keeps in 16 bits, if they are more than a twentieth of the weights."""
+    """Names the parts that a quantized checkpoint keeps in 16 bits, if they are over a twentieth of the weights."""
     model, parallel = planner.describe(args)
     least = planner.weights(args) // 20
     wide = wide_bytes(rank_weights(model, parallel.ranks), parallel.dtype)
