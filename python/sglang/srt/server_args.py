@@ -1,4 +1,7 @@
-"""The user's arguments: one dataclass, from which the command line, the config file and `Engine(...)` are derived."""
+"""The user's arguments: one dataclass, from which the command line, the config file and `Engine(...)` are derived.
+
+A field that depends on the model or the GPU stays None here; the plan decides it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from sglang.srt.flag_checks import contradictions
 _DRAFT_QUANTIZATION = (*SPELLINGS, UNQUANTIZED)
 
 SECRETS = ("api_key", "admin_api_key", "hicache_storage_backend_extra_config")
-"""Fields whose value nobody is shown: the latter is a store's own, with passwords among it."""
+"""Fields whose value is never shown; the last one is a storage backend's configuration, which may hold passwords."""
 _LOGIN = re.compile(r"//[^/\s]*@")
 """User and password in a URL."""
 
