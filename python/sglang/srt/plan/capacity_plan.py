@@ -1,4 +1,4 @@
-"""Planning of the sizes of everything on a rank, of which the results are in `capacity`. No torch."""
+"""Plans the sizes of everything on a rank; `capacity` has the results. No torch."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def plan_capacity(
     available: int,
     draft: DraftPlan | None,
 ) -> Capacity:
-    """Plans the capacity for every model that can be described, also one without a model class. Sizes that the user did
-    not give are as large as leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if the model does
-    not fit."""
+    """Plans the capacity of any model that can be described, also one without a model class. Sizes that the user did
+    not give are as large as possible while the caches get their share (`defaults.CACHE_SHARE`). Raises UserError if the
+    model does not fit."""
     args = args_of_group(args, parallel.attn_dp_size)
     model, stages = of_rank.model, stages_of(of_rank, parallel, arch, draft)
     weights = max(stage.weight_bytes for stage in stages)
@@ -78,7 +78,8 @@ def plan_capacity(
 def stages_of(
     of_rank: RankWeights, parallel: ParallelConfig, arch: ArchTraits, draft: DraftPlan | None
 ) -> tuple[Stage, ...]:
-    """Cuts the model into the stages of a pipeline, the last of which has the draft."""
+    """Cuts the model into pipeline stages. The last one has the draft. Raises UserError for drafts that read caches of
+    other stages."""
     features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(parallel.kv_dtype)
     behind = NOTHING_BEHIND
     if draft is not None:
@@ -168,14 +169,15 @@ def _capacity(
 
 
 def args_of_group(args: ServerArgs, attn_dp_size: int) -> ServerArgs:
-    """Returns the flags of one of the attention groups that have requests of their own: an even share of the running
-    requests, rounded up."""
+    """Returns the flags as they apply to one attention group of DP attention: an even share of the running requests,
+    rounded up."""
     running = args.max_running_requests
     return args if running is None else replace(args, max_running_requests=-(-running // attn_dp_size))
 
 
 def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int, attn_dp_size: int) -> int:
-    """Returns the tokens of prompts of a step; of those of all attention groups each has an even share."""
+    """Returns the prompt tokens of a step of one attention group: an even share of --chunked-prefill-size, in whole
+    pages; -1: whole prompts."""
     chunk = size.chunked_prefill_size if args.chunked_prefill_size is None else args.chunked_prefill_size
     return chunk if chunk == -1 else max(page_size, chunk // attn_dp_size // page_size * page_size)
 
