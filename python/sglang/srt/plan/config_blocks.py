@@ -29,8 +29,8 @@ _OTHERS = frozenset({"use_sparse_attention", "sparse_attention_freq", "sparse_di
 
 
 def block_sparse_layers(keys: ConfigReader, num_layers: int) -> list[str] | None:
-    """Returns the kind of each layer by `sparse_attention_config`; None: there is none, so that `layer_types` count.
-    Raises UserError for what is malformed."""
+    """Returns the kind of each layer by `sparse_attention_config`; None: there is no such key, so `layer_types` count.
+    Raises UserError for malformed values."""
     inner = keys.default(BLOCK_CONFIG, dict, {})
     if not inner:
         return None
@@ -40,8 +40,8 @@ def block_sparse_layers(keys: ConfigReader, num_layers: int) -> list[str] | None
 
 
 def block_indexer(keys: ConfigReader, kv_heads: int, unsupported: list[str]) -> BlockIndexer:
-    """Reads the indexer of a model with `kv_heads` KV heads. Adds to `unsupported` what it has and is not computed.
-    Raises UserError."""
+    """Reads the indexer of a model with `kv_heads` KV heads. Adds to `unsupported` what is not computed. Raises
+    UserError."""
     inner, source = keys.default(BLOCK_CONFIG, dict, {}), f"{keys.source} {BLOCK_CONFIG}"
     unknown = sorted(inner.keys() - _FLAT.keys() - _COMPUTED.keys() - _OTHERS)
     if unknown:
@@ -86,7 +86,7 @@ wrote; published ones say "full_attention"."""
 
 
 def pooled_sparse(keys: ConfigReader, heads: GQA) -> PooledSparse:
-    """Returns attention of these heads to the blocks that the indexer of the keys selects. Raises UserError."""
+    """Returns attention of these heads over the blocks that the config's indexer selects. Raises UserError."""
     block, budget = keys.positive("indexer_compress_ratio"), keys.positive("indexer_budget")
     if budget % block:
         raise UserError(

@@ -44,8 +44,8 @@ MEMORY_OVER_BUS = 36.0
 STEP_TOKENS = 256
 """Tokens from which on a step is bound by multiplications instead of by reading weights."""
 PACED_RATE = 16e9
-"""Pace of copies in bytes a second, a third of the bus: where all-reduces are a third of a decode step and take twice as
-long beside a copy, steps are predicted to take at most a ninth longer while one runs."""
+"""Pace of copies in bytes a second, a third of the bus: where all-reduces are a third of a decode step and take twice
+as long beside a copy, steps are predicted to take at most a ninth longer while one runs."""
 SAVE_BYTES = 256 << 20
 """Most bytes of one copy to main memory, so that loads and the steps' own traffic can go in between."""
 

@@ -12,9 +12,9 @@ from sglang.srt.plan.pool_sizes import CacheCost
 from sglang.srt.server_args import ServerArgs
 
 CONVERSATION_TOKENS = 4096
-"""Assumed tokens of a conversation, by which memory is divided between states and tokens: a conversation has a state and
-a checkpoint while it runs, and a checkpoint while it waits for its next message. With more states there would be too
-few cached tokens for them; with fewer, cached tokens from which no request can continue."""
+"""Assumed tokens of a conversation, by which memory is divided between states and tokens: a conversation has a state
+and a checkpoint while it runs, and a checkpoint while it waits for its next message. With more states there would be
+too few cached tokens for them; with fewer, cached tokens from which no request can continue."""
 LEAST_REQUESTS = 8
 """Number of requests, and of checkpoints, beyond which tokens for one request of the full context length have
 priority."""
