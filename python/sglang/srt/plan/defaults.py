@@ -105,8 +105,8 @@ would be left: padded rows, and for Qwen3-8B 28 more graphs of 0.3 GiB to captur
 FLOP_RATE = 5e14
 """Operations per second of a large GPU in products of some hundred rows (7e14 in large ones on an H200)."""
 GRAPH_MARGIN = 2.0
-"""Factor by which a step may compute longer than its launches take and still gain from a graph, because the host is free
-meanwhile."""
+"""Factor by which a step may compute longer than its launches take and still gain from a graph, because the host is
+free meanwhile."""
 PREFILL_GRAPH_TOKENS = (
     *(16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896),
     *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096),

@@ -114,7 +114,7 @@ def balanced_runs(weights: Sequence[int], count: int) -> list[range]:
     ends = list(itertools.accumulate(weights, initial=0))
     num = len(weights)
     assert 0 < count <= num, f"{num} layers cannot be cut into {count} stages"
-    # heaviest[i]: weight of the heaviest run if the first i weights are cut into `runs`; begin[i]: start of the last run.
+    # heaviest[i] is the heaviest run when the first i weights are cut into `runs`; begin[i] is the last run's start.
     heaviest = [float("inf") if i == 0 else float(ends[i]) for i in range(num + 1)]
     cuts: list[list[int]] = []
     for runs in range(2, count + 1):

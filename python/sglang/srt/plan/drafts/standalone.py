@@ -18,7 +18,8 @@ differences are unused rows."""
 
 
 def describe_standalone(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes a model that drafts. Raises UserError for what is not served, and for another vocabulary."""
+    """Describes a draft model of its own. Raises UserError for models that are not served, have states, or another
+    vocabulary."""
     model = describe_model(config.values, config.quantization, config.keep_shared_apart, config.source)
     model.require_served()
     if abs(model.vocab_size - target.vocab_size) >= PADDING:
