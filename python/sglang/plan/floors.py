@@ -52,7 +52,7 @@ class Floor:
     flop_seconds: float | None
     reduced_bytes: float  # that each rank sends, and receives, in collectives
     link_seconds: float
-    nccl_seconds: float  # of the collectives, as measured; not a floor
+    nccl_seconds: float  # measured time of these collectives, which is no floor
 
     @property
     def seconds(self) -> float:

@@ -112,7 +112,7 @@ class Prospect:
     layout: Layout
     weights: int
     cache: int
-    tokens: int  # of one server
+    tokens: int  # KV tokens of one server
     max_requests: int
     one: Floor  # a decode step of one request
     loaded: Floor  # a decode step of a server's share of the load
@@ -167,7 +167,7 @@ class Prospect:
 class Survey:
     """All layouts of a model on some GPUs: `prospects` that have room, and `refused` ones with the reason."""
 
-    explanation: Explanation  # of the first layout
+    explanation: Explanation  # that of the first layout
     gpus: int
     nodes: int
     load: Load

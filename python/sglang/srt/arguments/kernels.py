@@ -27,6 +27,8 @@ _EXPERTS = _backend("moe_runner_backend", "auto", tables=FUSED_MOE)
 
 @dataclass(kw_only=True)
 class KernelArgs:
+    """Options that name kernels, and options of CUDA graphs."""
+
     disable_shared_experts_fusion: bool = option(
         False, KERNELS, "Compute the shared expert apart instead of as one more of the routed ones."
     )

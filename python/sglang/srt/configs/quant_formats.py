@@ -38,6 +38,8 @@ def unsupported(source: str, what: str) -> UserError:
 
 
 def read_fp8(config: Config, source: str) -> QuantConfig:
+    """Reads the fp8 form: one scale for a weight, or block scales as in the checkpoints of DeepSeek, Qwen and
+    MiniMax."""
     activation = config.get("activation_scheme", "dynamic")
     if activation not in ("dynamic", "static"):
         raise unsupported(source, f"activation_scheme {activation!r}")
@@ -61,6 +63,7 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
 
 
 def read_mxfp8(config: Config, source: str) -> QuantConfig:
+    """Reads the mxfp8 form: groups of 32 columns with a scale in e8m0."""
     block = config.get("weight_block_size", [1, 32])
     if block != [1, 32]:
         raise unsupported(source, f"mxfp8 with weight_block_size {block!r}")
@@ -149,6 +152,7 @@ def _names(config: Config, key: str, source: str) -> list[str]:
 
 
 def read_compressed_tensors(config: Config, source: str) -> QuantConfig:
+    """Reads the compressed-tensors form: groups of modules, each with the scheme of weights and activations."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise UserError(f"{source}: compressed-tensors needs config_groups; got {groups!r}.")

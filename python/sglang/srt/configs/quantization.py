@@ -240,6 +240,6 @@ def online_fp8(flag: str) -> QuantConfig:
     """Returns the quantization that makes e4m3 with one scale a row from 16-bit weights while they are loaded."""
     source = f"--quantization {flag}"
     quant = ModuleQuant("fp8_channel", "online")
-    gates = (component("shared_expert_gate", source),)  # of one row
+    gates = (component("shared_expert_gate", source),)  # has one row, which is not worth it
     blocks = tuple(component(name, source) for name in _BLOCKS)
     return QuantConfig("fp8 (while loading)", source, (Rule(gates, None), Rule(blocks, quant)))

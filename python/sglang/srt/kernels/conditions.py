@@ -57,14 +57,17 @@ def only_quant(*schemes: str | None) -> Refuse:
 
 
 def only_latent(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses attention other than latent attention."""
     return [] if "mla" in need.traits else ["serves latent attention (MLA) only"]
 
 
 def only_full_heads(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses latent attention."""
     return ["does not serve latent attention (MLA)"] if "mla" in need.traits else []
 
 
 def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses head dims for which FlashInfer has no kernels."""
     if need.head_dim != need.v_head_dim:
         return [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
     return [] if need.head_dim in (64, 128, 256) else [f"head dim {need.head_dim} (has 64, 128, 256)"]
@@ -125,18 +128,22 @@ def only_packed(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses caches of other than 16-bit dtypes."""
     return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
 
 
 def no_fp8_cache(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses FP8 caches."""
     return [f"no {need.kv_dtype} cache (--kv-cache-dtype bf16 works)"] if need.kv_dtype.startswith("fp8") else []
 
 
 def no_fp4_cache(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses FP4 caches."""
     return ["no fp4_e2m1 cache (has fp8_e4m3, fp8_e5m2, 16 bits)"] if need.kv_dtype == "fp4_e2m1" else []
 
 
 def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses heads whose values differ in size from the keys."""
     return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
 
 
@@ -171,6 +178,7 @@ def not_for_hybrids(name: str) -> Refuse:
 
 
 def hybrid_choice(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about the backends of hybrid models."""
     allowed = hybrid_linear_attn_backend(need, arch)
     return "" if allowed is None else allowed[1]
 
@@ -189,6 +197,7 @@ def e4m3_or_16_bits(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def packed_latents(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about packed FP8 latents."""
     return "latents of 656 bytes: e4m3 with a scale for 128 columns, rotary columns in bfloat16" * (
         need.kv_dtype == "fp8_e4m3"
     )
@@ -203,6 +212,7 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def dequantized_in_registers(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about weights that are dequantized in registers."""
     return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
 
 
@@ -211,6 +221,7 @@ MIXED_ROWS = 48
 
 
 def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about which kernel serves MXFP4 x MXFP8 experts."""
     triton = dequantized_in_registers(need, arch)
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
@@ -254,6 +265,7 @@ SCALED_MM_FEATURES = WGMMA
 
 
 def library_fails(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses what a check found defective in the library's kernel on this GPU."""
     return [need.library_problem] if need.library_problem else []
 
 
@@ -266,10 +278,12 @@ def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about weights that are dequantized before each product."""
     return "weights dequantized for each product; activations stay in 16 bits" if need.quant else ""
 
 
 def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses to dequantize FP4 weights where the GPU multiplies them natively."""
     if need.quant in ("nvfp4", "mxfp4") and "block_scaled_mma" in arch.features:
         return ["weight-only; native FP4 is available"]
     return []

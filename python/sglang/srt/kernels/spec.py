@@ -100,6 +100,7 @@ Refuse = Callable[[Need, ArchTraits], list[str]]
 
 
 def refuses_nothing(need: Need, arch: ArchTraits) -> list[str]:
+    """Returns no reasons: the default refusal."""
     return []
 
 
@@ -108,6 +109,7 @@ Remark = Callable[[Need, ArchTraits], str]
 
 
 def nothing_unusual(need: Need, arch: ArchTraits) -> str:
+    """Returns "": the default remark."""
     return ""
 
 

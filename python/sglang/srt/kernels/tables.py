@@ -193,6 +193,7 @@ MOST_RANKS = 8
 
 
 def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
+    """Returns the reasons against all-reduces through peers' memory."""
     if need.links is not None and need.links.problem:
         return [need.links.problem]
     if not ranges_for(topology_of(need, arch), need.ranks):

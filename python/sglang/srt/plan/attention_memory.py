@@ -37,7 +37,7 @@ class AttentionSizes:
     heads: tuple[tuple[int, int], ...]
     """Number of query heads on one rank and dims of a value, of each shape of attention that a backend computes."""
     value_dim: int
-    """The most dims of a head's output."""
+    """Largest number of dims of a head's output."""
     index_logits: int
     """Bytes of the scores of a step's tokens over requests of the full length, where there is an indexer."""
     num_sms: int

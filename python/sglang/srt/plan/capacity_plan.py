@@ -38,7 +38,7 @@ from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
 
 NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "long_latent_prompt", "prefill_attention")
-"""Ops that graphs of decode steps do not hold: those of prompts, and of encoders of images."""
+"""Ops that decode graphs do not contain: those of prompts, and of image encoders."""
 
 
 def plan_capacity(
@@ -58,7 +58,7 @@ def plan_capacity(
     model, stages = of_rank.model, stages_of(of_rank, parallel, arch, draft)
     weights = max(stage.weight_bytes for stage in stages)
     steps = defaults.default_sizes(arch.device, available, context_len)
-    if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
+    if args.mem_fraction_static is not None:  # the flag decides what the caches get, so smaller steps give them no more
         steps = steps[:1]
 
     def capacity(size: defaults.DefaultSizes) -> Capacity:
@@ -123,7 +123,7 @@ def _capacity(
         return replace(sizes, num_positions=positions), cost, notes
 
     def pool_tokens(sizes: Sizes, cost: CacheCost) -> int:
-        """Returns the most tokens of the pool beside tables of as many positions."""
+        """Returns the most tokens that the pool can have besides rotary tables with a position for each of them."""
         if on_cpu:
             return args.max_total_tokens or CPU_KV_TOKENS
         if not cost.bytes_per_token:
@@ -140,7 +140,7 @@ def _capacity(
         return fixed if draft is None else with_draft_memory(fixed, draft, model, parallel.dtype, sizes)
 
     def room(running: int) -> int:
-        """Returns the bytes for tokens and states beside the windows of so many requests."""
+        """Returns the bytes for tokens and states besides the windows of `running` requests."""
         sizes, cost, _ = sized(running)
         if on_cpu:
             caches = cpu_cache_room(weights, available)

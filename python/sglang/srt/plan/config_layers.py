@@ -218,6 +218,8 @@ class _Rotation:
         self.keys, self.unsupported = keys, unsupported
 
     def of(self, head_dim: int, layer_type: str = "", **changes: Any) -> RopeSpec:
+        """Returns the rotary embedding for heads of `head_dim`, for layers of `layer_type` where they differ.
+        `changes`: keys with other values than the config's."""
         values: Mapping[str, Any] = {**self.keys.values, **changes}
         try:
             return rope_spec(values, head_dim, layer_type)
@@ -306,7 +308,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
 def _scale(keys: ConfigReader, family: Family, head_dim: int) -> float:
     """Returns the scale of the products of q and k where the config states one; 0: head_dim ** -0.5."""
     scalar, factor = (keys.default(key, float, 0.0) for key in ("query_pre_attn_scalar", "qk_scale_factor"))
-    if factor:  # of q, which norms without weights leave to the scale
+    if factor:  # q's factor, which cannot be in the norms because these have no weights
         return factor * float((scalar or head_dim) ** -0.5)
     return float(scalar**-0.5) if scalar else family.attention_scale
 
@@ -374,7 +376,8 @@ def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Ro
         raise UserError(f"{keys.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = keys.positive("qk_rope_head_dim")
     growth, changes = growing_queries(keys) if family.growing_queries else ({}, {})
-    changes.get("rope_parameters", {}).pop("partial_rotary_factor", None)  # of a whole head: the rotary key's share
+    # This factor is the rotary key's share of a head, and all of the rotary key rotates.
+    changes.get("rope_parameters", {}).pop("partial_rotary_factor", None)
     return MLA(
         num_heads=keys.positive("num_attention_heads"),
         q_lora_rank=keys.count("q_lora_rank"),

@@ -196,7 +196,7 @@ class ParallelConfig:
     kv_dtype: str
     page_size: int = 1
     tp_size: int = 1
-    state_dtype: str = ""  # of recurrent states; empty: as the model says
+    state_dtype: str = ""  # dtype of recurrent states; empty: the model's
     ep_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1

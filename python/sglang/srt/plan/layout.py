@@ -127,7 +127,7 @@ MOST_GPUS = 16
 
 
 def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_GPUS) -> Iterator[RankLayout]:
-    """Yields, for every larger number of ranks up to `most` GPUs, the first layout that divides the model. Numbers of
+    """Yields the first layout that divides the model for every larger number of ranks, up to `most` GPUs. Numbers of
     ranks that divide the heads evenly come first, then smaller ones. Layouts that share the experts' dims come before
     those with whole experts on a rank."""
     sizes = range(ranks.tp_size + 1, most // ranks.pp_size + 1)

@@ -36,7 +36,8 @@ _GRAPH_BASE = 6 * MIB
 _GRAPH_PER_LAYER = 160 * 1024
 _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator slack
 _COLLECTIVE_RESERVE = 512 * MIB  # NCCL channels and staging buffers
-_HOST_SHARE = 8  # of unified memory, for the system and the server's host processes: recipes for GB10 leave 0.15
+# Divisor of unified memory for the share of the system and the server's host processes; recipes for GB10 leave 0.15.
+_HOST_SHARE = 8
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
 OWN_SLOT_BYTES = 8
@@ -54,7 +55,7 @@ class DoesNotFit(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The most that a rank runs at once: requests, tokens, graphs, table rows."""
+    """Limits of what a rank runs at once: requests, tokens, graphs, table rows."""
 
     max_running_requests: int
     context_len: int

@@ -142,6 +142,7 @@ class GQA:
         return self.cache_layer < 0
 
     def shares(self, tp_size: int) -> HeadShares:
+        """Returns how query and KV heads are divided over ranks."""
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
     def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
@@ -279,7 +280,7 @@ class GQA:
             parts["gate"] = heads * self.v_head_dim
         norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
         if not self.caches_tokens:
-            parts, norms = {"q": parts["q"]}, norms // 2  # of heads only
+            parts, norms = {"q": parts["q"]}, norms // 2  # there is no norm of k
         elif self.values_from_keys:
             del parts["v"]
         width, rows = self.input_size or hidden_size, sum(parts.values())
@@ -407,6 +408,7 @@ class MLA:
         return dcp_size if tp_size % dcp_size == 0 else 1
 
     def head_dims(self) -> Iterator[HeadDims]:
+        """Yields the rows and columns of each matrix that go with a head, from which shares of ranks follow."""
         queries = ("attn.q_b", "") if self.q_lora_rank else ("attn.qkv_a", "q_proj")
         yield HeadDims(queries[0], (queries[1],), 0, self.qk_dim)
         yield HeadDims("attn.kv_b", ("",), 0, self.nope_dim + self.v_dim)

@@ -91,20 +91,20 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
-    draft: DraftPlan | None = None  # of the last stage
+    draft: DraftPlan | None = None  # None on other stages than the last
     merge_method: str = ALL_TO_ALL  # how DCP ranks merge their partial attention
     token_rows: int = 1  # as Sizes.token_rows
-    aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
-    next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, in whatever stage the draft is
-    aux_keeps_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
-    host_cache: HostCachePlan | None = None  # prefixes in main memory
+    aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, on every stage
+    next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, on every stage
+    aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
+    host_cache: HostCachePlan | None = None  # the prefix cache in main memory
     quantized_sums: QuantizedSumRule | None = None  # which all-reduces are quantized
     two_batch_overlap: TwoBatchRule | None = None  # which steps run as two microbatches
     decode_interval: IntervalRule = NEVER  # which steps have no prompts
-    shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
-    stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
+    shares_encoder: bool = False  # the ranks divide the images and frames of an encoder step among them
+    stages: tuple[str, ...] = ()  # descriptions of the pipeline stages, if there are several
     warnings: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
+    errors: tuple[str, ...] = ()  # messages about a server that works, but not as the user will want
 
     @property
     def for_draft(self) -> Plan:

@@ -76,8 +76,8 @@ class CacheCost:
     """Bytes that caches cost on one rank. A window's pool never needs more tokens than the pool of all tokens has."""
 
     bytes_per_token: Fraction
-    window_bytes: int = 0  # of a request
-    state_bytes: int = 0  # of a request
+    window_bytes: int = 0  # for each request
+    state_bytes: int = 0  # for each request
     windows: tuple[WindowDemand, ...] = ()
     shared_entry: int = 0
     """Bytes of the largest entry of a layer whose tokens are sharded over DCP ranks."""

@@ -1,4 +1,4 @@
-"""Chooses how many positions the rotary tables have: the whole context, or as many as a request can reach.
+"""Chooses how many positions the rotary tables have: the whole context, or those that a request can reach.
 
 A request's tokens lie in the pool, and padding is at position 0. So where the context is much longer than the pool,
 such as Llama 4's of 10 million tokens, most of a table for all of it (5 GiB) would never be read.

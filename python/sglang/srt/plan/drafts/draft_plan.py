@@ -109,7 +109,7 @@ def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, parallel: Pa
     needs = {need.key: need for need in needs_of(of_rank, parallel)}
     if draft is None:
         return tuple(needs.values())
-    norms = Need("fused_add_rmsnorm", q_dtype=parallel.dtype)  # of what a draft reads, whatever its residual is
+    norms = Need("fused_add_rmsnorm", q_dtype=parallel.dtype)  # a draft norms what it reads, whatever its residual is
     for need in (*needs_of(draft.weights, _serving_of_draft(parallel, draft)), norms):
         for merged in _merged(needs, need):
             needs[merged.key] = merged

@@ -25,7 +25,7 @@ from sglang.srt.plan.weight_names import ATTENTION_NAMES, LATENT_NAMES, MLP_NAME
 EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
-    "LlamaForCausalLM",  # as EAGLE's authors publish theirs
+    "LlamaForCausalLM",  # EAGLE's authors publish heads under this name
     "Eagle3Speculator",
     "Eagle3DraftModel",
 )

@@ -95,7 +95,7 @@ def _own_keys(keys: ConfigReader, form: MtpForm) -> ConfigReader:
     if not form.section:
         return keys
     beside = {usual: keys.values[key] for key, usual in form.spellings.items() if keys.values.get(key) is not None}
-    unsaid = dict.fromkeys(form.spellings.values())  # what the config says of the model's layers
+    unsaid = dict.fromkeys(form.spellings.values())  # these keys of the config are about the model's own layers
     return ConfigReader({**keys.values, **unsaid, **beside, **keys.default(form.section, dict, {})}, keys.source)
 
 
