@@ -50,7 +50,7 @@ class Floor:
     read_seconds: float
     flops: float
     flop_seconds: float | None
-    reduced_bytes: float  # that each rank sends, and receives, in collectives
+    reduced_bytes: float  # bytes that each rank sends, and receives, in collectives
     link_seconds: float
     nccl_seconds: float  # measured time of these collectives, which is no floor
 

@@ -168,7 +168,7 @@ def read_compressed_tensors(config: Config, source: str) -> QuantConfig:
         named = tuple(_target(target, where) for target in targets if target != "Linear")
         if named:
             rules.append(Rule(named, quant))
-        if "Linear" in targets:  # a class: names come first
+        if "Linear" in targets:  # a class of modules; rules for names take precedence
             general.append(Rule(EVERY_MODULE, quant))
     kv_cache = _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
     return QuantConfig("compressed-tensors", source, (*rules, *general), kv_cache)
@@ -322,7 +322,7 @@ def modelopt_cache(config: Config, source: str) -> str | None:
     """Returns the dtype of the KV cache that the checkpoint was made for; None: none is stated. Raises UserError for an
     unsupported one."""
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
-    if isinstance(scheme, str):  # as some exports have it
+    if isinstance(scheme, str):  # some exports name the algorithm here
         algorithm = algorithm or scheme
     if not algorithm:
         return _kv_of_compressed_tensors(scheme, source)

@@ -83,7 +83,7 @@ def read_auto_round(config: Config, source: str) -> QuantConfig:
     for name, values in extra.items():
         wide = values.get("bits", config.get("bits")) == _WIDE_BITS
         quant = None if wide else _auto_round_quant({**config, **values}, f"{source} extra_config {name}")
-        if re.search(r"[*+?^$()\[\]{}|\\]", name):  # for a part of a name
+        if re.search(r"[*+?^$()\[\]{}|\\]", name):  # a pattern for a part of a name
             by_pattern.append(Rule((f".*?{from_regex(name, source)}",), quant))
         else:
             modules.setdefault(quant, set()).add(name.strip("."))

@@ -115,7 +115,7 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     if (tp_size - 1) * -(-units // tp_size) >= units:
         even = -(-intermediate_size // tp_size)
         if group == 1 and (tp_size - 1) * even < intermediate_size:
-            return even  # about a vector each: tiny models
+            return even  # tiny models, with about a vector for each rank
         scales = f" that share scales ({scheme.name})" if scheme is not None else ""
         raise UserError(
             f"{what} in groups of {unit}{scales} is too few for {tp_size} tensor-parallel ranks: one would hold none of"

@@ -159,7 +159,7 @@ def _stated(config: Config, directory: Path) -> tuple[Config, str] | None:
     values = read_json_object(modelopt)
     if not isinstance(values.get("quantization"), Mapping):
         raise UserError(f"{modelopt}: 'quantization' must be an object; got {values.get('quantization')!r}.")
-    # An export that leaves the weights alone and calibrates the cache only has no algorithm.
+    # An export that only calibrates the cache, and does not quantize weights, states no algorithm.
     return ({"quant_method": "modelopt", **values}, str(modelopt)) if values["quantization"].get("quant_algo") else None
 
 
@@ -173,7 +173,7 @@ def _modelopt_cache(directory: Path) -> str | None:
 def _method(values: Config, source: str) -> str:
     method = values.get("quant_method")
     if method is None and (values.get("quant_algo") or isinstance(values.get("quantization"), Mapping)):
-        return "modelopt"  # which writes config_groups too
+        return "modelopt"  # must be asked first, because modelopt writes config_groups, too
     if method is None and "config_groups" in values:
         return "compressed-tensors"
     if not isinstance(method, str):
@@ -216,7 +216,7 @@ def with_expert_precision(precision: str, config: QuantConfig | None, model_path
         return config
     other = next(scheme for scheme in EXPERT_PRECISIONS.values() if scheme != wanted)
     if config is None or not {wanted, other} & config.schemes():
-        if precision == "bf16":  # which they are in anyway
+        if precision == "bf16":  # their activations are in 16 bits anyway
             return config
         raise UserError(
             f"--flashinfer-mxfp4-moe-precision {precision}, but the checkpoint {model_path} has no MXFP4 experts."
@@ -240,6 +240,6 @@ def online_fp8(flag: str) -> QuantConfig:
     """Returns the quantization that makes e4m3 with one scale a row from 16-bit weights while they are loaded."""
     source = f"--quantization {flag}"
     quant = ModuleQuant("fp8_channel", "online")
-    gates = (component("shared_expert_gate", source),)  # has one row, which is not worth it
+    gates = (component("shared_expert_gate", source),)  # a matrix of one row, kept in 16 bits
     blocks = tuple(component(name, source) for name in _BLOCKS)
     return QuantConfig("fp8 (while loading)", source, (Rule(gates, None), Rule(blocks, quant)))

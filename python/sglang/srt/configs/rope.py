@@ -84,7 +84,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") ->
     if kind != PROPORTIONAL:
         settings.pop("partial_rotary_factor", None)
     sections = _sections(settings.pop("mrope_section", ()), settings.pop("mrope_interleaved", False))
-    if kind == "mrope":  # as older multimodal configs call the default with sections
+    if kind == "mrope":  # older multimodal configs call the default with sections so
         kind = "default"
     if kind not in ROPE_SETTINGS:
         known = ", ".join(sorted(ROPE_SETTINGS))

@@ -60,7 +60,7 @@ def read_storage_config(backend: str | None, policy: str, extra: str | None) -> 
         return None
     options = _read_options(extra) if extra else {}
     numbers = {key: _number(key, options.pop(key, default)) for key, default in _NUMBERS.items()}
-    options.pop("hicache_storage_pass_prefix_keys", None)  # keys are of whole prefixes anyway
+    options.pop("hicache_storage_pass_prefix_keys", None)  # keys here always stand for whole prefixes
     return StorageConfig(
         backend,
         policy,

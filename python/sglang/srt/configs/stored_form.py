@@ -69,7 +69,7 @@ def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | No
         for name, wide in modules.items()
         if name and wide and name not in scaled and stored_narrow(quantization.of(name))
     }
-    # Experts are asked for as one, with shared ones that may be held among them.
+    # Experts are looked up as one module, including shared ones that may be held among them.
     experts = {name[: name.index(_EXPERTS) + len(_EXPERTS) - 1] for name in kept if _EXPERTS in name}
     narrow = scaled | {name for name, wide in modules.items() if not wide}
     layers = {name.partition(_EXPERTS)[0] for name in narrow if _EXPERTS in name}

@@ -181,7 +181,7 @@ def _write(key: str, step: StepDown) -> None:
     path = _cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
         content = _read_cache()
         steps = content.setdefault(key, [])
         if asdict(step) in steps:  # another rank was first

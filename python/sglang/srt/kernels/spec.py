@@ -128,7 +128,7 @@ class KernelSpec:
     kernel_module: str = ""  # module of a tiled kernel's code, if it is not the entry's
     refuse: Refuse = refuses_nothing
     graph_safe: bool = True  # may run inside a CUDA graph
-    graph_prefill: bool = False  # attention: prefill too, because it takes nothing but shapes from the host
+    graph_prefill: bool = False  # attention: prefill graphs may contain it, because it needs only shapes from the host
     not_here: str | None = None  # why a kernel of other servers is not part of this one
     asked_as: str = ""  # its other name in flags; of several kernels with one name the first that can serves
     remark: Remark = nothing_unusual
@@ -176,7 +176,7 @@ class Choice:
     spec: KernelSpec
     tile: Tile | None = None
     record: TileRecord | None = None
-    smaller_tiles: tuple[Tile, ...] = ()  # what a launch may step down to, in order
+    smaller_tiles: tuple[Tile, ...] = ()  # fallbacks of a launch, in order
     rejected: tuple[Rejection, ...] = ()
     note: str | None = None  # why it was chosen, if not by the table's order
     remark: str = ""  # how it serves, if that is unusual

@@ -85,7 +85,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
     wgmma_192 = {"wgmma": (_qkv(128, 64, 8, 2),)}
     image_tiles, odd_tiles = (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), (_qkv(32, 32, 8, 2), _qkv(16, 16, 4, 2))
     rows = (
-        # Two buffers of keys: the one program that its registers let an SM have would idle while they arrive.
+        # Two buffers of keys, because registers let an SM have only one program, which would idle while keys arrive.
         TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 3), _qkv(64, 32, 4, 2)), wgmma),
         TileRow(op, ((80, 80), (96, 96)), kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
         # Rows of 72 elements lie in no multiples of 16 and are loaded in pieces, which costs registers; image encoders,
@@ -114,7 +114,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
 ROWS: tuple[TileRow, ...] = (
     *_extend_rows("extend_attention", _ANY),
     *_extend_rows("prefill_attention", _HALF),
-    # Two stages hold as much as three there, and spill nothing.
+    # With 16-bit keys two stages keep as many bytes in flight as three, and spill nothing.
     TileRow(
         "decode_attention", ((64, 64),), _HALF,
         (_split(16, 64, 4, 2, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 2, 3, 4),)},
@@ -127,7 +127,7 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", (*_NARROW, (192, 128)), _ANY,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
-    # One stage there: the programs that share an SM are enough, and short pieces do not wait for a pipeline to fill.
+    # With `wgmma` one stage: enough programs share an SM, and short pieces do not wait for a pipeline to fill.
     TileRow(
         "decode_attention", ((128, 128),), _HALF,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 1, 4),)},
@@ -144,7 +144,7 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", ((256, 256),), _HALF,
         (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 64, 4, 1, 2),)},
     ),
-    # Half as many float8 keys at a time and three programs an SM: spills nothing, and as many bytes are on their way.
+    # Half as many float8 keys at a time and three programs an SM spill nothing, with as many bytes in flight.
     TileRow(
         "decode_attention", ((256, 256),), _FP8,
         (_split(16, 16, 4, 3, 3), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 32, 4, 3, 2),)},
@@ -206,7 +206,7 @@ ROWS: tuple[TileRow, ...] = (
         "block_attention", ((128, 128),), _FP8,
         (_gather(16, 64, 4, 3, 2), _gather(16, 32, 4, 3, 3)), {"wgmma": (_gather(16, 32, 4, 3, 3),)},
     ),
-    # Keys and values that are made of latents: always 16 bits.
+    # Keys and values expanded from latents always have 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,
         (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)},

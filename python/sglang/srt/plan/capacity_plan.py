@@ -129,7 +129,7 @@ def _capacity(
         if not cost.bytes_per_token:
             return context_len
         none, one = (fixed(replace(sizes, num_positions=rows), cost) for rows in (0, 1))
-        row = one.rotary - none.rotary if fraction is None else 0  # a fraction says what caches get beside tables
+        row = one.rotary - none.rotary if fraction is None else 0  # a fraction fixes the caches, whatever tables take
         left = cache_room(weights, available, none, fraction)
         return tokens_beside_rows(cost, left, row, parallel.page_size, args.max_total_tokens or available)
 
@@ -153,7 +153,7 @@ def _capacity(
     sizes = replace(sizes, checkpoints=states.checkpoints)
     notes += [states.note] if states.note else []
     notes += [host_table_note(size) for size in [host_table_bytes(everything, parallel)] if size]
-    max_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
+    max_tokens = args.max_total_tokens or available  # a token takes at least a byte; the exception is below
     if sizes.num_positions < context_len:
         max_tokens = min(max_tokens, sizes.num_positions - SPARE)
     if not cost.bytes_per_token:

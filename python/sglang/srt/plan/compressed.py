@@ -106,7 +106,7 @@ class CompressedSparse:
             Matrix("attn.kv", ("",), self.head_dim, hidden_size),
             Elements(
                 low * self.group_dim
-            ),  # the output's first product: in the model's type, as it goes group by group
+            ),  # the output's first product, held in the model's dtype because it is computed group by group
             Matrix("attn.o_b", ("",), hidden_size, low),
             Elements(self.q_lora_rank + self.head_dim),
             Elements(heads, "float32"),  # sinks

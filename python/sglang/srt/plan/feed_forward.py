@@ -219,7 +219,7 @@ class MoE:
             parts += self.shared.dense(self.activation).matrices("moe.shared", hidden_size, ranks.tp_size)
         if self.shared is not None and self.shared.gated:
             parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
-        if self.branches:  # beside the norm that every block has
+        if self.branches:  # these norms are besides the one that every block has
             parts += (Elements(3 * hidden_size), Elements(hidden_size + self.num_experts, "float32"))
         return tuple(parts)
 

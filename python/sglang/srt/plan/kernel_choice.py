@@ -181,7 +181,7 @@ def _notes(
         needs = [need for need in refusals if asked[need] == named]
         served = [outcome for outcome in (outcomes[need] for need in needs) if isinstance(outcome, Choice)]
         if not served:
-            continue  # the errors of these needs say it all
+            continue  # the NoKernel errors of these needs say why
         why = "; ".join(dict.fromkeys(reason for need in needs for reason in _reasons(refusals[need], named)))
         kernels = " and ".join(dict.fromkeys(choice.name for choice in served))
         ops = " and ".join(dict.fromkeys(choice.need.op for choice in served))

@@ -530,7 +530,7 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
     description = describe_model(model.hf_config, model.quantization, apart, source)
     media = None if args.language_model_only else describe_media(model.media_config)
-    together = args.pp_size == args.attn_dp_size == 1  # attention groups and stages encode at times of their own
+    together = args.pp_size == args.attn_dp_size == 1  # else only some of the ranks encode at the same time
     if media is not None:
         check_placeholders(media, description.vocab_size, source)
     if media is not None and together and not args.mm_enable_dp_encoder:

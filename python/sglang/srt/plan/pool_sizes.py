@@ -111,7 +111,7 @@ class CacheCost:
         grows, fixed = self.bytes_per_token, self.max_window_bytes
         for demand in sorted(self.windows, key=lambda demand: -demand.most):
             if (grows and (pool_bytes - fixed) / grows >= demand.most) or (not grows and pool_bytes >= fixed):
-                break  # enough for all that requests can have of the larger windows, so of this one too
+                break  # this window, and the smaller ones, are limited by the demand and not by the tokens
             grows += demand.bytes_per_token
             fixed -= demand.most * demand.bytes_per_token
         return max(0, int((pool_bytes - fixed) / grows)) if grows else pool_bytes

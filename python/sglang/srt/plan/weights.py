@@ -27,7 +27,7 @@ def rank_weight_bytes(
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
     total = (of_rank.head.rows + model.embedding_norm) * hidden * item if model.has_embedding else 0
-    norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
+    norm = hidden * (4 if model.zero_centred_norms else item)  # one before each block, and the final one
     if model.last_stage:
         if not model.tie_embeddings:
             total += matrix_bytes(of_rank.head, model.head_quant, item, features)

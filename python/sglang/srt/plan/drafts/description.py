@@ -136,7 +136,7 @@ class Streamed:
             Matrix("fc_embedding", ("",), hidden_size, hidden_size, quantized=False),
             Matrix("fc_hidden", ("",), hidden_size, hidden_size, quantized=False),
             Elements(2 * self.rank * width),
-            Elements(2 * width + hidden_size, "float32"),  # of both norms, and of the one behind the last layer
+            Elements(2 * width + hidden_size, "float32"),  # both norms, and the one behind the last layer
         )
 
 
@@ -210,7 +210,7 @@ class Assistant:
         if not self.groups:
             return projections
         centroids = Matrix("centroids", ("",), self.groups, hidden_size, quantized=False)
-        return (*projections, centroids, Elements(2 * self.vocab_size, "int32"))  # int64
+        return (*projections, centroids, Elements(2 * self.vocab_size, "int32"))  # a table of int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,7 @@ class DraftDescription:
         """Returns the weights before the first layer and behind the last one, except embedding and head."""
         hidden = self.model.hidden_size
         norm = Elements(hidden * self.form.final_norm, "float32" if self.model.zero_centred_norms else None)
-        table = Elements(2 * self.head_size * self.reduced, "int32")  # int64
+        table = Elements(2 * self.head_size * self.reduced, "int32")  # a table of int64
         residual = self.model.layers[0].residual
         ends = residual.head_weights(hidden) if isinstance(residual, HyperConnections) else ()
         return (*self.form.weights(hidden), *ends, norm, table)

@@ -64,7 +64,7 @@ def describe_assistant(config: DraftConfig, target: ModelDescription) -> DraftDe
         kind=KIND,
         model=replace(model, layers=tuple(_reading(layer, target, keys) for layer in model.layers)),
         form=Assistant(width, groups, kept, target.vocab_size * bool(groups)),
-        first_layer=0,  # no caches to be numbered; those that it reads have the target's numbers
+        first_layer=0,  # it has no caches; those that it reads have the target's numbers
         vocab_size=target.vocab_size,
         head_size=target.vocab_size,
     )

@@ -22,7 +22,7 @@ def with_draft_memory(
     fixed: FixedMemory, draft: DraftPlan, target: ModelDescription, dtype: str, sizes: Sizes
 ) -> FixedMemory:
     """Returns `fixed` with the draft's buffers. Aux hidden states stay until the draft has read them, side by side. The
-    draft's layers run after the target's, so only the larger activations count."""
+    draft's layers run after the target's, so only the larger activations of both count."""
     description, item = draft.description, KV_DTYPE_BYTES[dtype]
     model, ranks = description.model, draft.weights.ranks
     streams = model.layers[0].residual.streams if description.form.reads_streams else 1
