@@ -66,8 +66,7 @@ class GQA:
     input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
     block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
     indexer: selects the blocks of tokens that each KV head attends to
-    interleaved: neighbouring dims rotate together (GPT-J style), instead of dims half of the rotary dims apart
-        (NeoX style)
+    is_neox_style: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours, 2i and 2i + 1
     scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
     attn_temperature: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
         attn_temperature_offset) / attn_temperature_length)); with attn_temperature_smooth by 1 + attn_temperature *
@@ -107,7 +106,7 @@ class GQA:
     input_size: int = 0
     block: int = 1
     indexer: BlockIndexer | None = None
-    interleaved: bool = False
+    is_neox_style: bool = True
     scale_rows: int = 1
     attn_temperature: float = 0.0
     attn_temperature_length: int = 1
@@ -274,8 +273,8 @@ class GQA:
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
         q, k = heads * self.head_dim, kv_heads * self.head_dim
-        interleaved = self.output_gate and not self.gate_projection
-        parts = {"q": q * (2 if interleaved else 1), "k": k, "v": kv_heads * self.v_head_dim}
+        gates_in_q = self.output_gate and not self.gate_projection
+        parts = {"q": q * (2 if gates_in_q else 1), "k": k, "v": kv_heads * self.v_head_dim}
         if self.gate_projection:
             parts["gate"] = heads * self.v_head_dim
         norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
@@ -311,12 +310,12 @@ class GQA:
 @dataclass(frozen=True, slots=True)
 class Indexer:
     """An indexer that scores every cached token with few small heads and selects the `top_k` best for attention
-    (DeepSeek-V3.2). `interleaved`: as in MLA, for its own heads."""
+    (DeepSeek-V3.2). `is_neox_style`: as in MLA, for its own heads."""
 
     num_heads: int
     head_dim: int
     top_k: int
-    interleaved: bool = False
+    is_neox_style: bool = True
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         dims, heads = (self.head_dim, self.head_dim), (self.num_heads, 1)
@@ -342,8 +341,7 @@ class MLA:
         q_lora_rank: 0: q is not compressed
         top_k: > 0: attention is over that many tokens, selected by `indexer`; None: by the last layer before that has
             one
-        interleaved: neighbouring dims rotate together (GPT-J style), instead of dims half a rotary key apart (NeoX
-            style)
+        is_neox_style: dims half a rotary key apart rotate together; otherwise neighbours
         input_size, attn_temperature: as in GQA
     """
 
@@ -354,7 +352,7 @@ class MLA:
     rope_dim: int
     v_dim: int
     rope: RopeSpec | None = None
-    interleaved: bool = True
+    is_neox_style: bool = False
     top_k: int = 0
     indexer: Indexer | None = None
     input_size: int = 0
