@@ -33,7 +33,7 @@ HALF = ("wgmma bf16",)
 BETWEEN_MACHINES = "200 Gb/s"
 """The link between two DGX Sparks, as published."""
 LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9, BETWEEN_MACHINES: 25e9}
-"""Bytes a second, each way."""
+"""Bytes a second of each link, in each direction."""
 NCCL_SECONDS: Mapping[int, tuple[tuple[int, float], ...]] = {
     2: ((4096, 6.6e-6), (65536, 10.5e-6), (1 << 20, 59e-6)),
     4: ((4096, 13.5e-6), (65536, 20.9e-6), (1 << 20, 117e-6)),

@@ -18,7 +18,7 @@ from sglang.srt.errors import UserError
 
 LAYOUT, FUSED, SPLIT = "attention_projection_layout", "fused_qkv", "split"
 TP_BLOCKS = "attention_projection_tp_blocks"
-"""Key of our own, which --json-model-override-args may state."""
+"""Key that is not part of published configs; --json-model-override-args may set it."""
 PUBLISHED_STRIPES = (1, 4, 8)
 """Numbers of TP blocks in published checkpoints: rewritten ones, MiMo-V2.5's and MiMo-V2.5-Pro's."""
 _MODULE = ".self_attn.qkv_proj"

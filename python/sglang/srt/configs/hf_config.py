@@ -139,7 +139,7 @@ _OF_THE_WHOLE = ("architectures", "tie_word_embeddings")  # the output head is o
 
 
 STORED_VOCABULARY = "stored_vocab_size"
-"""Key for the rows of an embedding whose last ones are padding; `vocab_size` is then without these."""
+"""Key, not part of published configs, for the rows of a padded embedding; `vocab_size` then leaves the padding out."""
 
 
 def _without_padding(config: dict[str, Any]) -> dict[str, Any]:

@@ -70,7 +70,7 @@ _PACKINGS: Mapping[str, tuple[str, bool]] = {
     "auto_round:auto_awq": ("awq", True),
     "auto_round:awq": ("awq", True),
 }
-"""Names of AutoRound for a packing: the storage, and whether groups have zero points of their own."""
+"""(storage, whether groups have zero points of their own) by AutoRound's name of the packing."""
 
 
 def read_auto_round(config: Config, source: str) -> QuantConfig:

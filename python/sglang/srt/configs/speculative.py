@@ -25,7 +25,7 @@ NGRAM_DRAFT_TOKENS = 8
 """Default of --speculative-num-draft-tokens for NGRAM: tokens of a request in a step.
 Upstream's default of 12 counts the nodes of a tree with up to ten branches, which is seldom deeper than this chain."""
 LONGEST_SUFFIX = 18
-"""Number of last tokens that NGRAM compares at most, as of upstream's --speculative-ngram-max-trie-depth."""
+"""Most last tokens that NGRAM compares: upstream's default of --speculative-ngram-max-trie-depth."""
 USUAL_BLOCK_SIZE = 16
 """Rows of a block of DFLASH where neither a flag nor the draft's config says how many."""
 USUAL_DSPARK_SIZE = 7

@@ -24,7 +24,7 @@ _STACKED = ("gate_up_proj", "down_proj")
 """Names of tensors that hold all experts and are stored without `.weight`."""
 _STACKED_SCALES = f"{_EXPERTS}gate_up_proj_scale_inv"
 STACKED_FP8 = "fp8_stacked"
-"""Storage of experts in FP8 that are one tensor, as transformers writes them."""
+"""Storage of FP8 experts in one tensor for all of them, as transformers writes them."""
 _SCALES = frozenset(
     {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scale", "scales"}
     | {"input_scale", "input_global_scale", "activation_scale"}

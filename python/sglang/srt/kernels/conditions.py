@@ -217,7 +217,7 @@ def dequantized_in_registers(need: Need, arch: ArchTraits) -> str:
 
 
 MIXED_ROWS = 48
-"""Pairs an expert from which sgl-kernel's products serve."""
+"""Average number of (token, expert) pairs an expert from which on sgl-kernel's products serve."""
 
 
 def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
@@ -259,7 +259,7 @@ def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
 
 
 SCALED_MM_ROWS = 1024
-"""Tokens of a step from which torch's scaled products serve: fewer would not fill their large tiles."""
+"""Tokens of a step from which on torch's scaled products serve: fewer would not fill their large tiles."""
 SCALED_MM_SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block")
 SCALED_MM_FEATURES = WGMMA
 

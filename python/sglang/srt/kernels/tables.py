@@ -189,7 +189,7 @@ GATED_DELTA_RULE = (
 )
 FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
-"""The limit of sgl-kernel's all-reduce; a test holds it to the library's number."""
+"""Most ranks of sgl-kernel's all-reduce; a test holds it to the library's number."""
 
 
 def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:

@@ -24,7 +24,7 @@ HEAD_DIMS: tuple[tuple[int, int], ...] = (
 MLA_LATENT = (576, 512)
 """One key head whose first 512 columns are the value."""
 MLA_NARROW = (320, 256)
-"""The same of Mistral 4, whose latents are half as long."""
+"""Mistral 4's latents, which are half as long."""
 MLA_LATENTS = (MLA_LATENT, MLA_NARROW)
 
 

@@ -22,12 +22,11 @@ cached prefixes in a step, of which three may be planned at once. A test holds t
 INDEX_LOGIT_BYTES = 256 * MIB
 """Bytes of an indexer's scores that lie in memory at once; a test holds the number to the kernel's."""
 SPARSE_ROUNDS = 4
-"""Most rounds in which the programs of sparse attention that share tokens run; a test holds the number to the
-kernel's."""
+"""Most rounds of programs in sparse attention where several share a token; a test holds the number to the kernel's."""
 PART_BYTES = 14
 """Bytes of an element of partial attention that is merged: three copies in 16 bits, two in fp32."""
 LIST_BYTES_PER_PAGE = 40
-"""Bytes a page of a step's page list and of the five int64 arrays that it is gathered with."""
+"""Bytes for each page in a step's page list and in the five int64 arrays from which it is gathered."""
 
 
 @dataclass(frozen=True, slots=True)

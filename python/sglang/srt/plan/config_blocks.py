@@ -12,7 +12,7 @@ from sglang.srt.plan.mixers import GQA, Indexer
 from sglang.srt.plan.pooled_sparse import PooledSparse
 
 BLOCK_SPARSE = "block_sparse_attention"
-"""Kind of layers with attention to blocks, as layer_types say it here."""
+"""Our kind of layers with attention to blocks."""
 BLOCK_CONFIG = "sparse_attention_config"
 SPELLINGS: Mapping[str, str] = {"minimax_m3_sparse": BLOCK_SPARSE}
 """Kinds of layers in `layer_types` of published configs, and ours."""
@@ -23,7 +23,7 @@ _FLAT: Mapping[str, str] = {
     "sparse_topk_blocks": "index_topk_blocks",
     "sparse_local_block": "index_local_blocks",
 }
-"""Keys inside `sparse_attention_config`, and those that transformers writes beside the others in its place."""
+"""Keys inside `sparse_attention_config`, and those that transformers writes instead, next to the other keys."""
 _COMPUTED: Mapping[str, tuple[object, ...]] = {"sparse_score_type": ("max",), "sparse_init_block": (0,)}
 _OTHERS = frozenset({"use_sparse_attention", "sparse_attention_freq", "sparse_disable_index_value"})
 

@@ -73,7 +73,7 @@ _FLAT: Mapping[str, str] = {
     "head_dim": "linear_head_dim",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-"""Keys inside `linear_attn_config`, and those that transformers writes beside the others in its place."""
+"""Keys inside `linear_attn_config`, and those that transformers writes instead, next to the other keys."""
 _LAYERS = ("full_attn_layers", "kda_layers")
 _OF_K3: Mapping[str, str] = {
     "attn_res_block_size": "attention over the residual streams of earlier layers",

@@ -35,7 +35,7 @@ SYSTEM_RESERVE = 10 * GIB
 STAGING_BYTES = 32 << 20
 """Size of a buffer on the device in which pages are gathered."""
 STAGING_BUFFERS = 2
-"""One is filled while the other is sent."""
+"""Number of these buffers: one is filled while the other is sent."""
 BUS_RATE = 40e9
 """Bytes a second from main memory to a GPU: three quarters of what a pinned copy reaches over PCIe 5 with 16 lanes, and
 a prediction."""
@@ -55,7 +55,7 @@ COPIED = {
     "write_through_selective": "when a second request uses them",
     "write_back": "when the GPU evicts them",
 }
-"""When prefixes are copied to main memory, by --hicache-write-policy."""
+"""Texts that say when prefixes are copied to main memory, by --hicache-write-policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class HostCachePlan:
     window_bytes: int
     state_bytes: int
     write_policy: str
-    """When prefixes are copied there, a key of COPIED."""
+    """A key of COPIED: when prefixes are copied to main memory."""
     save_tokens: int
     """Most tokens of one copy to main memory, in whole pages."""
     storage: StorageConfig | None

@@ -364,7 +364,7 @@ class HyperConnections:
 
     streams: int
     rounds: int = 20
-    """Rounds of Sinkhorn's normalization: columns, then rows and columns in turns."""
+    """Rounds of Sinkhorn's normalization: columns first, then alternately rows and columns."""
     eps: float = 1e-6
     """Number added to the elements before normalization, and to their sums."""
     mean_head: bool = False
@@ -477,8 +477,7 @@ ABSENT = Absent()
 BLOCK_ROWS = "block_rows"
 """Name of the cache of a layer whose blocks' outputs are convolved: tensors "mixer" and "ffn"."""
 DRAFT_ROWS = "draft_rows"
-"""Name of the cache of a draft's layer with features of a request, in the tensor "tail": see
-`speculative.draft_depths`."""
+"""Name of the cache of a draft's layer that keeps features of a request, in the tensor "tail" (`MTPByLayer`)."""
 
 
 @dataclass(frozen=True, slots=True)

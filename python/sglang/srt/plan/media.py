@@ -58,7 +58,7 @@ class MediaDescription:
 
 
 PATCHES_A_STEP = 1 << 14
-"""Limit for the patches of an encoder step of several items; requests that decode wait for one."""
+"""Most patches of an encoder step with several items; decoding requests wait for such a step."""
 PATCH_BUFFERS = 2
 """Number of device buffers for patches, of PATCHES_A_STEP each."""
 PATCH_LAYERS_BESIDE = 1 << 15

@@ -84,8 +84,7 @@ class Sizes:
 
     @property
     def token_rows(self) -> int:
-        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: draft tokens, and
-        those of graphs with prompts."""
+        """Most tokens of a step that attend one by one with DCP: draft tokens, and those of prefill graphs."""
         verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.growing
         return max(verified, *self.prefill_graph_tokens, 1)
 

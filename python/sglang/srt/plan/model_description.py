@@ -305,7 +305,8 @@ _UNUSUAL: Mapping[str, tuple[object, ...]] = {
     "logit_scale": (1,),
     "clip_qkv": (),
 }
-"""Keys of some families that change the result of any, with their usual values; null and absent are usual too."""
+"""Keys of some families that would change any model's result, with the values that are computed (absent and null are,
+too)."""
 
 
 def _dtype(values: Config) -> str:

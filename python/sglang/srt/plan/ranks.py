@@ -26,7 +26,7 @@ class RankLayout:
     dcp_size: int = 1
     attn_dp_size: int = 1
     dp_lm_head: bool = False
-    """True if the ranks of an attention group share the whole vocabulary, instead of all ranks."""
+    """True: the ranks of each attention group divide the vocabulary among them; False: all ranks do."""
 
     @property
     def world_size(self) -> int:
@@ -116,7 +116,7 @@ class Node:
     count: int
     layout: RankLayout
     first_gpu: int = 0
-    """Index of the GPU of the first rank here."""
+    """Index of the first rank's GPU on this machine."""
 
     @property
     def ranks(self) -> range:

@@ -56,15 +56,15 @@ class WeightMap:
     """Number that checkpoints give the first layer."""
     ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
     aliases: tuple[tuple[str, str], ...] = CACHE_SCALE_ALIASES
-    """Pairs of name endings: those of some checkpoints, and those that the others have in their place."""
+    """Pairs of name endings: that of some checkpoints, and the usual one that replaces it."""
     beginnings: tuple[tuple[str, str], ...] = ()
-    """Pairs of name beginnings, likewise, which are replaced one after the other."""
+    """Pairs of name beginnings, likewise; they are replaced in order."""
     decoder: str = "model."
     """Prefix of the decoder's names; multimodal checkpoints have it at one of DECODERS."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Names that stand for `{part}` where it is not the part's own name (gate: w1)."""
     behind: tuple[str, ...] = ()
-    """Beginnings of names of tensors behind the last layer, beside the norm and the output head."""
+    """Beginnings of names of tensors behind the last layer, besides the norm and the output head."""
     unread: tuple[str, ...] = ()
     """Beginnings of names of tensors that are not loaded: layers that only drafts use, encoders of other inputs."""
 

@@ -38,7 +38,7 @@ _HEADS: Mapping[str, tuple[str, ...]] = {
     "selector": ("selector_rank", "selector_top_k"),
     "convolution": ("conv_kernel_size", "conv_group_size"),
 }
-"""Keys of `dflash_config` beside the backbone's, by what they describe."""
+"""Keys of `dflash_config` besides the backbone's, by what they describe."""
 _COMPUTED: Mapping[str, tuple[object, ...]] = {
     "projector_type": (_DOMINO, "dflash", "dflash2"),
     "is_causal": (False,),

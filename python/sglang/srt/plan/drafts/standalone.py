@@ -13,7 +13,7 @@ from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 
 PADDING = 1024
-"""Least difference between vocabularies that counts as one: checkpoints round their numbers of rows up, so smaller
+"""Vocabularies whose sizes differ by less count as equal: checkpoints round the number of rows up, so smaller
 differences are unused rows."""
 
 

@@ -18,7 +18,7 @@ START, NEW_LINE, END = "image_start", "image_newline", "image_end"
 """Names of the learned tokens that are not made of patches."""
 _COLOURS = 3
 _NORM_EPS = 1e-6
-"""No published config names it."""
+"""Default epsilon; no published config states it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

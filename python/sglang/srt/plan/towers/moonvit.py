@@ -14,7 +14,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, linear_shapes, norm_shapes, only, whole_quarters
 
 ROTARY_THETA = 10000.0
-"""The same in every published model, whose configs do not name it."""
+"""Base of rotary angles in every published model; configs do not state it."""
 _TOWER, _PROJECTOR = "vision_tower.", "mm_projector."
 _COLOURS = 3
 

@@ -11,7 +11,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, gated_shapes, linear_shapes, only, whole_quarters
 
 NORM_EPS, ROTARY_THETA = 1e-6, 10000.0
-"""The same in every published model, whose configs do not name them."""
+"""The values of every published model; configs do not state them."""
 _PREFIX = "model.visual."
 
 

@@ -21,7 +21,7 @@ from sglang.srt.plan.towers.tower import (
 )
 
 NORM_EPS = 1e-6
-"""The same in every published model, whose configs do not name it."""
+"""Epsilon of the norms in every published model; configs do not state it."""
 _PREFIX = "model.visual."
 
 
