@@ -185,7 +185,7 @@ class Survey:
         return max(close, key=lambda p: p.one_request_per_second, default=None)
 
     def gains(self) -> Iterator[tuple[Prospect, Prospect]]:
-        """Yields (layout with DCP or DP attention, the same layout without it), where both hold tokens."""
+        """Yields (layout with DCP or DP attention, the same layout without it), if the latter holds tokens."""
         by_layout = {prospect.layout: prospect for prospect in self.prospects}
         for prospect in self.prospects:
             whole = by_layout.get(prospect.layout.whole)

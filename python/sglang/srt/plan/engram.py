@@ -38,8 +38,8 @@ class Engram(NgramEmbedding):
 
     @property
     def multipliers(self) -> tuple[int, ...]:
-        """Odd factors of an n-gram's text ids in the hash, the last token first; drawn at random by the layer's
-        number."""
+        """Odd factors of an n-gram's text ids in the hash, the last token first: pseudo-random numbers seeded by the
+        layer's number."""
         import numpy as np  # not at the top, because commands that plan nothing should not load it
 
         bound = max(1, int(np.iinfo(np.int64).max) // self.num_texts // 2)

@@ -367,7 +367,7 @@ def _why_apart(model: ModelDescription, layer: int, experts: MoE) -> str | None:
     return why_apart(experts, routed, shared)
 
 
-# --- what is beside the layers ----------------------------------------------------------------------------------------
+# --- other parts than the layers --------------------------------------------------------------------------------------
 
 
 def _vision_head_dim(vision: Any) -> int:

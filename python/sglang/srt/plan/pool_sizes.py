@@ -14,8 +14,8 @@ WINDOW_SHARE = 2
 STATE_COPY_BYTES = 64 << 20
 """Bytes of the buffer through which states are copied."""
 FREE_TOKENS = 1 << 24
-"""Most tokens in the pool of a model that keeps nothing for each token: a token still costs the host some bytes, because
-prefixes are found by tokens."""
+"""Most tokens in the pool of a model that keeps nothing for each token: a token still costs the host some bytes,
+because prefixes are found by tokens."""
 
 
 @dataclass(frozen=True, slots=True)
