@@ -41,7 +41,7 @@ from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.plan import ModelPlanner, make_plan, serving_of, why_shared_apart
+from sglang.srt.plan.plan import ModelPlanner, make_plan, parallel_config_of, why_shared_apart
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
@@ -148,7 +148,7 @@ def explain(
     config = with_tp_blocks(config, directory)
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
-    parallel = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
+    parallel = parallel_config_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
     parallel = with_pages(args, model, parallel) if args.page_size is None else parallel
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available

@@ -19,7 +19,7 @@ from sglang.srt.errors import UserError
 LAYOUT, FUSED, SPLIT = "attention_projection_layout", "fused_qkv", "split"
 TP_BLOCKS = "attention_projection_tp_blocks"
 """Key that is not part of published configs; --json-model-override-args may set it."""
-PUBLISHED_STRIPES = (1, 4, 8)
+PUBLISHED_TP_BLOCKS = (1, 4, 8)
 """Numbers of TP blocks in published checkpoints: rewritten ones, MiMo-V2.5's and MiMo-V2.5-Pro's."""
 _MODULE = ".self_attn.qkv_proj"
 _SCALES = (f"{_MODULE}.weight_scale_inv", f"{_MODULE}.weight_scale")
@@ -58,7 +58,7 @@ def with_tp_blocks(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _tp_blocks(text: Mapping[str, Any], stored: Mapping[str, Stored], folder: Path) -> int:
     heads = [text[key] for key in ("num_key_value_heads", "swa_num_key_value_heads") if isinstance(text.get(key), int)]
-    possible = [count for count in PUBLISHED_STRIPES if all(number % count == 0 for number in heads)]
+    possible = [count for count in PUBLISHED_TP_BLOCKS if all(number % count == 0 for number in heads)]
     fitting = possible
     for layer in _in_blocks(stored):
         fitting = [count for count in fitting if layer.fits(count)]

@@ -125,7 +125,7 @@ class SpeculativeSettings:
         chain = self.num_draft_tokens - (1 if self.algorithm == STANDALONE else 2)  # the last draft token has no row
         return self.block_size or chain
 
-    def tokens_growing(self, steps_in_flight: int) -> int:
+    def uncertain_slots_of(self, steps_in_flight: int) -> int:
         """Returns the most positions with a cache slot that a decoding request has behind its certain ones, while
         `steps_in_flight` steps are under way and another is launched."""
         return steps_in_flight * (self.num_draft_tokens - 1) + self.num_draft_tokens + self.lookahead_slots

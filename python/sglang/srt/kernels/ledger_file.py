@@ -40,7 +40,7 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
 _SAME_CODE = {"float16": "bfloat16"}
 """Dtypes whose code differs from that of another dtype only in the instructions' type."""
 
-WIDENED_TAIL = "/widened"
+DEQUANTIZED_TAIL = "/widened"
 """End of the keys of variants that dequantize to 16 bits, for GPUs without `block_scaled_mma`."""
 
 SAME_LAUNCHES: Mapping[str, str] = {"nvfp4_a16": "nvfp4"}
@@ -208,7 +208,7 @@ class Ledger:
             pieces = key.split("/")
             if SCHEMES.keys() & set(pieces) == wanted and _launches(need, pieces):
                 measured = [m for name, m in row.by_target.items() if name.endswith(target)]
-                by_widening[WIDENED_TAIL in key] += measured
+                by_widening[DEQUANTIZED_TAIL in key] += measured
         dequantized = "block_scaled_mma" not in arch.features or quant in SAME_LAUNCHES
         return _worst_of(by_widening[True] if by_widening[True] and dequantized else by_widening[False])
 

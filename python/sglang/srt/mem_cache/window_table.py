@@ -32,7 +32,7 @@ class WindowTable:
         """`index` among the windows of `sizes`: that of the entry in `Node.windows`."""
         self.index = index
         self.window, self.chunked = sizes.windows[index].window, sizes.windows[index].chunked
-        self.page_size, self.growing = sizes.page_size, sizes.growing
+        self.page_size, self.uncertain_slots = sizes.page_size, sizes.growing
         self.allocator = TokenAllocator(sizes.windows[index].tokens, sizes.page_size)
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.start = np.zeros(sizes.max_requests + 1, np.int32)

@@ -32,8 +32,8 @@ from sglang.srt.plan.pool_checks import smaller_sizes
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized_cost
 from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
-from sglang.srt.plan.speculation import ngram_bytes, tokens_growing, verified_tokens
-from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, cut_stages, fullest_caches
+from sglang.srt.plan.speculation import ngram_bytes, uncertain_slots_of, verified_tokens
+from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
 
@@ -81,7 +81,7 @@ def stages_of(
     """Cuts the model into pipeline stages. The last one has the draft. Raises UserError for drafts that read caches of
     other stages."""
     features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(parallel.kv_dtype)
-    behind = NOTHING_BEHIND
+    behind = NO_EXTRAS
     if draft is not None:
         copies = of_rank.head.rows if parallel.pp_size > 1 and not of_rank.model.tie_embeddings else 0
         behind = Behind(draft.num_layers, draft.weight_bytes(parallel.dtype, fp8_cache, features, copies))
@@ -113,12 +113,12 @@ def _capacity(
         largest_graph = size.cuda_graph_max_bs
         sizes, notes = _sizes(args, model, parallel, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
-        growing = tokens_growing(args, model.architecture)
+        uncertain_slots = uncertain_slots_of(args, model.architecture)
         sizes = replace(
-            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing,
+            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, uncertain_slots=uncertain_slots,
             verified_tokens=verified_tokens(args, model.architecture), copy_bytes=copy_bytes(args, arch),
         )  # fmt: skip
-        cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, growing)
+        cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, uncertain_slots)
         positions = num_positions(context_len, sizes.tokens_per_step, lambda: pool_tokens(sizes, cost))
         return replace(sizes, num_positions=positions), cost, notes
 

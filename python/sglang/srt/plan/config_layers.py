@@ -27,11 +27,11 @@ from sglang.srt.plan.config_relative import relative_mixers, short_convolution
 from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
     Override,
-    dequantized,
+    attn_temperature_scaling,
     enumerated,
-    growing_queries,
     layer_overrides,
     per_layer_embedding,
+    with_double_wide_mlp,
     with_limits,
     with_shared_caches,
 )
@@ -80,7 +80,9 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str], quan
             residual = replace(residual, ffn_norms=False)
         layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT), convolution)
         shares = isinstance(mixer, GQA) and not mixer.caches_tokens
-        layers.append(dequantized(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
+        layers.append(
+            with_double_wide_mlp(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer
+        )
     return tuple(layers)
 
 
@@ -273,8 +275,8 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
     changes = _unstated_window_keys(keys, window)
     growth: dict[str, Any] = {}
-    if family.growing_queries:
-        growth, without = growing_queries(keys)
+    if family.attn_temperature_scaling:
+        growth, without = attn_temperature_scaling(keys)
         changes = {**changes, **without}
     rotates = family.positions and (window > 0 or not family.positions_in_windows or layer_type != "")
     return GQA(
@@ -375,7 +377,7 @@ def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Ro
     if indexer is not None and others:
         raise UserError(f"{keys.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = keys.positive("qk_rope_head_dim")
-    growth, changes = growing_queries(keys) if family.growing_queries else ({}, {})
+    growth, changes = attn_temperature_scaling(keys) if family.attn_temperature_scaling else ({}, {})
     # This factor is the rotary key's share of a head, and all of the rotary key rotates.
     changes.get("rope_parameters", {}).pop("partial_rotary_factor", None)
     return MLA(

@@ -64,7 +64,7 @@ def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: Conf
 _GROWTH = "llama_4_scaling_beta"
 
 
-def growing_queries(keys: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
+def attn_temperature_scaling(keys: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns (fields of GQA for attention temperature scaling, rotary parameters without its keys). Raises UserError
     for values that cannot be read."""
     written = rope_parameters(keys.values)
@@ -121,7 +121,7 @@ def _limits(keys: ConfigReader, key: str, num_layers: int, unsupported: list[str
     return [float(limit) for limit in limits[:num_layers]]
 
 
-def dequantized(layer: LayerSpec) -> LayerSpec:
+def with_double_wide_mlp(layer: LayerSpec) -> LayerSpec:
     """Returns the layer with an MLP (or shared expert) twice as wide."""
     ffn = layer.ffn
     if isinstance(ffn, Dense):

@@ -9,7 +9,7 @@ from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import LayerSpec
 
 
-def telling_images(layer: LayerSpec, token: int) -> LayerSpec:
+def with_image_token(layer: LayerSpec, token: int) -> LayerSpec:
     """Returns the layer for a model that is served with images, whose placeholder is `token`."""
     ffn, ngrams = layer.ffn, layer.ngrams
     if isinstance(ffn, MoE) and ffn.router.image_correction:

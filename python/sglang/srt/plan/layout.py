@@ -122,11 +122,11 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-MOST_GPUS = 16
+MAX_GPUS = 16
 """Most GPUs that a machine may have, where its kind does not say."""
 
 
-def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_GPUS) -> Iterator[RankLayout]:
+def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MAX_GPUS) -> Iterator[RankLayout]:
     """Yields the first layout that divides the model for every larger number of ranks, up to `most` GPUs. Numbers of
     ranks that divide the heads evenly come first, then smaller ones. Layouts that share the experts' dims come before
     those with whole experts on a rank."""

@@ -66,7 +66,7 @@ class Sizes:
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
     checkpoints: int = 0
-    growing: int = 1
+    uncertain_slots: int = 1
     """As PoolSizes.growing."""
     verified_tokens: int = 1
     """Most tokens of a decoding request in one step."""
@@ -85,7 +85,7 @@ class Sizes:
     @property
     def token_rows(self) -> int:
         """Most tokens of a step that attend one by one with DCP: draft tokens, and those of prefill graphs."""
-        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.growing
+        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.uncertain_slots
         return max(verified, *self.prefill_graph_tokens, 1)
 
 

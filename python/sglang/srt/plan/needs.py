@@ -26,7 +26,7 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(parallel)),
         *_linears(of_rank, parallel.dtype),
-        *_merged(_seeing(need, model) for layer in model.layers for need in layer.mixer.needs(parallel)),
+        *_merged(_with_both_ways(need, model) for layer in model.layers for need in layer.mixer.needs(parallel)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *_wide_experts(feed_forward, model, experts),
@@ -81,7 +81,7 @@ def _linears(of_rank: RankWeights, dtype: str) -> Iterator[Need]:
         yield Need("linear", q_dtype=dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))
 
 
-def _seeing(need: Need, model: ModelDescription) -> Need:
+def _with_both_ways(need: Need, model: ModelDescription) -> Need:
     """Returns the need, with the trait "both_ways" where image tokens attend to each other in both directions (prompts,
     in layers with a window)."""
     here = model.media is not None and model.media.both_ways and "sliding_window" in need.traits

@@ -25,15 +25,15 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
-from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
+from sglang.srt.plan.drafts.ask import RequestedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
-from sglang.srt.plan.image_tokens import telling_images
+from sglang.srt.plan.image_tokens import with_image_token
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, ParallelConfig
-from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
+from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import check_placeholders, describe_media
 from sglang.srt.plan.memory import (
     MemoryPlan,
@@ -41,12 +41,12 @@ from sglang.srt.plan.memory import (
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, with_pages
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
-from sglang.srt.plan.quantized_sums import QuantizedSumRule, quantized_sum_rule
+from sglang.srt.plan.quantized_sums import QuantizedAllReduceRule, quantized_sum_rule
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import tokens_growing, verified_tokens, verify_needs
+from sglang.srt.plan.speculation import uncertain_slots_of, verified_tokens, verify_needs
 from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
@@ -79,7 +79,7 @@ class Plan:
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
-    growing: int  # as PoolSizes.growing
+    uncertain_slots: int  # as PoolSizes.growing
     verified_tokens: int  # tokens of a decoding request in one step: 1 without drafts
     state_checkpoints: int
     states: str  # text for people: how many requests and checkpoints have states, and why
@@ -98,7 +98,7 @@ class Plan:
     next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, on every stage
     aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # the prefix cache in main memory
-    quantized_sums: QuantizedSumRule | None = None  # which all-reduces are quantized
+    quantized_sums: QuantizedAllReduceRule | None = None  # which all-reduces are quantized
     two_batch_overlap: TwoBatchRule | None = None  # which steps run as two microbatches
     decode_interval: IntervalRule = NEVER  # which steps have no prompts
     shares_encoder: bool = False  # the ranks divide the images and frames of an encoder step among them
@@ -151,7 +151,7 @@ class Plan:
             self.windows,
             self.has_states,
             self.state_checkpoints,
-            self.growing,
+            self.uncertain_slots,
         )
 
     @property
@@ -345,7 +345,7 @@ def make_plan(
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
-        growing=tokens_growing(args, model.architecture),
+        uncertain_slots=uncertain_slots_of(args, model.architecture),
         verified_tokens=verified_tokens(args, model.architecture),
         state_checkpoints=sizes.checkpoints,
         states=capacity.states,
@@ -405,7 +405,7 @@ def _host_cache(
         capacity.windows,
         any(group.lifetime == PER_REQUEST for group in groups),
         sizes.checkpoints,
-        tokens_growing(args, model.architecture),
+        uncertain_slots_of(args, model.architecture),
     )
     if host_bytes is not None and arch.device == "cpu":
         host_bytes = max(0, host_bytes - capacity.memory.weights - capacity.memory.caches)
@@ -434,11 +434,11 @@ class ModelPlanner:
     probe: Probe | None = None
     advises: bool = True
     described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
-    drafts: dict[str, AskedDraft | None] = field(default_factory=dict)  # likewise
+    drafts: dict[str, RequestedDraft | None] = field(default_factory=dict)  # likewise
 
     @property
     def max_gpus(self) -> int:
-        return self.arch.gpus_per_machine or MOST_GPUS
+        return self.arch.gpus_per_machine or MAX_GPUS
 
     def quantizing(self, scheme: str) -> ModelPlanner | None:
         """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
@@ -467,7 +467,7 @@ class ModelPlanner:
         if self.served:
             model.require_served()
         check_layout(model, ranks)
-        parallel = serving_of(args, self.model.dtype, model)
+        parallel = parallel_config_of(args, self.model.dtype, model)
         return model, with_pages(args, model, parallel) if self.served else parallel
 
     def draft(self, args: ServerArgs, target: ModelDescription) -> DraftPlan | None:
@@ -506,7 +506,7 @@ class ModelPlanner:
         model, parallel = self.describe(args)
         of_rank, draft = rank_weights(model, parallel.ranks), self.draft(args, model)
         wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
-        needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
+        needs = tuple(_with_probed_facts(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)
@@ -516,7 +516,7 @@ class ModelPlanner:
         return Trial(of_rank, parallel, chosen, capacity, draft)
 
 
-def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
+def _with_probed_facts(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
     """Returns the need completed by what was found on this machine: a library's defect, the links of an all-reduce."""
     of_torch = need.op == "prefill_attention" or (need.op == "linear" and need.quant in SCALED_MM_SCHEMES)
     if of_torch and probe is not None:
@@ -537,7 +537,7 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) ->
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     layers = description.layers
     if media is not None and media.image_token is not None:
-        layers = tuple(telling_images(layer, media.image_token) for layer in layers)
+        layers = tuple(with_image_token(layer, media.image_token) for layer in layers)
     return replace(description, media=media, layers=layers)
 
 
@@ -563,7 +563,7 @@ def why_shared_apart(args: ServerArgs) -> str:
     return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
 
 
-def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> ParallelConfig:
+def parallel_config_of(args: ServerArgs, dtype: str, model: ModelDescription) -> ParallelConfig:
     """Returns the parallel and dtype config that the layers' ops depend on. Raises UserError for an unknown cache
     dtype."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)

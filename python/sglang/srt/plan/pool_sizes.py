@@ -44,7 +44,7 @@ class PoolSizes:
     windows: tuple[WindowSize, ...] = ()
     has_states: bool = False
     checkpoints: int = 0
-    growing: int = 1
+    uncertain_slots: int = 1
 
     @property
     def state_rows(self) -> int:
@@ -176,17 +176,17 @@ def sized_cost(
     max_requests: int,
     context_len: int,
     step_tokens: int,
-    growing: int = 1,
+    uncertain_slots: int = 1,
 ) -> CacheCost:
     """Returns the cost with the windows' demands, where `max_requests` run at once and steps have `step_tokens` prompt
-    tokens. `growing`: as in PoolSizes."""
+    tokens. `uncertain_slots`: as in PoolSizes."""
     demands = []
     for lifetime in row_tables(groups):
         if isinstance(lifetime, Full):
             continue
-        chunk = min(step_tokens + growing - 1, context_len)
+        chunk = min(step_tokens + uncertain_slots - 1, context_len)
         least = window_tokens(lifetime.tokens, page_size, chunk) + 2 * page_size
-        running = max_requests * window_tokens(lifetime.tokens, page_size, growing)
+        running = max_requests * window_tokens(lifetime.tokens, page_size, uncertain_slots)
         steps = -(-step_tokens // page_size) * page_size + page_size
         of_token = sum(group.bytes_per_entry for group in groups if group.lifetime == lifetime)
         most = max(least, running + steps)

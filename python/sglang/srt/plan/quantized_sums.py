@@ -16,7 +16,7 @@ FLAG = "--enable-quantized-all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedSumRule:
+class QuantizedAllReduceRule:
     """All-reduces of hidden states with at least this many bytes and rows are quantized. That of the embedding never
     is, because each row comes from one rank."""
 
@@ -30,7 +30,7 @@ class QuantizedSumRule:
 
 def quantized_sum_rule(
     args: ServerArgs, arch: ArchTraits, links: PeerLinks | None, hidden_size: int, decode_rows: int
-) -> QuantizedSumRule | None:
+) -> QuantizedAllReduceRule | None:
     """Returns the rule; None where nothing is quantized. `links`: None for CPUs or links that were not probed;
     `decode_rows`: most rows of a step without prompts, of all attention groups. Raises UserError where the flag cannot
     be followed."""
@@ -50,4 +50,4 @@ def quantized_sum_rule(
     if args.quantized_all_reduce_min_bytes is not None:
         least, reason = args.quantized_all_reduce_min_bytes, "--quantized-all-reduce-min-bytes"
     rows = decode_rows + 1 if args.enable_quantized_all_reduce == "prefill" else 1
-    return QuantizedSumRule(least, rows, reason)
+    return QuantizedAllReduceRule(least, rows, reason)

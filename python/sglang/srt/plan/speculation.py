@@ -52,10 +52,10 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
     )
 
 
-def tokens_growing(args: ServerArgs, architecture: str) -> int:
-    """Returns the value of `PoolSizes.growing`."""
+def uncertain_slots_of(args: ServerArgs, architecture: str) -> int:
+    """Returns the value of `PoolSizes.uncertain_slots`."""
     settings = speculative_settings(args, architecture)
-    return 1 if settings is None else settings.tokens_growing(args.steps_in_flight)
+    return 1 if settings is None else settings.uncertain_slots_of(args.steps_in_flight)
 
 
 def verified_tokens(args: ServerArgs, architecture: str) -> int:

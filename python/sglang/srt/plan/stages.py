@@ -27,7 +27,7 @@ class Behind:
     weight_bytes: int = 0
 
 
-NOTHING_BEHIND = Behind()
+NO_EXTRAS = Behind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +55,14 @@ def cut_stages(
     dtype: str,
     fp8_cache: bool = False,
     features: Collection[str] | None = None,
-    behind: Behind = NOTHING_BEHIND,
+    behind: Behind = NO_EXTRAS,
 ) -> tuple[Stage, ...]:
     """Cuts the model into stages such that the largest has as few bytes of weights as possible; arguments as in
     `rank_weight_bytes`. There must be at least as many `uncut_runs` as stages."""
     model, num_layers = of_rank.model, len(of_rank.model.layers)
 
     def of(layers: range) -> Stage:
-        part, after = stage_model(model, layers), behind if layers.stop == num_layers else NOTHING_BEHIND
+        part, after = stage_model(model, layers), behind if layers.stop == num_layers else NO_EXTRAS
         size = rank_weight_bytes(of_rank.select_stage(part), dtype, fp8_cache, features) + after.weight_bytes
         return Stage(layers, part, size, after.layers)
 

@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 
 
 @dataclass(frozen=True, slots=True)
-class AskedDraft:
+class RequestedDraft:
     """The draft that the flags ask for. `num_tokens`: tokens of a request in a step, the last sampled one included."""
 
     config: DraftConfig
@@ -39,7 +39,7 @@ class AskedDraft:
         }
 
 
-def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, apart: str) -> AskedDraft | None:
+def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, apart: str) -> RequestedDraft | None:
     """Returns the draft that the flags ask for; None: there is none, or none with weights. `apart`: `keep_shared_apart`
     of `describe_model`. Raises UserError for a draft that is missing, malformed, not computed here or made for another
     model."""
@@ -50,7 +50,7 @@ def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, 
     config = replace(config, keep_shared_apart=apart)
     draft = describe_draft(config, target)
     _check_depth(settings)
-    return AskedDraft(config, draft, settings.num_draft_tokens)
+    return RequestedDraft(config, draft, settings.num_draft_tokens)
 
 
 def _check_depth(settings: SpeculativeSettings) -> None:

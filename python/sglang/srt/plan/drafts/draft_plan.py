@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.drafts.ask import AskedDraft
+from sglang.srt.plan.drafts.ask import RequestedDraft
 from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.layer_spec import ParallelConfig
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class DraftPlan:
     """The plan of a draft on one rank of the target's last stage."""
 
-    asked: AskedDraft
+    asked: RequestedDraft
     weights: RankWeights
 
     @property
@@ -70,7 +70,7 @@ class DraftPlan:
         return {**by_key, **draft_choices}
 
 
-def plan_draft(asked: AskedDraft, ranks: RankLayout) -> DraftPlan:
+def plan_draft(asked: RequestedDraft, ranks: RankLayout) -> DraftPlan:
     """Plans the rank's share of the draft. Raises UserError for a draft that the ranks cannot share."""
     description = asked.description
     layout = layout_of_draft(ranks, description)
@@ -89,7 +89,7 @@ def layout_of_draft(ranks: RankLayout, draft: DraftDescription) -> RankLayout:
     return replace(ranks, pp_size=1, dcp_size=1, ep_size=ranks.ep_size if draft.model.experts else 1)
 
 
-def _serving_of_draft(parallel: ParallelConfig, draft: DraftPlan) -> ParallelConfig:
+def _parallel_of_draft(parallel: ParallelConfig, draft: DraftPlan) -> ParallelConfig:
     if parallel.attn_dp_size == 1:
         return replace(parallel, pp_size=1)
     ranks = draft.weights.ranks
@@ -110,7 +110,7 @@ def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, parallel: Pa
     if draft is None:
         return tuple(needs.values())
     norms = Need("fused_add_rmsnorm", q_dtype=parallel.dtype)  # a draft norms what it reads, whatever its residual is
-    for need in (*needs_of(draft.weights, _serving_of_draft(parallel, draft)), norms):
+    for need in (*needs_of(draft.weights, _parallel_of_draft(parallel, draft)), norms):
         for merged in _merged(needs, need):
             needs[merged.key] = merged
     return tuple(needs.values())

@@ -32,7 +32,7 @@ EAGLE3_ARCHITECTURES = (
 EAGLE3_MLA_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 
-USUAL_CAPTURES = 3
+USUAL_AUX_LAYERS = 3
 _NAMES = WeightMap(
     {
         "embed": "embed_tokens",
@@ -209,8 +209,8 @@ def _aux_layers(settings: ConfigReader, speculators: bool, num_layers: int) -> t
         return ()
     named = settings.default("eagle_aux_hidden_state_layer_ids", list, [])
     if not named:
-        number = settings.count("num_aux_hidden_states") or USUAL_CAPTURES
-        if number != USUAL_CAPTURES:
+        number = settings.count("num_aux_hidden_states") or USUAL_AUX_LAYERS
+        if number != USUAL_AUX_LAYERS:
             raise UserError(
                 f"{settings.source}: num_aux_hidden_states is {number}, and eagle_aux_hidden_state_layer_ids does not"
                 " say of which layers."

@@ -47,7 +47,7 @@ def assistant_values(values: Mapping[str, Any], algorithm: str, source: str) -> 
     if values.get("model_type") != _ASSISTANT_TYPE:
         return values
     if algorithm != DFLASH:
-        raise UserError(f"{source}: an assistant of Muse-Glimmer draft tokens with --speculative-algorithm {DFLASH}.")
+        raise UserError(f"{source}: an assistant of Muse-Glimmer drafts with --speculative-algorithm {DFLASH}.")
     stated = {key: value for key, value in values.items() if value is not None}
     keys = ConfigReader({**_LEFT_OUT, **stated}, source)
     windows = {"layer_types": ["sliding_attention"] * keys.positive("num_hidden_layers")}

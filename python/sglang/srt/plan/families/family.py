@@ -49,7 +49,7 @@ class Family:
     num_kv_heads: int = 0
     attention_scale: float = 0.0  # of the products of q and k; 0: head_dim ** -0.5
     value_norm: bool = False  # as GQA.value_norm
-    growing_queries: bool = False  # `llama_4_scaling_beta` of the rotary parameters is `attn_temperature`
+    attn_temperature_scaling: bool = False  # `llama_4_scaling_beta` of the rotary parameters is `attn_temperature`
     qk_norm: str = ""  # as GQA.qk_norm
     optional_qk_norm: bool = False  # `use_qk_norm` says whether there is one
     window_pattern: int = 0  # > 0: one layer in every window_pattern has no window, unless `layer_types` say which

@@ -41,7 +41,7 @@ MINISTRAL3 = replace(
     title="Mistral Small 3, Ministral 3 and Devstral 2",
     model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM",),
-    growing_queries=True,
+    attn_temperature_scaling=True,
 )
 
 
@@ -73,7 +73,7 @@ MISTRAL4 = Family(
     has_experts=True,
     expert_form="stacked",
     router=Router(0),
-    growing_queries=True,
+    attn_temperature_scaling=True,
 )
 MISTRAL4_TEXT = replace(
     MISTRAL4,
