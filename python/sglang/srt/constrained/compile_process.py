@@ -221,9 +221,7 @@ class CompileServer:
         except (EOFError, OSError):
             verdict = None
         status = self._end(child)
-        if (
-            verdict is None and status == "SIGKILL"
-        ):  # killed by the system: this process forgets the children that it kills
+        if verdict is None and status == "SIGKILL":  # the system killed it
             error = "The system ended the grammar's compiler, as it does when memory is short; send the request again."
             verdict = Verdict(child.job.id, error, 503)
         self._tell(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
