@@ -61,9 +61,7 @@ def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "aut
         context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
         chunked_prefill_size=STEP_TOKENS,
         max_running_requests=BATCH_PROMPTS,
-        max_total_tokens=max(
-            sum(len(ids) + 1 for ids in batch) for batch in batches
-        ),  # the next token needs a slot too
+        max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # + 1: the next token
     )
     recorder = Recorder()
     runner = ModelRunner(_recording_plan(args, recorder))

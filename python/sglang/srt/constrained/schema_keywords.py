@@ -315,7 +315,7 @@ _OTHER_PROPERTIES = (
 
 
 def answer_schemas(tag: Any) -> Iterator[Schema]:
-    """Returns the parts of a structural tag with a `json_schema`, except those of calls (in `tags`): functions' schemas
+    """Yields the parts of a structural tag with a `json_schema`, except those of calls (in `tags`): functions' schemas
     use keywords of all kinds, and a function checks its arguments."""
     pending = [tag]
     while pending:

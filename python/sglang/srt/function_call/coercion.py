@@ -66,7 +66,7 @@ class _Schemas:
 
 
 def joined_schemas(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Yields the schema and those that it refers to, joins or chooses from, at most `MAX_SCHEMAS`."""
+    """Returns the schema and those that it refers to, joins or chooses from, at most `MAX_SCHEMAS`."""
     pending: list[Any] = [schema]
     schemas: list[Mapping[str, Any]] = []
     for _ in range(MAX_SCHEMAS):

@@ -86,7 +86,7 @@ def _reads_argument(calls_name: str, name: str) -> bool:
 
 
 def tagged_names(calls_name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """Returns the names in a function's schema that calls in this format write as tags: none for JSON; for nested tags
+    """Yields the names in a function's schema that calls in this format write as tags: none for JSON; for nested tags
     also the names in nested objects."""
     forced = FORCED_CALLS.get(calls_name)
     if forced is None or not forced.has_tags:

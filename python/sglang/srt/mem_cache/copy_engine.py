@@ -217,7 +217,7 @@ def _follow(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None, e
 def _pieces(
     pool: PagePool, bundle: Bundle, staged: torch.Tensor, in_host: np.ndarray
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields contiguous pieces of host memory with their parts of the buffer: runs of adjacent pages, or single pages
+    """Returns contiguous pieces of host memory with their parts of the buffer: runs of adjacent pages, or single pages
     where a bundle is only a part of a page."""
     whole = bundle.width == pool.page_bytes
     breaks = np.flatnonzero(np.diff(in_host) != 1) + 1 if whole else np.arange(1, len(in_host))

@@ -114,7 +114,7 @@ class RequestTracer:
 
 
 def phases(ended: EndedRequest) -> Iterator[tuple[str, float, float]]:
-    """Returns (name, begin, end) of each phase that the request reached; each begins where the one before ends."""
+    """Yields (name, begin, end) of each phase that the request reached; each begins where the one before ends."""
     begin = ended.created_time
     ends = (ended.sent_time, ended.started_time, ended.first_token_time, ended.end_time)
     for name, end in zip(("received", "queued", "prefill", "decode"), ends, strict=True):

@@ -127,7 +127,7 @@ def _stages(rust: Any) -> Iterator[tuple[str, Callable[[str], object]]]:
 
 
 def _runs() -> Iterator[str]:
-    """Returns runs of each character that a rule may match, and runs of one kind before another: patterns that
+    """Yields runs of each character that a rule may match, and runs of one kind before another: patterns that
     backtrack fail late there."""
     for character in string.printable:
         yield character * _RUN
@@ -136,7 +136,7 @@ def _runs() -> Iterator[str]:
 
 
 def _own_texts(path: str) -> Iterator[str]:
-    """Returns runs of the texts that the file's own replacements match."""
+    """Yields runs of the texts that the file's own replacements match."""
 
     def patterns(value: Any) -> Iterator[str]:
         if isinstance(value, dict):

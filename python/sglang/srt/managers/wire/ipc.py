@@ -243,7 +243,7 @@ class Receiver(Generic[T]):
         return message
 
     def drain(self) -> Iterator[T]:
-        """Returns the messages that have arrived."""
+        """Yields the messages that have arrived."""
         while (message := self.recv_nowait()) is not None:
             yield message
 
