@@ -4,8 +4,8 @@ A program computes BLOCK_M pairs x BLOCK_N columns in depth / BLOCK_K steps. Pro
 `occupancy` of them on each. The estimate is a smooth maximum of three times:
 
 - the chain: for each wave, a prologue, the steps, an epilogue. A step takes the time of the SM's shared units for all
-  of its programs (matrix unit, dequantizing, shared memory, its part of the L2), and at least the load latency of a stage
-  divided by the stages in flight: this is what a deep pipeline hides;
+  of its programs (matrix unit, dequantizing, shared memory, its part of the L2), and at least the load latency of a
+  stage divided by the stages in flight: this is what a deep pipeline hides;
 - all bytes over the memory's bandwidth: the weights of every chosen expert, activations, results; the bandwidth is
   lower with few loads in flight, and with short rows;
 - all loads over the L2's bandwidth.

@@ -421,6 +421,9 @@ _FORMS: Mapping[str, _Form] = {
     "gemma4": _Form(_fixed_number, _clocks, _OF_GEMMA, size=_pooled_size, patches=_row_by_row),
 }
 
+FAMILIES = tuple(_FORMS)
+"""Families of processors that prepare videos."""
+
 
 def video_processor(files: ProcessorFiles) -> VideoProcessor:
     """Returns the processor of the model's videos."""
@@ -429,7 +432,7 @@ def video_processor(files: ProcessorFiles) -> VideoProcessor:
 
 def reads_videos(files: ProcessorFiles) -> bool:
     """Returns whether the family reads videos."""
-    return files.family in _FORMS
+    return files.family in FAMILIES
 
 
 class VideoProcessor:
