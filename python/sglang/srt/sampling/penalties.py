@@ -97,7 +97,7 @@ def count_draft_tokens(draft_tokens: torch.Tensor) -> torch.Tensor:
     >>> count_draft_tokens(torch.tensor([[7, 9, 7]]))[0].tolist()
     [[0, 0, 0], [1, 0, 1], [1, 1, 1], [2, 1, 2]]
     """
-    equal = (draft_tokens[:, :, None] == draft_tokens[:, None, :]).int()  # [D, earlier, guess]
+    equal = (draft_tokens[:, :, None] == draft_tokens[:, None, :]).int()  # [D, earlier token, token]
     none = torch.zeros_like(equal[:, :1])
     return torch.cat((none, equal.cumsum(dim=1, dtype=torch.int32)), dim=1)
 
