@@ -75,8 +75,8 @@ class WindowTable:
         return max(0, (self.size - self.max_prompt_tokens(0)) // self.page_size * self.page_size - self.page_size)
 
     def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
-        """Returns the tokens that further requests may use while these (with `lens` tokens, uncertain_slots to `limits`) decode
-        on and all other rows keep what they have."""
+        """Returns the tokens that further requests may use while these (with `lens` tokens, uncertain_slots to
+        `limits`) decode on and all other rows keep what they have."""
         page = self.page_size
         most = np.minimum(self.max_request_tokens(), -(-limits // page) * page).sum()
         kept = (-(-lens // page) * page - self.start[slots]).sum()
