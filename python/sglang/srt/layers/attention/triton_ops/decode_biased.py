@@ -1,8 +1,7 @@
-"""Attention of one new token of each sequence, or of several draft tokens, over its paged cache, with biases by
-distance (Inkling).
+"""Decode attention over a paged cache with score biases by distance (Inkling).
 
-As `decode_attention`, whose page says how work is cut into pieces and what draft tokens are, for heads whose keys and
-values have as many dims, a power of two. It is a kernel of its own so that others keep their code.
+It works as `decode_attention`, whose module describes pieces and draft tokens, for keys and values of equal head dim, a
+power of two. It is a separate kernel so that the code of others stays unchanged.
 
 References: `reference_decode`, and for draft tokens `attend`, in test/srt/layers/attention/reference.py.
 """
