@@ -6,10 +6,10 @@ request has at most `top_k` tokens. So a step's decoding requests, and its promp
     dense     the host knows that none of them is longer than top_k: nothing is scored or selected
     sparse    others, and every step of a CUDA graph, whose requests may be of any length
 
-Packed latents (`MLA.packed`) are read by sparse attention only: over them prompts are dense where none of their tokens
-is in the cache before the step, and requests that are no longer than top_k attend to a selection of all their tokens.
+Packed latents (`MLA.packed`) can only be read by sparse attention: with them prompts are dense only if none has a
+cached prefix, and requests up to top_k tokens attend to a selection of all their tokens.
 
-A selection of all tokens gives what dense attention gives, so the way is a matter of time alone.
+A selection of all tokens gives the same result as dense attention, so the path affects speed only.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class _SplitContexts:
             self._replaced.append(self.workspaces)
             self.allocate()
         plan = make_plan()
-        plan.part_lse.zero_()  # a launch must lie between the plan and its reader (`plan_decode`), and q is done already
+        plan.part_lse.zero_()  # some launch must lie between plan and reader (`plan_decode`); q is computed already
         return plan
 
 
