@@ -170,10 +170,14 @@ class GatedRMSNormOp(Protocol):
 
 
 class OutputGateOp(Protocol):
+    """Signature of `recurrent.native.attention_output_gate`."""
+
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
 
 
 class HeadGateOp(Protocol):
+    """Signature of `recurrent.native.attention_head_gate`."""
+
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
 
 

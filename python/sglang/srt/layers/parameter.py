@@ -45,6 +45,7 @@ class Init(Enum):
 
 def constant(value: float) -> Fill:
     """Returns a function that fills a dummy parameter with `value`."""
+
     def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.fill_(value)
 

@@ -1,4 +1,4 @@
-"""Chooses the experts of a token."""
+"""The MoE router, which selects the experts of a token."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TopK:
 
 
 def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | None:
-    """[E] int32: the number of each expert among those of this rank, -1 for others; None where it has all."""
+    """Returns [E] int32: each expert's number among this rank's, -1 for others; None if this rank has all."""
     if local == slice(0, num_experts):
         return None
     numbers = torch.arange(num_experts, dtype=torch.int32, device=scope.device)
@@ -109,7 +109,7 @@ def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | 
 
 
 def _hash_table(scope: Scope, spec: Router, num_experts: int) -> torch.Tensor:
-    """[V, k] int32: the experts of every token id."""
+    """Returns [V, k] int32: the experts of every token id."""
     shape = (scope.plan.model.vocab_size, spec.top_k)
     part = TensorPart(shape, dtypes=("I64", "I32"))
 

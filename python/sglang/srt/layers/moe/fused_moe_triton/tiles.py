@@ -1,4 +1,4 @@
-"""Tiles of the experts' products. Data only: no torch, no Triton.
+"""Tiles of the experts' products. Data only: imports no torch, no Triton.
 
 A row serves batches with up to `max_rows_per_expert` pairs per expert on average. Each row of TILES fits the 101,376
 bytes of shared memory of the smallest GPUs, without spills (the ledger proves it); WIDE_TILES are for GPUs with wgmma
@@ -16,27 +16,30 @@ from sglang.srt.kernels.scaled_product import ScaledProduct
 GroupedTile = dict[str, int]
 
 FEW, MANY, MIXED = "few pairs", "tiles", "sgl_kernel"
-"""Ways that a tile config may name: pair by pair, grouped by Triton, and grouped by sgl-kernel's products."""
+"""Variants of a tile config: pair by pair, grouped with Triton, and grouped with sgl-kernel's products."""
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
 
 @dataclass(frozen=True, slots=True)
 class MoeTiles:
+    """The tiles of both products for a range of pairs per expert."""
+
     max_rows_per_expert: float
     gate_up: GroupedTile
     down: GroupedTile
     whole: int = 1
-    """Divisor that the experts' intermediate dims must have: otherwise too much of a block would be empty."""
+    """Required divisor of the experts' intermediate dims; otherwise too much of a block would be empty."""
 
 
 def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedTile:
+    """Returns a tile from its numbers, in the order of TILE_KEYS."""
     return dict(zip(TILE_KEYS, (m, n, k, group, warps, stages), strict=True))
 
 
 def swaps(tile: GroupedTile, kind: str, features: Collection[str]) -> bool:
-    """Returns whether the weights are the tall operand of the matrix instruction. wgmma takes 64 rows of that at a time
-    and as few as 8 of the other, so that few tokens waste little of it; and it takes that operand from registers, where
-    planes are widened."""
+    """Returns whether the weights are the tall operand (M) of the matrix instruction. wgmma takes 64 rows of that
+    operand and as few as 8 of the other, so that few tokens waste little; and it reads that operand from registers,
+    where planes are dequantized."""
     return "wgmma" in features and tile["BLOCK_N"] >= 64 and (tile["BLOCK_M"] < 64 or kind == "planes")
 
 
