@@ -66,12 +66,11 @@ class ForwardBatch:
     """Tensors that several layers read and the first one of them computes, by name."""
 
     shared_selection: Any = None
-    """Where passes of a draft read one selection: what layers with an indexer leave for later passes, or take, as a
-    `shared_selection.SharedSelection`, whose module imports this one; else None."""
+    """A `shared_selection.SharedSelection` (typed Any, because that module imports this one), if the passes of a draft
+    share an indexer's selection."""
 
     compressed: Any = None
-    """Data that layers of compressed attention read of the step: a `compressed.step.CompressedStep`, whose module
-    imports this one."""
+    """A `compressed.step.CompressedStep` (typed Any for the same reason) for layers of compressed attention."""
 
     loads: LayerWaits | None = None
     """Pages that are still being loaded: each layer waits for its own. None: the step reads no such pages."""

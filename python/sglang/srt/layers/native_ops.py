@@ -402,10 +402,9 @@ def topk_sigmoid(
     expert_map: torch.Tensor | None = None,
     of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E], bias [E] -> weights [T, k] fp32: the sigmoids of the experts whose sigmoid plus bias is
-    largest, among the best `groups[1]` of `groups[0]` groups of neighbours; ids [T, k] int32, in the order of choice.
-
-    `of_images`: what tokens of images have in place of the bias.
+    """Returns weights [T, k] fp32, the sigmoids of the experts with the largest sigmoid plus bias [E] among the best
+    `groups[1]` of `groups[0]` groups of neighbours, and ids [T, k] int32 in that order, for router_logits [T, E].
+    `of_images`: replaces the bias for image tokens.
 
     A group's score is the sum of its two largest. Source: DeepSeek-V3 technical report, section 2.1.2.
     """

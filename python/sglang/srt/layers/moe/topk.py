@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class TopK:
-    """x [T, H] -> weights [T, k] fp32 and expert ids [T, k] int32; with the shared expert behind them if `with_shared`.
+    """Routes x [T, H] to weights [T, k] fp32 and expert ids [T, k] int32, followed by the shared expert if
+    `with_shared`. If `local` is not all experts, ids count from its first, and those of other ranks' experts are -1.
 
-    Where `local` is not all experts, ids count from its first, and those of other ranks' experts are -1.
-
-    `scope` names the linear layer; the correction bias and the hash table are its neighbours `correction` and `hash`.
+    The linear layer is `scope`'s "router"; the correction bias and the hash table are "correction" and "hash".
     """
 
     def __init__(self, scope: Scope, spec: Router, with_shared: bool, local: slice) -> None:

@@ -127,8 +127,9 @@ WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """Few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, `unroll` such steps at once. The
-    weights of the first `early` steps are loaded before the kernel ahead has ended."""
+    """The tile of products for few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, in
+    `unroll` steps at once. The weights of the first `early` steps are loaded before the previous kernel has ended
+    (PDL)."""
 
     size: int
     max_cols: int
@@ -138,8 +139,8 @@ class PairTile:
     early: int = 0
 
     def cut(self, cols: int, multiple: int) -> GroupedTile:
-        """The tile for rows of `cols` weights: columns in one step (a multiple of `multiple`) that divide them, or,
-        where that would be few, that are at most `ragged_cols`."""
+        """Returns the tile for rows of `cols` weights: its columns per step are a multiple of `multiple` that divides
+        them, or, if that is small, at most `ragged_cols`."""
         dividing = min(self.max_cols, cols & -cols)
         step = dividing if dividing >= 256 else min(self.max_cols, self.ragged_cols, 1 << (cols - 1).bit_length())
         step = max(step, multiple)
@@ -148,7 +149,7 @@ class PairTile:
 
 
 def pair_cut(product: ScaledProduct, tile: PairTile, rows: int, cols: int) -> GroupedTile:
-    """The tile for a matrix [rows, cols]."""
+    """Returns the tile for a matrix [rows, cols]."""
     multiple = PLANE_COLUMNS if product.four_bit else 128 if product.kind == "group128" else 16
     cut = tile.cut(cols, multiple)
     if product.kind == "group128":  # a tile's rows share their scales
@@ -175,9 +176,8 @@ and many small programs have more loads on their way than few large ones. Measur
 
 
 EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
-"""Number of tiles of 256 columns, by kind of product, that the second product of few pairs loads before the first one
-has ended. With a scale for each row as well they would spill; weights of four bits are loaded where they are
-multiplied."""
+"""Number of tiles of 256 columns, by kind of product, that the second product of few pairs loads before the first has
+ended (PDL). Kinds with a scale per row would spill registers; four-bit weights are loaded where they are multiplied."""
 
 
 def early_tiles(kind: str, step: int, num_tiles: int) -> int:
