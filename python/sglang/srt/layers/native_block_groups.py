@@ -44,8 +44,9 @@ def block_indexer(plan: object) -> BlockIndexerOp:
         top_blocks: int,
         local_blocks: int,
     ) -> Selection:
-        """`blocks` are those of `rows` for the heads of q -> for each token and head, [T * H] rows, the slots / block
-        of the `top_blocks` blocks with the largest `block_scores` in ascending order; of equal ones the first."""
+        """Returns for each token and head, [T * H] rows, the block numbers (slot / block) of the `top_blocks` blocks
+        with the largest `block_scores` in ascending order; of equal ones the first. `blocks` are those of `rows` for
+        the heads of q."""
         scores = block_scores(q, keys, rows, blocks.rate, local_blocks).flatten(0, 1)
         chosen = top_entries(scores, blocks.counts, top_blocks)
         return Selection(blocks.slots_of(chosen), blocks.counts.clamp(max=top_blocks))

@@ -149,7 +149,7 @@ def sparse_indexer(plan: object) -> SparseIndexerOp:
         rows: EntryRows,
         top_k: int,
     ) -> Selection:
-        """-> the slots [T, top_k] of the entries that `top_entries` keeps by `index_logits`."""
+        """Returns the slots [T, top_k] of the entries that `top_entries` keeps by `index_logits`."""
         entries = top_entries(index_logits(q, weights, keys, scales, rows), rows.counts, top_k)
         return Selection(rows.slots_of(entries), rows.counts.clamp(max=top_k))
 

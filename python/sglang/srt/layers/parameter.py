@@ -112,10 +112,12 @@ class WeightShard:
 
     @property
     def padded(self) -> bool:
+        """Returns whether the shard has padding rows or columns."""
         return self.rows.padded or self.cols.padded
 
     @property
     def key(self) -> PartKey:
+        """Returns the key of the shard's part of a parameter."""
         return PartKey(self.part, piece=self.piece)
 
 

@@ -203,7 +203,7 @@ class AuxLayers:
 
 
 def build_block(scope: Scope, spec: object, site: Site) -> Any:
-    """Builds the block that `spec` describes. Raises an error for an unknown kind."""
+    """Builds the block that `spec` describes. Raises UserError for an unknown kind."""
     kind = BLOCKS.get(type(spec))
     if kind is None:
         raise UserError(f"{site.model.architecture}: nothing here computes {type(spec).__name__} layers yet")

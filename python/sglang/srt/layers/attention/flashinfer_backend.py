@@ -135,9 +135,11 @@ class _SiteOptions:
         self.tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
 
     def pages(self, rows: DecodeRows | ExtendRows) -> Pages:
+        """Returns the pages that the rows attend to."""
         return gather_pages(rows, self.table, self.page_size, self.window)
 
     def run(self, plan: WrapperPlan, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        """Runs a plan for a layer. Raises NotImplementedError for logit caps and sinks."""
         if layer.logit_cap > 0 or layer.sinks is not None:
             raise NotImplementedError(
                 "the flashinfer backend here has neither logit caps nor sinks; use --attention-backend triton"

@@ -260,7 +260,7 @@ class TritonExtend:
     in_graphs = True
 
     def __init__(self, plan: Plan, shape: AttentionShape, whole: bool, device: torch.device | str) -> None:
-        """whole: the cache holds all tokens on this rank; otherwise `dcp` handles draft tokens and prefixes itself."""
+        """whole: the cache holds all tokens on this rank; otherwise `dcp` attends to draft tokens itself."""
         self.shape, self.num_sms = shape, plan.arch.num_sms
         self.fallbacks = plan.fallbacks(plan.attention_op("extend_attention", shape))
         has_registers = (shape.head_dim, shape.v_head_dim) not in WHOLE

@@ -30,7 +30,7 @@ def length(part: slice) -> int:
 
 
 def matrix_part(leaf: Leaf, shard: WeightShard, per: tuple[int, int], dest: Index) -> TensorPart:
-    """A shard's part of a tensor with one element for `per` = (rows, columns)."""
+    """Returns a shard's part of a tensor with one element per `per` = (rows, columns)."""
     (rows, of_rows), (cols, of_cols) = shard.rows.groups(per[0]), shard.cols.groups(per[1])
     shape, source = (rows, cols), (of_rows, of_cols)
     if leaf.transposed:

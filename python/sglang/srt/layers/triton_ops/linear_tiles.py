@@ -184,7 +184,7 @@ def library_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
 
 
 def _multiplied(need: Need) -> tuple[Shape, ...]:
-    """The need's shapes as products have them: a bias may also be added behind the sum over the ranks."""
+    """Returns the need's shapes as products see them, since a bias may also be added after the all-reduce."""
     shapes = ((rows, cols, kept) for rows, cols, bias in need.shapes for kept in (False, bias))
     return tuple(dict.fromkeys(shapes))
 

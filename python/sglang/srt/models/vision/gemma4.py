@@ -71,7 +71,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         return x
 
     def _heads(self, name: str, x: torch.Tensor, sight: Sight, rows: slice) -> Heads:
-        """x [N, hidden] of a slice of the patches."""
+        """Returns queries, keys and values of x [N, hidden], a slice of the patches."""
         heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
         q, k = self._rms_norm(name + "q_norm", q, eps), self._rms_norm(name + "k_norm", k, eps)

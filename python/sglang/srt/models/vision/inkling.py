@@ -37,7 +37,7 @@ class InklingEncoder(VisionEncoder[InklingTower]):
         return features
 
     def _folded(self, pixels: torch.Tensor) -> torch.Tensor:
-        """pixels [N, values of a patch] -> [N, out_size]."""
+        """Returns tokens [N, out_size] of pixels [N, values per patch]."""
         channels, frames, rows, columns = self.tower.patch_shape
         (prefix,) = self.tower.prefixes
         x = pixels.view(-1, frames, rows, columns, channels)

@@ -147,7 +147,7 @@ def decode_biased_fwd(
     v_scale: float = 1.0,
     prefix_lens: torch.Tensor | None = None,
 ) -> None:
-    """As `decode_attention_fwd`; bias [rows of q, Hq, E] contiguous: what is added to the scaled product of a query and
+    """Does as `decode_attention_fwd`. bias [rows of q, Hq, E] contiguous is added to the scaled product of a query and
     the key at each distance from 0 to E - 1 before it."""
     plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape

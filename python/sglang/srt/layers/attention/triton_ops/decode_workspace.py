@@ -40,6 +40,7 @@ class DecodePlan:
 
     @property
     def num_pieces(self) -> int:
+        """Returns the number of rows of `work`, an upper bound of the pieces."""
         return len(self.work)
 
     def check_rows(self, req_pool_indices: torch.Tensor) -> None:

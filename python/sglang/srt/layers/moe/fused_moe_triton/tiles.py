@@ -186,7 +186,7 @@ def early_tiles(kind: str, step: int, num_tiles: int) -> int:
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[MoeTiles, ...]:
-    """The rows of a kind on a GPU with these features (of ArchTraits)."""
+    """Returns the tiles of a kind on a GPU with these features (of ArchTraits)."""
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
@@ -200,7 +200,7 @@ def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
 
 
 def last_resort(kind: str) -> MoeTiles:
-    """The smallest tiles with two stages."""
+    """Returns the smallest tiles with two stages."""
     smallest = TILES[kind][0]
     return MoeTiles(_ANY, smallest.gate_up | {"num_stages": 2}, smallest.down | {"num_stages": 2})
 
