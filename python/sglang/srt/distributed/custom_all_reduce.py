@@ -50,17 +50,17 @@ class Workspaces(Protocol):
 
 
 def data_vectors_for(
-    rows: Sequence[SizeRange], ranks: int, row_vectors: int, parts: ExchangeRange | None = None
+    ranges: Sequence[SizeRange], ranks: int, row_vectors: int, parts: ExchangeRange | None = None
 ) -> int:
     """Returns the number of 16-byte vectors in each half of a workspace's data that suffices for the all-reduce sizes
-    in `rows` and for exchanges of `parts`. row_vectors: vectors of the widest row."""
+    in `ranges` and for exchanges of `parts`. row_vectors: vectors of the widest row."""
     needs = {
         "packed": lambda vectors: 0,
         "one_shot": lambda vectors: vectors * ranks,
         "two_shot": lambda vectors: 2 * (vectors + ranks * row_vectors),  # whole rows for every rank, twice
         TWO_SHOT_E4M3: lambda vectors: 2 * (vectors * 9 // 16 + ranks * row_vectors),  # at most a scale for eight bytes
     }
-    of_sums = max((needs[row.algorithm](-(-row.max_bytes // VECTOR_BYTES)) for row in rows), default=0)
+    of_sums = max((needs[row.algorithm](-(-row.max_bytes // VECTOR_BYTES)) for row in ranges), default=0)
     return max(of_sums, ranks * (parts.max_bytes // VECTOR_BYTES) if parts is not None else 0)
 
 
@@ -130,23 +130,23 @@ class IpcWorkspaces:
 class CustomAllReduce:
     """Sums over the ranks of a group by writes to peers' memory. Every rank makes the same calls in the same order.
 
-    `rows` give the algorithm by message size; larger messages are not served. A call that waits longer than `deadline`
-    seconds for a rank ends with NaN results, and `raise_if_stalled` names the rank. `e4m3_bytes`: size of a piece of a
-    quantized all-reduce for which the workspaces suffice; 0: none. `parts`: sizes served by `gather` and `exchange`;
-    None: none.
+    `ranges` give the algorithm by message size; larger messages are not served. A call that waits longer than
+    `deadline` seconds for a rank ends with NaN results, and `raise_if_stalled` names the rank. `e4m3_bytes`: size of a
+    piece of a quantized all-reduce for which the workspaces suffice; 0: none. `parts`: sizes served by `gather` and
+    `exchange`; None: none.
     """
 
     def __init__(
         self,
         library: Collectives,
         workspaces: Workspaces,
-        rows: Sequence[SizeRange],
+        ranges: Sequence[SizeRange],
         deadline: float,
         max_blocks: int = 64,
         e4m3_bytes: int = 0,
         parts: ExchangeRange | None = None,
     ) -> None:
-        self._library, self._workspaces, self._tile_configs = library, workspaces, tuple(rows)
+        self._library, self._workspaces, self._ranges = library, workspaces, tuple(ranges)
         self._e4m3_bytes, self._parts = e4m3_bytes, parts
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
         assert 2 <= self.ranks <= library.MAX_RANKS
@@ -166,7 +166,7 @@ class CustomAllReduce:
         """Returns the algorithm for a message of `nbytes`; None if it is not served."""
         if nbytes <= 0 or nbytes % VECTOR_BYTES:
             return None
-        return next((row.algorithm for row in self._tile_configs if nbytes <= row.max_bytes), None)
+        return next((row.algorithm for row in self._ranges if nbytes <= row.max_bytes), None)
 
     def can_serve(self, nbytes: int) -> bool:
         """Returns whether messages of `nbytes` are served."""

@@ -52,6 +52,7 @@ NAMES = WeightMap(
 USUAL = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "swiglu_limit": 10.0, "norm_topk_prob": True}
 
 DEEPSEEK_V4 = Family(
+    title="DeepSeek V4",
     # The second is what V4's FP8 exports call it.
     model_types=("deepseek_v4", "deepseek_ref"),
     architectures=("DeepseekV4ForCausalLM",),

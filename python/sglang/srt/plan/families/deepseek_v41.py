@@ -33,6 +33,7 @@ V41_NAMES = replace(
 
 DEEPSEEK_V41 = replace(
     DEEPSEEK_V4,
+    title="DeepSeek V4.1",
     model_types=("deepseek_v41",),
     architectures=("DeepseekV41ForCausalLM",),
     names=V41_NAMES,

@@ -22,8 +22,11 @@ class Family:
     `published`: by the number of routed experts, what configs of published models leave out.
     `head_dim` 0: hidden_size / heads; `num_kv_heads` 0: as many as heads. `qkv_bias` and `o_bias` None: as
     `attention_bias` says. `router` and `activation` are templates for what the config's keys fill in.
+
+    `title`: names of the published models; families with the same one share a row of docs/models.md.
     """
 
+    title: str = ""
     model_types: tuple[str, ...]
     architectures: tuple[str, ...] = ()
     names: WeightMap = USUAL_NAMES
@@ -65,7 +68,7 @@ class Family:
     sinks: bool = False
     window_sinks: bool = False  # sinks in layers with a window; `add_full_attention_sink_bias` says of the others
     window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
-    interleaved_rotary: bool = False  # as GQA.interleaved
+    is_neox_style: bool = True  # as GQA.is_neox_style
     positions: bool = True  # False: attention does not rotate heads
     positions_in_windows: bool = False  # only layers with a window do, unless the config says it by layer
     hybrid_kind: str = ""  # as GQA.hybrid_kind
@@ -73,7 +76,7 @@ class Family:
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     kimi_delta: bool = False  # of layers with latent attention some are Kimi delta attention instead
     decay_bound: float = 0.0  # KimiDelta.lower_bound, unless the config says it
-    indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
+    indexer_is_neox_style: bool = True  # as Indexer.is_neox_style, unless `indexer_rope_interleave` says it
     # feed-forward
     joined_gate_up: bool = False  # as Dense.joined
     alternating_gate_up: bool = False  # as Dense.alternating

@@ -16,6 +16,7 @@ NORMS_AROUND = {
 }
 
 GEMMA3 = Family(
+    title="Gemma 3",
     model_types=("gemma3",),
     architectures=("Gemma3ForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND}),

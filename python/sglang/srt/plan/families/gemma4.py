@@ -38,6 +38,7 @@ _MODEL_INPUTS = {
 _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND, **_EXPERTS, **_INPUTS, "end": ""}
 
 GEMMA4 = Family(
+    title="Gemma 4",
     model_types=("gemma4",),
     architectures=("Gemma4ForCausalLM",),
     names=WeightMap({**MODEL_NAMES, **_MODEL_INPUTS}, _LAYER),

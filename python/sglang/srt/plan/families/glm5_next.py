@@ -37,6 +37,7 @@ _NAMES = WeightMap(
 _BELOW = _NAMES.below("model.language_model.")
 
 GLM5_NEXT = Family(
+    title="GLM-5.3-Flash",
     model_types=("glm5_next",),
     architectures=("Glm5NextForConditionalGeneration",),
     names=replace(_BELOW, unread=("model.visual.",)),

@@ -15,6 +15,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 HY_V3 = Family(
+    title="Hy3",
     model_types=("hy_v3",),
     architectures=("HYV3ForCausalLM",),
     names=WeightMap(

@@ -22,6 +22,7 @@ def _numbers(stored: str, ours: str) -> tuple[tuple[str, str], ...]:
 
 
 INKLING = Family(
+    title="Inkling",
     model_types=("inkling", "inkling_model", "inkling_mm_model"),
     architectures=("InklingForConditionalGeneration",),
     names=WeightMap(

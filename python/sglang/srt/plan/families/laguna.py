@@ -14,6 +14,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 LAGUNA = Family(
+    title="Laguna",
     model_types=("laguna",),
     architectures=("LagunaForCausalLM",),
     names=WeightMap(

@@ -11,6 +11,7 @@ from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
 LLAMA4_TEXT = Family(
+    title="Llama 4",
     model_types=("llama4",),
     architectures=("Llama4ForCausalLM",),
     names=WeightMap(
@@ -43,7 +44,7 @@ LLAMA4_TEXT = Family(
     num_kv_heads=8,
     qk_norm="unit",
     optional_qk_norm=True,
-    interleaved_rotary=True,
+    is_neox_style=False,
     chunks=True,
     has_experts=True,
     expert_form="columns",

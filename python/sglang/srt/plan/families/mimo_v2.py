@@ -16,6 +16,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 MIMO_V2 = Family(
+    title="MiMo-V2-Flash and MiMo-V2.5",
     # The second is what later checkpoints of the same layers say, of V2.5 and V2.5-Pro among them.
     model_types=("mimo_v2_flash", "mimo_v2"),
     architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),

@@ -34,6 +34,7 @@ _NAMES = WeightMap(
 ).below(_LANGUAGE_MODEL)
 
 MINIMAX_M3 = Family(
+    title="MiniMax M3 and M3.1",
     model_types=("minimax_m3_vl", "minimax_m3"),
     architectures=("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM"),
     names=WeightMap(

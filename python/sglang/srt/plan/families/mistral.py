@@ -20,6 +20,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 MISTRAL = Family(
+    title="Mistral",
     model_types=("mistral",),
     architectures=("MistralForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **MLP_NAMES}),
@@ -27,6 +28,7 @@ MISTRAL = Family(
     windows_everywhere=True,
 )
 MIXTRAL = Family(
+    title="Mixtral",
     model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **W123_NAMES}, parts=W123_PARTS),
@@ -36,6 +38,7 @@ MIXTRAL = Family(
 )
 MINISTRAL3 = replace(
     MISTRAL,
+    title="Mistral Small 3, Ministral 3 and Devstral 2",
     model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM",),
     growing_queries=True,
@@ -53,6 +56,7 @@ def _beside_an_encoder(names: WeightMap) -> WeightMap:
 
 MISTRAL3 = replace(
     MINISTRAL3,
+    title="Mistral Small 3, Ministral 3 and Devstral 2",
     model_types=(),
     architectures=("Mistral3ForConditionalGeneration",),
     allowed={"model_type": ("mistral", "ministral3")},
@@ -61,6 +65,7 @@ MISTRAL3 = replace(
 """The text half of checkpoints with an image encoder, of Mistral Small 3 and of Ministral 3."""
 
 MISTRAL4 = Family(
+    title="Mistral 4",
     model_types=("mistral4",),
     architectures=("Mistral4ForCausalLM",),
     names=replace(LATENT_MODEL, layer={**LATENT_MODEL.layer, "moe.experts": "mlp.experts"}),

@@ -12,6 +12,7 @@ from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES
 _NAMES = WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **MLP_NAMES, **NORMS_AROUND}).below("model.language_model.")
 
 MUSE_GLIMMER = Family(
+    title="Muse-Glimmer",
     model_types=("muse_glimmer",),
     architectures=("MuseGlimmerForConditionalGeneration",),
     names=WeightMap(

@@ -19,6 +19,7 @@ from sglang.srt.plan.weight_names import (
 _LAYER = {**ATTENTION_NAMES, **MLP_NAMES}
 
 QWEN2 = Family(
+    title="Qwen2 and Qwen2.5",
     model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
     names=WeightMap(MODEL_NAMES, _LAYER),
@@ -27,6 +28,7 @@ QWEN2 = Family(
 )
 MIMO = replace(
     QWEN2,
+    title="MiMo-7B",
     model_types=("mimo",),
     architectures=("MiMoForCausalLM",),
     names=replace(QWEN2.names, unread=("model.mtp_layers.",)),
@@ -35,6 +37,7 @@ MIMO = replace(
 )
 """MiMo-7B: Qwen 2 with a layer for multi-token prediction."""
 QWEN2_MOE = Family(
+    title="Qwen2 and Qwen2.5",
     model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES, **GATED_SHARED_NAMES}),
@@ -47,6 +50,7 @@ QWEN2_MOE = Family(
 _NEWER = "model.language_model."
 QWEN2_5_VL = replace(
     QWEN2,
+    title="Qwen2.5-VL",
     model_types=("qwen2_5_vl",),
     architectures=("Qwen2_5_VLForConditionalGeneration",),
     names=replace(

@@ -56,6 +56,7 @@ _NAMES = WeightMap(
 )
 
 QWEN4_EXP_TEXT = Family(
+    title="Qwen3.8-Flash-Next",
     model_types=("qwen4_exp", "qwen3_8_flash_next"),
     architectures=("Qwen4ExpForCausalLM",),
     names=_NAMES,
