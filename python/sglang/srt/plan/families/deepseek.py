@@ -1,6 +1,8 @@
-"""DeepSeek V2 to V3.2, and models in their form (Kimi K2, GLM-4.7-Flash, GLM-5): latent attention, experts in groups.
+"""DeepSeek V2 to V3.2, and models of the same form (Kimi K2, GLM-4.7-Flash, GLM-5): latent attention, experts in
+groups.
 
-From V3.2 and GLM-5 on an indexer selects the tokens that latent attention reads."""
+From V3.2 and GLM-5 on an indexer selects the tokens that latent attention reads.
+"""
 
 from __future__ import annotations
 

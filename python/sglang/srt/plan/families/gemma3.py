@@ -1,4 +1,5 @@
-"""Gemma 3, text: norms before and after every block, stored minus 1; five layers with a window, then one without."""
+"""Gemma 3, text: norms before and after every block, whose weights are stored minus 1; five layers with a window, then
+one without."""
 
 from __future__ import annotations
 

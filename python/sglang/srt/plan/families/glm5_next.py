@@ -1,5 +1,5 @@
-"""GLM-5.3-Flash (`glm5_next`): three of four layers are Kimi delta attention, every fourth latent attention
-without positions to runs of tokens that an indexer selects by pooled keys; four streams with hyper-connections."""
+"""GLM-5.3-Flash (`glm5_next`): three of four layers are Kimi delta attention, every fourth is latent attention without
+positions over runs of tokens that an indexer selects by pooled keys; four streams with hyper-connections."""
 
 from __future__ import annotations
 

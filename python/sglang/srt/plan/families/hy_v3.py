@@ -1,4 +1,4 @@
-"""Hy3: norms on the q and k heads, sigmoid routing with a bias that counts for the choice, a shared expert."""
+"""Hy3: norms on the q and k heads, sigmoid routing with a correction bias, a shared expert."""
 
 from __future__ import annotations
 

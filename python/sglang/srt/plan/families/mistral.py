@@ -1,6 +1,6 @@
-"""Mistral and Mixtral: every layer has a window where the config names one; experts of Mixtral are w1, w2, w3.
-Ministral 3 and Devstral 2: queries grow with their position. Mistral 4: latent attention and experts in DeepSeek's
-form, chosen by a softmax over all of them, and queries that grow."""
+"""Mistral and Mixtral: every layer has a window where the config names one; Mixtral's experts are w1, w2, w3. Ministral
+3 and Devstral 2: attention temperature scaling. Mistral 4: latent attention and experts in DeepSeek's form, chosen by a
+softmax over all of them, and attention temperature scaling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MINISTRAL3 = replace(
 
 
 def _beside_an_encoder(names: WeightMap) -> WeightMap:
-    """Returns the names in a checkpoint that has an image encoder, too, which is not read."""
+    """Returns the names for a checkpoint that also has an image encoder, which is not loaded."""
     return replace(
         names.below("language_model.model."),
         beginnings=(("language_model.lm_head.", "lm_head."),),
@@ -80,4 +80,4 @@ MISTRAL4_TEXT = replace(
     architectures=("Mistral3ForConditionalGeneration",),
     names=_beside_an_encoder(MISTRAL4.names),
 )
-"""The text half of Mistral Small 4, which has an image encoder as Mistral Small 3 has it."""
+"""The text half of Mistral Small 4, which has an image encoder like Mistral Small 3's."""

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 2.5-VL, dense and mixture of experts: q, k and v have biases, the shared expert a gate."""
+"""Qwen 2, 2.5 and 2.5-VL, dense and MoE: q, k and v have biases, the shared expert has a gate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ QWEN2_5_VL = replace(
     names=replace(
         QWEN2.names.below(_NEWER),
         unread=("model.visual.",),
-        # Published checkpoints have the names on the left, newer transformers write those on the right.
+        # Published checkpoints have the names on the left; newer transformers write those on the right.
         beginnings=(
             ("visual.", "model.visual."),
             *((f"model.{name}.", f"{_NEWER}{name}.") for name in ("layers", "embed_tokens", "norm")),

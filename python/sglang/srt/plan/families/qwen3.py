@@ -1,5 +1,4 @@
-"""Qwen3 and Qwen3-VL, dense and mixture of experts: norms on the q and k heads, whose size is independent of the
-hidden size."""
+"""Qwen3 and Qwen3-VL, dense and MoE: norms on the q and k heads, whose size is independent of the hidden size."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ QWEN3_5_MOE = replace(
 
 
 def _text_half(family: Family, architecture: str) -> Family:
-    """Returns the family of the language model in a checkpoint that has an image encoder too, which is not read."""
+    """Returns the family of the language model in a checkpoint that also has an image encoder, which is not loaded."""
     names = replace(_NAMES.below("model.language_model."), unread=("mtp.", "model.visual."))
     return replace(family, model_types=(), architectures=(architecture,), names=names)
 

@@ -1,4 +1,4 @@
-"""Step-3.5 and 3.7: window layers with more heads than the others, a gate for each head, norms stored minus 1, and
+"""Step-3.5 and 3.7: window layers have more heads than the others; a gate for each head, norms stored minus 1, and
 activations with limits in the last layers."""
 
 from __future__ import annotations
