@@ -60,7 +60,7 @@ class SharedSelection:
             row = self.rows - sparse.first
             inside = (row >= 0) & (row < len(sparse.entries))
             row = row.clamp(0, len(sparse.entries) - 1)
-            chosen = Selection(_dequantized(selection.slots[row], top_k), selection.counts[row])
+            chosen = Selection(_padded(selection.slots[row], top_k), selection.counts[row])
             if len(sparse.entries) < len(batch.positions):
                 everything = self._all(batch, after, top_k)
                 chosen = Selection(
@@ -86,6 +86,6 @@ class SharedSelection:
         return Selection(slots, chosen.counts + since.slots.shape[1])
 
 
-def _dequantized(slots: torch.Tensor, width: int) -> torch.Tensor:
+def _padded(slots: torch.Tensor, width: int) -> torch.Tensor:
     missing = width - slots.shape[1]
     return torch.nn.functional.pad(slots, (0, missing), value=-1) if missing > 0 else slots

@@ -111,7 +111,7 @@ class NativeExtendMetadata:
                 positions = torch.arange(prefix + first, last, device=q.device)
                 keys_at = torch.arange(begin, end, device=q.device)
                 mask = _visible(positions, keys_at, layer, self.causal)
-                config = None if bias is None else _image_band(bias[rows], positions, keys_at)
+                config = None if bias is None else _bias_by_distance(bias[rows], positions, keys_at)
                 out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=config)
             start += new
 
@@ -158,7 +158,7 @@ class NativeDecodeMetadata:
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
         keys, values = _gather(layer.cache, loc)
-        config = None if bias is None else _image_band(bias[:, None], lens[:, None] - 1, key_positions)
+        config = None if bias is None else _bias_by_distance(bias[:, None], lens[:, None] - 1, key_positions)
         return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], config)[:, 0]
 
 
@@ -199,7 +199,7 @@ def attend(
     return torch.unflatten(out, -2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
 
 
-def _image_band(bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+def _bias_by_distance(bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
     """Returns the bias of each key [..., N, Hq, L] fp32 from bias [..., N, Hq, E] by distance, with positions [..., N]
     and [L]; 0 for keys after the query or at distance E and more."""
     distance = (query_positions[..., None] - key_positions)[..., None, :]

@@ -11,7 +11,7 @@ from sglang.srt.layers.compressed.kernels import CompressorKernels
 from sglang.srt.layers.native_ops import apply_rope, rmsnorm, store_cache
 
 
-def _dequantized(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -43,7 +43,7 @@ def shared_kv_norm_rope_store(
     q [T, H, D], rewritten; kv [T, D]; positions and out_cache_loc [T]; cos_sin [max_pos, rot_dim] fp32; weight [D];
     cache [slots, 1, D] -> q.
     """
-    normed = _dequantized(q) * torch.rsqrt(_dequantized(q).square().mean(-1, keepdim=True) + eps)
+    normed = _wide(q) * torch.rsqrt(_wide(q).square().mean(-1, keepdim=True) + eps)
     q.copy_(normed)
     tail_rotation(q, positions, cos_sin)
     entries = tail_rotation(rmsnorm(kv, weight, eps)[:, None].clone(), positions, cos_sin)
