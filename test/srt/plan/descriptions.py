@@ -36,11 +36,11 @@ def _describe(folder: Path) -> Iterator[str]:
         plan = _plan(folder, RANKS)
         check_layout(plan.description, RankLayout(RANKS))
     except UserError as error:
-        yield f"on {RANKS} ranks: {str(error).replace(str(folder), 'MODEL')}"
+        yield f"on {RANKS} ranks: {_reason(error, folder)}"
         try:
             plan = _plan(folder, 1)
         except UserError as refusal:
-            yield f"refused: {str(refusal).replace(str(folder), 'MODEL')}"
+            yield f"refused: {_reason(refusal, folder)}"
             return
     yield f"{plan.description.architecture}, rank {plan.ranks.tp_size - 1} of {plan.ranks.tp_size}"
     yield ""
@@ -58,6 +58,11 @@ def _describe(folder: Path) -> Iterator[str]:
     with patch.object(parallel_state, "groups", lambda: groups):
         model = CausalLM(plan, device="meta")
     yield from weights(model.params.values(), model.weights)
+
+
+def _reason(error: UserError, folder: Path) -> str:
+    """Returns the message without the folder, and without the list of all architectures."""
+    return str(error).partition(" Supported: ")[0].replace(str(folder), "MODEL")
 
 
 def _plan(folder: Path, tp_size: int) -> Plan:

@@ -111,8 +111,8 @@ class NativeExtendMetadata:
                 positions = torch.arange(prefix + first, last, device=q.device)
                 keys_at = torch.arange(begin, end, device=q.device)
                 mask = _visible(positions, keys_at, layer, self.causal)
-                config = None if bias is None else _bias_by_distance(bias[rows], positions, keys_at)
-                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=config)
+                distance_bias = None if bias is None else _bias_by_distance(bias[rows], positions, keys_at)
+                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=distance_bias)
             start += new
 
 
@@ -158,8 +158,8 @@ class NativeDecodeMetadata:
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
         keys, values = _gather(layer.cache, loc)
-        config = None if bias is None else _bias_by_distance(bias[:, None], lens[:, None] - 1, key_positions)
-        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], config)[:, 0]
+        distance_bias = None if bias is None else _bias_by_distance(bias[:, None], lens[:, None] - 1, key_positions)
+        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], distance_bias)[:, 0]
 
 
 def attend(
