@@ -30,7 +30,6 @@ NOT_YET = {
             "outputs",
             "quantization",
             "recipes",
-            "speculative_decoding",
             "testing",
             "troubleshooting",
             "upstream",
