@@ -26,8 +26,6 @@ NOT_YET = {
             "flags",
             "index",
             "observability",
-            "outputs",
-            "quantization",
             "recipes",
             "troubleshooting",
             "upstream",
