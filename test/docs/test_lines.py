@@ -19,16 +19,12 @@ NOT_YET = {
         f"docs/{name}.md"
         for name in (
             "adding_a_model",
-            "api",
             "architecture",
             "embedded_model",
             "extending",
             "flags",
             "index",
-            "observability",
             "recipes",
-            "troubleshooting",
-            "upstream",
             "upstream_status",
         )
     ),
