@@ -13,6 +13,7 @@ import sys
 import order
 import pairs
 import pytest
+import slow_files
 
 # A process of a test that compiles every module anew takes a second or two longer, and there are hundreds of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -20,6 +21,10 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # a second of the processors for each server of a test
 # httpx reads all certificates of the system for each client, and for each request without one: 25 ms of a processor.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(slow_files.SlowFiles())
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from pathlib import Path
 
 import pytest
+from retired_names import RETIRED
 
 import sglang
 
@@ -35,3 +38,32 @@ def test_names_say_what_a_thing_is() -> None:
     assert {str(path.relative_to(ROOT)): vague_names(path.read_text(encoding="utf-8")) for path in files} == {
         str(path.relative_to(ROOT)): set() for path in files
     }
+
+
+def identifiers(source: str) -> set[str]:
+    """Returns all names of a module, but for those inside Triton kernels: another name is another kernel on record."""
+    tree = ast.parse(source)
+    kernels = [
+        range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(each) for each in node.decorator_list)
+    ]
+    return {
+        token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.NAME and not any(token.start[0] in lines for lines in kernels)
+    }
+
+
+def test_identifiers_are_seen() -> None:
+    assert identifiers("class Band:\n    most: int\n") >= {"Band", "most"}
+    assert "inside" not in identifiers("@triton.jit\ndef kernel(inside):\n    pass\n")
+
+
+def test_retired_names_do_not_come_back() -> None:
+    back = {
+        str(path.relative_to(ROOT)): {name: RETIRED[name] for name in names}
+        for path in ROOT.rglob("*.py")
+        if (names := identifiers(path.read_text(encoding="utf-8")) & RETIRED.keys())
+    }
+    assert not back, "use the term that replaced the name (docs/glossary.md)"

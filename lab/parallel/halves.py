@@ -96,8 +96,8 @@ def applied(runner: ModelRunner, setting: Setting, least: int) -> Iterator[None]
     quantized = [group._quantized for group in groups]
     for group in groups if not setting.eight_bits else ():
         group._quantized = None
-    assert runner.halves is not None
-    turns, exact = runner.halves.turns, runner.halves.turns.exact
+    assert runner.two_batch_overlap is not None
+    turns, exact = runner.two_batch_overlap.ping_pong, runner.two_batch_overlap.ping_pong.exact
     turns.exact = exact and not setting.always
     try:
         with runner.with_overlap_from(least if setting.halves else None):
@@ -196,7 +196,7 @@ def time_prompt(runner: ModelRunner, num_tokens: int, kernels: bool) -> dict[str
     group, hidden = parallel_state.groups().tp, runner.plan.description.hidden_size
     prompt = Prompt(runner, num_tokens)
     found: dict[str, Any] = {"measured": {}, "sums": {}, "launched": {}, "blocks": 2 * len(runner.model.layers)}
-    found["exact"] = runner.halves is not None and runner.halves.turns.exact
+    found["exact"] = runner.two_batch_overlap is not None and runner.two_batch_overlap.ping_pong.exact
     for setting in SETTINGS:
         with applied(runner, setting, LEAST):
             found["measured"][str(setting)] = median_ms(prompt.compute)

@@ -59,7 +59,9 @@ def drafted_steps(record: Record) -> dict[int, DraftedStep]:
     assert explained.draft is not None
     draft = explained.draft.description
     return {
-        size: time_drafted(explained.model, draft, explained.serving, verify_step(size, explained.width, CONTEXT), arch)
+        size: time_drafted(
+            explained.model, draft, explained.parallel, verify_step(size, explained.width, CONTEXT), arch
+        )
         for size in record.speeds
     }
 

@@ -132,7 +132,7 @@ def timed_case(name: str) -> Callable[[int, int], DraftedStep]:
     draft = explained.draft.description
     return functools.cache(
         lambda batch, width: time_drafted(
-            explained.model, draft, explained.serving, verify_step(batch, width, CONTEXT), arch
+            explained.model, draft, explained.parallel, verify_step(batch, width, CONTEXT), arch
         )
     )
 

@@ -97,7 +97,9 @@ def test_blocks_follow_the_pairs_of_an_expert(library_module: ModuleType) -> Non
     configs = mixed_tile_configs(need, arch_by_name("sm_120")).by_shape[None]
     rows = {1: None, 47: None, 48: 64, 71: 64, 72: 128, 4096: 128}
     found = {each: config_for(configs, 32 * each) for each in rows}
-    assert {each: config.tiles[0]["BLOCK_M"] if config.way == MIXED else None for each, config in found.items()} == rows
+    assert {
+        each: config.tiles[0]["BLOCK_M"] if config.variant == MIXED else None for each, config in found.items()
+    } == rows
     assert set(BLOCK_M) == set(library_module.MIXED_BLOCK_M)
 
 

@@ -30,7 +30,7 @@ def main() -> None:
     default = PAIR_TILES[kind]
 
     def seconds_of(count: int, way: str) -> float:
-        configs = tuple(config for config in problem.configs() if config.way == way)
+        configs = tuple(config for config in problem.configs() if config.variant == way)
         return problem.time_configs(count, configs)
 
     for count in counts:

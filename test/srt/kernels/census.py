@@ -411,7 +411,7 @@ def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
         rope_store.qk_norm_rope_store(
             empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
             empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim,
-            out_cache_loc=empty(tokens, dtype=torch.int64), interleaved=mixer.interleaved, **stored,
+            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.is_neox_style, **stored,
         )  # fmt: skip
 
 
@@ -554,7 +554,7 @@ def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
     w_uk, w_uv = empty(heads, head_dim - rot, rank), empty(heads, rank, v_dim)
     cos_sin = empty(CONTEXT, rot, dtype=torch.float32)
     bounds = empty(3, dtype=torch.int32)
-    for dtype, interleaved in itertools.product(CACHES, (True, False)):
+    for dtype, is_neox_style in itertools.product(CACHES, (False, True)):
         cache = empty(SLOTS, 1, dim, dtype=STORAGE_DTYPES[dtype])
         for tokens, absorbed in ((1, 1), (100, None), (300, 16)):
             latents, positions = empty(tokens, before + dim)[:, before:], empty(tokens, dtype=torch.int64)
@@ -563,7 +563,7 @@ def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
                 queries = empty(tokens, before + dim)[:, :before].unflatten(-1, (heads, head_dim))
             entries = latent_store.latent_norm_rope_store(
                 queries, latents, None if absorbed is None else empty(absorbed, heads, dim), positions, cos_sin,
-                empty(rank), 1e-6, cache, positions, 1.0, interleaved,
+                empty(rank), 1e-6, cache, positions, 1.0, is_neox_style,
             )  # fmt: skip
         chunks = [LatentChunk(empty(64, dtype=torch.int64), bounds)] * 2
         for tile in attention_tiles("latent_prompt_attention", *prompt, "bfloat16", arch.features):
@@ -804,7 +804,7 @@ def _index_rows(indexer: Indexer, rot: int) -> None:
         q = empty(queries, indexer.num_heads, dim) if queries else None
         positions = empty(tokens, dtype=torch.int64)
         index_rope.index_norm_rope(
-            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.interleaved
+            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.is_neox_style
         )
 
 

@@ -42,21 +42,21 @@ def test_silu_and_mul() -> None:
     torch.testing.assert_close(native_ops.silu_and_mul(x), want)
 
 
-def _rope_complex(x: torch.Tensor, angles: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _rope_complex(x: torch.Tensor, angles: torch.Tensor, is_neox_style: bool) -> torch.Tensor:
     """x [T, H, D] rotated as complex numbers by angles [T, R / 2]."""
     out = x.clone()
     half = angles.shape[1]
     for i in range(half):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        a, b = (i, i + half) if is_neox_style else (2 * i, 2 * i + 1)
         z = torch.complex(x[..., a], x[..., b]) * torch.polar(torch.ones(len(x)), angles[:, i])[:, None]
         out[..., a], out[..., b] = z.real, z.imag
     return out
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("is_neox_style", [True, False])
 @pytest.mark.parametrize("rot_dim", [16, 8])
 @pytest.mark.parametrize("norm", [False, True])
-def test_qk_norm_rope_store(interleaved: bool, rot_dim: int, norm: bool) -> None:
+def test_qk_norm_rope_store(is_neox_style: bool, rot_dim: int, norm: bool) -> None:
     tokens, heads, kv_heads, dim = 6, 4, 2, 16
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
     positions = torch.tensor([0, 3, 9, 1, 2, 31])
@@ -66,14 +66,14 @@ def test_qk_norm_rope_store(interleaved: bool, rot_dim: int, norm: bool) -> None
     k_cache, v_cache = torch.full((20, kv_heads, dim), 7.0), torch.full((20, kv_heads, dim), 7.0)
     loc = torch.tensor([4, 19, 2, 11, 5, 7])
     q, k, v = native_ops.qk_norm_rope_store(
-        qkv, positions, table, *weights, 1e-6, heads, kv_heads, dim, k_cache, v_cache, loc, interleaved=interleaved
+        qkv, positions, table, *weights, 1e-6, heads, kv_heads, dim, k_cache, v_cache, loc, is_neox_style=is_neox_style
     )
     want_q, want_k, want_v = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     if norm:
         want_q = F.rms_norm(want_q, (dim,), weights[0], 1e-6)
         want_k = F.rms_norm(want_k, (dim,), weights[1], 1e-6)
-    torch.testing.assert_close(q, _rope_complex(want_q, angles[positions], interleaved))
-    torch.testing.assert_close(k, _rope_complex(want_k, angles[positions], interleaved))
+    torch.testing.assert_close(q, _rope_complex(want_q, angles[positions], is_neox_style))
+    torch.testing.assert_close(k, _rope_complex(want_k, angles[positions], is_neox_style))
     torch.testing.assert_close(v, want_v)
     torch.testing.assert_close(k_cache[loc], k)
     torch.testing.assert_close(v_cache[loc], v)

@@ -164,7 +164,7 @@ def test_partial_rotary_on_odd_head_counts(num_tokens: int) -> None:
 
 @interpreter.kernel_test
 def test_interleaved_rotary() -> None:
-    check_rope_store(3, torch.float16, torch.float16, heads=(2, 2), dim=64, rot=64, interleaved=True)
+    check_rope_store(3, torch.float16, torch.float16, heads=(2, 2), dim=64, rot=64, is_neox_style=False)
 
 
 @interpreter.kernel_test
@@ -179,7 +179,7 @@ def check_rope_store(
     heads: tuple[int, int],
     dim: int,
     rot: int,
-    interleaved: bool = False,
+    is_neox_style: bool = True,
     has_norm: bool = True,
 ) -> None:
     q_heads, kv_heads = heads
@@ -211,7 +211,7 @@ def check_rope_store(
             loc,
             0.5,
             0.125,
-            interleaved,
+            is_neox_style,
         )
 
     expected_caches, actual_caches = caches(), caches()

@@ -101,7 +101,7 @@ def test_no_turn_stays_empty_while_another_has_several() -> None:
     for i in range(4):
         add(scheduler, request(f"r{i}", prompt(5, i), 4 if i % 2 else 20, ignore_eos=True))
     scheduler.step()
-    assert {req.turn for req in scheduler.running.reqs if req.limit == 5 + 4} == {1}
+    assert {req.microbatch for req in scheduler.running.reqs if req.limit == 5 + 4} == {1}
     run_to_end(scheduler, Collector())
     assert [len(slots) for slots in runner.brought[-8:]] == [1] * 8
     assert all(runner.brought[-i] != runner.brought[-i - 1] for i in range(1, 8))

@@ -202,12 +202,12 @@ def run(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> di
 def played(case: Case, runner: ModelRunner, args: ServerArgs, log: list[str]) -> dict[str, list[int]]:
     sizes = GRAPHS[case.graphs]
     if case.graphs == "halves":
-        runner.halves = TwoBatchOverlap(runner.state, runner.groups, 2)
+        runner.two_batch_overlap = TwoBatchOverlap(runner.state, runner.groups, 2)
     if sizes is None:
         try:
             return play(runner, args)
         finally:
-            runner.halves = None
+            runner.two_batch_overlap = None
     try:
         with in_graphs(runner, sizes, reexecuting_capture(log)) as replays:
             tokens = play(runner, args)

@@ -113,12 +113,12 @@ class Compared:
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
-        assert self.runner.halves is not None
+        assert self.runner.two_batch_overlap is not None
         kept = kept_by(self.runner)
         before = {name: tensor.clone() for name, tensor in kept.items()}
         with self.runner.with_overlap_from(None):
             launched = self.whole(step)
-        halves = self.runner.halves.split_step(step)
+        halves = self.runner.two_batch_overlap.split_step(step)
         if halves is None:
             return launched
         self.seen["steps"] += 1

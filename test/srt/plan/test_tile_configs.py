@@ -53,8 +53,10 @@ def digest(lines: Iterator[str]) -> str:
 
 def said(tile_configs: TileConfigs) -> Iterator[tuple[int, str]]:
     """(tokens, what is launched, and what that may step down to)."""
-    texts = {tile_config.most: f"{tile_config.way}: {'; '.join(tile_config.names)}" for tile_config in tile_configs}
-    yield from ((tokens, texts[config_for(tile_configs, tokens).most]) for tokens in TOKENS)
+    texts = {
+        tile_config.max_tokens: f"{tile_config.variant}: {'; '.join(tile_config.names)}" for tile_config in tile_configs
+    }
+    yield from ((tokens, texts[config_for(tile_configs, tokens).max_tokens]) for tokens in TOKENS)
 
 
 def linear(cut: Cut, scheme: str | None, arch: ArchTraits, biases: tuple[bool, ...] = (False,)) -> Iterator[str]:
@@ -138,8 +140,8 @@ def test_the_plan_asks_for_a_ranks_experts(plan_of: Any, monkeypatch: pytest.Mon
 def test_every_layer_has_bands(plan_of: Any) -> None:
     plan = plan_of("glm47", tp_size=8)
     shapes = plan.choices["linear/fp8_channel"].need.shapes
-    assert shapes and all(plan.tiles("linear/fp8_channel", shape)[-1].most == ANY for shape in shapes)
-    assert [tile_config.most for tile_config in plan.tiles("fused_moe")][-1] == ANY
+    assert shapes and all(plan.tiles("linear/fp8_channel", shape)[-1].max_tokens == ANY for shape in shapes)
+    assert [tile_config.max_tokens for tile_config in plan.tiles("fused_moe")][-1] == ANY
     (decode,) = plan.tiles("decode_attention")
     assert decode.tiles == (plan.tile("decode_attention"),) and decode.candidates[1:]
     assert plan.tiles("rmsnorm") == (), "it takes no tile"

@@ -75,8 +75,10 @@ def test_the_plan_decides(
     name: str, links: Topology | None, flags: dict[str, Any], least: int | None, folders: dict[str, Path]
 ) -> None:
     plan = plan_of(folders[name], links, **flags)
-    assert (plan.halves and plan.halves.min_tokens) == least
-    assert least is None or (plan.halves is not None and plan.halves.exact), "two ranks hide sums as they are"
+    assert (plan.two_batch_overlap and plan.two_batch_overlap.min_tokens) == least
+    assert least is None or (plan.two_batch_overlap is not None and plan.two_batch_overlap.exact), (
+        "two ranks hide sums as they are"
+    )
     assert ("two_batch_overlap" in plan.describe()) == (least is not None)
     assert least is None or f"{least:,} tokens" in plan.describe()["two_batch_overlap"]
 
@@ -94,7 +96,7 @@ def test_gpus_with_nvlink_compute_halves_where_sums_pass_main_memory(
         model_path=str(folders["dense"]), tp_size=2, enable_quantized_all_reduce="prefill", disable_cuda_graph=True
     )
     plan = make_plan(args, ModelConfig.from_server_args(args), ARCH, 40 << 30, links=seen)
-    assert plan.quantized_sums is not None and (plan.halves is None) == (forbidden == "0")
+    assert plan.quantized_sums is not None and (plan.two_batch_overlap is None) == (forbidden == "0")
     assert plan.quantized_sums.least_bytes == (32 if forbidden == "0" else 16) * MIB
 
 
@@ -120,18 +122,18 @@ FLASHINFER: dict[str, Any] = {"packages": ("triton", "flashinfer"), "dtype": "bf
 
 def test_flashinfers_attention_of_latents_computes_whole_steps(folders: dict[str, Path]) -> None:
     flags = FLASHINFER | {"attention_backend": "flashinfer"}
-    assert plan_of(folders["wide latents"], **flags).halves is None
+    assert plan_of(folders["wide latents"], **flags).two_batch_overlap is None
     with pytest.raises(UserError, match="keeps one plan"):
         plan_of(folders["wide latents"], enable_two_batch_overlap=True, **flags)
 
 
 def test_flashinfers_other_attention_computes_halves(folders: dict[str, Path]) -> None:
     asked = plan_of(folders["wide heads"], attention_backend="flashinfer", **FLASHINFER)
-    assert asked.halves is not None and asked.choices["extend_attention"].name == "flashinfer"
+    assert asked.two_batch_overlap is not None and asked.choices["extend_attention"].name == "flashinfer"
     long = plan_of(folders["long heads"], **FLASHINFER)
-    assert long.halves is not None and long.choices["long_prompt_attention"].name == "flashinfer"
+    assert long.two_batch_overlap is not None and long.choices["long_prompt_attention"].name == "flashinfer"
     latents = plan_of(folders["expanded latents"], **FLASHINFER)
-    assert latents.halves is not None and latents.choices["long_latent_prompt"].name == "flashinfer"
+    assert latents.two_batch_overlap is not None and latents.choices["long_latent_prompt"].name == "flashinfer"
 
 
 @pytest.mark.parametrize(

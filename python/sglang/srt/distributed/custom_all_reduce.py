@@ -50,17 +50,17 @@ class Workspaces(Protocol):
 
 
 def data_vectors_for(
-    rows: Sequence[SizeRange], ranks: int, row_vectors: int, parts: ExchangeRange | None = None
+    ranges: Sequence[SizeRange], ranks: int, row_vectors: int, parts: ExchangeRange | None = None
 ) -> int:
-    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `rows` say, and for exchanges
-    of such parts. `row_vectors`: most of a row."""
+    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `ranges` say, and for
+    exchanges of such parts. `row_vectors`: most of a row."""
     needs = {
         "packed": lambda vectors: 0,
         "one_shot": lambda vectors: vectors * ranks,
         "two_shot": lambda vectors: 2 * (vectors + ranks * row_vectors),  # whole rows for every rank, twice
         TWO_SHOT_E4M3: lambda vectors: 2 * (vectors * 9 // 16 + ranks * row_vectors),  # at most a scale for eight bytes
     }
-    of_sums = max((needs[row.algorithm](-(-row.max_bytes // VECTOR_BYTES)) for row in rows), default=0)
+    of_sums = max((needs[row.algorithm](-(-row.max_bytes // VECTOR_BYTES)) for row in ranges), default=0)
     return max(of_sums, ranks * (parts.max_bytes // VECTOR_BYTES) if parts is not None else 0)
 
 
@@ -129,7 +129,7 @@ class IpcWorkspaces:
 class CustomAllReduce:
     """Sums over the ranks of a group. Every rank makes the same calls in the same order.
 
-    `rows` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
+    `ranges` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
     for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank.
     `e4m3_bytes`: of a piece of a sum whose values travel as e4m3, which the workspaces suffice for; 0: none do.
     `parts`: those that ranks exchange; None: none."""
@@ -138,13 +138,13 @@ class CustomAllReduce:
         self,
         library: Collectives,
         workspaces: Workspaces,
-        rows: Sequence[SizeRange],
+        ranges: Sequence[SizeRange],
         deadline: float,
         max_blocks: int = 64,
         e4m3_bytes: int = 0,
         parts: ExchangeRange | None = None,
     ) -> None:
-        self._library, self._workspaces, self._tile_configs = library, workspaces, tuple(rows)
+        self._library, self._workspaces, self._ranges = library, workspaces, tuple(ranges)
         self._e4m3_bytes, self._parts = e4m3_bytes, parts
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
         assert 2 <= self.ranks <= library.MAX_RANKS
@@ -164,7 +164,7 @@ class CustomAllReduce:
         """The algorithm for a message of so many bytes; None: none here."""
         if nbytes <= 0 or nbytes % VECTOR_BYTES:
             return None
-        return next((row.algorithm for row in self._tile_configs if nbytes <= row.max_bytes), None)
+        return next((row.algorithm for row in self._ranges if nbytes <= row.max_bytes), None)
 
     def can_serve(self, nbytes: int) -> bool:
         return self.algorithm_for(nbytes) is not None

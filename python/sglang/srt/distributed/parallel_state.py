@@ -85,7 +85,7 @@ class Group:
         self._quantized: QuantizedSums | None = None
         self.peers: PeerSums | None = None
         """What can add up quantized values in peers' memory."""
-        self._turns: PingPong | None = None
+        self._ping_pong: PingPong | None = None
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         """Sends of this rank that have not been waited for; the oldest first."""
 
@@ -102,7 +102,7 @@ class Group:
 
     def _exchanger_for(self, part: torch.Tensor) -> Exchanger | None:
         """None where the library gathers and exchanges such parts: also while another half of the step computes."""
-        travels = self._turns is not None and self._turns.active
+        travels = self._ping_pong is not None and self._ping_pong.active
         exchanger = self._exchanger
         return exchanger if exchanger is not None and not travels and exchanger.can_exchange(part) else None
 
@@ -112,13 +112,13 @@ class Group:
 
     def alternate_in(self, ping_pong: PingPong) -> None:
         """Let collectives between its halves travel beside what is computed, from now on."""
-        self._turns = ping_pong
+        self._ping_pong = ping_pong
 
     def _travel(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The collective's result. what, x: tell it from others; the microbatches of a step differ in rows alone."""
-        if self._turns is None or not self._turns.active:
+        if self._ping_pong is None or not self._ping_pong.active:
             return collective()
-        return self._turns.travel(self._named(what, x), collective)
+        return self._ping_pong.travel(self._named(what, x), collective)
 
     def _named(self, what: str, x: torch.Tensor) -> object:
         return what, self.size, x.dtype, x.shape[-1] if x.dim() > 1 else 1
@@ -127,13 +127,13 @@ class Group:
         """What adds up `x`, of which each rank has a summand, where the sum is needed: this group, or where
         microbatches of a step alternate block by block a sum that travels from now on. `x` stays as it is until
         then."""
-        ping_pong = self._turns
+        ping_pong = self._ping_pong
         if ping_pong is None or not ping_pong.by_block:
             return self
         return SumOnItsWay(ping_pong.start(self._named("sum", x), lambda: self._summed(x, exact=False)))
 
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
-        sums, ping_pong = self._quantized, self._turns
+        sums, ping_pong = self._quantized, self._ping_pong
         exact = exact or (ping_pong is not None and ping_pong.active and ping_pong.exact)
         return sums if sums is not None and not exact and sums.covers(x) else None
 
@@ -155,7 +155,7 @@ class Group:
         done: also where the sum is to travel while another half of the step computes."""
         reducer = self._reducer
         if (
-            (self._turns is not None and self._turns.active)
+            (self._ping_pong is not None and self._ping_pong.active)
             or self._quantized_for(x) is not None
             or reducer is None
             or not reducer.can_norm(x)

@@ -62,7 +62,7 @@ class GQAttention:
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.scale_dims(dim), kv_heads.scale_dims(dim)
-        self.value_scale, self.interleaved = spec.value_scale, spec.interleaved
+        self.value_scale, self.is_neox_style = spec.value_scale, spec.is_neox_style
         self.growth = (
             spec.attn_temperature,
             spec.attn_temperature_length,
@@ -210,7 +210,7 @@ class GQAttention:
             out_cache_loc=batch.slots_of(cache).out_cache_loc,
             k_scale=cache.k_scale,
             v_scale=cache.v_scale,
-            interleaved=self.interleaved,
+            is_neox_style=self.is_neox_style,
             k_group_scales=scales.get("k_group_scales"),
             v_group_scales=scales.get("v_group_scales"),
         )

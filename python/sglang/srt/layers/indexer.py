@@ -78,7 +78,7 @@ class LightningIndexer:
             self.norm_weight,
             self.norm_bias,
             KEY_NORM_EPS,
-            self.spec.interleaved,
+            self.spec.is_neox_style,
         )
         scales = cache["scale"] if cache.quantized else None
         self.store(keys, cache.k, scales, batch.slots_of(cache).out_cache_loc)

@@ -114,7 +114,7 @@ class LatentAttention(LatentHeads):
             into,
             at,
             cache.k_scale,
-            spec.interleaved,
+            spec.is_neox_style,
         )
         if self.pack is not None:
             self.pack(entries, cache.k, batch.slots_of(cache).out_cache_loc)

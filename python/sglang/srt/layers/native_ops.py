@@ -108,15 +108,15 @@ def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return gated(x, GELU)
 
 
-def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool) -> torch.Tensor:
     """x [T, heads, D], cos and sin [T, rot_dim / 2] fp32 -> [T, heads, D] fp32; dims from rot_dim on pass unchanged.
 
-    Pairs that rotate together: (i, i + rot_dim / 2), or (2i, 2i + 1) when `interleaved`.
+    Pairs that rotate together: (i, i + rot_dim / 2), or (2i, 2i + 1) unless `is_neox_style`.
     """
     rot_dim = 2 * cos.shape[-1]
     rotated, rest = x[..., :rot_dim].float(), x[..., rot_dim:].float()
     cos, sin = cos[:, None], sin[:, None]
-    if interleaved:
+    if not is_neox_style:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
         pair = (first * cos - second * sin, second * cos + first * sin)
         return torch.cat((torch.stack(pair, dim=-1).flatten(-2), rest), dim=-1)
@@ -139,7 +139,7 @@ def qk_norm_rope_store(
     out_cache_loc: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    interleaved: bool = False,
+    is_neox_style: bool = True,
     k_group_scales: torch.Tensor | None = None,
     v_group_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -163,8 +163,8 @@ def qk_norm_rope_store(
     if k_weight is not None:
         k = rmsnorm(k, k_weight, eps)
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
-    q = apply_rope(q, cos, sin, interleaved).to(qkv.dtype)
-    k = apply_rope(k, cos, sin, interleaved).to(qkv.dtype)
+    q = apply_rope(q, cos, sin, is_neox_style).to(qkv.dtype)
+    k = apply_rope(k, cos, sin, is_neox_style).to(qkv.dtype)
     store_cache(k_cache, k, out_cache_loc, k_scale, k_group_scales)
     if v_cache is not None:
         store_cache(v_cache, v, out_cache_loc, v_scale, v_group_scales)
@@ -177,7 +177,7 @@ def q_norm_rope(
     """Norm of each head of q, and rotary embedding, where another layer has the keys. q [T, Hq, D], positions [T],
     cos_sin [max_pos, rot_dim] fp32, weight [D] -> [T, Hq, D]."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
-    return apply_rope(rmsnorm(q, weight, eps), cos, sin, False).to(q.dtype)
+    return apply_rope(rmsnorm(q, weight, eps), cos, sin, is_neox_style=True).to(q.dtype)
 
 
 def value_norm(
@@ -205,7 +205,7 @@ def latent_norm_rope_store(
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
     scale: float = 1.0,
-    interleaved: bool = False,
+    is_neox_style: bool = True,
 ) -> torch.Tensor:
     """Norm of the latent, rotary embedding of the queries' and the key's last dims, and the store of one entry a token.
 
@@ -217,10 +217,10 @@ def latent_norm_rope_store(
     rank, rot_dim = weight.shape[0], cos_sin.shape[1]
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     q_rotary = q[..., -rot_dim:]
-    q_rotary.copy_(apply_rope(q_rotary, cos, sin, interleaved))
+    q_rotary.copy_(apply_rope(q_rotary, cos, sin, is_neox_style))
     if absorbed is not None:
         absorbed[..., rank:] = q_rotary[: len(absorbed)]
-    key = apply_rope(latent[:, None, rank:], cos, sin, interleaved)[:, 0].to(q.dtype)
+    key = apply_rope(latent[:, None, rank:], cos, sin, is_neox_style)[:, 0].to(q.dtype)
     entries = torch.cat((rmsnorm(latent[:, :rank], weight, eps), key), dim=-1)
     store_cache(cache, entries[:, None], out_cache_loc, scale)
     return entries

@@ -70,7 +70,7 @@ def index_norm_rope(
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
-    interleaved: bool = False,
+    is_neox_style: bool = True,
 ) -> torch.Tensor:
     """keys [T, D] -> [T, D], with a norm of mean 0 (weight, bias [D] fp32) and the first rot dims rotated; queries
     [N, H, D] of the tokens from `first_query` on are rotated in place. positions [T]; cos_sin [max_pos, rot] fp32."""
@@ -78,8 +78,8 @@ def index_norm_rope(
     normed = torch.nn.functional.layer_norm(keys.float(), weight.shape, weight, bias, eps).to(keys.dtype)
     if queries is not None:
         tokens = slice(first_query, first_query + len(queries))
-        queries.copy_(apply_rope(queries, cos[tokens], sin[tokens], interleaved))
-    return apply_rope(normed[:, None], cos, sin, interleaved)[:, 0].to(keys.dtype)
+        queries.copy_(apply_rope(queries, cos[tokens], sin[tokens], is_neox_style))
+    return apply_rope(normed[:, None], cos, sin, is_neox_style)[:, 0].to(keys.dtype)
 
 
 def index_queries(

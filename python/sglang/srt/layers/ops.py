@@ -164,7 +164,7 @@ class LatentStoreOp(Protocol):
         cache: torch.Tensor,
         out_cache_loc: torch.Tensor,
         scale: float = 1.0,
-        interleaved: bool = False,
+        is_neox_style: bool = True,
     ) -> torch.Tensor: ...
 
 
@@ -216,7 +216,7 @@ class IndexNormRopeOp(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor,
         eps: float,
-        interleaved: bool = False,
+        is_neox_style: bool = True,
     ) -> torch.Tensor: ...
 
 
@@ -373,7 +373,7 @@ class QKNormRopeStoreOp(Protocol):
         out_cache_loc: torch.Tensor,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
-        interleaved: bool = False,
+        is_neox_style: bool = True,
         k_group_scales: torch.Tensor | None = None,
         v_group_scales: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...

@@ -97,7 +97,7 @@ class _Canary:
         yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
         if steps.length < 2:
             return
-        if steps.draft_tokens:
+        if steps.has_drafts:
             yield from self._verified(reference)
         else:
             yield from self._decoded(reference)

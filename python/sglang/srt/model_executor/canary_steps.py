@@ -28,7 +28,7 @@ class CanarySteps:
         pages_each = -(-PROMPT_TOKENS // plan.page_size)
         self.count = max(1, min(REQUESTS, plan.max_running_requests, tokens // (pages_each * plan.page_size)))
         self.length = min(PROMPT_TOKENS, plan.context_len, tokens)
-        self.draft_tokens = self.state.draft_tokens
+        self.has_drafts = self.state.has_drafts
         request, position = np.arange(self.count)[:, None], np.arange(self.length)
         self.ids = (17 + 31 * position + 7 * request) % plan.model.vocab_size
         self.cache = plan.page_size * (1 + pages_each * request) + position
@@ -123,11 +123,11 @@ class CanarySteps:
             lens = np.full(num, length, np.int32)
             ids = self.ids[prompts, :length].flatten()
             tokens = PromptTokens(ids, np.zeros(num, np.int32), lens, np.arange(len(order)))
-            tokens.next_ids = np.zeros(num, np.int64) if self.draft_tokens else None
+            tokens.next_ids = np.zeros(num, np.int64) if self.has_drafts else None
         seq_lens = np.repeat([self.length, length], [len(decodes), num]).astype(np.int32)
         cache = np.concatenate((self.cache[decodes, -1], self.cache[prompts, :length].flatten())).astype(np.int32)
         step = StepInput(self.slots[order], seq_lens, cache, tokens, self._entries(decodes, -1, prompts, length))
-        step.reserved_lens = seq_lens if self.draft_tokens else None
+        step.reserved_lens = seq_lens if self.has_drafts else None
         return step
 
     def _entries(self, decodes: np.ndarray, first: int, prompts: np.ndarray, length: int) -> TableUpdate | None:
@@ -138,7 +138,7 @@ class CanarySteps:
         positions = np.arange(self.length)
         index, value = [], []
         for table in range(num_tables):
-            in_step = table == 0 and not self.draft_tokens
+            in_step = table == 0 and not self.has_drafts
             for requests, span in (
                 (decodes[:0] if in_step else decodes, positions[first:]),
                 (prompts, positions[:length]),

@@ -88,7 +88,7 @@ class DeviceState:
         self.lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
 
     @property
-    def draft_tokens(self) -> bool:
+    def has_drafts(self) -> bool:
         """Returns whether steps bring draft tokens, so that only the device knows the lengths of requests that
         decode."""
         return self.tokens_per_step > 1
@@ -198,7 +198,7 @@ class DeviceState:
         """Enters the new slots in the table. Where steps bring draft tokens they are there, and the lengths are those
         of the device."""
         slots = arrays["decode_slots"][: shape.num_decodes]
-        if self.draft_tokens:
+        if self.has_drafts:
             input_ids, positions = self.next_tokens[slots, 0], self.lens[slots].to(torch.int64)
             return self._single_rows(input_ids, slots, positions, None if step is None else step.seq_lens)
         seq_lens, out_cache_loc = (arrays[name][: shape.num_decodes] for name in ("decode_lens", "decode_loc"))
@@ -322,7 +322,7 @@ class DeviceState:
         if decodes is not None:
             is_decode = arrays["is_decode"][: shape.num_decodes] if step is None else None
             input_ids = _with_decodes(decodes.input_ids, input_ids, is_decode)
-            if self.draft_tokens:
+            if self.has_drafts:
                 positions = _with_decodes(decodes.positions, positions, is_decode)
                 out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
         decode_rows = None if decodes is None else decodes.decode

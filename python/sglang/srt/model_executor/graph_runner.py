@@ -69,16 +69,16 @@ class GraphSizes:
 def graph_sizes(plan: Plan, state: DeviceState, widths: tuple[int, ...]) -> GraphSizes:
     """Returns the sizes of the graphs that the attention of this model can be in. widths: tokens of each request in
     steps without prompts that may have graphs."""
-    attention, draft_tokens = state.attention, state.draft_tokens
+    attention, has_drafts = state.attention, state.has_drafts
     if not plan.cuda_graph_bs or not attention.decode_in_graphs:
         return GraphSizes()
     prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
     mixed = mixed_decode_sizes(plan.cuda_graph_bs)
-    if draft_tokens and attention.decode_plans_on_host:
+    if has_drafts and attention.decode_plans_on_host:
         mixed = (0,)  # the lengths of requests that decode are known to the device alone
     verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
-    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not draft_tokens else ()
-    widths = tuple(width for width in widths if width > 1 or not (draft_tokens and attention.decode_plans_on_host))
+    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not has_drafts else ()
+    widths = tuple(width for width in widths if width > 1 or not (has_drafts and attention.decode_plans_on_host))
     return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
 
@@ -195,7 +195,7 @@ class GraphRunner:
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
         fields |= self._exchange_fields(largest * self.sizes.widths[-1])
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)
         fields["decode_lens"] = Field((largest,), np.int32, 1)
@@ -226,7 +226,7 @@ class GraphRunner:
         largest = self.sizes.mixed_decodes[-1]
         decodes, sampled = (largest,), (largest + MAX_PROMPTS,)
         fields = (
-            {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.draft_tokens else {}
+            {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.has_drafts else {}
         )
         return {
             **fields,
@@ -356,7 +356,7 @@ class GraphRunner:
             "decode_slots": np.where(slots <= self.state.sizes.max_requests, slots, 0),
             "num_tokens": np.array([shape.num_tokens], np.int32),
         }
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             values["widths"] = np.full(len(slots), shape.width, np.int32)
             values["ends"] = np.full(len(slots), self.state.sizes.context_len, np.int32)
         else:

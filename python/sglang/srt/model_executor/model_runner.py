@@ -97,7 +97,7 @@ class ModelRunner:
         self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
-        sampler.warm_up(self.sampling_table, None if self.state.draft_tokens else self.state.next_tokens[:, 0])
+        sampler.warm_up(self.sampling_table, None if self.state.has_drafts else self.state.next_tokens[:, 0])
         self.widths = tuple(sorted(widths)) or (width,)
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
@@ -186,7 +186,7 @@ class ModelRunner:
     def run_padding(self, num: int, prefix: int = 0) -> None:
         """Computes a prompt of so many tokens, behind `prefix` cached ones, on the padding slots, kernel by kernel."""
         with self.without_graphs():
-            self.run(padding_prompt(num, prefix, self.state.draft_tokens)).wait()
+            self.run(padding_prompt(num, prefix, self.state.has_drafts)).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def _compile_prompts(self) -> None:
@@ -208,7 +208,7 @@ class ModelRunner:
             return
         with self.without_graphs():
             for num in {most, most - 1 + most % 2}:
-                for width in self.widths if self.state.draft_tokens else (0,):
+                for width in self.widths if self.state.has_drafts else (0,):
                     self.run(padding_decodes(num, width)).wait()
         self.state.lens[0] = 0
 

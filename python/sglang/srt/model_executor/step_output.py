@@ -51,7 +51,7 @@ class StepOutput:
             positions = output.batch.positions[: len(slots)] + 1
             return LaunchedForward(step, logits, slots, host_slots, positions, output, hidden=hidden)
         assert output.hidden is not None
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             self.state.count_prompts(arrays, step.num_decodes)
         logits = output.logits[: len(step.prompts.sample_rows)]
         slots, last_rows = (arrays[name][: len(logits)] for name in ("sampled_slots", "last_rows"))
@@ -75,7 +75,7 @@ class StepOutput:
             slots, host_slots = self._rows(step, arrays["decode_slots"][: len(step.slots)], arrays)
             positions = output.batch.positions[:count] + 1
             return LaunchedForward(step, logits, slots[:count], host_slots[:count], positions, output)
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             self.state.count_prompts(arrays, step.num_decodes)
         slots, last_rows = (arrays[name][:count] for name in ("sampled_slots", "last_rows"))
         positions = output.batch.positions[last_rows] + 1
@@ -176,7 +176,7 @@ class StepOutput:
         assert head is not None, "the last stage has it"
         sampling = self.table.view(forward.host_slots, forward.slots)
         step = forward.step
-        next_token = None if self.state.draft_tokens else self.state.next_tokens[:, 0]
+        next_token = None if self.state.has_drafts else self.state.next_tokens[:, 0]
         plain = sampling.only_largest and vocab_mask is None and step.logprobs is None
         if plain and head.is_shard(forward.logits):
             tokens = head.first_largest(forward.logits)

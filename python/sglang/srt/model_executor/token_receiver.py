@@ -91,12 +91,12 @@ class TokenReceiver:
         counts, state = late.everyones.num_requests, self.state
         if any(counts):
             num_speculative_tokens = state.tokens_per_step - 1
-            columns = [late.everyones.width, 1, num_speculative_tokens] if state.draft_tokens else [1]
-            dtype = torch.int32 if state.draft_tokens else torch.int64
+            columns = [late.everyones.width, 1, num_speculative_tokens] if state.has_drafts else [1]
+            dtype = torch.int32 if state.has_drafts else torch.int64
             rows = torch.empty((len(counts), max(counts), sum(columns)), dtype=dtype, device=state.device)
             self.groups.pp_tokens.from_last(rows)
             if count := counts[self.groups.dp.rank]:
-                (self._take_draft_tokens if state.draft_tokens else self._take_tokens)(
+                (self._take_draft_tokens if state.has_drafts else self._take_tokens)(
                     late, rows[self.groups.dp.rank, :count].split(columns, dim=1)
                 )
             everyones = EveryonesTokens(*to_host(rows).split(columns, dim=2))

@@ -298,7 +298,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         value_norm=family.value_norm,
         **growth,
         values_from_keys=values_from_keys,
-        interleaved=family.interleaved_rotary,
+        is_neox_style=family.is_neox_style,
         tp_blocks=projection_tp_blocks(whole, family, heads, kv_heads),
     )
 
@@ -367,8 +367,8 @@ def indexed_layers(keys: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Rotation) -> MLA:
-    interleaved = keys.default("indexer_rope_interleave", bool, family.indexer_interleaved)
-    indexer = _indexer(keys, interleaved) if keys.count("index_topk") else None
+    is_neox_style = not keys.default("indexer_rope_interleave", bool, not family.indexer_is_neox_style)
+    indexer = _indexer(keys, is_neox_style) if keys.count("index_topk") else None
     others = {str(kind) for kind in keys.default("layer_types", list, [])} - {SPARSE_LAYER}
     if indexer is not None and others:
         raise UserError(f"{keys.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
@@ -383,16 +383,16 @@ def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Ro
         rope_dim=rope_dim,
         v_dim=keys.positive("v_head_dim"),
         rope=rotation.of(rope_dim, **changes) if family.positions else unrotated(rope_dim),
-        interleaved=keys.default("rope_interleave", bool, True),
+        is_neox_style=not keys.default("rope_interleave", bool, True),
         top_k=indexer.top_k if indexer is not None else 0,
         indexer=indexer if has_indexer else None,
         **growth,
     )
 
 
-def _indexer(keys: ConfigReader, interleaved: bool = False) -> Indexer:
+def _indexer(keys: ConfigReader, is_neox_style: bool = True) -> Indexer:
     heads, dim = keys.positive("index_n_heads"), keys.positive("index_head_dim")
-    return Indexer(heads, dim, keys.positive("index_topk"), interleaved)
+    return Indexer(heads, dim, keys.positive("index_topk"), is_neox_style)
 
 
 INDEXED_RATE = 4

@@ -62,13 +62,13 @@ class GQA:
     `cache_shared`.
     `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
     of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
-    blocks that it chooses. `interleaved`: neighbouring dims of a head rotate together, and not dims half of those that
-    rotate apart. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint. `attn_temperature`:
-    queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p + attn_temperature_offset) /
-    attn_temperature_length)). With `attn_temperature_smooth` it is 1 + attn_temperature * ln((p +
-    attn_temperature_offset) / attn_temperature_length), from where that is more than 1. `tp_blocks` > 0: the checkpoint
-    has q, k and v as one tensor, as `fused_rows` says. `conv_taps` > 0: k and v are convolved over so many tokens
-    (`ShortConvolution`), before the norm of k;
+    blocks that it chooses. `is_neox_style`: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours,
+    2i and 2i + 1. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint.
+    `attn_temperature`: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
+    attn_temperature_offset) / attn_temperature_length)). With `attn_temperature_smooth` it is 1 + attn_temperature *
+    ln((p + attn_temperature_offset) / attn_temperature_length), from where that is more than 1. `tp_blocks` > 0: the
+    checkpoint has q, k and v as one tensor, as `fused_rows` says. `conv_taps` > 0: k and v are convolved over so many
+    tokens (`ShortConvolution`), before the norm of k;
     `conv_slack`: as there.
     `bias_extent` > 0: a query's products with the keys at each distance below it get a bias of that distance, which
     `bias_dims` numbers of each head and token make, by learned profiles; it grows as queries do.
@@ -102,7 +102,7 @@ class GQA:
     input_size: int = 0
     block: int = 1
     indexer: BlockIndexer | None = None
-    interleaved: bool = False
+    is_neox_style: bool = True
     scale_rows: int = 1
     attn_temperature: float = 0.0
     attn_temperature_length: int = 1
@@ -264,8 +264,8 @@ class GQA:
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
         q, k = heads * self.head_dim, kv_heads * self.head_dim
-        interleaved = self.output_gate and not self.gate_projection
-        parts = {"q": q * (2 if interleaved else 1), "k": k, "v": kv_heads * self.v_head_dim}
+        gates_in_q = self.output_gate and not self.gate_projection
+        parts = {"q": q * (2 if gates_in_q else 1), "k": k, "v": kv_heads * self.v_head_dim}
         if self.gate_projection:
             parts["gate"] = heads * self.v_head_dim
         norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
@@ -302,12 +302,12 @@ class GQA:
 class Indexer:
     """Scores every cached token with few small heads and keeps the `top_k` best for attention (DeepSeek-V3.2).
 
-    `interleaved`: the form in which its heads rotate, as in MLA."""
+    `is_neox_style`: the form in which its heads rotate, as in MLA."""
 
     num_heads: int
     head_dim: int
     top_k: int
-    interleaved: bool = False
+    is_neox_style: bool = True
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         dims, heads = (self.head_dim, self.head_dim), (self.num_heads, 1)
@@ -331,8 +331,8 @@ class MLA:
     Decoding multiplies q with W_UK and the output with W_UV, so that it reads latents only; prompts are attended to
     with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
     With `top_k` > 0 attention is over so many tokens that an indexer selects; `indexer` None then means that this layer
-    takes the selection of the last layer that has one. `interleaved`: neighbours rotate together, and not dims half a
-    rotary key apart. `input_size`, `attn_temperature`: as in GQA.
+    takes the selection of the last layer that has one. `is_neox_style`: dims half a rotary key apart rotate together,
+    and not neighbours. `input_size`, `attn_temperature`: as in GQA.
     """
 
     num_heads: int
@@ -342,7 +342,7 @@ class MLA:
     rope_dim: int
     v_dim: int
     rope: RopeSpec | None = None
-    interleaved: bool = True
+    is_neox_style: bool = False
     top_k: int = 0
     indexer: Indexer | None = None
     input_size: int = 0

@@ -25,14 +25,14 @@ def randn(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) 
 
 @interpreter.kernel_test
 @pytest.mark.pairs
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("is_neox_style", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("num_tokens", "first", "count", "heads", "dims"),
     [(1, 0, 1, 32, (128, 64)), (5, 2, 3, 64, (128, 64)), (40, 0, 0, 32, (128, 64)), (40, 40, 0, 5, (24, 16))],
 )
 def test_keys_and_queries(
-    num_tokens: int, first: int, count: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, interleaved: bool
+    num_tokens: int, first: int, count: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, is_neox_style: bool
 ) -> None:
     dim, rot = dims
     # A slice of a wider product, whose mean is far from 0.
@@ -45,7 +45,7 @@ def test_keys_and_queries(
     results = []
     for op in (index_rope.index_norm_rope, native_sparse_ops.index_norm_rope):
         own = None if queries is None else queries.clone()
-        results.append((op(keys, own, first, positions, cos_sin, weight, bias, 1e-6, interleaved), own))
+        results.append((op(keys, own, first, positions, cos_sin, weight, bias, 1e-6, is_neox_style), own))
     (got, got_queries), (want, want_queries) = results
     bound = TOLERANCE[dtype]
     torch.testing.assert_close(got.float(), want.float(), rtol=bound, atol=bound)

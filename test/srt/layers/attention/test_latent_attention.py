@@ -58,7 +58,7 @@ def check_store(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
     num_absorbed: int | None = None,
-    interleaved: bool = True,
+    is_neox_style: bool = False,
 ) -> None:
     nope, rank, rot = dims
     num_slots, cache_dtype = num_tokens + 9, cache_dtype or dtype
@@ -77,7 +77,7 @@ def check_store(
         if num_absorbed is not None:
             absorbed = torch.full((num_absorbed, num_heads, rank + rot), 7.0, dtype=dtype, device=DEVICE)
         own_q = q.clone()
-        entries = op(own_q, latent, absorbed, positions, cos_sin, weight, 1e-6, cache, loc, 0.25, interleaved)
+        entries = op(own_q, latent, absorbed, positions, cos_sin, weight, 1e-6, cache, loc, 0.25, is_neox_style)
         return own_q, entries, absorbed, cache
 
     got, want = run(latent_store.latent_norm_rope_store), run(native_ops.latent_norm_rope_store)
@@ -107,10 +107,10 @@ def test_store(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("is_neox_style", [True, False])
 @pytest.mark.parametrize(("num_tokens", "num_absorbed"), [(1, 1), (40, None), (40, 3), (260, 0)])
-def test_store_of_other_shapes(num_tokens: int, num_absorbed: int | None, interleaved: bool) -> None:
-    check_store(num_tokens, 5, (24, 40, 16), torch.float32, num_absorbed=num_absorbed, interleaved=interleaved)
+def test_store_of_other_shapes(num_tokens: int, num_absorbed: int | None, is_neox_style: bool) -> None:
+    check_store(num_tokens, 5, (24, 40, 16), torch.float32, num_absorbed=num_absorbed, is_neox_style=is_neox_style)
 
 
 @interpreter.kernel_test

@@ -312,7 +312,7 @@ def test_a_model_answers_as_without_it(
     build = builder.build
     builder.build = lambda new, chunks: (planned.append(len(chunks)), build(new, chunks))[1]
     attention.long_latents = {site: builder}
-    runner.halves = TwoBatchOverlap(runner.state, runner.groups, 2) if halves else None
+    runner.two_batch_overlap = TwoBatchOverlap(runner.state, runner.groups, 2) if halves else None
     assert play(runner, args) == expected
     assert 0 in planned and max(planned) > 2, "no step was long, or none behind a prefix"
 

@@ -324,9 +324,9 @@ def test_a_step_gets_the_entry_of_the_closest_number_of_tokens(configs: Path) ->
     for groups in (1, 2):
         need = Need("fused_moe", shapes=((128, 2048, False), (2048, 64, False)), experts=(8, 2, groups))
         few, first, last = triton_tile_configs(need, SERVER).by_shape[None]
-        assert (few.most, few.variant) == (groups, "few pairs")
-        assert (first.most, first.tiles[0]["num_stages"]) == (36 * groups, 3)
-        assert (last.most, last.tiles[0]["num_stages"]) == (ANY, 4)
+        assert (few.max_tokens, few.variant) == (groups, "few pairs")
+        assert (first.max_tokens, first.tiles[0]["num_stages"]) == (36 * groups, 3)
+        assert (last.max_tokens, last.tiles[0]["num_stages"]) == (ANY, 4)
         assert all(config.why == "E=8,N=64,arch=sm_120,sms=188.json" for config in (first, last))
 
 

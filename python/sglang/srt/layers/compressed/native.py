@@ -23,7 +23,7 @@ def tail_rotation(
     rot_dim = cos_sin.shape[1]
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     tail = x[..., -rot_dim:]
-    tail.copy_(apply_rope(tail, cos, -sin if inverse else sin, True))
+    tail.copy_(apply_rope(tail, cos, -sin if inverse else sin, is_neox_style=False))
     return x
 
 

@@ -106,7 +106,7 @@ def index_norm_rope(
     weight: torch.Tensor,
     bias: torch.Tensor,
     eps: float,
-    interleaved: bool = False,
+    is_neox_style: bool = True,
 ) -> torch.Tensor:
     """keys [T, D] (rows may lie apart); queries [N, H, D] contiguous, of the tokens from first_query on, or None: their
     first rot dims are rotated in place; positions [T]; cos_sin [max_pos, rot] fp32; weight and bias [D] fp32 -> keys
@@ -119,7 +119,7 @@ def index_norm_rope(
     heads = heads_per_program(num_tokens)
     index_norm_rope_kernel[(num_tokens, 1 + triton.cdiv(num_heads, heads))](
         keys, normed, normed if queries is None else queries, positions, cos_sin, weight, bias, first_query, count,
-        keys.stride(0), eps, QUERY_HEADS=num_heads, DIM=dim, ROT=cos_sin.shape[1], INTERLEAVED=interleaved,
+        keys.stride(0), eps, QUERY_HEADS=num_heads, DIM=dim, ROT=cos_sin.shape[1], INTERLEAVED=not is_neox_style,
         **launch_constants(dim, cos_sin.shape[1], heads), **pdl.options(),
     )  # fmt: skip
     return normed

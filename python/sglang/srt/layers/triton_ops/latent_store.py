@@ -132,7 +132,7 @@ def latent_norm_rope_store(
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
     scale: float = 1.0,
-    interleaved: bool = False,
+    is_neox_style: bool = True,
 ) -> torch.Tensor:
     """q [T, H, nope + rot], whose last rot dims are rewritten; latent [T, rank + rot] (rows may lie apart); absorbed
     [N <= T, H, rank + rot] contiguous, whose last rot dims become those of q's first N rows, or None; positions and
@@ -170,7 +170,7 @@ def latent_norm_rope_store(
             NOPE=head_dim - rot_dim,
             RANK=rank,
             ROT=rot_dim,
-            INTERLEAVED=interleaved,
+            INTERLEAVED=not is_neox_style,
             FP8_LIMIT=FP8_MAX.get(cache.dtype, 0.0),
             **launch_constants(rank, rot_dim, heads),
             **pdl.options(),

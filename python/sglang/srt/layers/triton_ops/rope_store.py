@@ -273,7 +273,7 @@ def qk_norm_rope_store(
     out_cache_loc: torch.Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
-    interleaved: bool = False,
+    is_neox_style: bool = True,
     k_group_scales: torch.Tensor | None = None,
     v_group_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -287,7 +287,7 @@ def qk_norm_rope_store(
     if k_group_scales is not None and v_cache is not None and v_group_scales is not None:
         _store_fp4_rows(
             qkv, positions, cos_sin, q_weight, k_weight, eps, num_heads, num_kv_heads, head_dim, k_cache, v_cache,
-            out_cache_loc, k_scale, v_scale, interleaved, k_group_scales, v_group_scales,
+            out_cache_loc, k_scale, v_scale, is_neox_style, k_group_scales, v_group_scales,
         )  # fmt: skip
         return _views(qkv, num_heads, num_kv_heads, head_dim, head_dim)
     if k_cache.element_size() == 1 and k_cache.dtype not in FP8_MAX:
@@ -318,7 +318,7 @@ def qk_norm_rope_store(
             ROT=rot_dim,
             NORM_Q=q_weight is not None,
             NORM_K=k_weight is not None,
-            INTERLEAVED=interleaved,
+            INTERLEAVED=not is_neox_style,
             FP8_LIMIT=FP8_MAX.get(k_cache.dtype, 0.0),
             **launch_constants(head_dim, rot_dim, heads),
             **pdl.options(),
@@ -352,7 +352,7 @@ def _store_fp4_rows(
     out_cache_loc: torch.Tensor,
     k_scale: float,
     v_scale: float,
-    interleaved: bool,
+    is_neox_style: bool,
     k_group_scales: torch.Tensor,
     v_group_scales: torch.Tensor,
 ) -> None:
@@ -385,7 +385,7 @@ def _store_fp4_rows(
             ROT=rot_dim,
             NORM_Q=q_weight is not None,
             NORM_K=k_weight is not None,
-            INTERLEAVED=interleaved,
+            INTERLEAVED=not is_neox_style,
             **fp4_constants(head_dim, rot_dim, heads),
             **pdl.options(),
         )

@@ -51,7 +51,7 @@ GLM_MOE_DSA = replace(
     model_types=("glm_moe_dsa",),
     architectures=("GlmMoeDsaForCausalLM",),
     allowed={**DEEPSEEK_V3.allowed, "moe_router_dtype": ("float32",)},
-    indexer_interleaved=True,
+    indexer_is_neox_style=False,
 )
 _IN_KIMI = NAMES.below("language_model.model.")
 KIMI_K25 = replace(

@@ -65,7 +65,7 @@ class Family:
     sinks: bool = False
     window_sinks: bool = False  # sinks in layers with a window; `add_full_attention_sink_bias` says of the others
     window_kv_factor: int = 1  # KV heads of layers with a window, for each of the others; `swa_*` keys say it too
-    interleaved_rotary: bool = False  # as GQA.interleaved
+    is_neox_style: bool = True  # as GQA.is_neox_style
     positions: bool = True  # False: attention does not rotate heads
     positions_in_windows: bool = False  # only layers with a window do, unless the config says it by layer
     hybrid_kind: str = ""  # as GQA.hybrid_kind
@@ -73,7 +73,7 @@ class Family:
     projected_by_key_head: bool = False  # as GatedDelta.by_key_head
     kimi_delta: bool = False  # of layers with latent attention some are Kimi delta attention instead
     decay_bound: float = 0.0  # KimiDelta.lower_bound, unless the config says it
-    indexer_interleaved: bool = False  # as Indexer.interleaved, unless `indexer_rope_interleave` says it
+    indexer_is_neox_style: bool = True  # as Indexer.is_neox_style, unless `indexer_rope_interleave` says it
     # feed-forward
     joined_gate_up: bool = False  # as Dense.joined
     alternating_gate_up: bool = False  # as Dense.alternating

@@ -21,7 +21,7 @@ GLM4 = Family(
     ),
     residual=Sum(norms_after=True),
     o_bias=False,
-    interleaved_rotary=True,
+    is_neox_style=False,
     joined_gate_up=True,
 )
 GLM4V = replace(
