@@ -26,7 +26,16 @@ from sglang.ledger.lock_writer import digest_of, write_lock
 from sglang.ledger.measure import Job, all_jobs, measure, targets, to_rows, variant_table
 from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels.ledger_file import LOCKS, WIDENED_TAIL, Ledger, LedgerRows, Measurement, Row, RowKey, read_lock
+from sglang.srt.kernels.ledger_file import (
+    DEQUANTIZED_TAIL,
+    LOCKS,
+    Ledger,
+    LedgerRows,
+    Measurement,
+    Row,
+    RowKey,
+    read_lock,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -221,7 +230,7 @@ def _report_schemes(values: Sequence[tuple[RowKey, str, Measurement]]) -> None:
     by_scheme: dict[tuple[str, str], list[tuple[RowKey, Measurement]]] = defaultdict(list)
     for row, target, measurement in values:
         op, key, _ = row
-        tail = WIDENED_TAIL if WIDENED_TAIL in key else ""
+        tail = DEQUANTIZED_TAIL if DEQUANTIZED_TAIL in key else ""
         for scheme in SCHEMES.keys() & key.split("/") if target not in NOT_NATIVE else ():
             by_scheme[op, scheme + tail].append((row, measurement))
     print(f"  {'op':<19} {'scheme':<19} {'rows':>4} {'smem':>8} {'regs':>5} {'spill':>5}  mma")

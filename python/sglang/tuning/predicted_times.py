@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, SKINNY_LEAST_N, SKINNY_MOST_ROWS
-from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
+from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
@@ -206,7 +206,7 @@ def _linear_records(scheme: str, arch_name: str, dequantized: bool, in_pieces: b
         parts = key.split("/")
         if op != "linear" or parts[:2] != ["tiles", scheme] or "fp32" in parts:
             continue
-        if (WIDENED_TAIL in key) == dequantized and bool(IN_PIECES & set(parts)) == in_pieces:
+        if (DEQUANTIZED_TAIL in key) == dequantized and bool(IN_PIECES & set(parts)) == in_pieces:
             for target in sorted(row.by_target):
                 if target.endswith("/" + arch_name):
                     choice[tile] = TileRecord(*row.by_target[target])

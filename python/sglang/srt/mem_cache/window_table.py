@@ -32,7 +32,7 @@ class WindowTable:
         """`index` among the windows of `sizes`: that of the entry in `Node.windows`."""
         self.index = index
         self.window, self.chunked = sizes.windows[index].window, sizes.windows[index].chunked
-        self.page_size, self.growing = sizes.page_size, sizes.growing
+        self.page_size, self.uncertain_slots = sizes.page_size, sizes.uncertain_slots
         self.allocator = TokenAllocator(sizes.windows[index].tokens, sizes.page_size)
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.start = np.zeros(sizes.max_requests + 1, np.int32)
@@ -62,12 +62,12 @@ class WindowTable:
 
     def max_request_tokens(self) -> int:
         """The most tokens, in whole pages, that a request has while it decodes."""
-        return window_tokens(self.window, self.page_size, self.growing)
+        return window_tokens(self.window, self.page_size, self.uncertain_slots)
 
     def max_prompt_tokens(self, chunk: int) -> int:
         """The most tokens, in whole pages, that a request has while `chunk` tokens of its prompt are computed, and when
         it decodes behind them."""
-        return window_tokens(self.window, self.page_size, chunk + self.growing - 1)
+        return window_tokens(self.window, self.page_size, chunk + self.uncertain_slots - 1)
 
     def max_solo_tokens(self) -> int:
         """The tokens of a chunk that a request which runs alone can have at least."""

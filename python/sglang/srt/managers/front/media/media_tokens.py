@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.managers.front.media.media_source import KINDS, Kind, MediaSource
 from sglang.srt.plan.media import placeholders
 
-_FAMILIES: Mapping[str, str] = {
+PROCESSORS: Mapping[str, str] = {
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl",
@@ -81,7 +81,7 @@ class MediaTokens:
 
 def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
     """Reads a whole config.json; None for a model that only reads, or whose pictures are not prepared here."""
-    family = _FAMILIES.get(str(config.get("model_type")))
+    family = PROCESSORS.get(str(config.get("model_type")))
     if family is None or not isinstance(config.get("vision_config"), Mapping):
         return None
     image, video = placeholders(config)

@@ -413,6 +413,9 @@ _FORMS: Mapping[str, _Form] = {
     "gemma4": _Form(_fixed_number, _clocks, _OF_GEMMA, size=_pooled_size, patches=_row_by_row),
 }
 
+FAMILIES = tuple(_FORMS)
+"""Families of processors that prepare videos."""
+
 
 def video_processor(files: ProcessorFiles) -> VideoProcessor:
     """The processor of the model's videos."""
@@ -420,7 +423,7 @@ def video_processor(files: ProcessorFiles) -> VideoProcessor:
 
 
 def reads_videos(files: ProcessorFiles) -> bool:
-    return files.family in _FORMS
+    return files.family in FAMILIES
 
 
 class VideoProcessor:
