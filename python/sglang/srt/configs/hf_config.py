@@ -28,13 +28,14 @@ LARGEST: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 28,
 }
-"""Largest values that a config.json may have: several times those of any published model, but small enough that such a
-model is described, and refused for its size, quickly. Other whole numbers may be up to LARGEST_OTHER."""
+"""Largest values that a config.json may have, by key: several times those of any published model. The start-up can
+describe a model within these limits quickly, and then refuse it for its size; beyond them it would be busy for long."""
 LARGEST_OTHER = 1 << 24
+"""Largest value of whole numbers whose key is not in LARGEST."""
 
 
 def bounded(key: str, value: int, source: str) -> int:
-    """Returns `value`, the whole number at `key`. Raises UserError if it is negative or larger than any model has."""
+    """Returns `value`, the whole number at `key`. Raises UserError if it is negative or above its limit."""
     limit = LARGEST.get(key, LARGEST_OTHER)
     if not 0 <= value <= limit:
         raise UserError(f"{source}: {key!r} must be between 0 and {limit:,}; got {value}.")
@@ -109,7 +110,7 @@ class ConfigReader:
 
 
 def merge_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config` with `overrides` merged into it; nested objects merge key by key."""
+    """Returns a copy of `config` with `overrides` merged into it; nested objects are merged key by key."""
     result = dict(config)
     for key, value in overrides.items():
         old = result.get(key)
@@ -131,19 +132,22 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     }
 }
-"""Values by the inner model_type that published multimodal configs leave out, because they are the defaults of the
-class that wrote them."""
+"""For each `model_type` of a `text_config`, the values of keys that published configs may leave out: transformers does
+not write values that are the defaults of its config class."""
 
 
-_OF_THE_WHOLE = ("architectures", "tie_word_embeddings")  # the output head is outside of the text part
+_WHOLE_MODEL_KEYS = ("architectures", "tie_word_embeddings")
+"""Keys whose value outside of `text_config` wins. `tie_word_embeddings` is one, as the output head is outside too."""
 
 
 STORED_VOCABULARY = "stored_vocab_size"
-"""Key, not part of published configs, for the rows of a padded embedding; `vocab_size` then leaves the padding out."""
+"""Key that this module adds for a padded embedding: the rows that are stored, padding included. `vocab_size` is then
+the number without padding. Published configs do not have this key."""
 
 
 def _without_padding(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config with a vocab_size without padding, where the config states the unpadded size."""
+    """Returns the config with its `unpadded_vocab_size`, if it has one, as `vocab_size`, and the padded size as
+    STORED_VOCABULARY."""
     stored, real = config.get("vocab_size"), config.get("unpadded_vocab_size")
     if type(stored) is int and type(real) is int and 0 < real < stored:
         return {**config, "vocab_size": real, STORED_VOCABULARY: stored}
@@ -151,12 +155,13 @@ def _without_padding(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the language model's part of a multimodal config, with outer keys that it lacks; else `config`. The inner
-    value wins where both have a key, except for keys of the whole model."""
+    """Returns the config of the language model. For a multimodal config that is its `text_config`, with the outer keys
+    that it lacks; where both have a key the inner value wins, except for _WHOLE_MODEL_KEYS. In any config, padding of
+    the vocabulary and lists of rotary parameters are converted (`_without_padding`, `rotary_by_type`)."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return rotary_by_type(_without_padding(dict(config)))
     outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "audio_config")}
-    whole = {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    whole = {key: config[key] for key in _WHOLE_MODEL_KEYS if config.get(key) is not None}
     defaults = TEXT_DEFAULTS.get(str(inner.get("model_type")), {})
     return rotary_by_type(_without_padding(outer | {**defaults, **inner} | whole))

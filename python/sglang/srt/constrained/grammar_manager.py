@@ -1,9 +1,9 @@
-"""Grammars for requests, without ever blocking the scheduler: another process verifies them, threads compile them, the
-result is cached and polled.
+"""Prepares the grammars of requests without ever blocking the scheduler, which polls for the results.
 
-There are two steps because, with tensor parallelism, they belong to different ranks. The leader has a grammar verified
-(`compile_process`), where it may fail, take too long or too much memory. When it has passed, every rank compiles its
-own copy (`build`), which is then known to end.
+1. Verification: the leader has each grammar compiled in another process (`compile_process`), where it may fail, take
+   too long or need too much memory. The result is a verdict.
+2. Build: every rank compiles its own copy of a verified grammar in a thread. This is known to end, because the same
+   compilation has ended in the other process. Compiled grammars are cached.
 """
 
 from __future__ import annotations
@@ -31,26 +31,28 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = GrammarKey("json_schema", '{"type": "string"}')
 MAX_CACHED = 128
+"""Most grammars in the cache."""
 MAX_CACHED_BYTES = 256 * MIB
-"""Compiled grammars that are kept while no request uses them."""
+"""Most memory of the compiled grammars in the cache, unless it is a single one."""
 MAX_LIVE_BYTES = 1024 * MIB
-"""All compiled grammars of a process, those of running requests included."""
+"""Memory of all compiled grammars of a process, in the cache or used by requests, above which no new one is built."""
 MAX_VERDICTS = 4096
+"""Most remembered verdicts; the least recently used are forgotten."""
 MAX_UNDER_WAY = 1024
-"""Grammars that are being verified or wait for it."""
+"""Most grammars that are being verified or wait for it."""
 WAIT_LIMIT_S = 60.0
 """Most seconds from a request's arrival until its grammar is ready."""
 SLOW_COMPILE_S = 1.0
-"""Grammars that take longer are built in a queue of their own, so that they do not delay others."""
+"""Grammars whose verification took longer are built in a queue of their own, so that they do not delay others."""
 
 _NO_BACKEND = Verdict(error="This server was started with --grammar-backend none.")
 _TOO_LATE = Verdict(
     error=f"The grammar was not ready after {WAIT_LIMIT_S:g} s; simplify it, or send it again when no others wait.",
-    status_code=503,  # a grammar that takes too long by itself is refused before
+    status_code=503,  # for waiting; a grammar that itself takes too long is refused earlier, by the compile process
 )
-_TOO_MANY = Verdict(error="Too many grammars wait to be compiled; send the request again later.", status_code=503)
+_QUEUE_FULL = Verdict(error="Too many grammars wait to be compiled; send the request again later.", status_code=503)
 _NOT_BUILT = Verdict(error="The grammar could not be built; the log of the server says why.", status_code=500)
-_TOO_MUCH = Verdict(error="The grammars in use fill their memory; send the request again later.", status_code=503)
+_MEMORY_FULL = Verdict(error="The grammars in use fill their memory; send the request again later.", status_code=503)
 
 
 class Verifier(Protocol):
@@ -82,11 +84,11 @@ class PendingGrammar:
     check: Check | None = None
     """Leader only: the verification under way, or its result."""
     build: Future[Grammar] | None = None
-    """The build; set once the verdict is known."""
+    """This rank's build; set once the leader's verdict is good."""
 
 
 class GrammarManager:
-    """The grammars of one scheduler process. Requests with the same grammar share the work; verdicts are remembered."""
+    """The grammars of one scheduler process. Requests with the same grammar share its verification and its build."""
 
     def __init__(
         self,
@@ -101,12 +103,15 @@ class GrammarManager:
         self._verifier = verifier
         self._max_cached = max_cached
         self._clock = clock
-        self._verdicts: OrderedDict[bytes, Check] = OrderedDict()
+        self._checks: OrderedDict[bytes, Check] = OrderedDict()
+        """Verifications by digest, under way or finished; the least recently used first."""
         self._under_way: dict[bytes, Check] = {}
+        """Verifications that had not finished at the last `keep_only`, or that came later."""
         self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
+        """The cache: builds by digest, under way or finished; the least recently used first."""
         self._live = _LiveBytes()
         self._news = False
-        """Used by the leader: a request or a verdict has come."""
+        """Leader only: whether a request or a verdict has come since the last `has_news`."""
         self._closed = False
         self._load_lock = threading.Lock()
         self._quick = _Builds(self._compile, "grammar")
@@ -135,46 +140,48 @@ class GrammarManager:
         return pending
 
     def _check(self, verifier: Verifier, pending: PendingGrammar) -> Check:
-        check = self._verdicts.get(pending.digest)
+        """Returns the grammar's verification, which starts now if there is none."""
+        check = self._checks.get(pending.digest)
         if check is None:
             if len(self._under_way) >= MAX_UNDER_WAY:
-                return _checked(_TOO_MANY)
-            check = self._verdicts[pending.digest] = self._under_way[pending.digest] = verifier.submit(pending.key)
-            check.verdict.add_done_callback(self._hear)
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(pending.digest)
+                return _finished_check(_QUEUE_FULL)
+            check = self._checks[pending.digest] = self._under_way[pending.digest] = verifier.submit(pending.key)
+            check.verdict.add_done_callback(self._note_verdict)
+            if len(self._checks) > MAX_VERDICTS:
+                self._checks.popitem(last=False)
+        self._checks.move_to_end(pending.digest)
         return check
 
     def has_news(self, oldest: PendingGrammar) -> bool:
-        """Returns whether `verdict` may have changed for any request since the last call. oldest: the grammar that has
-        waited longest."""
+        """Returns whether `verdict` may return something new for any request: a request or a verdict has come since the
+        last call, or the deadline of `oldest`, the grammar that has waited longest, has passed. For the leader."""
         news, self._news = self._news, False
         return news or self._clock() >= oldest.deadline
 
     def verdict(self, pending: PendingGrammar) -> Verdict | None:
-        """Returns whether the grammar can be built; None if that is not known yet. For the leader."""
+        """Returns the verdict: without an error if the grammar can be built; None if it is not known yet. For the
+        leader."""
         if self._backend is None:
             return _NO_BACKEND
         assert pending.check is not None
         if pending.check.verdict.done():
             verdict = pending.check.verdict.result()
-            too_much = not verdict.error and not self._cached(pending.digest) and self._live.total > MAX_LIVE_BYTES
-            return _TOO_MUCH if too_much else verdict
+            full = not verdict.error and not self._cached(pending.digest) and self._live.total > MAX_LIVE_BYTES
+            return _MEMORY_FULL if full else verdict
         return _TOO_LATE if self._clock() >= pending.deadline else None
 
     def keep_only(self, wanted: Collection[bytes]) -> None:
-        """Cancels work that no request waits for, and forgets verdicts that may differ next time. Called when requests
-        have come or gone."""
+        """Cancels verifications and builds that no request waits for, and forgets errors that may not occur again, i.e.
+        all but status 400. wanted: digests of the grammars that requests wait for. Called when requests have left."""
         for digest, check in list(self._under_way.items()):
             if check.verdict.done():
                 del self._under_way[digest]
                 verdict = check.verdict.result()
                 if verdict.error and verdict.status_code != 400:
-                    self._verdicts.pop(digest, None)
+                    self._checks.pop(digest, None)
             elif digest not in wanted:
                 del self._under_way[digest]
-                self._verdicts.pop(digest, None)
+                self._checks.pop(digest, None)
                 assert self._verifier is not None
                 self._verifier.cancel(check)
         for digest, future in list(self._grammars.items()):
@@ -182,7 +189,7 @@ class GrammarManager:
                 del self._grammars[digest]
 
     def build(self, pending: PendingGrammar, seconds: float) -> None:
-        """Starts compiling a verified grammar, unless that has happened. seconds: the time that its verification
+        """Starts compiling a verified grammar, unless it is in the cache. seconds: the time that its verification
         took."""
         future = self._grammars.get(pending.digest)
         if future is None:
@@ -202,13 +209,13 @@ class GrammarManager:
         return BuildState.FAILED if late else BuildState.RUNNING
 
     def built(self, pending: PendingGrammar) -> Grammar:
-        """Returns the request's own grammar, at its start; its state must be READY."""
+        """Returns a grammar for this request alone, before its first token. The build's state must be READY."""
         assert pending.build is not None
         return pending.build.result().fresh()
 
     def failure(self, pending: PendingGrammar) -> Verdict:
-        """Returns the verdict for a build that failed on some rank. It never blames the grammar, which was verified
-        before."""
+        """Returns the reason to refuse the request after a build failed on some rank. It is the server's error, as the
+        grammar was verified."""
         assert pending.build is not None
         if not pending.build.done():
             return _TOO_LATE
@@ -217,7 +224,8 @@ class GrammarManager:
         self._grammars.pop(pending.digest, None)
         return _NOT_BUILT
 
-    def _hear(self, _: Future[Verdict]) -> None:
+    def _note_verdict(self, _: Future[Verdict]) -> None:
+        """Makes `has_news` return true. Called in other threads."""
         self._news = True
 
     def _compile(self, key: GrammarKey) -> Grammar:
@@ -241,10 +249,10 @@ class GrammarManager:
                 size -= future.result().size_bytes
 
     def flush(self) -> None:
-        """Drops all cached grammars and finished verdicts. Waiting requests hold their own references and are not
+        """Drops all cached grammars and known verdicts. Waiting requests hold their own references and are not
         affected; a build that nobody waits for any more is not cached when it ends."""
-        for digest in [digest for digest, check in self._verdicts.items() if check.verdict.done()]:
-            del self._verdicts[digest]
+        for digest in [digest for digest, check in self._checks.items() if check.verdict.done()]:
+            del self._checks[digest]
         self._grammars.clear()
 
     def num_cached(self) -> int:
@@ -260,7 +268,7 @@ class GrammarManager:
 
 
 class _Builds:
-    """A compiling thread. Short builds go first, so that hundreds of others do not delay them."""
+    """A thread that compiles grammars. Those with the shortest expected time go first."""
 
     def __init__(self, compile_grammar: Callable[[GrammarKey], Grammar], name: str) -> None:
         self._compile = compile_grammar
@@ -276,6 +284,7 @@ class _Builds:
         return future
 
     def _build_next(self) -> None:
+        """Runs the queued build with the shortest expected time, in the thread."""
         _, _, future, key = self._waiting.get_nowait()
         if not future.set_running_or_notify_cancel():
             return
@@ -285,7 +294,7 @@ class _Builds:
             future.set_exception(error)
 
     def shutdown(self, wait: bool = False) -> None:
-        """Drops what has not started, unless it is waited for."""
+        """Ends the thread. wait: after all queued builds; otherwise those that have not started are dropped."""
         self._threads.shutdown(wait, cancel_futures=not wait)
 
 
@@ -294,10 +303,10 @@ class _LiveBytes:
 
     def __init__(self) -> None:
         self.total = 0
-        self._lock = threading.RLock()  # a collection may run a finalizer anywhere
+        self._lock = threading.RLock()  # garbage collection in `_change` may run a finalizer, which calls `_change`
 
     def add(self, grammar: Grammar) -> None:
-        """Counts a grammar until it is freed."""
+        """Counts a compiled grammar's memory until it is freed."""
         size = grammar.size_bytes
         self._change(size)
         weakref.finalize(grammar.compiled, self._change, -size).atexit = False
@@ -307,7 +316,7 @@ class _LiveBytes:
             self.total += size
 
 
-def _checked(verdict: Verdict) -> Check:
+def _finished_check(verdict: Verdict) -> Check:
     future: Future[Verdict] = Future()
     future.set_result(verdict)
     return Check(0, future)

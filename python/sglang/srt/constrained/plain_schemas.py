@@ -1,7 +1,9 @@
-"""Plain JSON schemas (of one level, without `allOf`, `not` and the like), and their intersection.
+"""Plain JSON schemas: their form, and the parts of their intersection.
 
-`type` is always a list of ATOMS here, all seven if a schema has none: a number is an integer or a fraction, so that
-"not an integer" can be expressed. Values come as `enum`, never as `const`.
+A plain schema joins no schemas: it has no `allOf`, `not` and the like, though the schemas of its properties and items
+may. `type` is always a list of ATOMS, all seven if the client's schema has none. JSON schema's "number" is the two
+atoms "integer" and "fraction" here, so that "not an integer" can be expressed. Permitted values come as `enum`, never
+as `const`. Variables named `kinds` hold atoms.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ Schema = dict[str, Any]
 ATOMS = ("null", "boolean", "integer", "fraction", "string", "array", "object")
 NUMBER = ("integer", "fraction")
 INEXPRESSIBLE = "inexpressible"
-"""A key of schemas that stand for a part of a complement which cannot be written; its value names the keyword."""
+"""Key that makes a schema a placeholder: it stands for values that no plain schema describes. Its value is the keyword
+that forbids these values (`schema_complements.inexpressible`)."""
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _KEYWORDS_OF: dict[str, tuple[str, ...]] = {
@@ -41,18 +44,19 @@ class Unwritable(ValueError):
 
 
 def atoms(types: Any) -> list[str]:
-    """Returns the types that a value of `type` names."""
+    """Returns the atoms that the value of a client's `type` stands for, in the order of ATOMS. types: a name or a list
+    of names."""
     names = types if isinstance(types, list) else [types]
     wanted = {atom for name in names for atom in (NUMBER if name == "number" else (name,))}
     return [atom for atom in ATOMS if atom in wanted]
 
 
-_KINDS = {name: frozenset(atoms(kind)) for kind, keywords in _KEYWORDS_OF.items() for name in keywords}
-_ALL = frozenset(ATOMS)
+_KINDS_OF = {name: frozenset(atoms(kind)) for kind, keywords in _KEYWORDS_OF.items() for name in keywords}
+_ALL_ATOMS = frozenset(ATOMS)
 
 
 def atom_of(value: Any) -> str:
-    """Returns the type of a JSON value."""
+    """Returns the atom of a JSON value; 1.0 is an integer."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -61,13 +65,13 @@ def atom_of(value: Any) -> str:
 
 
 def kinds_of(keyword: str) -> frozenset[str]:
-    """Returns the types of values that a keyword restricts."""
-    return _KINDS.get(keyword, _ALL)
+    """Returns the atoms whose values a keyword restricts; all of them for a keyword such as `enum`."""
+    return _KINDS_OF.get(keyword, _ALL_ATOMS)
 
 
 def type_names(kinds: list[str]) -> Any:
-    """Returns the value of `type` for `kinds`; None if they are all types. Integers must be included if fractions
-    are."""
+    """Returns the value that `type` has in JSON schema for atoms: a name or a list of names; None for all atoms, which
+    need no `type`. "fraction" must come with "integer", as JSON schema has no name for fractions alone."""
     if len(kinds) == len(ATOMS):
         return None
     names = [kind for kind in kinds if kind not in NUMBER or "fraction" not in kinds]
@@ -84,10 +88,11 @@ def identity(value: Any) -> Any:
     return ("number" if atom_of(value) in NUMBER else atom_of(value)), value
 
 
-# --- two values of one keyword ----------------------------------------------------------------------------------------
+# --- intersection: two values of one keyword --------------------------------------------------------------------------
 
 
 def _common_multiple(first: Any, second: Any) -> int:
+    """Combines two values of `multipleOf`. Raises Unwritable unless both are integers."""
     if isinstance(first, int) and isinstance(second, int):
         return math.lcm(first, second)
     raise Unwritable('two of "multipleOf"')
@@ -107,26 +112,27 @@ COMBINED: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda first, second: [kind for kind in first if kind in second],
     "enum": _common_values,
 }
-"""Functions that combine two values of a keyword into one that requires both."""
+"""For each keyword, a function of the values in two schemas that returns the value in their intersection."""
 
 
-# --- what is left of a schema that no value of some type satisfies ----------------------------------------------------
+# --- simplification: types without valid values are removed -----------------------------------------------------------
 
 
 def simplified(schema: Schema) -> Schema | None:
-    """Returns the schema without types that have no valid value and without keywords of other types; None if nothing is
-    valid."""
-    schema = _shortened(schema)
-    impossible = set(_impossible(schema))
+    """Returns an equivalent schema without the types of which no value is valid, and without keywords that restrict
+    none of the remaining types; None if no value at all is valid."""
+    schema = _with_max_items(schema)
+    impossible = set(_impossible_kinds(schema))
     kinds = [kind for kind in schema["type"] if kind not in impossible]
     if not kinds or schema.get("enum") == []:
         return None
     schema = {name: value for name, value in schema.items() if not kinds_of(name).isdisjoint(kinds)}
     schema["type"] = kinds
-    return _whole_bounds(schema) if kinds == ["integer"] else schema
+    return _with_integer_bounds(schema) if kinds == ["integer"] else schema
 
 
-def _impossible(schema: Schema) -> Iterator[str]:
+def _impossible_kinds(schema: Schema) -> Iterator[str]:
+    """Yields types of which no value is valid, as bounds contradict one another or a required property is forbidden."""
     low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
     above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
     most, least = min(high, below), max(low, above)
@@ -134,7 +140,7 @@ def _impossible(schema: Schema) -> Iterator[str]:
         yield from NUMBER
     elif least == most and float(least).is_integer():
         yield "fraction"
-    elif math.isfinite(least) and math.isfinite(most) and not _whole_between(schema):
+    elif math.isfinite(least) and math.isfinite(most) and not _allows_integer(schema):
         yield "integer"
     for kind, keywords in (("string", "Length"), ("array", "Items"), ("object", "Properties")):
         if schema.get(f"min{keywords}", 0) > schema.get(f"max{keywords}", math.inf):
@@ -143,13 +149,15 @@ def _impossible(schema: Schema) -> Iterator[str]:
         yield "object"
 
 
-def _whole_between(schema: Schema) -> bool:
-    bounds = _whole_bounds(schema)
+def _allows_integer(schema: Schema) -> bool:
+    """Returns whether an integer lies within the bounds. The schema must have a lower and an upper one."""
+    bounds = _with_integer_bounds(schema)
     return bool(bounds["minimum"] <= bounds["maximum"])
 
 
-def _whole_bounds(schema: Schema) -> Schema:
-    """Converts the bounds of integers to integers that are themselves allowed."""
+def _with_integer_bounds(schema: Schema) -> Schema:
+    """Returns the schema with the least and the largest integer that its bounds allow as `minimum` and `maximum`, and
+    without exclusive bounds."""
     result = {name: value for name, value in schema.items() if name not in ("exclusiveMinimum", "exclusiveMaximum")}
     lower = [math.ceil(schema["minimum"])] if "minimum" in schema else []
     lower += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
@@ -158,11 +166,12 @@ def _whole_bounds(schema: Schema) -> Schema:
     return result | ({"minimum": max(lower)} if lower else {}) | ({"maximum": min(upper)} if upper else {})
 
 
-def _shortened(schema: Schema) -> Schema:
-    """Ends a list before its first position at which no value is valid."""
+def _with_max_items(schema: Schema) -> Schema:
+    """Returns the schema with a `maxItems` that ends arrays before the first position at which no item is valid, i.e.
+    whose entry in `prefixItems` or `items` is false."""
     entries = schema.get("prefixItems", [])
-    ends = entries.index(False) if False in entries else len(entries) if schema.get("items") is False else None
-    if ends is None:
+    length = entries.index(False) if False in entries else len(entries) if schema.get("items") is False else None
+    if length is None:
         return schema
-    schema = {**schema, "maxItems": min(ends, schema.get("maxItems", ends)), "prefixItems": entries[:ends]}
-    return schema if ends else {name: value for name, value in schema.items() if name != "prefixItems"}
+    schema = {**schema, "maxItems": min(length, schema.get("maxItems", length)), "prefixItems": entries[:length]}
+    return schema if length else {name: value for name, value in schema.items() if name != "prefixItems"}

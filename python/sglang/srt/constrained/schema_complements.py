@@ -1,4 +1,8 @@
-"""Complements of JSON schema keywords, one at a time, as plain schemas."""
+"""Complements of single JSON schema keywords: the values that `{keyword: value}` forbids, as a list of plain schemas
+(`plain_schemas`). A value is forbidden if it satisfies at least one of them.
+
+Example: {"minimum": 3} has the complement [{"type": ["integer", "fraction"], "exclusiveMaximum": 3}].
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,16 @@ from sglang.srt.constrained.plain_schemas import (
 )
 
 MAX_TEXTS = 32
+"""Most strings of an `enum` or `const` whose complement is written."""
 _ANY_CHARACTER = r"[\s\S]"
 _SPECIAL = frozenset("\\^$.|?*+()[]{}-/&~#")
+"""Characters that are escaped in patterns."""
 
 
 def inexpressible(keyword: str, kinds: Iterable[str]) -> Schema:
-    """Returns a schema that stands for values which cannot be described; it is harmless where other schemas exclude its
-    types."""
+    """Returns a placeholder for the part of a keyword's complement that no plain schema describes: values of the types
+    `kinds`. It does no harm if an intersection with schemas of other types removes it; if it remains, the schema cannot
+    be rewritten."""
     return {"type": list(kinds), INEXPRESSIBLE: keyword}
 
 
@@ -40,12 +47,14 @@ _BEYOND: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "minProperties": ("maxProperties", -1, ("object",)),
     "maxProperties": ("minProperties", 1, ("object",)),
 }
-"""The keyword for the values beyond each bound, its offset, and the types that it restricts."""
+"""For each bound, the opposite bound that all values beyond it satisfy: its keyword, the difference of its value from
+the first one, and the types that both restrict."""
 
 
 def _beyond(keyword: str, bound: Any) -> list[Schema]:
-    other_side, step, kinds = _BEYOND[keyword]
-    return [] if step and bound + step < 0 else [{"type": list(kinds), other_side: bound + step}]
+    """Returns schemas of the values beyond a bound; none if these would have a negative length."""
+    opposite, step, kinds = _BEYOND[keyword]
+    return [] if step and bound + step < 0 else [{"type": list(kinds), opposite: bound + step}]
 
 
 def other_types(types: Any) -> list[Schema]:
@@ -55,36 +64,38 @@ def other_types(types: Any) -> list[Schema]:
 
 
 def missing_names(names: list[str]) -> list[Schema]:
-    """Returns schemas of the objects that lack one of `names`."""
+    """Returns schemas of the objects that lack one or more of `names`: a schema for each name."""
     return [{"type": ["object"], "properties": {name: False}} for name in names]
 
 
 def other_values(values: list[Any]) -> list[Schema]:
     """Returns schemas of all values except `values`."""
-    of: dict[str, list[Any]] = {atom: [] for atom in ATOMS}
+    by_type: dict[str, list[Any]] = {atom: [] for atom in ATOMS}
     for value in values:
-        of[atom_of(value)].append(value)
+        by_type[atom_of(value)].append(value)
     results: list[Schema] = []
-    if not of["null"]:
+    if not by_type["null"]:
         results.append({"type": ["null"]})
-    if booleans := [value for value in (False, True) if value not in of["boolean"]]:
+    if booleans := [value for value in (False, True) if value not in by_type["boolean"]]:
         results.append({"type": ["boolean"], "enum": booleans})
-    results += _other_numbers(sorted({*of["integer"], *of["fraction"]}))
-    results += _other_texts(of["string"])
+    results += _other_numbers(sorted({*by_type["integer"], *by_type["fraction"]}))
+    results += _other_texts(by_type["string"])
     for kind in ("array", "object"):
-        results.append(inexpressible("enum", [kind]) if of[kind] else {"type": [kind]})
+        results.append(inexpressible("enum", [kind]) if by_type[kind] else {"type": [kind]})
     return results
 
 
 def _other_numbers(numbers: list[Any]) -> Iterator[Schema]:
+    """Yields schemas of all other numbers: those between neighbours of the ascending `numbers`, and on either side."""
     for low, high in itertools.pairwise([None, *numbers, None]):
         lower = {} if low is None else {"exclusiveMinimum": low}
         yield {"type": list(NUMBER), **lower, **({} if high is None else {"exclusiveMaximum": high})}
 
 
 def _other_texts(texts: list[str]) -> Iterator[Schema]:
-    """Yields schemas of all other texts: those of other lengths, and for each length a pattern. Grammars see texts as
-    they are written, so only texts with a single spelling (apart from `\\u`) can be excluded."""
+    """Yields schemas of all other strings: those of other lengths, and a pattern for each length in `texts`. A grammar
+    constrains JSON text, so it can exclude a string only if JSON has a single way to write it (apart from `\\u`
+    escapes, which are left out of account). If some string has several, the result is a placeholder."""
     if len(texts) > MAX_TEXTS or not all(" " <= c <= "\uffff" and c not in '"\\' for text in texts for c in text):
         yield inexpressible("enum", ["string"])
         return
@@ -105,13 +116,14 @@ def _other_texts(texts: list[str]) -> Iterator[Schema]:
 
 
 def _other_pattern(texts: list[str], length: int) -> str:
-    """Returns a pattern of the texts of `length` characters, at least one, that are not in `texts`."""
+    """Returns a pattern of the strings of `length` characters that are not in `texts`. All texts have this length, at
+    least 1."""
     starts = sorted({text[0] for text in texts})
-    free = f"[^{''.join(map(_escaped, starts))}]" + _ANY_CHARACTER * (length - 1)
+    other_start = f"[^{''.join(map(_escaped, starts))}]" + _ANY_CHARACTER * (length - 1)
     if length == 1:
-        return free
+        return other_start
     rests = {start: [text[1:] for text in texts if text[0] == start] for start in starts}
-    return "|".join([free, *(f"{_escaped(c)}({_other_pattern(rest, length - 1)})" for c, rest in rests.items())])
+    return "|".join([other_start, *(f"{_escaped(c)}({_other_pattern(rest, length - 1)})" for c, rest in rests.items())])
 
 
 def _escaped(character: str) -> str:
@@ -119,7 +131,8 @@ def _escaped(character: str) -> str:
 
 
 def other(keyword: str, value: Any) -> list[Schema]:
-    """Returns schemas of the values that a keyword of a plain schema forbids, for keywords without schemas in them."""
+    """Returns schemas of the values that `{keyword: value}` forbids. The keyword's value must not contain schemas. For
+    a keyword that is not known here the result is a placeholder (`inexpressible`)."""
     if keyword in _BEYOND:
         return _beyond(keyword, value)
     simple: dict[str, Callable[[Any], list[Schema]]] = {

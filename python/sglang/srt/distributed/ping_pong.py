@@ -3,16 +3,17 @@
     first    A1 ~~sum~~ A2 ~~sum~~ A3 ...        Ai: what the microbatch computes up to its i-th collective
     second      B1 ~~sum~~ B2 ~~sum~~ B3 ...     launched in the order A1, B1, A2, B2, ...
 
-Everything that is computed goes to one stream in this order, so that what the first microbatch stores (keys, states) is
-there when the second one comes to the same place. Collectives go to a lane of their own, one behind the other, on all
+All computation goes to one stream in this order: when the second microbatch reaches a layer, the keys and states that
+the first one stores there are complete. Collectives go to a second stream, the lane, one after the other and on all
 ranks in the same order. Microbatches alternate in one of two ways:
 
-    blocks    Each microbatch is a generator that stops behind every block; one thread computes a block of each in turn.
-              That hides the sums that blocks leave to what follows them (`start`), at no more cost to the host than
-              launching both microbatches. Any other collective is waited for where it is asked for.
-    threads   Each microbatch is a call in a thread of its own, of which only one runs at a time: at a collective it
-              gives way to the other. So all are hidden, whatever layers exchange and wherever; but to hand over takes
-              the host as long as half of a block's launches.
+    blocks    Each microbatch is a generator that yields after every block; one thread computes a block of each in turn.
+              This hides deferred all-reduces (`start`), whose results are first needed by the norm after the block.
+              Any other collective (`travel`) is waited for at once. The host does no more work than for launching
+              both microbatches.
+    threads   Each microbatch is a call in a thread of its own. Only one thread runs at a time, and hands over to the
+              other at every collective. This hides all collectives, wherever a layer needs one, but each handover
+              takes the host as long as half of a block's launches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 T = TypeVar("T")
 Collective = Callable[[], torch.Tensor]
 Blocks = Generator[None, None, T]
-"""A generator that yields after every block, and returns the result of all."""
+"""A microbatch as a generator: yields after every block, and returns the result at the end."""
 
 
 class Lane(Protocol):
@@ -40,8 +41,8 @@ class Lane(Protocol):
         the result and returns it."""
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
-        """Returns a factory of context managers: a thread that enters one launches to the stream that is current
-        now."""
+        """Returns a factory of context managers: a thread that enters one launches to the stream that is current in
+        the calling thread now."""
 
     def clear(self) -> None:
         """Drops collectives that nobody waits for, after a microbatch has failed."""
@@ -59,10 +60,11 @@ class StreamLane:
             result = collective()
             arrived = self._stream.record_event()
 
-        def receive(_operands: Collective = collective) -> torch.Tensor:  # they stay until the stream has waited
+        def receive(_keeps_operands: Collective = collective) -> torch.Tensor:
+            # The default argument keeps the collective's operands alive until the current stream waits for the lane.
             current = torch.cuda.current_stream()
             current.wait_event(arrived)
-            result.record_stream(current)  # it may be memory of the lane's
+            result.record_stream(current)  # the lane's stream may have allocated it, and must not reuse it too early
             return result
 
         return receive
@@ -78,12 +80,12 @@ class StreamLane:
         return same_stream
 
     def clear(self) -> None:
-        pass
+        """Does nothing: every collective was launched by `send` and ends by itself."""
 
 
 class LateLane:
-    """A lane for CPUs, where launching is computing: a collective runs when it is waited for, i.e. as late as possible,
-    after all that were sent before it."""
+    """A lane for CPUs, which have no streams: a collective runs when it is waited for, i.e. as late as possible, after
+    all that were sent before it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -107,8 +109,8 @@ class LateLane:
 
 
 class MicrobatchesDiffer(RuntimeError):
-    """Raised when the microbatches do not send the same collectives in the same order, so that one might overtake the
-    other."""
+    """Raised when the second microbatch sends another collective than the first one did at the same place. It could
+    then run ahead of the first one, and read keys or states that are not stored yet."""
 
 
 class OtherMicrobatchFailed(RuntimeError):
@@ -120,29 +122,27 @@ class PingPong:
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="second microbatch")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="second microbatch")
         self.active = False
-        """True inside `run` and `run_blocks`: collectives go through `travel`."""
+        """True inside `run` and `run_blocks`, where the groups send their collectives through `travel`."""
         self.by_block = False
-        """True inside `run_blocks`: deferred all-reduces of blocks go through `start`."""
+        """True inside `run_blocks`, where the groups send deferred all-reduces through `start`."""
         self.exact = False
-        """True: all-reduces inside are never quantized."""
+        """True: all-reduces inside `run` and `run_blocks` are never quantized."""
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """Runs both calls in threads and returns their results; collectives inside go through `travel`. Raises the
         exception of the one that fails first; the other ends at its next collective."""
         self._begin()
         self._ended = [False, False]
-        self._go = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # held until its microbatch may go on: less work than semaphores
+        # One lock per microbatch, used as a semaphore, but cheaper: it acquires its own to wait, the other releases it.
+        self._go = (threading.Lock(), threading.Lock())
         for go in self._go:
             go.acquire()
         self._failure: BaseException | None = None
-        other = self._thread.submit(self._second, second, self._lane.here())
+        other = self._executor.submit(self._run_second, second, self._lane.here())
         try:
-            result = self._guarded(first)
+            result = self._run_storing_failure(first)
         finally:
             self._end(0)
             wait((other,))
@@ -151,7 +151,7 @@ class PingPong:
         return result, other.result()
 
     def run_blocks(self, first: Blocks[T], second: Blocks[T]) -> tuple[T, T]:
-        """Runs both generators block by block, which must have the same number of blocks, and returns their results.
+        """Runs a block of each generator in turn and returns their results. Both must have the same number of blocks.
         Raises the exception of the one that fails first, and closes the other."""
         self._begin()
         self.by_block = True
@@ -177,8 +177,8 @@ class PingPong:
         self.active = True
 
     def start(self, what: object, collective: Collective) -> Collective:
-        """Sends a collective and returns a function that waits for its result. what: as in `travel`. Raises
-        MicrobatchesDiffer if the second microbatch sends another collective than the first did."""
+        """Sends a collective of the running microbatch and returns a function that waits for its result. what: as in
+        `travel`. Raises MicrobatchesDiffer if the second microbatch sends another collective than the first did."""
         running = self._running
         mine, first = self._sent[running], self._sent[0]
         mine.append(what)
@@ -189,8 +189,9 @@ class PingPong:
         return self._lane.send(collective)
 
     def travel(self, what: object, collective: Collective) -> torch.Tensor:
-        """Returns the collective's result, and lets the other microbatch compute meanwhile. what: identifies the
-        collective, equal in both microbatches. Called by the microbatch that runs."""
+        """Sends a collective of the running microbatch and returns its result. With threads, the other microbatch
+        computes meanwhile. what: describes the collective; equal for the collectives at the same place of both
+        microbatches. Raises MicrobatchesDiffer as `start` does, and OtherMicrobatchFailed."""
         running, receive = self._running, self.start(what, collective)
         if self.by_block:
             return receive()
@@ -207,17 +208,19 @@ class PingPong:
             self._go[other].release()
             self._go[running].acquire()
 
-    def _second(self, microbatch: Callable[[], T], here: Callable[[], AbstractContextManager[object]]) -> T:
+    def _run_second(self, microbatch: Callable[[], T], here: Callable[[], AbstractContextManager[object]]) -> T:
+        """Runs the second microbatch in its thread, once the first one has yielded or ended. here: from `Lane.here`."""
         self._go[1].acquire()
         try:
             if self._failure is not None:
                 raise OtherMicrobatchFailed from self._failure
             with here(), torch.inference_mode():
-                return self._guarded(microbatch)
+                return self._run_storing_failure(microbatch)
         finally:
             self._end(1)
 
-    def _guarded(self, microbatch: Callable[[], T]) -> T:
+    def _run_storing_failure(self, microbatch: Callable[[], T]) -> T:
+        """Runs a microbatch. If it fails, the other one ends at its next collective and raises the same exception."""
         try:
             return microbatch()
         except OtherMicrobatchFailed as error:
@@ -228,7 +231,7 @@ class PingPong:
             raise
 
     def _end(self, microbatch: int) -> None:
-        """Marks a microbatch as ended and lets the other run to its end."""
+        """Marks a microbatch as ended, so that the other one runs on and yields no more."""
         other = 1 - microbatch
         self._ended[microbatch] = True
         if not self._ended[other]:

@@ -40,6 +40,7 @@ FORMS = (
     http_corpora,
     http_storage,
 )
+"""Modules with the routes of one API each (`router`), and the structs of their request bodies (`BODIES`)."""
 OFTEN = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 """Paths of the most frequent routes, which are matched first."""
 _STATUS_CLIENT_CLOSED = 499
@@ -58,15 +59,16 @@ async def _on_http_exception(request: Request, error: Any) -> Response:
     path, methods = request.url.path, (error.headers or {}).get("Allow", "")
     message = {
         404: f"there is no route {path}",
-        405: f"{request.method} is not allowed on {path}; it takes {methods}{_example(request, methods)}",
+        405: f"{request.method} is not allowed on {path}; it takes {methods}{_curl_hint(request, methods)}",
     }.get(error.status_code, str(error.detail))
     response = error_response(request.url.path, ApiError(error.status_code, message))
     response.headers.update(error.headers or {})
     return response
 
 
-def _example(request: Request, methods: str) -> str:
-    """Returns a curl command for a route that changes something, which SGLang may let clients GET."""
+def _curl_hint(request: Request, methods: str) -> str:
+    """Returns the end of the message for a route that takes POST only: a curl command. Clients of SGLang may try GET,
+    which it accepts for some of these routes."""
     return f": curl -X POST {state_of(request).args.url()}{request.url.path}" if methods == "POST" else ""
 
 
@@ -75,25 +77,27 @@ async def _on_disconnect(request: Request, error: Any) -> Response:
 
 
 async def _on_bug(request: Request, error: Any) -> Response:
-    """Answers 500. The server's middleware logs the traceback."""
+    """Answers 500. Starlette then raises the error again, and uvicorn logs its traceback."""
     return error_response(request.url.path, ApiError(500, "internal server error; the server's log has the details"))
 
 
 def create_api(state: ServerState) -> FastAPI:
-    """Makes the application with routes and error handlers, without key check and CORS."""
+    """Makes the application with routes and error handlers, without the middleware around it (`create_app`)."""
     no_pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}  # these pages load scripts from other servers
     api = FastAPI(title="sm120-sglang", version=__version__, redirect_slashes=False, **no_pages)
     api.state.server = state
     api.state.created = int(time.time())
     routers = (*(form.router for form in FORMS), page_routes.router, http_refused.router)
     routes = [route for router in routers for route in router.routes]
-    # Routes are matched one after the other, and those of an included router twice, so they are added flat and sorted.
+    # FastAPI tries the routes one after the other, and for an included router tries its routes twice. So the routes
+    # themselves are added, the most frequent ones first.
     api.router.routes.extend(sorted(routes, key=lambda route: getattr(route, "path", "") not in OFTEN))
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
     api.add_exception_handler(HTTPException, _on_http_exception)
-    for left in (ClientDisconnected, ClientDisconnect):  # while waiting for the answer; while sending the body
-        api.add_exception_handler(left, _on_disconnect)
+    # The client disconnected while it waited for the answer (our error), or while it sent the body (Starlette's).
+    for disconnect in (ClientDisconnected, ClientDisconnect):
+        api.add_exception_handler(disconnect, _on_disconnect)
     api.add_exception_handler(Exception, _on_bug)
 
     describe_api(api, [body for form in FORMS for body in form.BODIES])
@@ -101,7 +105,8 @@ def create_api(state: ServerState) -> FastAPI:
 
 
 def create_app(state: ServerState) -> ASGIApp:
-    """Makes the complete application for `state`. The gate ignores a slash at the end of a path."""
+    """Makes the complete application for `state`: that of `create_api` inside middleware. RequestIds is the outermost,
+    then come HeadGate, the check of origins (CORS), RequestGate (API key, size of the body) and TraceHeaders."""
     api = create_api(state)
     args = state.args
     gate = RequestGate(TraceHeaders(api) if args.enable_trace else api, args.api_key, args.admin_api_key)

@@ -32,14 +32,15 @@ from sglang.srt.entrypoints.openai.protocol import (
 
 _SEPARATOR = "\n"
 """Separator between text blocks that follow one another."""
-_UNREADABLE = "__unparsedToolInput"
-"""Claude Code's key for tool input that was not JSON."""
+_UNPARSED_INPUT = "__unparsedToolInput"
+"""Claude Code's key for tool input that it could not parse as JSON (`_arguments`)."""
 _ERROR_MARK = "Error: "
-"""Prefix of a tool's result that is an error, as chat templates have no other place for it."""
+"""Prefix of a tool result with `is_error`: chat templates have no field for that."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
-    """Returns the chat request. Raises ApiError 400 for tool calls and results that do not match."""
+    """Returns the chat request with the same conversation, tools and sampling. Raises ApiError 400 for a tool_result
+    without its tool_use, and for a last message of the assistant that cannot be continued."""
     choice = body.tool_choice
     request = ChatCompletionRequest(
         model=body.model,
@@ -68,14 +69,14 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
     if tool.shown_description is not None:
         function["description"] = tool.shown_description
     examples = {"examples": tool.input_examples} if tool.input_examples else {}
-    function["parameters"] = {**tool.schema, **examples}  # the order of keys in which templates print them
+    function["parameters"] = {**tool.schema, **examples}  # templates print the keys in this order
     if tool.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
 
 
 def _effort(body: CountTokensRequest) -> str | None:
-    """Returns the effort that was set last."""
+    """Returns the effort that was set last: by a system message within the conversation, or by the request itself."""
     configs = [message.output_config for message in body.messages if isinstance(message, SystemMessage)]
     efforts = [config.effort for config in (body.output_config, *configs) if config is not None]
     return next((effort for effort in reversed(efforts) if effort is not None), None)
@@ -91,7 +92,8 @@ def _tool_choice(body: CountTokensRequest) -> Any:
 
 
 def _template_variables(body: CountTokensRequest) -> dict[str, Any] | None:
-    """Returns the switch of thoughts under the names that templates use; empty if it is not given."""
+    """Returns the variable that switches thinking on or off, under both names that templates have for it; None if the
+    client does not say."""
     if body.thinking is None:
         return None
     thinks = body.thinking.type != "disabled"
@@ -99,7 +101,8 @@ def _template_variables(body: CountTokensRequest) -> dict[str, Any] | None:
 
 
 def _continues(body: CountTokensRequest) -> bool:
-    """Returns whether the model continues the last message."""
+    """Returns whether the model continues the last message, i.e. that is the assistant's. Raises ApiError 400 if it
+    calls tools or has no text."""
     last = body.messages[-1]
     if not isinstance(last, AssistantMessage):
         return False
@@ -112,12 +115,13 @@ def _continues(body: CountTokensRequest) -> bool:
 
 
 def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
+    """Returns the system prompt and the conversation as messages of the chat API."""
     messages: list[dict[str, Any]] = []
     if body.system:
         messages.append({"role": "system", "content": _text(plain_blocks(body.system))})
     tool_names: dict[str, str] = {}
-    """The names of the calls so far, by id."""
-    for message in _lasting(body.messages):
+    """For the id of each tool call so far, the name of the tool."""
+    for message in _without_ended_instructions(body.messages):
         blocks = plain_blocks(message.content)
         if isinstance(message, UserMessage):
             messages += _user_messages(blocks, tool_names)
@@ -129,25 +133,27 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
     return messages
 
 
-def _lasting(messages: list[AnyMessage]) -> list[AnyMessage]:
-    """Returns the messages without system messages that are empty or no longer apply."""
-    last = max((i for i, message in enumerate(messages) if isinstance(message, UserMessage)), default=-1)
+def _without_ended_instructions(messages: list[AnyMessage]) -> list[AnyMessage]:
+    """Returns the messages without those system messages that are empty, or that apply only until the next user message
+    (`clear_at`) when there is a later one."""
+    last_user_message = max((i for i, message in enumerate(messages) if isinstance(message, UserMessage)), default=-1)
 
-    def lasts(index: int, message: AnyMessage) -> bool:
+    def applies(index: int, message: AnyMessage) -> bool:
         if not isinstance(message, SystemMessage):
             return True
-        return bool(message.content) and not (message.clear_at == "next_user_message" and index < last)
+        return bool(message.content) and not (message.clear_at == "next_user_message" and index < last_user_message)
 
-    return [message for index, message in enumerate(messages) if lasts(index, message)]
+    return [message for index, message in enumerate(messages) if applies(index, message)]
 
 
 def _text(blocks: list[Block]) -> str:
+    """Returns the text of the text blocks among `blocks`."""
     return _SEPARATOR.join(block.text for block in blocks if isinstance(block, TextBlock))
 
 
 def _user_messages(blocks: list[Block], tool_names: dict[str, str]) -> list[dict[str, Any]]:
-    """Returns a user message as several: tool results become messages of their own, in order with the text between
-    them."""
+    """Splits a user message: each tool result becomes a message of its own, and so do the text and images before,
+    between and after the results. Their order stays."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
@@ -164,7 +170,8 @@ def _user_messages(blocks: list[Block], tool_names: dict[str, str]) -> list[dict
 
 
 def _content(blocks: list[Block]) -> str | list[dict[str, Any]]:
-    """Returns text, or with images a list of parts, in which adjacent texts are joined."""
+    """Returns the joined text of the blocks. If there are images, returns parts of the chat API in the order of the
+    blocks, with neighbouring text blocks joined into one part."""
     parts: list[dict[str, Any]] = []
     for is_text, group in itertools.groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
         if is_text:
@@ -185,6 +192,7 @@ def _image(block: ImageBlock) -> dict[str, Any]:
 
 
 def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[str, Any]:
+    """Returns a tool message. Raises ApiError 400 if no tool call before it has its id."""
     if block.tool_use_id not in tool_names:
         raise bad_request(
             f"messages: tool_result for {block.tool_use_id[:64]!r}, but no tool_use block before it has this id",
@@ -203,6 +211,7 @@ def _result_message(block: ToolResultBlock, tool_names: dict[str, str]) -> dict[
 
 
 def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
+    """Returns an assistant message; the summary of a compaction block is part of its text."""
     blocks = [
         TextBlock(block.content) if isinstance(block, CompactionBlock) and block.content else block for block in blocks
     ]
@@ -221,7 +230,8 @@ def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """Returns the input of a call as JSON text; the model's own text if the client could not parse it."""
-    broken = given.get(_UNREADABLE) if isinstance(given, dict) and len(given) == 1 else None
+    """Returns the arguments of a call: its input as it is given, or the text that the model wrote if the client could
+    not parse that and sent it as {"__unparsedToolInput": {"raw": text}}."""
+    broken = given.get(_UNPARSED_INPUT) if isinstance(given, dict) and len(given) == 1 else None
     raw = broken.get("raw") if isinstance(broken, dict) else None
     return raw if isinstance(raw, str) else given

@@ -30,10 +30,10 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
     """Answers `POST /v1/messages`, whole or as a stream."""
     rid, model = rid_of(request), body.model or service.model_name
     rules = parts.EndingRules(body.max_tokens, body.stop_sequences)
-    shows = not body.hides_thoughts
-    calling = _call(service, body, body_bytes(request), rid)
-    del body  # the answer needs no more of it
-    call, formats, context = await until_disconnect(request, calling)
+    shows_thoughts = not body.hides_thoughts
+    preparation = _prepare_call(service, body, body_bytes(request), rid)
+    del body  # nothing may hold it once the call is submitted (`held_body.lets_go`)
+    call, formats, edit_report = await until_disconnect(request, preparation)
     choice = ChoiceOutput(formats, service.tokenizer)
 
     def usage(meta: TokenMeta) -> dict[str, Any]:
@@ -43,42 +43,47 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
         return parts.message(f"msg_{rid}", model, content, usage(meta))
 
     if call.stream:
-        writer = MessageStream(rules, shows, formats, choice, lambda meta: message(meta, []), usage, context)
+        writer = MessageStream(
+            rules, shows_thoughts, formats, choice, lambda meta: message(meta, []), usage, edit_report
+        )
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
-    content, has_calls = _content(formats, choice, output, not shows)
+    content, has_calls = _content_blocks(formats, choice, output, not shows_thoughts)
     ending = rules.ending(output.finish, has_calls, output.meta)
-    return json_response(message(output.meta, content) | ending | context)
+    return json_response(message(output.meta, content) | ending | edit_report)
 
 
-async def _call(
+async def _prepare_call(
     service: OpenAIService, body: MessagesRequest, num_bytes: int, rid: str
 ) -> tuple[GenerateRequest, ChatFormats, dict[str, Any]]:
-    """Returns the call, the formats of its outputs, and the report on edits of the conversation."""
-    context = await _edit(service, body, num_bytes)
+    """Applies the client's edits to the conversation and converts the request to a call of the engine. Returns the
+    call, the formats of its outputs, and the answer's field that reports the edits ({} if none were asked for)."""
+    edit_report = await _edit_messages(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = await beside(service, num_bytes, chat_request, body)
-    return *await chat_call(service, chat, num_bytes, rid, budget, folds=True), context
+    return *await chat_call(service, chat, num_bytes, rid, budget, folds=True), edit_report
 
 
-async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> dict[str, Any]:
-    """Applies `context_management` to the messages. Returns its field of the answer, if the client asked for edits."""
+async def _edit_messages(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> dict[str, Any]:
+    """Applies the edits of `context_management` to `body.messages`. Returns the answer's field `context_management`, or
+    {} if the client asked for no edits."""
     if body.context_management is None:
         return {}
-    aside = partial(beside, service, num_bytes)
-    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), aside)
+    off_event_loop = partial(beside, service, num_bytes)
+    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), off_event_loop)
     return {"context_management": {"applied_edits": applied}}
 
 
 async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> int:
+    """Returns the number of prompt tokens of the conversation as it is now."""
     return await count_prompt(service, await beside(service, num_bytes, chat_request, body), num_bytes, folds=True)
 
 
-def _content(
+def _content_blocks(
     formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput, hides_thoughts: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Returns the blocks of a whole answer, and whether it has calls."""
+    """Returns the content blocks of an answer that is not streamed, and whether tool calls are among them."""
     parsed = collect_events(choice.push(output))
     content = [parts.thinking_block(parsed.reasoning, hides_thoughts)] if parsed.reasoning else []
     if parsed.text:
@@ -90,12 +95,13 @@ def _content(
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
-    """Answers `POST /v1/messages/count_tokens`."""
+    """Answers `POST /v1/messages/count_tokens`: the number of tokens; with `context_management`, the numbers
+    after its edits and before them."""
     num_bytes = body_bytes(request)
     count = await until_disconnect(request, _count(service, body, num_bytes))
     if body.context_management is None:
         return json_response({"input_tokens": count})
     original = {"context_management": {"original_input_tokens": count}}
-    if (await _edit(service, body, num_bytes))["context_management"]["applied_edits"]:
+    if (await _edit_messages(service, body, num_bytes))["context_management"]["applied_edits"]:
         count = await until_disconnect(request, _count(service, body, num_bytes))
     return json_response({"input_tokens": count, **original})

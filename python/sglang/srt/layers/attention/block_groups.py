@@ -1,4 +1,5 @@
-"""Block-sparse attention with this project's Triton kernels: block selection, and attention to the selected blocks."""
+"""Block-sparse attention with this project's Triton kernels: selection of blocks of tokens for each token and head, and
+attention to the selected blocks. Reference, with shapes: `native_block_groups`."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class TritonBlockIndexer:
-    """Implements BlockIndexerOp. It scores as many tokens as the memory for scores allows, selects their blocks, and
-    repeats. It never reads from the device, so it may be captured. If no context can have more blocks than are
-    selected, no scores are computed."""
+    """Implements BlockIndexerOp. It computes the scores of as many tokens as their memory allows, selects blocks for
+    these tokens, and repeats. The host reads nothing from the device, so a CUDA graph may capture it. If no token
+    can see more than `top_blocks` blocks, it selects all of them without scores."""
 
     def __init__(self, plan: Plan) -> None:
-        self._ladder = plan.fallbacks("block_indexer")
+        self._tiles = plan.fallbacks("block_indexer")
         self._num_sms = plan.arch.num_sms
 
     def __call__(
@@ -36,30 +37,35 @@ class TritonBlockIndexer:
         top_blocks: int,
         local_blocks: int,
     ) -> Selection:
+        """Returns the block numbers that are selected for each token and head, [T * H] rows. q [T, H, D]; keys
+        [S, 1, D]; rows: the tokens that each of the T tokens sees; blocks: `rows.blocks(...)` for the H heads."""
         num_tokens, num_heads, _ = q.shape
         slots = torch.empty((len(blocks), top_blocks), dtype=torch.int32, device=q.device)
-        chosen = torch.empty(len(blocks), dtype=torch.int32, device=q.device)
-        scored = blocks.max_count > top_blocks
-        columns = logit_columns(blocks.max_count if scored else 1)
-        at_once = rows_at_once(num_tokens, num_heads * columns) if scored else num_tokens
-        scores = torch.empty((at_once if scored else 1, num_heads, columns), dtype=torch.float32, device=q.device)
+        counts = torch.empty(len(blocks), dtype=torch.int32, device=q.device)
+        needs_scores = blocks.max_count > top_blocks
+        columns = logit_columns(blocks.max_count if needs_scores else 1)
+        at_once = rows_at_once(num_tokens, num_heads * columns) if needs_scores else num_tokens
+        scores = torch.empty((at_once if needs_scores else 1, num_heads, columns), dtype=torch.float32, device=q.device)
         for first in range(0, num_tokens, at_once):
-            part = slice(first, min(first + at_once, num_tokens))
-            lines = slice(part.start * num_heads, part.stop * num_heads)
-            if scored:
-                self._score(q[part], keys, rows.part(part), (blocks.rate, top_blocks, local_blocks), scores)
-            select_entries(scores.flatten(0, 1), blocks.part(lines), top_blocks, slots[lines], chosen[lines])
-        return Selection(slots, chosen)
+            tokens = slice(first, min(first + at_once, num_tokens))
+            head_rows = slice(tokens.start * num_heads, tokens.stop * num_heads)
+            if needs_scores:
+                self._score(q[tokens], keys, rows.part(tokens), (blocks.rate, top_blocks, local_blocks), scores)
+            select_entries(
+                scores.flatten(0, 1), blocks.part(head_rows), top_blocks, slots[head_rows], counts[head_rows]
+            )
+        return Selection(slots, counts)
 
     def _score(
         self, q: torch.Tensor, keys: torch.Tensor, rows: EntryRows, sizes: tuple[int, int, int], scores: torch.Tensor
     ) -> None:
-        self._ladder.run(lambda tile: block_scores(q, keys, rows, *sizes, scores, tile=tile, num_sms=self._num_sms))
+        """Fills scores [at least T, H, blocks]. sizes: tokens of a block, `top_blocks`, `local_blocks`."""
+        self._tiles.run(lambda tile: block_scores(q, keys, rows, *sizes, scores, tile=tile, num_sms=self._num_sms))
 
 
 class TritonBlockAttention:
-    """Implements BlockAttentionOp with the tile planned for the number of tokens, or its fallbacks if a launch
-    fails."""
+    """Implements BlockAttentionOp with the tile that the plan has for the number of tokens, or with that tile's
+    fallbacks if a launch fails."""
 
     def __init__(self, plan: Plan) -> None:
         self._tile_configs = plan.tiles("block_attention")
