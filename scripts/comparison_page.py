@@ -1,10 +1,11 @@
-"""Writes docs/comparison.md: the features of this server beside those of SGLang 0.5.23 and vLLM 0.32.
+"""Writes docs/comparison.md: the features of this server beside those of SGLang 0.5.23 and vLLM 0.33.
 
 python scripts/comparison_page.py
 
-A row of FEATURES names a flag, a route or a command. This server's state follows from its own tables, so a feature that
-arrives changes its row by itself. SGLang knows the name if it is an option or a route of both, or one that
-`upstream_interface.json` refuses or accepts. The names of vLLM are those of its documentation.
+A row of FEATURES names a flag, a route or a command. Whether this server has it follows from its own tables, so a
+feature that arrives changes its row by itself. The evidence of a row is a page or a test. SGLang knows the name if it
+is an option or a route of both, or one that `upstream_interface.json` refuses or accepts. The names of vLLM are those
+in the source of its release.
 """
 
 from __future__ import annotations
@@ -27,80 +28,147 @@ PAGE = Path(__file__).parents[1] / "docs" / "comparison.md"
 INTRODUCTION = """\
 # SGLang and vLLM compared
 
-Use this page to see whether something that you rely on exists here, before you move a server. It is generated from the
-tables of the code, and a test fails when it is stale:
+This page is for owners of a server who want to know, before they move it, whether a feature that they use exists here.
+
+- **Here**: "yes" links to the page or to the test that shows it; "no" is followed by what to do instead.
+- **SGLang 0.5.23** and **vLLM 0.33**: the flag or route that asks for the feature there, as the release has it in its
+  source. A dash means that we know of none.
+
+A script writes the page from the tables of the code, and a test fails when the page is stale:
 
     python scripts/comparison_page.py
-
-SGLang is release 0.5.23, with the flags and routes of its source. vLLM is release 0.32, with the names of its
-documentation (November 2026). A dash means that we know of no flag or route for it. "No" is followed by what to do
-instead.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One row: `name` is a flag (`--x`), a route (`/x`) or a command (`sglang x`, `python -m sglang.x`)."""
+    """One row. `name` is a flag (`--x`), a route (`/x`) or a command (`sglang x`, `python -m sglang.x`) of this server.
+
+    evidence: a page, as docs/ links to it, or the path of a test; "" for a feature that is not here.
+    sglang, vllm: the cells of the others; an empty `sglang` is `name`.
+    """
 
     title: str
     name: str
+    evidence: str
     vllm: str
-    only_here: bool = False
+    sglang: str = ""
 
 
 FEATURES: dict[str, tuple[Feature, ...]] = {
     "API": (
-        Feature("Chat completions", "/v1/chat/completions", "`/v1/chat/completions`"),
-        Feature("Completions", "/v1/completions", "`/v1/completions`"),
-        Feature("Responses", "/v1/responses", "`/v1/responses`"),
-        Feature("Anthropic's messages", "/v1/messages", "`/v1/messages`"),
-        Feature("Ollama's API", "/api/chat", "-"),
-        Feature("Embeddings", "/v1/embeddings", "`/v1/embeddings`"),
-        Feature("Rerank", "/v1/rerank", "`/v1/rerank`"),
-        Feature("SGLang's own form", "/generate", "-"),
-        Feature("Tool calls", "--tool-call-parser", "`--tool-call-parser`"),
-        Feature("Reasoning", "--reasoning-parser", "`--reasoning-parser`"),
-        Feature("Structured output", "--grammar-backend", "`--structured-outputs-config`"),
-        Feature("Sessions that go on from a request", "--enable-streaming-session", "-"),
-        Feature("API key", "--api-key", "`--api-key`"),
-        Feature("TLS in the server", "--ssl-keyfile", "`--ssl-keyfile`"),
+        Feature("Chat completions", "/v1/chat/completions", "api.md#routes", "`/v1/chat/completions`"),
+        Feature("Completions", "/v1/completions", "api.md#routes", "`/v1/completions`"),
+        Feature("Responses", "/v1/responses", "outputs.md#api-forms", "`/v1/responses`"),
+        Feature("Anthropic's messages", "/v1/messages", "outputs.md#api-forms", "`/v1/messages`"),
+        Feature("Ollama's API", "/api/chat", "test/http/test_ollama.py", "-"),
+        Feature("Embeddings", "/v1/embeddings", "api.md#embeddings-scores-and-ranks", "`/v1/embeddings`"),
+        Feature("Rerank", "/v1/rerank", "api.md#embeddings-scores-and-ranks", "`/v1/rerank`"),
+        Feature("SGLang's native API", "/generate", "test/http/test_native_api.py", "-"),
+        Feature("Tool calls", "--tool-call-parser", "api.md#tools-and-reasoning", "`--tool-call-parser`"),
+        Feature("Reasoning", "--reasoning-parser", "api.md#tools-and-reasoning", "`--reasoning-parser`"),
+        Feature("Structured output", "--grammar-backend", "api.md#structured-output", "`--structured-outputs-config`"),
+        Feature("Sessions that continue an earlier request", "--enable-streaming-session", "api.md#conversations", "-"),
+        Feature("API key", "--api-key", "api.md#keys-and-browsers", "`--api-key`"),
+        Feature("TLS in the server", "--ssl-keyfile", "", "`--ssl-keyfile`"),
     ),
     "Models and weights": (
-        Feature("Quantization of weights", "--quantization", "`--quantization`"),
-        Feature("FP8 and FP4 KV cache", "--kv-cache-dtype", "`--kv-cache-dtype`"),
-        Feature("LoRA adapters", "--enable-lora", "`--enable-lora`"),
-        Feature("Images and video", "--limit-mm-data-per-request", "`--limit-mm-per-prompt`"),
-        Feature("Weights of a running server", "/update_weights_from_disk", "`--weight-transfer-config`"),
-        Feature("Memory handed back while idle", "--enable-memory-saver", "`--enable-sleep-mode`"),
-        Feature("Weights in CPU memory", "--kt-method", "`--cpu-offload-gb`"),
+        Feature("Quantized weights", "--quantization", "quantization.md", "`--quantization`"),
+        Feature("FP8 and FP4 KV cache", "--kv-cache-dtype", "quantization.md#kv-cache", "`--kv-cache-dtype`"),
+        Feature("LoRA adapters", "--enable-lora", "", "`--enable-lora`"),
+        Feature("Images and video", "--limit-mm-data-per-request", "multimodal.md", "`--limit-mm-per-prompt`"),
+        Feature("New weights in a running server", "/update_weights_from_disk", "", "`--weight-transfer-config`"),
+        Feature("Memory given back while idle", "--enable-memory-saver", "", "`--enable-sleep-mode`"),
+        Feature("Weights in CPU memory", "--kt-method", "", "`--cpu-offload-gb`"),
     ),
     "Speed": (
-        Feature("Prefix cache", "--disable-radix-cache", "`--enable-prefix-caching`"),
-        Feature("Prefix cache in CPU memory", "--enable-hierarchical-cache", "`--kv-offloading-size`"),
-        Feature("Speculative decoding", "--speculative-algorithm", "`--speculative-config`"),
-        Feature("CUDA graphs", "--cuda-graph-max-bs", "`--max-cudagraph-capture-size`"),
-        Feature("Prefill and decode on different servers", "--disaggregation-mode", "`--kv-transfer-config`"),
+        Feature(
+            "Prefix cache in GPU memory",
+            "--disable-radix-cache",
+            "caches.md",
+            "on by default; `--no-enable-prefix-caching` turns it off",
+            sglang="on by default; `--disable-radix-cache` turns it off",
+        ),
+        Feature(
+            "Prefix cache in CPU memory",
+            "--enable-hierarchical-cache",
+            "caches.md#prefixes-in-main-memory",
+            "`--kv-offloading-size`",
+        ),
+        Feature("Speculative decoding", "--speculative-algorithm", "speculative_decoding.md", "`--speculative-config`"),
+        Feature(
+            "CUDA graphs",
+            "--cuda-graph-max-bs",
+            "test/srt/model_executor/test_graph_runner.py",
+            "on by default; `--max-cudagraph-capture-size` limits them",
+            sglang="on by default; `--cuda-graph-max-bs` limits them",
+        ),
+        Feature("Prefill and decode on different servers", "--disaggregation-mode", "", "`--kv-transfer-config`"),
     ),
     "Several GPUs": (
-        Feature("Tensor parallelism", "--tp-size", "`--tensor-parallel-size`"),
-        Feature("Pipeline parallelism", "--pp-size", "`--pipeline-parallel-size`"),
-        Feature("Expert parallelism", "--ep-size", "`--enable-expert-parallel`"),
-        Feature("Replicas behind one address", "--dp-size", "`--data-parallel-size`"),
-        Feature("Attention by data parallelism", "--enable-dp-attention", "`--data-parallel-size`"),
-        Feature("Tokens of the cache shared out over GPUs", "--dcp-size", "`--decode-context-parallel-size`"),
+        Feature("Tensor parallelism", "--tp-size", "parallelism.md", "`--tensor-parallel-size`"),
+        Feature("Pipeline parallelism", "--pp-size", "parallelism.md#stages", "`--pipeline-parallel-size`"),
         Feature(
-            "Prompts shared out over GPUs", "--attention-context-parallel-size", "`--prefill-context-parallel-size`"
+            "Expert parallelism",
+            "--ep-size",
+            "parallelism.md#experts-shares-or-whole-experts",
+            "`--enable-expert-parallel`",
+        ),
+        Feature("Replicas behind one address", "--dp-size", "parallelism.md#replicas", "`--data-parallel-size`"),
+        Feature(
+            "Data-parallel attention",
+            "--enable-dp-attention",
+            "parallelism.md#data-parallel-attention",
+            "`--data-parallel-size`",
+        ),
+        Feature(
+            "Decode context parallelism (DCP)",
+            "--dcp-size",
+            "parallelism.md#decode-context-parallelism",
+            "`--decode-context-parallel-size`",
+        ),
+        Feature(
+            "Prefill context parallelism",
+            "--attention-context-parallel-size",
+            "",
+            "`--prefill-context-parallel-size`",
+        ),
+        Feature(
+            "Two-batch overlap", "--enable-two-batch-overlap", "parallelism.md#two-batch-overlap", "`--enable-dbo`"
         ),
     ),
     "Operation": (
-        Feature("Prometheus metrics", "--enable-metrics", "`/metrics`"),
-        Feature("OpenTelemetry traces", "--enable-trace", "`--otlp-traces-endpoint`"),
-        Feature("Web page for conversations", "/", "-", only_here=True),
-        Feature("Memory and speed of every layout, from config.json", "sglang plan", "-", only_here=True),
-        Feature("Diagnosis of the machine", "sglang doctor", "-", only_here=True),
-        Feature("Start without loading, to check a command", "--dry-run", "-", only_here=True),
-        Feature("Kernels with the reasons of their choice", "python -m sglang.explain", "-", only_here=True),
-        Feature("Record of the resources of every kernel", "python -m sglang.ledger", "-", only_here=True),
+        Feature(
+            "Prometheus metrics",
+            "--enable-metrics",
+            "observability.md#metrics-and-the-dashboard",
+            "on by default, at `/metrics`",
+        ),
+        Feature("OpenTelemetry traces", "--enable-trace", "observability.md#traces", "`--otlp-traces-endpoint`"),
+        Feature("Web page for conversations", "/", "observability.md#the-page", "-", sglang="-"),
+        Feature(
+            "Memory and predicted speed of every layout, from config.json",
+            "sglang plan",
+            "test/plan/test_plan_command.py",
+            "-",
+            sglang="-",
+        ),
+        Feature("Diagnosis of the machine", "sglang doctor", "troubleshooting.md", "-", sglang="-"),
+        Feature("Start without loading, to check a command", "--dry-run", "test/test_dry_run.py", "-", sglang="-"),
+        Feature(
+            "Kernels with the reasons of their choice",
+            "python -m sglang.explain",
+            "kernels.md#see-the-choice",
+            "-",
+            sglang="-",
+        ),
+        Feature(
+            "Record of the resources of every kernel",
+            "python -m sglang.ledger",
+            "kernels.md#the-ledger",
+            "-",
+            sglang="-",
+        ),
     ),
 }
 
@@ -108,21 +176,36 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
 def page() -> str:
     """The text of docs/comparison.md."""
     tables = [
-        f"## {title}\n\n" + _table(("feature", "here", "SGLang 0.5.23", "vLLM 0.32"), map(_row, rows))
+        f"## {title}\n\n" + _table(("feature", "here", "SGLang 0.5.23", "vLLM 0.33"), map(_row, rows))
         for title, rows in FEATURES.items()
     ]
     return "\n".join([INTRODUCTION, *tables, _numbers(), _flags()])
 
 
 def _row(feature: Feature) -> tuple[str, ...]:
-    upstream = "-" if feature.only_here else f"`{feature.name}`"
-    return feature.title, here(feature.name), upstream, feature.vllm
+    reason = not_served(feature.name)
+    return (
+        feature.title,
+        reason or f"yes: {_link(feature.evidence)}",
+        feature.sglang or f"`{feature.name}`",
+        feature.vllm,
+    )
 
 
-def here(name: str) -> str:
-    """The state of a flag, route or command in this server. Raises ValueError for a name that no table knows."""
+def _link(evidence: str) -> str:
+    if evidence.startswith("test/"):
+        return f"[test](../{evidence})"
+    title = (PAGE.parent / evidence.partition("#")[0]).read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+    return f"[{title}]({evidence})"
+
+
+def not_served(name: str) -> str:
+    """Returns why a flag, route or command is not served here, and what to do instead; "" for one that is.
+
+    Raises ValueError for a name that no table knows.
+    """
     if name == "--dry-run":  # read by `sglang serve` itself
-        return "yes, `--dry-run`"
+        return ""
     if name.startswith("--"):
         return _flag(name)
     if name.startswith("sglang "):
@@ -135,12 +218,12 @@ def here(name: str) -> str:
         known = name in _routes()
     if not known:
         raise ValueError(f"{name} is neither served nor refused: correct the row of FEATURES")
-    return f"yes, `{name}`"
+    return ""
 
 
 def _flag(name: str) -> str:
     if name in TABLE.names:
-        return f"yes, `{name}`"
+        return ""
     for groups, word in ((ACCEPTED, "not needed"), (REFUSED, "no")):
         for group in groups:
             if any(name == f"--{entry.partition('=')[0]}" for entry in group.names):
@@ -164,16 +247,16 @@ def _numbers() -> str:
         ("operations with a table of kernels", str(len(TABLES))),
         ("options of the server", str(len(TABLE.fields))),
     )
-    return "## How much of it\n\n" + _table(("what", "number here"), rows)
+    return "## Counts\n\n" + _table(("what", "number here"), rows)
 
 
 def _flags() -> str:
     options = sum(len(group.names) for group in ACCEPTED), sum(len(group.names) for group in REFUSED)
     text = (
         "## SGLang's flags that are no option here\n\n"
-        f"{options[0]} flags only tune what the plan decides here: they are accepted with a warning. {options[1]} flags"
-        " are refused, because they would change answers or ask for a feature that does not exist. [Flags](flags.md)"
-        " lists each of them.\n\n"
+        f"- {options[0]} flags only tune what the plan decides here. They are accepted with a warning.\n"
+        f"- {options[1]} flags are refused: they would change answers, or ask for a feature that does not exist.\n"
+        "\n[Flags](flags.md) lists each of them.\n\n"
     )
     return text + _table(("refused", "flags", "what to do"), (_group(group) for group in REFUSED))
 

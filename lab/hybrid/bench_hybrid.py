@@ -42,7 +42,7 @@ def floors(flags: Sequence[str]) -> dict[int, float]:
     from sglang.srt.hardware.arch import current_arch
     from sglang.srt.kernels.resolve import installed_packages
     from sglang.srt.kernels.spec import Choice
-    from sglang.srt.plan.plan import serving_of
+    from sglang.srt.plan.plan import parallel_config_of
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs.from_cli(list(flags), "bench_hybrid")
@@ -52,7 +52,7 @@ def floors(flags: Sequence[str]) -> dict[int, float]:
     explained = explain(args, arch, installed_packages(), None)
     model = explained.model
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
-    steps = StepFloors(model, serving_of(args, model.dtype, model.quantization), arch, choices)
+    steps = StepFloors(model, parallel_config_of(args, model.dtype, model.quantization), arch, choices)
     assert explained.plan is not None, explained.refused
     print(f"weights {explained.plan['memory']['weights'] / 1e9:.1f} GB, {arch.name}")
     found = {}

@@ -1,8 +1,9 @@
-"""`python -m sglang.explain --arch sm_120 --model-path DIR [server flags] [--json]`: which kernels would run, and why.
-With `--time` how long steps would take there; `--shape` asks that of single ops, without a model.
+"""Explains a plan: `python -m sglang.explain --arch sm_120 --model-path DIR [server flags] [--json]` prints which
+kernels would run, and why. With `--time` it predicts the time of steps there; `--shape` predicts single ops, without a
+model.
 
-Works on any machine: nothing is asked of a device, nothing is compiled, the model's weights are not read. The exit
-status is 0 where a server would start, and 2 where not.
+Works on any machine: no device is asked, nothing is compiled, the model's weights are not read. The exit status is 0
+where a server would start, else 2.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.plan import ModelPlanner, make_plan, serving_of, why_shared_apart
+from sglang.srt.plan.plan import ModelPlanner, make_plan, parallel_config_of, why_shared_apart
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
@@ -64,10 +65,10 @@ USUAL_FREE_SHARE = 0.97
 """The share of a GPU's memory that is free once the driver and a CUDA context have theirs."""
 
 WOULD_NOT_START = 2
-"""Exit status, as of the server."""
+"""Exit status where no server would start, the same as the server's."""
 
 USUAL_LENGTHS = (2, 3, 4, 5)
-"""Accept lengths for which speeds are given where none are asked for."""
+"""Accept lengths of the predicted speeds, by default."""
 
 COLUMNS = ("op", "kernel", "tile", "smem", "regs", "spill", "mma")
 
@@ -86,17 +87,17 @@ class Explanation:
     unfit: str | None = None  # why there is no room for it
     draft: DraftPlan | None = None
     width: int = 1
-    """Tokens of a request in a step, of which all but the last sampled one are draft tokens."""
+    """Tokens of a request in a step: the last sampled one and draft tokens."""
     groups: tuple[CacheGroup, ...] = ()
     outcomes: tuple[Choice | NoKernel, ...] = ()
     tile_configs: Mapping[str, OpTileConfigs] = field(default_factory=dict)  # the plan's, by the key of the need
     plan: dict[str, Any] | None = None  # sizes and memory
-    host: HostMemory | None = None  # of cached prefixes in main memory
+    host: HostMemory | None = None  # the prefix cache in main memory
     notes: tuple[str, ...] = ()
 
     @property
     def moe_tiles(self) -> str | None:
-        """Returns the source of the experts' tiles; None without experts."""
+        """Source of the experts' tiles; None without experts."""
         return self.tile_configs["fused_moe"].source if "fused_moe" in self.tile_configs else None
 
     def draft_json(self) -> dict[str, Any]:
@@ -110,11 +111,12 @@ class Explanation:
 
     @property
     def gpus(self) -> int:
-        """Number of all GPUs."""
+        """Number of GPUs of all replicas."""
         return self.replicas * self.parallel.ranks.world_size
 
     @property
     def missing(self) -> tuple[NoKernel, ...]:
+        """The needs that no kernel serves."""
         return tuple(outcome for outcome in self.outcomes if isinstance(outcome, NoKernel))
 
     @property
@@ -132,16 +134,21 @@ def explain(
     advises: bool = True,
     machine: Machine = UNKNOWN,
 ) -> Explanation:
-    """`available`: bytes free on a GPU; None: the usual share of its memory. `advises`: look for what helps where a
-    model does not fit, which takes many plans.
+    """Plans a model for a GPU and collects the choices.
 
-    Raises UserError: a model or configuration that cannot be read."""
+        packages: optional packages to count on
+        available: bytes free on a GPU; None: the usual share of its memory
+        advises: looks for flags that help where a model does not fit, which takes many plans
+
+    Raises UserError for a model or configuration that cannot be read. What keeps a server from starting is in the
+    result.
+    """
     directory = resolve_model_path(args.model_path, args.revision, args.download_dir, False)
     config = merge_overrides(with_table_dtype(read_config(directory), directory), args.model_overrides())
     config = with_tp_blocks(config, directory)
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
     model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
-    parallel = serving_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
+    parallel = parallel_config_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
     parallel = with_pages(args, model, parallel) if args.page_size is None else parallel
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
@@ -186,7 +193,7 @@ def explain(
 
 
 def _with_libraries(parallel: ParallelConfig, chosen: KernelChoices) -> ParallelConfig:
-    """Says which libraries serve, for predicted times."""
+    """Returns the config with the libraries that serve some ops noted, for predicted times."""
     names = {(choice.need.op, choice.name) for choice in chosen.chosen().values()}
     return replace(
         parallel,
@@ -197,7 +204,7 @@ def _with_libraries(parallel: ParallelConfig, chosen: KernelChoices) -> Parallel
 
 
 def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
-    """The server's words for a layout that it refuses."""
+    """Returns the server's message for a layout that it refuses."""
     try:
         trial_or_advice(planner, args)
     except UserError as error:
@@ -206,7 +213,7 @@ def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
 
 
 def _describe_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -> str:
-    """What it gains and costs that groups of ranks have requests of their own."""
+    """Describes what DP attention gains and costs."""
     groups = args.attn_dp_size
     alone = replace(args, attn_dp_size=1, enable_dp_attention=False, enable_dp_lm_head=False)
     each = f"{groups} groups of {args.tp_size // groups} GPUs hold {tokens:,} tokens each, {groups * tokens:,} in all"
@@ -222,7 +229,7 @@ def _describe_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: 
 
 
 def _describe_dcp(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
-    """What it gains and costs that ranks share out the tokens of caches."""
+    """Describes what DCP gains and costs."""
     model, parallel = planner.describe(args)
     sites = [site_of(layer.mixer, parallel.attn_tp_size, parallel.dcp_size) for layer in model.layers]
     layers = sum(site is not None and site.dcp_size > 1 for site in sites)
@@ -247,8 +254,8 @@ def _describe_dcp(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple
 def _plan(
     planner: ModelPlanner, args: ServerArgs, chosen: KernelChoices, machine: Machine
 ) -> tuple[dict[str, Any] | None, tuple[str, ...], HostMemory | None]:
-    """The choice of `make_plan`, its notes, and what it takes of main memory; for a model that is not implemented, what
-    its layers and caches would take. Raises UserError where there is no room."""
+    """Returns the described plan, its notes, and what it takes of main memory. For a model that is not implemented the
+    sizes are estimates. Raises UserError where there is no room."""
     if planner.served and len(chosen.chosen()) == len(chosen.outcomes):
         unasked = keeps_unasked(args, planner.arch, UNBOUNDED if machine.host_bytes is None else machine.host_bytes)
         plan = make_plan(
@@ -264,7 +271,7 @@ def _plan(
 
 
 def to_json(explanation: Explanation) -> dict[str, Any]:
-    """Stable keys; sizes in bytes."""
+    """Returns the explanation for JSON, with stable keys; sizes in bytes."""
     arch, model = explanation.arch, explanation.model
     return {
         "arch": arch.name,
@@ -321,7 +328,7 @@ def _op_json(outcome: Choice | NoKernel, tile_configs: Mapping[str, OpTileConfig
 
 
 def to_text(explanation: Explanation) -> str:
-    """The table, for people."""
+    """Returns the explanation as a table for people."""
     arch, model = explanation.arch, explanation.model
     lines = [
         f"{model.architecture} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
@@ -390,7 +397,8 @@ def _cells(outcome: Choice | NoKernel) -> tuple[str, ...]:
 
 
 def _details(outcome: Choice | NoKernel, tile_configs: OpTileConfigs | None) -> list[str]:
-    """The need, the note, and the rejected candidates; those with the same reason share an entry."""
+    """Returns lines with the need, the note, and the rejected candidates; candidates with equal reasons share an
+    entry."""
     by_reason: dict[tuple[str, ...], list[str]] = {}
     for rejection in outcome.rejected:
         by_reason.setdefault(rejection.reasons, []).append(rejection.kernel)
@@ -414,6 +422,7 @@ def _details(outcome: Choice | NoKernel, tile_configs: OpTileConfigs | None) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang.explain",
         description="Print which kernels would serve a model on a GPU, and why the others would not. Any other"
@@ -471,7 +480,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _common_arch(names: str) -> ArchTraits:
-    """Returns what GPUs of these names, with commas between them, have in common. Raises UserError."""
+    """Returns the traits that the GPUs of these comma-separated names have in common. Raises UserError."""
     traits = [arch_by_name(name.strip()) for name in names.split(",")]
     if len({each.name for each in traits}) > 1:
         raise UserError(f"--arch {names}: ranks of a server need GPUs of one architecture")
@@ -479,7 +488,7 @@ def _common_arch(names: str) -> ArchTraits:
 
 
 def _machine(free_gib: float | None, numa_nodes: int) -> Machine:
-    """Raises UserError."""
+    """Returns the machine of these options. Raises UserError for values out of range."""
     if free_gib is not None and not 0 <= free_gib <= 1 << 20:
         raise UserError(f"--host-memory {free_gib:g}: must be 0 to {1 << 20:,} GiB.")
     if not 1 <= numa_nodes <= 64:
@@ -516,7 +525,7 @@ def _text(explanation: Explanation, options: argparse.Namespace) -> str:
 
 
 def _drafts(explanation: Explanation, options: argparse.Namespace) -> Drafts:
-    """Raises UserError for accept lengths that no step reaches."""
+    """Returns the drafts to time. Raises UserError for accept lengths that no step reaches."""
     width = explanation.width
     for length in options.accept_length:
         if not 1 <= length <= width:
@@ -529,7 +538,8 @@ def _drafts(explanation: Explanation, options: argparse.Namespace) -> Drafts:
 
 
 def _print_shapes(shapes: Sequence[str], arch: ArchTraits, as_json: bool) -> int:
-    """Raises UserError."""
+    """Prints the predictions of single ops. Returns the exit status. Raises UserError for a shape that cannot be
+    read."""
     if as_json:
         print(json.dumps([shape_json(shape, arch) for shape in shapes], indent=2))
     else:

@@ -11,37 +11,7 @@ import pytest
 from docs.commands import ROOT
 
 LENGTH = 120
-NOT_YET = {
-    "CONTRIBUTING.md",
-    "README.md",
-    "benchmark/kernels/fused_moe_triton/README.md",
-    *(
-        f"docs/{name}.md"
-        for name in (
-            "adding_a_model",
-            "api",
-            "architecture",
-            "caches",
-            "comparison",
-            "embedded_model",
-            "extending",
-            "flags",
-            "index",
-            "kernels",
-            "multimodal",
-            "observability",
-            "outputs",
-            "parallelism",
-            "quantization",
-            "recipes",
-            "speculative_decoding",
-            "testing",
-            "troubleshooting",
-            "upstream",
-            "upstream_status",
-        )
-    ),
-}
+NOT_YET = {"benchmark/kernels/fused_moe_triton/README.md", "docs/flags.md", "docs/upstream_status.md"}
 """Pages that do not keep the rule yet. A page that keeps it goes from here, and none comes back."""
 LISTED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True)
 PAGES = sorted(path for path in LISTED.stdout.decode().splitlines() if (ROOT / path).exists())

@@ -21,6 +21,7 @@ MADE_OR_GIVEN = {
     "margins.json": "what an evaluation writes",
     "training.json": "what a training writes",
     "sglang/srt/sm120/": "in a tree of SGLang that the changes were made in",
+    "intel/auto-round": "a method of quantization in configs",
     "step_downs.json": "what a server writes into its cache",
 }
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)*(?:\.(?:py|json|jsonl|md|toml|txt|sh|yml|cuh|cu)|/)|[\w-]+(?:/[\w-]+)+")
@@ -41,7 +42,9 @@ def files() -> str:
 def source() -> str:
     kinds = ("*.py", "*.cu*", "*.json", "*.txt", "*.js", "Makefile", "*.toml", "*.yml")
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *kinds], cwd=ROOT, capture_output=True)
-    paths = (path for path in listed.stdout.decode().splitlines() if "lock" not in path and path[:5] != "test/")
+    paths = (
+        path for path in listed.stdout.decode().splitlines() if not path.endswith(".lock.json") and path[:5] != "test/"
+    )
     return "\n".join((ROOT / path).read_text() for path in paths)
 
 
@@ -67,8 +70,14 @@ def test_modules_in_diagrams_exist(page: Path) -> None:
 
 
 def test_names_of_the_architecture_are_in_the_source() -> None:
-    pages = ("architecture", "caches", "outputs", "extending")
+    pages = ("architecture", "glossary", "caches", "outputs", "extending", "adding_a_model")
     text = "\n".join((ROOT / "docs" / f"{page}.md").read_text() for page in pages)
     words = {word for word in re.findall(r"`([^`\s()\[\]:]+)`", text) if NAME.fullmatch(word)}
     assert len(words) > 40
     assert [word for word in sorted(words) if word.rpartition(".")[2] not in source()] == []
+
+
+def test_the_terms_of_the_glossary_are_in_order() -> None:
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    terms = [term.lower() for term in rows[1:]]
+    assert len(terms) > 40 and terms == sorted(set(terms))

@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from docs.commands import PAGES, ROOT
 from sglang.srt.entrypoints.http_app import FORMS
+from sglang.srt.plan.families import FAMILIES
 from sglang.srt.upstream_interface import REFUSED
 
 README = (ROOT / "README.md").read_text()
@@ -88,16 +89,24 @@ def comparisons(text: str, other: str = "") -> list[tuple[str, str, str]]:
     return rows
 
 
+def test_the_readme_has_eight_rows_of_families() -> None:
+    (table,) = [rows for titles, *rows in tables(README) if titles == ["family", "models"]]
+    words = set(re.findall(r"[A-Z][A-Za-z]+", " ".join(map(" ".join, table))))
+    assert len(table) == 8
+    makers = {re.match("[A-Za-z]+", family.title) for family in FAMILIES}
+    assert sorted(maker[0] for maker in makers if maker and maker[0] not in words) == []
+
+
 def test_figures_of_the_readme_are_those_that_were_measured() -> None:
-    (table,) = [table for table in tables(README) if len(table[0]) == 9]
-    assert len(table) == 9
-    for model, _, requests, *figures in table[1:]:
-        sglang, vllm = " | ".join(figures[:3]), " | ".join(figures[3:])
-        assert f"| {sglang} |" in MEASURED and f"| {sglang} |" in PERFORMANCE, (model, requests)
-        if figures[3]:
-            text = f" | {requests} | {vllm} |"
-            assert any(line.startswith(f"| {model}") and text in line for line in MEASURED.splitlines()), text
-            assert any(line.startswith(f"| {model}") and text in line for line in PERFORMANCE.splitlines()), text
+    (table,) = [rows for titles, *rows in tables(README) if "other server" in titles]
+    assert len(table) == 14
+    for model, _, requests, other, *figures in table:
+        row = f"| {' | '.join(figures)} |"
+        if other == "vLLM":
+            row = f"| {requests} {row}"
+        start = f"| {model}" if other == "vLLM" else "| "
+        for page in (MEASURED, PERFORMANCE):
+            assert any(line.startswith(start) and row in line for line in page.splitlines()), (model, requests, row)
 
 
 def test_measured_rows_of_the_page_are_on_the_pages_of_results() -> None:

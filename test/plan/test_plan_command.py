@@ -21,7 +21,7 @@ from sglang.plan.layouts import Layout
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.plan import serving_of
+from sglang.srt.plan.plan import parallel_config_of
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -43,7 +43,7 @@ def floors(directory: str, tp_size: int = 1) -> StepFloors:
     args = ServerArgs.from_cli(["--model-path", directory, "--tp-size", str(tp_size)])
     explained = explain(args, arch_by_name("rtx-pro-6000-server"), frozenset({"triton"}))
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
-    parallel = serving_of(args, explained.model.dtype, explained.model)
+    parallel = parallel_config_of(args, explained.model.dtype, explained.model)
     return StepFloors(explained.model, parallel, explained.arch, choices)
 
 

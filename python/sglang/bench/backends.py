@@ -1,4 +1,4 @@
-"""Requests for each kind of server, and the times and counts in its stream of events."""
+"""Requests for each kind of server, and their times and counts from the stream of events."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from sglang.bench.http_client import Endpoint, HttpError, send
 
 @dataclass(slots=True)
 class RequestResult:
-    """Times in seconds. TTFT: from the send to the first token. `itl`: gaps between the chunks after it. `latency`:
-    from the send to the last token."""
+    """Result of a request, times in seconds. TTFT: from the send to the first token. `itl`: gaps between later chunks.
+    `latency`: from the send to the last token."""
 
     prompt_len: int
     output_len: int = 0
@@ -35,13 +35,13 @@ class RequestResult:
 
     @property
     def tpot(self) -> float | None:
-        """Time per output token after the first; None for single tokens."""
+        """Returns the time per output token after the first; None for single tokens."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """The options that all requests of a run have in common."""
+    """Options of all requests of a run."""
 
     model: str
     stream: bool = True
@@ -80,8 +80,7 @@ class _GenerateMeta(msgspec.Struct):
 
 
 class _GenerateEvent(msgspec.Struct):
-    """An event of /generate. Text and ids are left out: they are cumulative, and reading them once, at the end, is
-    enough."""
+    """An event of /generate, without text and ids: they are cumulative, so reading them once, at the end, is enough."""
 
     meta_info: _GenerateMeta | None = None
     error: Any = None
@@ -92,8 +91,8 @@ _META = b'"meta_info":'
 
 
 def _read_generate_event(data: bytes) -> _GenerateEvent:
-    """Reads the event from its meta_info on: what is before grows with each token. In a string of JSON, quotes are
-    escaped, so the name is not looked for in vain."""
+    """Reads the event from its meta_info on, as the part before grows with each token. Quotes in JSON strings are
+    escaped, so the name cannot occur in a string."""
     start = data.rfind(_META)
     return _generate_event.decode(data if start < 0 else b"{" + data[start:])
 
@@ -110,6 +109,8 @@ def generate_body(prompt: Prompt, options: CallOptions) -> dict[str, Any]:
 
 
 class GenerateReader:
+    """Reads the events of /generate."""
+
     def __init__(self, result: RequestResult, keep_text: bool) -> None:
         self.clock = _Clock(result)
         self.result = result
@@ -130,7 +131,7 @@ class GenerateReader:
             self.clock.tick(now)
 
     def finish(self, body: bytes, now: float) -> None:
-        """`body`: the answer where nothing was streamed."""
+        """Completes the result. `body`: the answer if it was not streamed."""
         if body:
             self.on_event(body, now)
         if not self._last:
@@ -211,6 +212,8 @@ def chat_body(prompt: Prompt, options: CallOptions) -> dict[str, Any]:
 
 
 class OpenAIReader:
+    """Reads the events of the OpenAI routes."""
+
     def __init__(self, result: RequestResult, keep_text: bool) -> None:
         self.clock = _Clock(result)
         self.result = result
@@ -236,7 +239,7 @@ class OpenAIReader:
         usage = self._usage
         if usage is None and not self.clock.chunks:
             raise HttpError("the server sent no output")
-        if not self.clock.chunks:  # tokens without text, all of them
+        if not self.clock.chunks:  # all tokens had empty texts
             self.clock.tick(now)
         self.result.output_len = self.clock.chunks
         if usage is not None:
@@ -253,6 +256,7 @@ def _choice_text(choice: _Choice) -> str:
 
 
 def raise_on_error(error: Any) -> None:
+    """Raises HttpError for an error that the server reported."""
     if error is not None:
         raise HttpError(f"the server reported: {json.dumps(error)[:500]}")
 
@@ -262,6 +266,8 @@ def raise_on_error(error: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
+    """How a kind of server is asked."""
+
     path: str
     body: Callable[[Prompt, CallOptions], dict[str, Any]]
     reader: Callable[[RequestResult, bool], GenerateReader | OpenAIReader]
@@ -282,7 +288,7 @@ BACKENDS: Mapping[str, Backend] = {
 
 
 async def run_request(backend: Backend, endpoint: Endpoint, prompt: Prompt, options: CallOptions) -> RequestResult:
-    """One request, start to end. Failures are in the result: a load test goes on."""
+    """Sends one request and reads its answer. A failure is stored in the result, as a load test goes on."""
     result = RequestResult(prompt.prompt_len)
     reader = backend.reader(result, options.keep_text)
     failure: list[Exception] = []

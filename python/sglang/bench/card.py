@@ -1,8 +1,8 @@
-"""`python -m sglang.bench.card [--out FILE]`: this server's kernels on this card, beside what was predicted for it and
-the best that anyone measured.
+"""`python -m sglang.bench.card [--out FILE]`: measures this server's kernels on this card, next to the predictions for
+it and the best published times.
 
-Takes about ten minutes on a free GPU and needs no model. The file that it writes is made to be sent in: it holds the
-card's name, versions and times, nothing else. `--shape` measures other sizes (see `python -m sglang.explain --shape`).
+Takes about ten minutes on a free GPU and needs no model. The file that it writes may be sent in: it has only the card's
+name, versions and times. `--shape` measures other sizes (see `python -m sglang.explain --shape`).
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ HEADS_OF_STATES = "heads=32 key_heads=16"  # Qwen3.5-35B-A3B
 
 
 def shapes() -> Iterator[str]:
-    """The shapes to measure, as `parse_shape` reads them: op after op in turn, short ones first, so that a budget that
-    is too small leaves out large sizes and no op."""
+    """Yields the shapes to measure, as `parse_shape` reads them, alternating between ops and short ones first, so that
+    a small budget omits large sizes and no op."""
     lists = (
         [f"linear tokens={tokens} {sizes}" for tokens in TOKENS for sizes in LINEARS],
         [f"fused_moe tokens={tokens} {sizes}" for tokens in TOKENS for sizes in EXPERTS],
@@ -92,7 +92,7 @@ def shapes() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Microseconds; None where nothing is known. `problem`: why it was not measured."""
+    """Times in microseconds; None if unknown. `problem`: why it was not measured."""
 
     shape: str
     predicted: float | None
@@ -109,6 +109,7 @@ Measure = Callable[[Op, ArchTraits], "float | None"]
 
 
 def measure_here(op: Op, arch: ArchTraits) -> float | None:
+    """Returns the seconds of an op on this GPU; None for ops that cannot be launched here."""
     import torch
 
     from sglang.bench.device_calls import calls_of
@@ -127,7 +128,7 @@ def measure_here(op: Op, arch: ArchTraits) -> float | None:
 
 
 def row_of(shape: str, arch: ArchTraits, measure: Measure) -> Row:
-    """A kernel that fails is a row with a problem, and not the end of the run."""
+    """Returns a measured row. A kernel that fails gives a row with a problem."""
     op = parse_shape(shape)
     known = has_ceilings(arch)
     forecast = predicted(op, arch) if known else None
@@ -166,7 +167,7 @@ HEAD = ("shape", "predicted", "measured", "best known", "floor", "measured / pre
 
 
 def line(row: Row, width: int) -> str:
-    """`~`: the best known time is between measured sizes."""
+    """Returns a row as text. `~`: the best known time is interpolated."""
     ratio = f"{row.measured / row.predicted:.2f}" if row.measured and row.predicted else ""
     cells = (
         _cell(row.predicted),
@@ -200,7 +201,7 @@ def summary(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def card_facts(arch: ArchTraits) -> dict[str, Any]:
-    """Facts of the card and the software, for who reads the file."""
+    """Returns facts of the card and the software for readers of the file."""
     facts: dict[str, Any] = {
         "arch": arch.name,
         "product": arch.product,

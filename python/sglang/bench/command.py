@@ -58,7 +58,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
 
 
 def run_bench(argv: Sequence[str]) -> int:
-    """The exit status."""
+    """Runs a benchmark. Returns the exit status."""
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if argv else 2

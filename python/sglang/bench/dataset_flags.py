@@ -33,6 +33,7 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def dataset_args(args: argparse.Namespace, as_ids: bool) -> DatasetArgs:
+    """Returns the dataset of parsed flags. as_ids: prompts of random-ids are sent as token ids."""
     return DatasetArgs(
         name=args.dataset_name,
         path=args.dataset_path,
@@ -53,7 +54,7 @@ def dataset_args(args: argparse.Namespace, as_ids: bool) -> DatasetArgs:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An argparse type."""
+    """Parses a JSON object, as an argparse type."""
     try:
         value = json.loads(text)
     except ValueError as error:

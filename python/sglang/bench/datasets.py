@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 
 class BenchTokenizer(Protocol):
-    """The tokenizer as the makers of prompts use it."""
+    """The tokenizer interface that datasets need."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -28,7 +28,8 @@ class BenchTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`ids` are sent to endpoints that take token ids, `text` to those that take text; at least one is given."""
+    """A prompt. `ids` are sent to endpoints that take token ids, `text` to those that take text; at least one is
+    given."""
 
     text: str | None
     ids: list[int] | None
@@ -59,18 +60,18 @@ class DatasetArgs:
 
 
 class DatasetError(ValueError):
-    """The dataset that the user named cannot be used; the message says why."""
+    """Raised when the dataset that the user named cannot be used; the message says why."""
 
 
 def make_prompts(args: DatasetArgs, tokenizer: BenchTokenizer) -> list[Prompt]:
-    """The prompts of one run, the same for the same arguments. Raises DatasetError."""
+    """Returns the prompts of one run, the same for the same arguments. Raises DatasetError."""
     if args.name not in DATASETS:
         raise DatasetError(f"unknown dataset {args.name!r}; known: {', '.join(DATASETS)}")
     return DATASETS[args.name](args, tokenizer, np.random.default_rng(args.seed))
 
 
 def _length(rng: np.random.Generator, longest: int, range_ratio: float, count: int) -> list[int]:
-    """Uniform in [range_ratio * longest, longest], at least 1."""
+    """Returns lengths uniform in [range_ratio * longest, longest], at least 1."""
     if not 0 <= range_ratio <= 1:
         raise DatasetError(f"--random-range-ratio must be in [0, 1], got {range_ratio}")
     lengths: list[int] = rng.integers(max(1, int(longest * range_ratio)), longest + 1, count).tolist()
@@ -78,7 +79,7 @@ def _length(rng: np.random.Generator, longest: int, range_ratio: float, count: i
 
 
 def _ordinary_ids(tokenizer: BenchTokenizer) -> npt.NDArray[np.int64]:
-    """Ids without a special meaning: a random end-of-text or image token would change what is measured."""
+    """Returns ids of ordinary tokens: a random end-of-text or image token would change the measurement."""
     return np.setdiff1d(np.arange(tokenizer.vocab_size), list(tokenizer.special_ids))
 
 
@@ -101,7 +102,7 @@ def _random_ids(args: DatasetArgs, tokenizer: BenchTokenizer, rng: np.random.Gen
 
 
 def _random(args: DatasetArgs, tokenizer: BenchTokenizer, rng: np.random.Generator) -> list[Prompt]:
-    """Real text (of --dataset-path) cut or repeated to random lengths."""
+    """Returns real text (of --dataset-path) cut or repeated to random lengths."""
     if args.path is None:
         print("random: no --dataset-path given, so prompts are random token ids")
         return _random_ids(args, tokenizer, rng)
@@ -139,10 +140,11 @@ def _sharegpt(args: DatasetArgs, tokenizer: BenchTokenizer, rng: np.random.Gener
 
 
 def _conversations(path: str) -> list[tuple[str, str]]:
-    """(first question, first answer) of each conversation with at least two turns. Raises DatasetError.
+    """Returns (first question, first answer) of each conversation with at least two turns. Raises DatasetError.
 
-    JSON as ShareGPT has it, or JSON lines: of such conversations, or of questions with answers as those of
-    benchmark/evals and GSM8K (`question`, `answer`)."""
+    The file is ShareGPT's JSON, or JSON lines: of such conversations, or of questions with answers as in
+    benchmark/evals and GSM8K (`question`, `answer`).
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
         lines = text.lstrip().startswith("{")
@@ -164,7 +166,7 @@ def _pair(row: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _shared_prefix(args: DatasetArgs, tokenizer: BenchTokenizer, rng: np.random.Generator) -> list[Prompt]:
-    """Groups of prompts that begin with one system prompt each, in random order."""
+    """Returns groups of prompts, each of which begins with the group's system prompt, in random order."""
     vocabulary = _ordinary_ids(tokenizer)
     prompts: list[Prompt] = []
     for _ in range(args.gsp_num_groups):

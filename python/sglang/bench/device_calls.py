@@ -1,4 +1,4 @@
-"""Launches of this server's kernels for one op of `sglang.tuning.ops`, with random data in rotating buffers."""
+"""Launches this server's kernels for one op of `sglang.tuning.ops`, with random data in rotating buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RUN = 64  # tokens that lie next to each other in the cache
 
 
 def calls_of(op: Op, arch: ArchTraits, device: str) -> list[Call] | None:
-    """None for an op that takes several cards, or that this kit does not launch."""
+    """Returns the launches; None for an op that needs several cards, or that is not supported here."""
     maker = _MAKERS.get(op.kind)
     return None if maker is None else maker(op, arch, device)
 
@@ -64,7 +64,7 @@ def _linear_weight(scheme: Scheme, op: Linear, device: str) -> LinearWeight:
 
 
 def _codes(scheme: Scheme, shape: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random weights [..., N, K] without NaN, and scales of about one."""
+    """Returns random weights [..., N, K] without NaN, and scales of about one."""
     rows, cols = shape[-2:]
     data = torch.randint(0, 255, (*shape[:-1], cols * scheme.bits // 8), dtype=torch.uint8, device=device)
     if scheme.element == "e4m3":
@@ -112,7 +112,7 @@ def _expert_weights(op: Experts, rows: int, cols: int, arch: ArchTraits, device:
 
 
 class _Caches:
-    """Keys and values of `batch` requests with `context` tokens each, in disjoint parts that exceed the caches."""
+    """Keys and values of `batch` requests with `context` tokens each, in disjoint parts that together exceed the L2."""
 
     def __init__(
         self, batch: int, context: int, kv_heads: int, dims: tuple[int, int], item: int, latent: bool, device: str
@@ -199,7 +199,7 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits, device: str) -> list[Call]:
 
 
 def _gated_delta(op: GatedDeltaRule, arch: ArchTraits, device: str) -> list[Call]:
-    """The call for heads whose gates are random; queries and keys of length 1."""
+    """Returns the call with random gates, and queries and keys of length 1."""
     from sglang.srt.layers.recurrent.rule import gated_delta_rule
     from sglang.srt.layers.recurrent.triton_ops import recurrence
 

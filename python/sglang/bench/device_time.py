@@ -1,4 +1,5 @@
-"""Device time of calls: a CUDA graph of many over rotating buffers, so that neither launches nor caches flatter it."""
+"""Measures the device time of calls: replays a CUDA graph of many calls over rotating buffers, to exclude launch times
+and warm caches."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ BUDGET_S = 0.1
 
 
 def seconds_a_call(calls: Sequence[Call]) -> float:
-    """The median of 5 to 100 replays of one graph of all `calls`, in BUDGET_S. Each call uses its own buffers."""
+    """Returns the median of 5 to 100 replays of one graph of all `calls`, within BUDGET_S. Each call uses its own
+    buffers."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 
 def direct_table(runner: ModelRunner) -> KVTable:
-    """The table of the batches of one runner. Nothing is shared between requests."""
+    """Returns the KV table for the batches of one runner, without prefix cache."""
     return KVTable(runner.plan.pool_sizes, prefix_caching=False)
 
 
@@ -40,10 +40,11 @@ class DirectRequest:
 
 
 class DirectBatch:
-    """Greedy requests that start together, with cache space for `output_len` tokens each. `close` frees everything."""
+    """Greedy requests that start together, with cache space for `output_len` tokens each. Call `close` to free
+    everything."""
 
     def __init__(self, runner: ModelRunner, kv: KVTable, prompts: list[list[int]], output_len: int) -> None:
-        """Raises UserError if they do not fit."""
+        """Places the requests. Raises UserError if they do not fit."""
         self.runner = runner
         self.kv = kv
         self.prompts = prompts
@@ -73,7 +74,7 @@ class DirectBatch:
 
     def prefill(self, max_tokens: int, upto: int | None = None) -> list[int]:
         """Computes the prompts (their first `upto` tokens), at most `max_tokens` in a step. Returns the next token of
-        each request when all is done."""
+        each request at the end."""
         goals = [len(p) if upto is None else min(upto, len(p)) for p in self.prompts]
         tokens = [0] * len(self.prompts)
         results: list[tuple[list[int], StepResult]] = []
@@ -113,8 +114,8 @@ class DirectBatch:
         return [chosen[row][0] for row in sampled], self.runner.run(step)
 
     def decode(self) -> list[int]:
-        """One token for each request, from the token that was sampled last; waits for the device. Cache slots of the
-        next step are found while it computes, as the scheduler does; that step is launched by the next call."""
+        """Computes one token for each request from the last sampled one, and waits for the device. Slots of the next
+        step are allocated meanwhile, as in the scheduler; the next call launches that step."""
         step, self._next_step = self._next_step or self._decode_step(), None
         result = self.runner.run(step)
         if (self.lens < self.most).all():

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for load tests.
 
-It exists because the client shares the machine with the server: one data event costs it a few microseconds (a C parser
-and no per-chunk coroutine switch), and every event carries the time at which its bytes arrived.
+The client shares the machine with the server, so it is made cheap: an event costs a few microseconds (a C parser and no
+coroutine switch a chunk), and carries the arrival time of its bytes.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ EventHandler = Callable[[bytes, float], None]
 
 
 class HttpError(Exception):
-    """The server could not be reached, answered with an error status, or broke off."""
+    """Raised when the server could not be reached, answered with an error status, or broke off."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The address that requests go to, with the headers that all of them carry."""
+    """Address of requests, and headers that all of them carry."""
 
     host: str
     port: int
@@ -145,4 +145,5 @@ async def send(
 
 
 async def get_json(endpoint: Endpoint, path: str, timeout_s: float = 30) -> Any:
+    """Returns the JSON answer of a GET. Raises HttpError."""
     return json.loads(await send(endpoint, "GET", path, timeout_s=timeout_s))

@@ -1,4 +1,4 @@
-"""Sends prompts at a rate, with a limit on how many are in flight."""
+"""Sends prompts at a rate, with a limit of requests in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.bench.http_client import Endpoint
 
 
 def arrival_times(count: int, request_rate: float, rng: np.random.Generator) -> list[float]:
-    """Seconds after the start at which requests are sent: Poisson arrivals, all at once for an infinite rate."""
+    """Returns the send times in seconds: Poisson arrivals, all at once for an infinite rate."""
     if request_rate == float("inf"):
         return [0.0] * count
     gaps = rng.exponential(1 / request_rate, count)
@@ -33,7 +33,7 @@ async def run_load(
     max_concurrency: int | None,
     progress: bool,
 ) -> tuple[list[RequestResult], float]:
-    """Results in the order of the prompts, and the duration in seconds."""
+    """Returns the results in the order of the prompts, and the duration in seconds."""
     _allow_open_files(len(prompts))
     slots = asyncio.Semaphore(max_concurrency or len(prompts))
     bar = tqdm(total=len(prompts), disable=not progress)
@@ -53,7 +53,7 @@ async def run_load(
 
 
 def _allow_open_files(connections: int) -> None:
-    """Every request in flight is a socket; common shells allow 1024."""
+    """Raises the limit of open files: every request in flight is a socket, and common shells allow 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + 256
     if soft != resource.RLIM_INFINITY and soft < wanted:

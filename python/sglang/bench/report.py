@@ -27,7 +27,7 @@ COLOURS = ("#3366cc", "#dc3912", "#109618", "#ff9900", "#990099", "#0099c6", "#8
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of one point over its repetitions."""
+    """The value of one point: median and range over its repetitions."""
 
     middle: float
     low: float
@@ -56,13 +56,14 @@ class Curve:
         return [Value.of([row["numbers"][number] for row in rows]) for rows in self.rows]
 
     def interactivity(self) -> list[Value]:
-        """Tokens a second that one user sees: of the median time between tokens."""
+        """Returns the tokens a second that one user sees, from the median time between tokens."""
         rates = [[1000 / max(row["numbers"]["median_tpot_ms"], 1e-9) for row in rows] for rows in self.rows]
         return [Value.of(values) for values in rates]
 
 
 def curves(files: Sequence[Path]) -> list[Curve]:
-    """Raises UserError. A server's name is preceded by its file's where there are several files."""
+    """Returns the curves of result files. Prefixes servers' names with those of their files if there are several.
+    Raises UserError."""
     groups: dict[tuple[str, tuple[int, int]], dict[int, list[dict[str, Any]]]] = {}
     for path in files:
         for row in read_results(path):
@@ -166,7 +167,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .75rem; backgro
 
 
 def page(files: Sequence[Path], title: str) -> str:
-    """Raises UserError."""
+    """Returns the HTML page. Raises UserError."""
     try:
         import plotly  # noqa: F401
     except ImportError:
@@ -203,7 +204,7 @@ def _table(selected: Sequence[Curve]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A line may end before a range, not in it."""
+    """Returns a table cell in which a line may break only before a range."""
     value, bracket, spread = html.escape(text).partition(" (")
     return f"{value} <span>({spread}</span>" if bracket else value
 
@@ -223,7 +224,7 @@ def _commands(all_curves: Sequence[Curve]) -> str:
 
 
 def print_pdf(page_path: Path, pdf: Path) -> None:
-    """Print by headless Chromium, which $CHROMIUM may name. Raises UserError."""
+    """Prints the page with headless Chromium, which $CHROMIUM may name. Raises UserError."""
     program = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, CHROMIUM)), None)
     if program is None:
         raise UserError("--pdf needs Chromium (Debian: apt install chromium); $CHROMIUM may name it")

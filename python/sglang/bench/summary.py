@@ -1,4 +1,4 @@
-"""The numbers of a serving run, and how they are printed."""
+"""Summary numbers of a serving run, and their table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.bench.backends import RequestResult
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution of durations, in milliseconds. All zero where nothing was measured."""
+    """A distribution of durations in milliseconds; all zero if nothing was measured."""
 
     mean: float
     median: float
@@ -37,7 +37,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A whole run. Throughputs count successful requests and are per second of `duration`."""
+    """Numbers of a whole run. Throughputs count successful requests, per second of `duration`."""
 
     completed: int
     failed: int
@@ -108,7 +108,7 @@ WIDTH = 50
 
 
 def row(name: str, value: object) -> str:
-    """One line of a result table; floats with two digits."""
+    """Returns one line of a result table; floats with two digits."""
     return f"{name:<40} {value:<10.2f}" if isinstance(value, float) else f"{name:<40} {value!s:<10}"
 
 
@@ -123,7 +123,7 @@ def _spread_rows(name: str, spread: Spread, stats: Sequence[str]) -> list[str]:
 
 
 def report(summary: Summary, backend: str, request_rate: float, max_concurrency: int | None) -> str:
-    """The table that `bench_serving` prints."""
+    """Returns the table that `bench_serving` prints."""
     usual = ("Mean", "Median", "P99")
     lines = [
         heading(" Serving Benchmark Result ", "="),

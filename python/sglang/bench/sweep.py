@@ -1,7 +1,8 @@
-"""`sglang bench sweep`: every concurrency with every pair of lengths on every server, repeated, a line of JSON each.
+"""`sglang bench sweep`: measures every concurrency with every pair of lengths on every server, repeatedly, one JSON
+line each.
 
-A sweep that is started again with the same results file measures what is missing. Prompts are random tokens of exact
-lengths, other ones in every repetition; each point begins with a warm-up and an empty prefix cache.
+A sweep that is restarted with the same results file measures only what is missing. Prompts are random tokens of exact
+lengths, different in every repetition; each point begins with a warm-up and an empty prefix cache.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ them."""
 
 @dataclass(frozen=True, slots=True)
 class Point:
+    """One measurement of a sweep."""
+
     server: str
     url: str
     input_len: int
@@ -61,7 +64,8 @@ class Point:
 
     @property
     def key(self) -> tuple[str, int, int, int, int]:
-        """The part of a point by which a results file is searched: a server may move."""
+        """Returns the part of a point that identifies it in a results file; the server's URL is not in it, as it may
+        move."""
         return self.server, self.input_len, self.output_len, self.concurrency, self.repeat
 
     def __str__(self) -> str:
@@ -69,7 +73,8 @@ class Point:
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
-    """Raises UserError for a file of another form. A last line that was cut off does not count."""
+    """Returns the rows of a results file, without a last line that was cut off. Raises UserError for a file of another
+    form."""
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), 1):
         if not line.endswith("\n"):
@@ -90,7 +95,7 @@ def point_of(row: dict[str, Any]) -> Point:
 
 
 def points(args: argparse.Namespace) -> list[Point]:
-    """Repetitions last, so that an interrupted sweep has every point at least once."""
+    """Returns all points, repetitions last, so that an interrupted sweep has every point at least once."""
     return [
         Point(name, url, input_len, output_len, concurrency, repeat)
         for repeat in range(args.repeats)
@@ -101,7 +106,7 @@ def points(args: argparse.Namespace) -> list[Point]:
 
 
 def point_command(point: Point, args: argparse.Namespace) -> list[str]:
-    """The words of `sglang bench serving` that measure it."""
+    """Returns the arguments of `sglang bench serving` that measure a point."""
     flags = {
         "--backend": args.backend,
         "--base-url": point.url,
@@ -120,7 +125,7 @@ def point_command(point: Point, args: argparse.Namespace) -> list[str]:
 
 
 def measure(point: Point, args: argparse.Namespace) -> dict[str, Any]:
-    """A row of the results file. Raises BenchError, HttpError, UserError or ValueError."""
+    """Returns a row of the results file. Raises BenchError, HttpError, UserError or ValueError."""
     words = point_command(point, args)
     parsed = build_parser().parse_args([*words, "--disable-tqdm"])
     with contextlib.redirect_stdout(io.StringIO()):
@@ -139,7 +144,7 @@ def measure(point: Point, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_facts(url: str) -> dict[str, Any]:
-    """The server's own facts; nothing where it has no /server_info."""
+    """Returns the server's facts; empty if it has no /server_info."""
     try:
         with urlopen(f"{url.rstrip('/')}/server_info", timeout=10) as response:
             info = json.load(response)
@@ -156,7 +161,7 @@ def is_here(url: str) -> bool:
 
 @cache
 def machine_facts() -> dict[str, str]:
-    """The facts of this machine: GPUs, driver, CPU, operating system."""
+    """Returns facts of this machine: GPUs, driver, CPU, operating system."""
     gpus, driver, _ = read_smi(Sources())
     kinds = Counter(f"{gpu.name}, {gpu.memory or 0:,.0f} MiB" for gpu in gpus)
     facts = {"gpus": "; ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"}
@@ -173,7 +178,7 @@ def _text(path: Path) -> str:
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The outermost of equal names last."""
+    """Flattens nested values; among equal names the outermost comes last."""
     for value in values.values():
         if isinstance(value, dict):
             yield from _flat(value)

@@ -1,4 +1,4 @@
-"""The tokenizer that a benchmark makes its prompts with."""
+"""The tokenizer with which a benchmark makes its prompts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class PromptTokenizer:
-    """Plain text to ids and back: no BOS, special tokens kept."""
+    """Converts plain text to ids and back: no BOS, special tokens kept."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -29,7 +29,7 @@ class PromptTokenizer:
 
 
 def load_prompt_tokenizer(path: str, trust_remote_code: bool = False) -> PromptTokenizer:
-    """`path`: a directory or a Hugging Face id. Raises UserError."""
+    """Loads the tokenizer. `path`: a directory or a Hugging Face id. Raises UserError."""
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.hf_tokenizer import load_tokenizer
 

@@ -1,1 +1,1 @@
-"""`sglang doctor`: finds what makes a machine with these GPUs hang or slow down, before a server meets it."""
+"""`sglang doctor`: finds causes of hangs and slowness on a machine with these GPUs before a server meets them."""

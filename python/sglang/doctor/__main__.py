@@ -1,4 +1,4 @@
-"""`python -m sglang.doctor [--json] [--no-copies]`"""
+"""Runs `python -m sglang.doctor [--json] [--no-copies]`."""
 
 import sys
 

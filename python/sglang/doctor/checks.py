@@ -1,7 +1,7 @@
-"""Checks of a machine: each reads a `Machine` and says what it found, why it matters, what to do.
+"""Checks of a machine: each takes a `Machine` and says what it found, why it matters, and what to do.
 
-A fact that could not be read (None) is no finding. An error keeps a server from starting or makes it wrong or hang; a
-warning makes it slow.
+Facts that could not be read (None) give no finding. An error keeps a server from starting, or makes it hang or give
+wrong results; a warning makes it slow.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ HARMFUL: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
+    """One problem of the machine, with its reason and remedy."""
+
     check: str
     severity: str
     what: str
@@ -350,6 +352,6 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Errors first."""
+    """Returns the findings of all checks, errors first."""
     findings = [Finding(check.__name__, *result) for check in CHECKS for result in check(machine)]
     return sorted(findings, key=lambda finding: finding.severity != ERROR)

@@ -1,4 +1,4 @@
-"""The command line of `sglang doctor`, and what it prints."""
+"""Command line of `sglang doctor`, and its output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.doctor.reading import Sources, read_machine
 
 
 def run_doctor(argv: Sequence[str]) -> int:
-    """The exit status: 1 if there is an error, else 0, warnings or not."""
+    """Runs the checks. Returns the exit status: 1 if there is an error, else 0, with or without warnings."""
     parser = argparse.ArgumentParser(
         prog="sglang doctor",
         description="Find what makes a server hang, slow down or not start: drivers, PCIe, copies between GPUs, limits."
@@ -30,7 +30,7 @@ def run_doctor(argv: Sequence[str]) -> int:
 
 
 def to_json(machine: Machine, findings: Sequence[Finding]) -> dict[str, Any]:
-    """Facts and findings; of the environment only what a finding names."""
+    """Returns facts and findings; of environment variables, only those in findings."""
     facts = asdict(machine)
     del facts["environ"]
     facts["ptxas_archs"] = sorted(machine.ptxas_archs or ())
@@ -38,6 +38,7 @@ def to_json(machine: Machine, findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def to_text(machine: Machine, findings: Sequence[Finding]) -> str:
+    """Returns facts and findings as text."""
     lines = [*_summary(machine), ""]
     for finding in findings:
         lines += [f"{finding.severity}: {finding.what}", f"  why it matters: {finding.why}", f"  do: {finding.remedy}"]

@@ -1,5 +1,4 @@
-"""The facts of a machine, as the checks see it. None wherever something could not be read: then nothing is
-concluded."""
+"""Facts of a machine for the checks. None means that a fact could not be read: then nothing is concluded from it."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ MIB = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, as nvidia-smi and the PCI tree describe it. Memory in MiB, power in watts, clocks in MHz."""
+    """A GPU as nvidia-smi and the PCI tree describe it. Memory in MiB, power in watts, clocks in MHz."""
 
     index: int
     name: str
@@ -24,9 +23,9 @@ class Gpu:
     card_width: float | None = None
     power_limit: float | None = None
     power_default: float | None = None
-    clock_limit: float | None = None  # that was set for applications
+    clock_limit: float | None = None  # application clock limit that was set
     clock_max: float | None = None
-    slowed_by: tuple[str, ...] = ()  # now, by heat or power supply
+    slowed_by: tuple[str, ...] = ()  # present reasons, such as heat or power supply
     ecc: str | None = None  # "Enabled", "Disabled"
     ecc_errors: float | None = None  # uncorrected, since the driver was loaded
     mig: str | None = None
@@ -36,13 +35,13 @@ class Gpu:
 
     @property
     def arch(self) -> str | None:
-        """ "sm_120"."""
+        """Returns the architecture, such as "sm_120"."""
         return None if self.capability is None else f"sm_{self.capability.replace('.', '')}"
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A copy of some MiB from one GPU to another, by the driver's peer access. Bytes a second."""
+    """A copy of some MiB from one GPU to another, by the driver's peer access. `rate` in bytes a second."""
 
     source: int
     target: int
@@ -54,20 +53,22 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
+    """The installed torch."""
+
     version: str
-    cuda: str | None  # that it was built for; None: a CPU build
-    archs: tuple[str, ...]  # that it has kernels for
-    devices: int  # that it sees
+    cuda: str | None  # CUDA version that it was built for; None: a CPU build
+    archs: tuple[str, ...]  # architectures that it has kernels for
+    devices: int  # number of GPUs that it sees
     problem: str = ""  # why it sees none
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """`pci_gpus`: bus ids of NVIDIA's display devices, whether or not a driver serves them."""
+    """All facts. `pci_gpus`: bus ids of NVIDIA's display devices, with or without a driver."""
 
     gpus: tuple[Gpu, ...] = ()
     pci_gpus: tuple[str, ...] = ()
-    smi_problem: str = ""  # what nvidia-smi said in place of GPUs; empty also where there is none
+    smi_problem: str = ""  # nvidia-smi's error; empty also if it is not installed
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None  # the newest that the driver runs
     torch: Torch | None = None
@@ -78,7 +79,7 @@ class Machine:
     copies: tuple[Copy, ...] = ()
     copy_problem: str = ""  # copies that did not come to an end
     numa_nodes: tuple[int, ...] = ()
-    allowed_nodes: tuple[int, ...] | None = None  # that have CPUs on which this process may run
+    allowed_nodes: tuple[int, ...] | None = None  # nodes with CPUs on which this process may run
     shm: int | None = None  # bytes of /dev/shm
     locked_memory: int | None = None  # bytes; -1: no limit
     disk_free: tuple[tuple[str, int], ...] = ()  # directory, bytes

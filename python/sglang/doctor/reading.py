@@ -52,8 +52,8 @@ _INVALID = re.compile(r'[Ff]ield "([^"]+)" is not a valid field')
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of facts about the machine; tests give others. `run` gives (status, output), None for a program that
-    is not there."""
+    """Sources of facts about the machine; tests replace them. `run` returns (status, output), None for a missing
+    program."""
 
     root: Path = Path("/")
     run: Callable[[Sequence[str], float], tuple[int, str] | None] = lambda words, seconds: run_program(words, seconds)
@@ -66,7 +66,7 @@ class Sources:
 
 
 def run_program(words: Sequence[str], seconds: float) -> tuple[int, str] | None:
-    """Both outputs. A program that does not end in time has status 124 and what it said until then."""
+    """Returns the status and both outputs. A program that exceeds its time has status 124 and its output until then."""
     try:
         done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds)
     except FileNotFoundError:
@@ -78,6 +78,7 @@ def run_program(words: Sequence[str], seconds: float) -> tuple[int, str] | None:
 
 
 def read_machine(sources: Sources, with_copies: bool = True) -> Machine:
+    """Returns all facts of this machine."""
     unread: list[str] = []
     gpus, driver, smi_problem = read_smi(sources)
     gpus = tuple(_with_pci(gpu, sources.root) for gpu in gpus)
@@ -118,7 +119,7 @@ def read_machine(sources: Sources, with_copies: bool = True) -> Machine:
 
 
 def read_smi(sources: Sources) -> tuple[tuple[Gpu, ...], str | None, str]:
-    """GPUs, the driver's version, and what went wrong. Fields that an older nvidia-smi does not know are left out."""
+    """Returns GPUs, the driver's version, and what went wrong. Skips fields that an older nvidia-smi does not know."""
     fields = ["driver_version", *_SMI_FIELDS]
     while fields:
         result = sources.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], 60)
@@ -155,7 +156,7 @@ def _gpu(index: int, row: Mapping[str, str]) -> Gpu:
 
 
 def _sysfs_name(bus_id: str) -> str:
-    """ "00000000:41:00.0" -> "0000:41:00.0"."""
+    """Converts "00000000:41:00.0" to "0000:41:00.0"."""
     return bus_id.lower()[-12:]
 
 
@@ -167,7 +168,7 @@ def _number(cell: str) -> float | None:
 
 
 def newest_cuda_of_driver() -> tuple[int, int] | None:
-    """The newest CUDA that the driver supports, by asking libcuda, which needs no GPU context."""
+    """Returns the newest CUDA version that the driver supports, from libcuda, which needs no GPU context for it."""
     version = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -203,7 +204,8 @@ def _with_pci(gpu: Gpu, root: Path) -> Gpu:
 
 
 def _redirecting(device: Path, root: Path) -> tuple[str, ...] | None:
-    """Bridges above a device whose ACS redirects requests or completions between peers; None if that is unreadable."""
+    """Returns the bridges above a device whose ACS redirects requests or completions between peers; None if that is
+    unreadable."""
     bridges = []
     for parent in device.parents:
         if parent == root or not re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", parent.name):
@@ -212,7 +214,7 @@ def _redirecting(device: Path, root: Path) -> tuple[str, ...] | None:
             config = (parent / "config").read_bytes()
         except OSError:
             return None
-        if len(config) <= 256:  # a reader without rights gets the first bytes only
+        if len(config) <= 256:  # without privileges only the first bytes are readable
             return None
         if acs_redirects(config):
             bridges.append(parent.name)
@@ -244,7 +246,7 @@ def _allowed_nodes(root: Path) -> tuple[int, ...] | None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """ "0-2,5" -> (0, 1, 2, 5)."""
+    """Converts "0-2,5" to (0, 1, 2, 5)."""
     result: list[int] = []
     for part in filter(None, text.split(",")):
         low, _, high = part.partition("-")
@@ -263,7 +265,7 @@ def _text(path: Path) -> str:
 
 
 def _read_torch(sources: Sources, with_copies: bool) -> tuple[Torch | None, tuple[Copy, ...], str, str]:
-    """Read from a child, because a broken driver may hang or end the process that asks it."""
+    """Reads torch's facts in a child process, because a broken driver may hang or kill it."""
     words = [sys.executable, "-m", "sglang.doctor.torch_probe", *(["--copies"] if with_copies else [])]
     result = sources.run(words, COPY_SECONDS)
     status, output = result if result is not None else (127, "")
@@ -283,7 +285,7 @@ def _read_torch(sources: Sources, with_copies: bool) -> tuple[Torch | None, tupl
 
 
 def find_ptxas() -> str | None:
-    """The assembler that Triton takes for Blackwell, without importing Triton."""
+    """Returns the assembler that Triton uses for Blackwell, without importing Triton."""
     for variable in ("TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH"):
         if os.environ.get(variable):
             return os.environ[variable]
@@ -307,6 +309,6 @@ def _version(package: str) -> str | None:
 
 
 def _disk(path: Path, which: int) -> int | None:
-    """The bytes of the file system of the nearest directory that exists: 0 for all bytes, 2 for those that are free."""
+    """Returns bytes of the file system of the nearest existing directory: 0 for its size, 2 for free bytes."""
     place = next((p for p in (path, *path.parents) if p.is_dir()), None)
     return None if place is None else shutil.disk_usage(place)[which]

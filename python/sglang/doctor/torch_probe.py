@@ -1,6 +1,6 @@
-"""Says in lines of JSON what torch sees, and with `--copies` what arrives when each GPU sends to each other one.
+"""Prints as JSON lines what torch sees, and with `--copies` whether copies between each pair of GPUs arrive intact.
 
-A process of its own: what it asks may hang or crash, and the line before says which copy did.
+It runs in a process of its own, because a copy may hang or crash; the line before it says which one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def say(row: dict[str, Any]) -> None:
 
 
 def describe_torch() -> int:
-    """The number of GPUs that torch sees."""
+    """Prints what torch sees. Returns the number of GPUs."""
     import torch
 
     problem = ""
@@ -35,7 +35,8 @@ def describe_torch() -> int:
 
 
 def copy(source: int, target: int) -> dict[str, Any]:
-    """Copy from one GPU to another: whether random bytes arrive intact, and bytes a second of a larger copy."""
+    """Copies from one GPU to another. Returns whether random bytes arrive intact, and the bytes a second of a larger
+    copy."""
     import torch
 
     row: dict[str, Any] = {"source": source, "target": target}

@@ -1,1 +1,2 @@
-"""The tools of the kernel ledger: what is launched, what it costs when compiled, and the rules that this must obey."""
+"""The kernel ledger's tools: which variants are launched, what they need when compiled, and the rules that this must
+obey."""

@@ -1,6 +1,6 @@
 """`python -m sglang.ledger serve [flags of the server]`: a server whose kernel launches are compared with the ledger.
 
-Each scheduler process begins here instead of in `sglang.srt`, which knows nothing of these tools.
+Each scheduler process starts here instead of in `sglang.srt`, which does not know these tools.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ ENTRY = f"{__name__}:run_checked_scheduler"
 
 
 def run_checked_scheduler(args: ServerArgs, ports: Ports, rank: int, start_pipe: ChildPipe) -> None:
+    """Runs a scheduler process that checks its launches."""
     arch = current_arch(asked_node(args).device(rank), args.device)
     if arch.capability is None:
         logger.warning("No launch is compared with the ledger: this machine has no GPU")
@@ -33,6 +34,6 @@ def run_checked_scheduler(args: ServerArgs, ports: Ports, rank: int, start_pipe:
 
 
 def serve_checked(argv: Sequence[str]) -> None:
-    """Serve until told to stop. Raises UserError."""
+    """Serves until told to stop. Raises UserError."""
     launch.SCHEDULER_ENTRY = ENTRY
     serve(argv, "python -m sglang.ledger serve")

@@ -1,10 +1,10 @@
 """`python -m sglang.ledger check|update|report|serve`: the proof that every tile fits, kept in lock files.
 
-check    the recorded numbers obey the rules and were not edited; a sample of rows compiles to them, which another
-         commit's sample is not: over as many commits as there are samples every row is compiled
+check    the recorded numbers obey the rules and were not edited; a sample of rows still compiles to them. Each commit
+         takes the next sample, so over as many commits as there are samples every row is compiled
 update   measure what changed, with this Triton and with those that --triton names, and write the lock files
 report   counts and worst cases
-serve    a server that launches what a row stands for and nothing else; its flags are those of any server
+serve    a server that may only launch variants with a row; its flags are those of any server
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from sglang.ledger.lock_writer import digest_of, write_lock
 from sglang.ledger.measure import Job, all_jobs, measure, targets, to_rows, variant_table
 from sglang.ledger.targets import NOT_NATIVE, TRITON_VERSIONS
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.kernels.ledger_file import LOCKS, WIDENED_TAIL, Ledger, LedgerRows, Measurement, Row, RowKey, read_lock
+from sglang.srt.kernels.ledger_file import (
+    DEQUANTIZED_TAIL,
+    LOCKS,
+    Ledger,
+    LedgerRows,
+    Measurement,
+    Row,
+    RowKey,
+    read_lock,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +89,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def _drift(lock: str, rows: LedgerRows, args: argparse.Namespace) -> list[str]:
-    """Rows whose code changed since they were measured, and measured rows that now compile to other numbers."""
+    """Returns rows whose code changed since they were measured, and measured rows that now compile to other numbers."""
     import triton
 
     table = variant_table(lock)
@@ -106,15 +115,15 @@ def _drift(lock: str, rows: LedgerRows, args: argparse.Namespace) -> list[str]:
 
 
 def sample(rows: Sequence[RowKey], size: int, turn: int) -> list[RowKey]:
-    """`size` of the rows; with each turn the next ones, in an order in which no kernel follows itself for long."""
+    """Returns `size` of the rows, with each turn the next ones, in an order that mixes kernels."""
     ordered = sorted(rows, key=lambda key: hashlib.sha256("/".join(key).encode()).digest())
     size = min(size, len(ordered))
     return [ordered[(turn * size + i) % len(ordered)] for i in range(size)]
 
 
 def _commits() -> int:
-    """Returns the number of commits that led to this version, so that every commit has a turn of its own; 0 outside a
-    whole clone."""
+    """Returns the number of commits up to this version, so that every commit has its own turn; 0 outside of a full
+    clone."""
 
     def git(*command: str) -> str:
         done = subprocess.run(
@@ -132,7 +141,7 @@ def _commits() -> int:
 
 
 def update(args: argparse.Namespace) -> int:
-    """Measures with this Triton; each --triton directory runs this module again with that Triton in front."""
+    """Measures with this Triton; for each --triton directory, runs this module again with that Triton."""
     import triton
 
     failures: list[str] = []
@@ -156,7 +165,7 @@ def update(args: argparse.Namespace) -> int:
 
 
 def _unedited(lock: str) -> LedgerRows:
-    """The rows that need not be measured again."""
+    """Returns the rows that need not be measured again."""
     return {key: row for key, row in read_lock(lock).items() if row.digest == digest_of(key, row)}
 
 
@@ -179,7 +188,7 @@ def _measurement(values: Sequence[object]) -> Measurement:
 
 
 def _merge(into: LedgerRows, rows: LedgerRows) -> None:
-    """Measurements of other code are replaced, those of the same code completed."""
+    """Adds measurements: replaces those of other code, completes those of the same code."""
     for key, row in rows.items():
         if key not in into or into[key].code != row.code:
             into[key] = Row(row.code)
@@ -187,7 +196,7 @@ def _merge(into: LedgerRows, rows: LedgerRows) -> None:
 
 
 def _combined(lock: str, known: LedgerRows, fresh: LedgerRows) -> LedgerRows:
-    """Known rows of the table stay until they are measured anew; `check` reports those whose code changed."""
+    """Returns the table's known rows updated with fresh ones; `check` reports those whose code changed."""
     combined = {key: Row(row.code, dict(row.by_target)) for key, row in known.items() if key in variant_table(lock)}
     _merge(combined, fresh)
     return combined
@@ -217,11 +226,11 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _report_schemes(values: Sequence[tuple[RowKey, str, Measurement]]) -> None:
-    """Worst cases of what is quantized, by op and scheme, where the compiler is native."""
+    """Prints the worst cases of quantized variants, by op and scheme, where the compiler is native."""
     by_scheme: dict[tuple[str, str], list[tuple[RowKey, Measurement]]] = defaultdict(list)
     for row, target, measurement in values:
         op, key, _ = row
-        tail = WIDENED_TAIL if WIDENED_TAIL in key else ""
+        tail = DEQUANTIZED_TAIL if DEQUANTIZED_TAIL in key else ""
         for scheme in SCHEMES.keys() & key.split("/") if target not in NOT_NATIVE else ():
             by_scheme[op, scheme + tail].append((row, measurement))
     print(f"  {'op':<19} {'scheme':<19} {'rows':>4} {'smem':>8} {'regs':>5} {'spill':>5}  mma")

@@ -1,6 +1,6 @@
 """Compiles one kernel variant for an architecture that need not be present, and measures the result.
 
-The only module of this package that imports Triton, and only inside functions.
+This is the only module of the package that imports Triton, and only inside functions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INPUT_TYPES = ("bf16", "f16", "tf32", "e4m3", "e5m2", "e2m1", "s8", "u8", "f64"
 
 
 class CompileFailed(RuntimeError):
-    """Triton or ptxas rejected a variant."""
+    """Raised when Triton or ptxas rejects a variant."""
 
 
 SHARED_PTX = {"sm_121": "sm_120"}
@@ -51,7 +51,8 @@ class Compiled:
 
 
 def compile_variant(variant: Variant, target: str) -> Measurement:
-    """Shared bytes, registers, spilled bytes (stores + loads), stack bytes and matrix instructions for e.g. "sm_120".
+    """Returns shared bytes, registers, spilled bytes (stores + loads), stack bytes and matrix instructions for e.g.
+    "sm_120".
 
     Raises CompileFailed.
     """
@@ -59,7 +60,7 @@ def compile_variant(variant: Variant, target: str) -> Measurement:
 
 
 def compile_for(variant: Variant, target: str) -> Compiled:
-    """All stages, from the kernel's source to machine code. Raises CompileFailed."""
+    """Runs all stages, from the kernel's source to machine code. Raises CompileFailed."""
     import triton
     from triton.compiler import ASTSource
 
@@ -80,7 +81,7 @@ def compile_for(variant: Variant, target: str) -> Compiled:
 
 
 def assemble_for(variant: Variant, compiled: Compiled, source: str, target: str) -> Measurement:
-    """The measurement for `target` from the PTX made for `source`. Raises CompileFailed."""
+    """Returns the measurement for `target` from the PTX made for `source`. Raises CompileFailed."""
     from triton.compiler.compiler import make_backend
 
     backend = make_backend(_gpu(target))
@@ -122,7 +123,7 @@ def _failed(variant: Variant, target: str, error: Exception) -> CompileFailed:
 
 @contextlib.contextmanager
 def _environment(cache: str) -> Any:
-    """A private Triton cache (a cached kernel prints no ptxas log) and ptxas's own numbers on stdout."""
+    """Sets a private Triton cache (a cached kernel prints no ptxas log) and makes ptxas print its numbers on stdout."""
     wanted = {"TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1", "TRITON_ALWAYS_COMPILE": "1"}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
@@ -137,7 +138,7 @@ def _environment(cache: str) -> Any:
 
 
 def parse_ptxas(log: str) -> tuple[int, int, int]:
-    """(registers, spilled bytes, stack bytes) from `ptxas -v`; the largest over the functions that it lists."""
+    """Returns (registers, spilled bytes, stack bytes) from `ptxas -v`, the largest over the listed functions."""
     registers = [int(m[1]) for m in _REGISTERS.finditer(log)]
     frames = [(int(m[1]), int(m[2]) + int(m[3])) for m in _SPILLS.finditer(log)]
     if not registers or not frames:
@@ -146,7 +147,7 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
 
 
 def matrix_instructions(ptx: str) -> tuple[str, ...]:
-    """Each kind in the PTX once: "m16n8k16 bf16", "m16n8k64 mxf4nvf4 4X", "wgmma m64n64k16 bf16"."""
+    """Returns each kind in the PTX once: "m16n8k16 bf16", "m16n8k64 mxf4nvf4 4X", "wgmma m64n64k16 bf16"."""
     kinds = {_describe(m[1]) for m in _MMA.finditer(ptx)} | {"wgmma " + _describe(m[1]) for m in _WGMMA.finditer(ptx)}
     return tuple(sorted(kinds))
 
@@ -165,8 +166,8 @@ def _describe(suffix: str) -> str:
 
 @functools.cache
 def source_hash(fn: Any) -> str:
-    """The hash of a kernel's code and of every Triton function and constant it reaches; comments and layout do not
-    count."""
+    """Returns the hash of a kernel's code and of every Triton function and constant it reaches; comments and layout do
+    not count."""
     digest = hashlib.sha256()
     for name, text in sorted(_sources(fn, {}).items()):
         digest.update(f"{name}\n{text}\n".encode())
@@ -196,7 +197,7 @@ def _sources(fn: Any, seen: dict[str, str]) -> dict[str, str]:
 
 
 def variant_hash(variant: Variant) -> str:
-    """Changes whenever the variant would compile to something else."""
+    """Returns a hash that changes whenever the variant would compile to something else."""
     launch = {k: v for k, v in variant.tile.items() if k.startswith("num_") or k == "maxnreg"}
     parts: list[Any] = [
         source_hash(variant.fn),

@@ -1,15 +1,16 @@
-"""Matches launches with the ledger's rows: every form that Triton would compile must have a row that costs as much.
+"""Matches launches with the ledger's rows: every form that Triton would compile must have a row with the same
+resources.
 
-A row covers a launch of the same kernel with the same tile, if everything that its compilation assumed is so in the
+A row covers a launch of the same kernel with the same tile, if everything that its compilation assumed holds in the
 launch: types (float16 counts as bfloat16), constants, numbers that are 1, and multiples of 16 among pointers and
-strides. More is covered only by the kernel's FormRule, which stands beside its variants:
+strides. Only the kernel's FormRule, next to its variants, allows more:
 
-- `free` constants may have any value, those `at_most` and `at_least` any that is not higher or lower than the row's;
-- of `counts` it does not matter what divides them;
-- what a launch does not read (`absent`, `optional`) is not compared.
+- `free` constants may have any value, those `at_most` and `at_least` any that is not above or below the row's;
+- the divisibility of `counts` does not matter;
+- parameters that a launch does not read (`absent`, `optional`) are not compared.
 
-Programmatic dependent launch (PDL) adds a few instructions, which wait and ask for weights. A tile that launches only
-step down to is on record for its shared memory: flags, which change none, are not compared.
+Programmatic dependent launch (PDL) adds a few instructions, which wait and prefetch weights. A tile that is only a
+fallback is recorded for its shared memory: flags, which do not change it, are not compared.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _FREE_EVERYWHERE = frozenset({"PDL"})
 
 
 class UncoveredLaunch(RuntimeError):
-    """A launch that no row of the ledger stands for."""
+    """Raised for a launch without a row in the ledger."""
 
 
 @functools.cache
 def form_rules() -> Mapping[str, FormRule]:
-    """Returns the form rules by kernel ("norm.rmsnorm_kernel") of every module that describes launches."""
+    """Returns the form rules by kernel ("norm.rmsnorm_kernel") of all modules that describe launches."""
     rules: dict[str, FormRule] = {}
     for name in VARIANT_MODULES:
         rules |= importlib.import_module(name).FORM_RULES
@@ -59,7 +60,7 @@ class _Row:
 
 
 class Coverage:
-    """The rows of a lock file, by what must be equal in a launch."""
+    """The rows of a lock file, indexed by what must be equal in a launch."""
 
     def __init__(self, table: Mapping[RowKey, Variant]) -> None:
         self._rows: dict[tuple[Any, ...], list[_Row]] = defaultdict(list)
@@ -69,7 +70,7 @@ class Coverage:
             self._rows[kernel_name(variant.fn), variant.tile["num_warps"], stages].append(row)
 
     def row_of(self, form: Form) -> RowKey | None:
-        """The first row that covers the form."""
+        """Returns the first row that covers the form."""
         launch = _Launch(form)
         for row in self._candidates(form):
             if next(launch.differences(row), None) is None:
@@ -86,6 +87,7 @@ class Coverage:
         return f"{form}: no row covers it; {'/'.join(row.key)} differs: {', '.join(differences)}"
 
     def uncovered(self, forms: Iterable[Form]) -> list[str]:
+        """Returns the problems of all forms without a row."""
         return [self.problem(form) for form in forms if self.row_of(form) is None]
 
     def _candidates(self, form: Form) -> list[_Row]:
@@ -99,7 +101,7 @@ def coverage(lock: str) -> Coverage:
 
 def check_launches(arch: ArchTraits) -> None:
     """Checks from now on that every form that Triton compiles in this process has a row; a launch without one raises
-    UncoveredLaunch. On a GPU whose lock file is not complete it is logged instead."""
+    UncoveredLaunch. On a GPU whose lock file is incomplete it is only logged."""
     import triton
 
     lock = next(name for name, archs in LOCKS.items() if judged_as(arch) in archs)
@@ -119,7 +121,7 @@ def check_launches(arch: ArchTraits) -> None:
 
 
 class _Launch:
-    """A form with what its kernel's rule says of it."""
+    """A form with the parts of its kernel's rule that apply."""
 
     def __init__(self, form: Form) -> None:
         self.form = form
@@ -130,7 +132,7 @@ class _Launch:
         self.counts = self.rule.counts | self._where(self.rule.counts_where)
 
     def _where(self, rules: Mapping[str, tuple[str, ...]]) -> set[str]:
-        """The parameters of the conditions that hold."""
+        """Returns the parameters whose conditions hold."""
         names: set[str] = set()
         for condition, parameters in rules.items():
             name, _, value = condition.partition("=")
@@ -141,7 +143,7 @@ class _Launch:
         return names
 
     def differences(self, row: _Row) -> Iterator[str]:
-        """The differences that keep the row from covering the launch."""
+        """Yields the differences that keep the row from covering the launch."""
         lower = not row.variant.default
         for name, kind in self.form.types:
             if name in self.unread:

@@ -1,4 +1,4 @@
-"""Rules of what a row of the ledger covers beyond launches of its own form."""
+"""Rules by which a row of the ledger covers more than launches of its own form."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The form that Triton compiles for a launch, read from Triton itself. Works without a GPU, on meta tensors.
+"""Reads the form that Triton compiles for a launch, from Triton itself. Works without a GPU, on meta tensors.
 
     with recording("sm_120") as forms:
         rmsnorm(torch.empty(4, 4096, device="meta"), ...)
     # forms: each once, with its types, constants and alignments
 
-Triton makes a form of the arguments: the types of tensors and numbers, the values of constexprs, which pointers and
+Triton derives a form from the arguments: the types of tensors and numbers, the values of constexprs, which pointers and
 numbers are multiples of 16 and which numbers are 1. Two launches of one form run the same code.
 """
 
@@ -19,8 +19,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`types` by parameter as in Variant.signature, "constexpr" for those in `constants`. `multiples`: of 16. `ones`:
-    run-time numbers that are 1, which Triton compiles in."""
+    """What Triton compiles for a launch. `types` by parameter as in Variant.signature, "constexpr" for those in
+    `constants`. `multiples`: parameters that are multiples of 16. `ones`: run-time numbers that are 1, which Triton
+    compiles in."""
 
     fn: Any
     types: tuple[tuple[str, str], ...]
@@ -32,7 +33,7 @@ class Form:
 
     @property
     def kernel(self) -> str:
-        """ "gemv.gemv_kernel": the module's last name and the function's."""
+        """Returns "gemv.gemv_kernel": the module's last name and the function's."""
         return kernel_name(self.fn)
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ def form_of(fn: Any, compile: Mapping[str, Any]) -> Form:
 
 @contextlib.contextmanager
 def recording(arch: str) -> Iterator[dict[Form, int]]:
-    """Inside the block Triton's launches, as on `arch` ("sm_120"), are noted and not made: form -> position of its
+    """Records Triton's launches in the block, as on `arch` ("sm_120"), without making them: form -> position of its
     first launch. Tensors may be meta tensors: they get addresses of their own, storages at multiples of 256."""
     import triton
 
@@ -102,8 +103,8 @@ def recording(arch: str) -> Iterator[dict[Form, int]]:
 
 
 class _Noted:
-    """What Triton takes for the compiled kernel of a form that was noted, and launches from then on: finding that out
-    again would take it most of a launch's time."""
+    """Stands for the compiled kernel of a recorded form in later launches; without it Triton would derive the form
+    again each time."""
 
     function = packed_metadata = None
 
@@ -116,7 +117,8 @@ class _Noted:
 
 @contextlib.contextmanager
 def _driver_of(arch: str) -> Iterator[None]:
-    """A GPU that Triton believes in. Kernels that met another one before forget it, and this one afterwards."""
+    """Makes Triton believe in a GPU of this architecture. Kernels that met another one forget it before, and this one
+    afterwards."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -140,8 +142,8 @@ def _driver_of(arch: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _addresses() -> Iterator[None]:
-    """Meta tensors have the address 0, and all of them the same: launchers compare addresses, and Triton looks at what
-    divides them."""
+    """Gives meta tensors distinct addresses instead of 0: launchers compare addresses, and Triton checks their
+    alignment."""
     import torch
 
     original = torch.Tensor.data_ptr
@@ -153,7 +155,7 @@ def _addresses() -> Iterator[None]:
             return original(tensor)
         storage = tensor.untyped_storage()
         known = places.get(storage._cdata)
-        if known is None:  # the storage is kept, so that no later one is taken for it
+        if known is None:  # keeps the storage, so that its id is not reused
             known = places[storage._cdata] = next(numbers) << 40, storage
         return known[0] + int(tensor.storage_offset()) * tensor.element_size()
 

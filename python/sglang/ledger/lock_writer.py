@@ -12,14 +12,13 @@ from sglang.srt.kernels.ledger_file import LOCK_DIR, LOCKS, LedgerRows, Measurem
 
 
 def digest_of(key: RowKey, row: Row) -> str:
-    """The digest that `write_lock` notes beside a row's figures: with it a figure that was edited shows without
-    compiling."""
+    """Returns the digest that `write_lock` stores with a row's figures, so that edits are noticed without compiling."""
     text = json.dumps([key, row.code, sorted(row.by_target.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def write_lock(name: str, rows: LedgerRows, directory: Path = LOCK_DIR) -> None:
-    """One line a row, sorted; targets with equal numbers share an entry."""
+    """Writes one line a row, sorted; targets with equal numbers share an entry."""
     tree: dict[str, dict[str, list[str]]] = {}
     for (op, key, tile), row in sorted(rows.items()):
         entry: dict[str, Any] = {"code": row.code, "digest": digest_of((op, key, tile), row)}

@@ -36,7 +36,7 @@ VARIANT_MODULES = (
 
 
 def variants_of(lock: str) -> Iterator[Variant]:
-    """Every variant whose tile the table allows on an architecture of the lock file."""
+    """Yields every variant whose tile the table allows on an architecture of the lock file."""
     features = tuple(sorted(arch_by_name(LOCKS[lock][0]).features))
     for name in VARIANT_MODULES:
         module = importlib.import_module(name)
@@ -50,8 +50,8 @@ def row_key(variant: Variant) -> RowKey:
 
 @functools.cache
 def variant_table(lock: str) -> dict[RowKey, Variant]:
-    """Returns the variants by row key. Of tiles that the compiler cannot tell apart the first stays: it is the
-    preferred one."""
+    """Returns the variants by row key. Of tiles that the compiler cannot tell apart, the first (preferred) one is
+    kept."""
     table: dict[RowKey, Variant] = {}
     for variant in variants_of(lock):
         table.setdefault(row_key(variant), variant)
@@ -89,7 +89,7 @@ def measure(jobs: list[Job], processes: int = 2, progress: bool = True) -> Resul
 
 
 def _run(job: Job, cache_dir: Path) -> dict[str, Measurement] | str:
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as today's launches; silences a notice of Triton 3.9
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the same as in launches; silences a notice of Triton 3.9
     try:
         return measure_cached(variant_table(job.lock)[job.row], job.archs, cache_dir)
     except CompileFailed as error:
@@ -97,13 +97,13 @@ def _run(job: Job, cache_dir: Path) -> dict[str, Measurement] | str:
 
 
 def targets(lock: str, variant: Variant, triton_version: str) -> tuple[str, ...]:
-    """The architectures of a lock file that a variant is compiled for with this Triton."""
+    """Returns the architectures of a lock file for which this Triton compiles a variant."""
     return tuple(a for a in LOCKS[lock] if not (variant.native_only and f"{triton_version}/{a}" in NOT_NATIVE))
 
 
 def all_jobs(lock: str, only: str = "", known: LedgerRows | None = None, triton_version: str = "") -> list[Job]:
-    """One a row. `only`: rows whose op/key/tile contains it. `known`: what it holds for `triton_version`, measured from
-    the same code, is left out."""
+    """Returns one job a row. `only`: rows whose op/key/tile contains it. `known`: measurements of the same code with
+    `triton_version` are left out."""
     jobs: list[Job] = []
     for row, variant in variant_table(lock).items():
         if only not in "/".join(row):
@@ -118,7 +118,7 @@ def all_jobs(lock: str, only: str = "", known: LedgerRows | None = None, triton_
 
 
 def to_rows(lock: str, results: Results, triton_version: str) -> tuple[LedgerRows, list[str]]:
-    """Rows of the lock file, and the messages of what did not compile."""
+    """Returns the rows of the lock file, and the error messages of variants that did not compile."""
     rows: LedgerRows = {}
     failures: list[str] = []
     for job, result in results.items():

@@ -1,4 +1,4 @@
-"""Rules that the lock files must satisfy. Looks at recorded numbers only: no compiler needed."""
+"""Rules that the lock files must satisfy. They need only recorded numbers, no compiler."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def spill_budget(lock: str, op: str, key: str) -> int:
 
 
 def over_limit(lock: str, rows: LedgerRows) -> Iterator[str]:
-    """Tiles that ask for more shared memory than a block can have."""
+    """Yields tiles that need more shared memory than a block can have."""
     for (op, key, tile), row in rows.items():
         for target, (smem, *_) in row.by_target.items():
             limit = arch_by_name(target.split("/")[1]).smem_per_block
@@ -147,7 +147,7 @@ def over_limit(lock: str, rows: LedgerRows) -> Iterator[str]:
 
 
 def over_spill_budget(lock: str, rows: LedgerRows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
-    """Default tiles that spill more than they may."""
+    """Yields default tiles that spill more than allowed."""
     for (op, key, tile), row in rows.items():
         variant = table.get((op, key, tile))
         if variant is None or not variant.default:
@@ -159,14 +159,14 @@ def over_spill_budget(lock: str, rows: LedgerRows, table: Mapping[tuple[str, str
 
 
 def edited(lock: str, rows: LedgerRows) -> Iterator[str]:
-    """Rows whose figures are not those that were written when they were measured."""
+    """Yields rows whose figures were changed since they were measured."""
     for key, row in rows.items():
         if row.digest != digest_of(key, row):
             yield f"{lock}: {'/'.join(key)}: its figures were edited after they were measured"
 
 
 def missing(lock: str, rows: LedgerRows, table: Mapping[tuple[str, str, str], Variant]) -> Iterator[str]:
-    """Tiles of the table that were never measured, and rows of tiles that no longer exist."""
+    """Yields tiles of the table that were never measured, and rows of tiles that no longer exist."""
     for (op, key, tile), variant in table.items():
         row = rows.get((op, key, tile))
         wanted = [f"{version}/{arch}" for version in TRITON_VERSIONS for arch in LOCKS[lock]]
@@ -179,7 +179,7 @@ def missing(lock: str, rows: LedgerRows, table: Mapping[tuple[str, str, str], Va
 
 
 def rows_without_tile(ledger: Ledger) -> Iterator[str]:
-    """Table rows that leave an architecture without any tile that fits."""
+    """Yields table rows that leave an architecture without any tile that fits."""
     dtypes = ("bfloat16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
     for row in tiles.ROWS:
         for head_dim, v_head_dim in row.head_dims:

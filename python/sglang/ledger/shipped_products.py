@@ -1,4 +1,4 @@
-"""The expert tiles of the tuning files that the package ships."""
+"""Expert tiles in the tuning files that the package ships."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang.srt.layers.moe.fused_moe_triton.config_names import FileName, parse_
 
 
 def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:
-    """Every tile of the package's own files for GPUs with these features."""
+    """Yields every tile of the package's own files for GPUs with these features."""
     for path in sorted(files(PACKAGE_CONFIGS)):
         name = parse_name(path.name)
         if name is None or name.is_down or _features_of(name) != frozenset(features) - {"nvlink"}:
@@ -34,7 +34,7 @@ def shipped_products(features: Collection[str]) -> Iterator[ProductTile]:
 
 
 def _features_of(name: FileName) -> frozenset[str]:
-    """The features of the GPU that a file is for."""
+    """Returns the features of the GPU that a file is for."""
     arch = name.arch
     if arch is None:
         product = product_of_device_name((name.device or "").replace("_", " "))

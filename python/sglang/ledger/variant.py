@@ -1,5 +1,5 @@
-"""One launch variant of a kernel, described so that it can be compiled without a GPU. No Triton import here: `fn` is a
-JITFunction that the describing module brings along."""
+"""One launch variant of a kernel, described so that it can be compiled without a GPU. Triton is not imported here: the
+describing module provides the JITFunction `fn`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _LAUNCH_ONLY = ("num_warps", "num_stages")
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """`op/key` is stable; with the tile it is unique. `signature` has every parameter of `fn` in order ("*bf16", "i32",
-    "fp32", "constexpr"), `constexprs` the values of the last kind, `divisible_by_16` the parameters that the
-    launcher would specialize so."""
+    """One launch variant. `op/key` is stable; with the tile it is unique. `signature` has every parameter of `fn` in
+    order ("*bf16", "i32", "fp32", "constexpr"), `constexprs` the values of the last kind, `divisible_by_16` the
+    parameters that the launcher would specialize that way."""
 
     op: str
     key: str
@@ -47,8 +47,8 @@ def describe(
     divisible: tuple[str, ...] = (),
     ones: tuple[str, ...] = (),
 ) -> Variant:
-    """`types` of the run-time parameters; `launch` holds block sizes (constexprs) and warps; all pointers and the named
-    `divisible` integers count as multiples of 16, and the named `ones` are 1."""
+    """Returns a variant. `types`: of the run-time parameters; `launch`: block sizes (constexprs) and warps. All
+    pointers and the named `divisible` integers count as multiples of 16, and the named `ones` are 1."""
     tile = {"num_stages": 3, **launch}
     # With dependent launches a kernel has a few more instructions and costs the same.
     constants = (

@@ -30,7 +30,7 @@ MACHINES = (
     ' time than between two cards of one machine ("with NCCL"). A network takes longer; start it and see.'
 )
 ACCEPT_LENGTH = 2.5
-"""Tokens of a request and step with drafts where nothing is said; what a model reaches depends on its texts."""
+"""Default of --accept-length: tokens of a request in a step with drafts. What a model reaches depends on the texts."""
 DRAFTED = (
     "Predicted with drafts, at {length:g} tokens of a request and step (--accept-length), which is assumed: a step that"
     " verifies all draft tokens and makes the next ones. Pays from: the accept length from which drafts are faster than"
@@ -52,7 +52,7 @@ COLUMNS = (
 
 
 def run_plan(argv: Sequence[str]) -> None:
-    """Raises UserError."""
+    """Runs `sglang plan` with these command-line words and prints the result. Raises UserError."""
     parser = argparse.ArgumentParser(
         prog="sglang plan",
         description="Print the memory and the speed of a model on some GPUs, for every layout that the server can run."
@@ -86,7 +86,7 @@ def run_plan(argv: Sequence[str]) -> None:
 
 
 def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, Any]:
-    """Bytes and seconds. accept_length: of steps with drafts."""
+    """Returns the survey for JSON, in bytes and seconds. `accept_length`: assumed for steps with drafts."""
     best = result.best()
     return {
         "caveat": CAVEAT,
@@ -107,7 +107,8 @@ def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, A
 
 
 def _step_seconds(prospect: Prospect) -> tuple[float, float]:
-    """A decode step of one request and one with the load: predicted, or where nobody timed the card, floors."""
+    """Returns the seconds of a decode step of one request and of one with the load: predicted, or floors where nobody
+    timed the card."""
     prediction = prospect.predicted
     if prediction is None:
         return prospect.one.seconds_with_nccl, prospect.loaded.seconds_with_nccl
@@ -115,7 +116,7 @@ def _step_seconds(prospect: Prospect) -> tuple[float, float]:
 
 
 def _gain_json(prospect: Prospect, whole: Prospect) -> dict[str, Any]:
-    """What it brings, and costs a step, that the ranks hold different tokens."""
+    """Returns what DCP or DP attention gains in tokens and costs a step, compared with `whole`."""
     one, loaded = (here - there for here, there in zip(_step_seconds(prospect), _step_seconds(whole), strict=True))
     return {
         "layout": str(prospect.layout),
@@ -129,7 +130,7 @@ def _gain_json(prospect: Prospect, whole: Prospect) -> dict[str, Any]:
 
 
 def _gains(result: Survey) -> list[str]:
-    """Lines that say what different tokens on each rank bring, and cost a step."""
+    """Returns lines that say what DCP or DP attention gains in tokens and costs a step."""
     lines = []
     for prospect, whole in result.gains():
         gain = _gain_json(prospect, whole)
@@ -173,7 +174,8 @@ def _prospect_json(prospect: Prospect, accept_length: float) -> dict[str, Any]:
 
 
 def _predicted_json(prospect: Prospect) -> dict[str, Any] | None:
-    """Seconds with their range, and what no kernel of this server computes; None for a card that nobody timed."""
+    """Returns predicted seconds with their range, and the ops for which this server has no kernel; None for a card that
+    nobody timed."""
     prediction, speeds = prospect.predicted, prospect.predicted_tokens_per_second
     if prediction is None or speeds is None:
         return None
@@ -191,7 +193,8 @@ def _predicted_json(prospect: Prospect) -> dict[str, Any] | None:
 
 
 def _drafted_json(prospect: Prospect, accept_length: float) -> dict[str, Any] | None:
-    """Seconds of the parts of steps with drafts, and tokens a second; None without drafts or a prediction."""
+    """Returns the seconds of the parts of steps with drafts, and tokens a second; None without drafts or a
+    prediction."""
     if prospect.predicted is None or prospect.predicted.drafted is None:
         return None
     names = ("decode_one", "decode_load")
@@ -223,7 +226,7 @@ def _floor_json(floor: Floor) -> dict[str, Any]:
 
 
 def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
-    """The table, for people. accept_length: of steps with drafts."""
+    """Returns the report for people. `accept_length`: assumed for steps with drafts."""
     arch, load = result.explanation.arch, result.load
     lines = [
         f"{result.explanation.model.architecture} on {result.gpus} x {arch.product or arch.name},"
@@ -297,7 +300,7 @@ def _row(prospect: Prospect) -> tuple[str, ...]:
 
 
 def _traffic(result: Survey) -> list[str]:
-    """Describe what the floors are made of."""
+    """Returns lines with the bytes and operations of the floors."""
     lines = []
     for prospect in result.prospects:
         for name, floor in (("decode with the load", prospect.loaded), ("prefill", prospect.prefill)):
@@ -313,7 +316,7 @@ def _traffic(result: Survey) -> list[str]:
 
 
 def _predictions(result: Survey) -> list[str]:
-    """The table of predicted steps; nothing for a card that nobody timed."""
+    """Returns the table of predicted steps; empty for a card that nobody timed."""
     head = (
         "layout",
         "1 req ms",
@@ -349,7 +352,7 @@ def _predictions(result: Survey) -> list[str]:
 
 
 def _drafted(result: Survey, accept_length: float) -> list[str]:
-    """The table of predicted steps with drafts; nothing without drafts, or for a card that nobody timed."""
+    """Returns the table of predicted steps with drafts; empty without drafts, or for a card that nobody timed."""
     rows: list[tuple[str, ...]] = [
         ("layout", "1 req ms", "pays from", "tok/s", "load ms", "pays from", "tok/s"),
     ]
@@ -425,7 +428,7 @@ def reasons(result: Survey) -> list[str]:
 
 
 def _next(best: Prospect, others: Sequence[Prospect]) -> str:
-    """Says by how much it is the best, or why something as fast is not."""
+    """Compares the best layout with the next one, and says why it is preferred where both are as fast."""
     second = max(others, key=lambda p: p.rating)
     speed, ratio = _tokens_per_second(second), _tokens_per_second(best) / _tokens_per_second(second)
     text = f"{second.layout}: {speed:,.0f}, of which that is {ratio:.2f} times"

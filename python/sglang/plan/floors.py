@@ -1,8 +1,8 @@
-"""Bytes and multiplications that a step cannot do without, and the time that they take at the rates of a GPU.
+"""Lower bounds of a step's time: the bytes and multiplications that it cannot do without, at the rates of a GPU.
 
-A floor: what a rank must read (weights once, the caches that its requests attend to) over the memory's bandwidth, what
-it must multiply over the rate of the chosen kernels' matrix instructions, and what an all-reduce must send over the
-link. Nothing is said of launches, norms, routing or kernels that reach less.
+A floor counts what a rank must read (weights once, the caches that its requests attend to) over the memory's bandwidth,
+what it must multiply over the rate of the chosen kernels' matrix instructions, and what collectives must send over the
+link. It leaves out launches, norms, routing, and what kernels fall short of these rates.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sglang.tuning.cost_model import used_blocks
 from sglang.tuning.rates import rates_of
 
 CHOSEN_BY_INDEX = frozenset({"latent", "compressed"})
-"""Caches of which attention reads what an indexer chose, where there is one; and those of keys and values in blocks."""
+"""Names of the caches of which attention reads only the entries that an indexer selects, if the model has one."""
 HALF = ("wgmma bf16",)
-"""Stands for products in 16 bits whose kernel is not recorded: at the full rate of every GPU."""
+"""Instructions that stand for 16-bit products whose kernel is not recorded; they have every GPU's full rate."""
 BETWEEN_MACHINES = "200 Gb/s"
 """The link between two DGX Sparks, as published."""
 LINK_RATES: Mapping[str, float] = {"PCIe 5 x16": 63e9, "NVLink": 450e9, BETWEEN_MACHINES: 25e9}
-"""Bytes a second, each way."""
+"""Bytes a second of each link, in each direction."""
 NCCL_SECONDS: Mapping[int, tuple[tuple[int, float], ...]] = {
     2: ((4096, 6.6e-6), (65536, 10.5e-6), (1 << 20, 59e-6)),
     4: ((4096, 13.5e-6), (65536, 20.9e-6), (1 << 20, 117e-6)),
@@ -44,51 +44,53 @@ NCCL_SECONDS: Mapping[int, tuple[tuple[int, float], ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """The floor of one step, on one rank. `flop_seconds` None: no rate is known for the product or an instruction."""
+    """The floor of one step, on one rank. `flop_seconds` None: the rate of some instruction is unknown."""
 
     read_bytes: float
     read_seconds: float
     flops: float
     flop_seconds: float | None
-    reduced_bytes: float  # that each rank sends, and receives, in collectives
+    reduced_bytes: float  # bytes that each rank sends, and receives, in collectives
     link_seconds: float
-    nccl_seconds: float  # of the collectives, as measured; not a floor
+    nccl_seconds: float  # measured time of these collectives, which is no floor
 
     @property
     def seconds(self) -> float:
+        """Lower bound of the step's seconds."""
         return max(self.read_seconds, self.flop_seconds or 0.0) + self.link_seconds
 
     @property
     def seconds_with_nccl(self) -> float:
+        """The floor, with collectives as measured with NCCL if they take longer."""
         return max(self.read_seconds, self.flop_seconds or 0.0) + max(self.link_seconds, self.nccl_seconds)
 
 
 @dataclass(frozen=True)
 class StepFloors:
-    """Floors of the steps of one rank of a model on a GPU. `choices`: the kernels of its needs, by key."""
+    """Computes the floors of steps, for one rank of a model on a GPU. `choices`: the kernels of its needs, by key."""
 
     model: ModelDescription
     parallel: ParallelConfig
     arch: ArchTraits
     choices: Mapping[str, Choice]
     crosses_machines: bool = False
-    """Whether ranks that add up are on several machines."""
+    """True: the ranks of an all-reduce are on several machines."""
 
     def decode(self, num_requests: int, length: int) -> Floor:
-        """One token for each of `num_requests` requests, all `length` tokens long."""
+        """Returns the floor of a decode step of `num_requests` requests, each `length` tokens long."""
         of_group = -(-num_requests // self.parallel.attn_dp_size)
         read = self._weight_bytes(num_requests) + of_group * self._cache_bytes(length)
         pairs = sum(self._attended(layer, length, _entries) for layer in self.model.layers)
         return self._floor(read, num_requests, of_group * pairs, num_requests, self._exchanged(num_requests))
 
     def prefill(self, num_tokens: int) -> Floor:
-        """A prompt that nothing is cached of; logits of its last token."""
+        """Returns the floor of the prefill of one prompt without a cached prefix, with the logits of its last token."""
         pairs = sum(self._attended(layer, num_tokens, _entries_of_all) for layer in self.model.layers)
         return self._floor(self._weight_bytes(num_tokens), num_tokens, pairs, 1)
 
     def _exchanged(self, num_requests: int) -> list[float]:
-        """The bytes of each collective in which ranks that share out tokens gather queries, and exchange what each made
-        of its own: those that one rank receives or keeps, of half of which an all-reduce would take as long."""
+        """Returns the bytes of each collective in which DCP ranks gather queries and exchange partial attention: those
+        that one rank receives or keeps. An all-reduce of half the bytes would take as long."""
         ranks, sizes = self.parallel.ranks, []
         for site in (site_of(layer.mixer, ranks.attn_tp_size, ranks.dcp_size) for layer in self.model.layers):
             if site is not None and site.dcp_size > 1:
@@ -97,7 +99,7 @@ class StepFloors:
         return sizes
 
     def exchange_seconds(self, num_requests: int) -> float:
-        """Returns the seconds of these collectives in a decode step, by NCCL as measured."""
+        """Returns the seconds of the DCP collectives of a decode step, as measured with NCCL."""
         return self._exchange_seconds(self._exchanged(num_requests))
 
     def _exchange_seconds(self, exchanged: Sequence[float]) -> float:
@@ -124,6 +126,7 @@ class StepFloors:
 
     @property
     def link(self) -> str:
+        """Name of the ranks' link, a key of LINK_RATES."""
         if self.crosses_machines:
             return BETWEEN_MACHINES
         return "NVLink" if "nvlink" in self.arch.features else "PCIe 5 x16"
@@ -153,7 +156,7 @@ class StepFloors:
 
     @cached_property
     def _elements(self) -> Mapping[str, float]:
-        """Key of the need -> elements of its weights that every token is multiplied with, without the output head."""
+        """Elements of the weights that every token is multiplied with, without the output head, by the need's key."""
         totals: dict[str, float] = {}
         for matrix, quant in self._held.matrices():
             key = "fused_moe" if matrix.experts else f"linear/{quant.scheme}" if quant else "linear"
@@ -163,12 +166,13 @@ class StepFloors:
 
     @cached_property
     def _chosen_experts(self) -> float:
-        """The number of experts of a token, on this rank on average."""
+        """Average number of a token's experts on this rank."""
         experts = self.model.experts
         return 0 if experts is None else experts.top_k / self.parallel.ep_size + experts.fused_shared
 
     def _weight_bytes(self, num_tokens: int) -> float:
-        """The bytes that a step reads of the weights: of the experts those that some token is expected to choose."""
+        """Returns the bytes of weights that a step reads; of the experts those that some token is expected to
+        choose."""
         total = float(matrix_bytes(self._head, self.model.head_quant, self._item))
         for matrix, quant in self._held.matrices():
             size = matrix_bytes(matrix, quant, self._item if matrix.dtype is None else KV_DTYPE_BYTES[matrix.dtype])
@@ -187,7 +191,8 @@ class StepFloors:
         return sum(cache.entry_bytes * self._read(cache, length, _entries) for cache in caches)
 
     def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
-        """Entries of one request that attention reads; a state is read and written."""
+        """Returns the entries of one request's cache that attention reads. A state counts twice: it is read and
+        written."""
         if isinstance(cache.lifetime, PerRequest):
             return 2.0 if cache.name == "state" else 0.0
         reach, rate = float(length), float(cache.entries_per_token)
@@ -201,18 +206,19 @@ class StepFloors:
 
     @cached_property
     def _index_top_k(self) -> int:
-        """0: no layer has an indexer."""
+        """Number of entries that the indexers select; 0: no layer has one."""
         indexers = (getattr(layer.mixer, "indexer", None) for layer in self.model.layers)
         return next((indexer.top_k for indexer in indexers if indexer is not None), 0)
 
     @cached_property
     def _block_budget(self) -> int:
-        """Tokens in the blocks that are selected at most; 0: no layer selects blocks."""
+        """Most tokens in the selected blocks; 0: no layer selects blocks."""
         mixers = (layer.mixer for layer in self.model.layers)
         return next((mixer.budget for mixer in mixers if isinstance(mixer, PooledSparse)), 0)
 
     def _attended(self, layer: LayerSpec, length: int, count: Callable[[int, float, float], float]) -> float:
-        """Operations of a rank's heads over what they attend to, without an indexer's scores."""
+        """Returns the operations of a rank's heads over the entries that they attend to, without an indexer's
+        scores."""
         mixer, shape = layer.mixer, layer.mixer.attention_shape(self.parallel.attn_tp_size)
         if shape is None:
             return 0.0
@@ -222,12 +228,12 @@ class StepFloors:
         caches = [
             c for c in mixer.caches(self.parallel) if not isinstance(c.lifetime, PerRequest) and c.name != "index"
         ]
-        # Of tokens that ranks share out each attends to its own, with the heads of all.
+        # A DCP rank attends to its own tokens, with the heads of all DCP ranks.
         return 2.0 * shape.num_heads * dims * sum(self._read(c, length, count) * c.dcp_size for c in caches)
 
     @cached_property
     def _reduces(self) -> int:
-        """All-reduces of a step: of the embedding, and of what each block makes."""
+        """Number of all-reduces of a step: one after the embedding, one after each block."""
         if self.parallel.tp_size == 1:
             return 0
         return 1 + sum(block != ABSENT for layer in self.model.layers for block in (layer.mixer, layer.ffn))
@@ -239,13 +245,13 @@ def _entries(length: int, reach: float, rate: float) -> float:
 
 
 def _entries_of_all(length: int, reach: float, rate: float) -> float:
-    """The sum of what each of `length` tokens sees: i entries up to `reach`, and then as many as that."""
+    """Returns the sum of the entries that each of `length` tokens attends to: i for the i-th token, at most `reach`."""
     return (reach * (reach + 1) / 2 + (length - reach) * reach) * rate
 
 
 def nccl_seconds(ranks: int, message: float) -> float:
-    """Returns the seconds of a collective, by straight lines between the measured sizes, and beyond them; between
-    numbers of ranks the next larger one's."""
+    """Returns the seconds of an all-reduce of `message` bytes, interpolated linearly between the measured sizes and
+    extrapolated beyond them. Uses the next larger measured number of ranks."""
     table = NCCL_SECONDS[next((n for n in NCCL_SECONDS if n >= ranks), max(NCCL_SECONDS))]
     if message <= table[0][0]:
         return table[0][1]

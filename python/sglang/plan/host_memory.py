@@ -1,4 +1,5 @@
-"""Main memory that a server's cached prefixes take, of each GPU, of the machine, and of each of its NUMA nodes."""
+"""Main memory that a server's cached prefixes take: for each GPU, on the machine, and on each of its NUMA nodes. In
+bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from typing import Any
 from sglang.srt.plan.host_cache import BUS_RATE, COPIED, GIB, HostCachePlan
 
 UNBOUNDED = 1 << 60
-"""Free bytes of a machine of which nothing is known: what is taken then is the most that would be."""
+"""Stands for the free bytes of an unknown machine: the sizes are then the most that would be taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """host_bytes: free main memory; None: unknown. numa_nodes: that share out the GPUs evenly."""
+    """What is known of a machine. `host_bytes`: free main memory; None: unknown. `numa_nodes`: nodes over which the
+    GPUs are evenly spread."""
 
     host_bytes: int | None = None
     numa_nodes: int = 1
@@ -24,34 +26,40 @@ UNKNOWN = Machine()
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
+    """The prefix cache in main memory on one machine."""
+
     pools: HostCachePlan
     machine: Machine
     unasked: bool
-    """No flag asks for it."""
+    """True: on by default, without a flag."""
 
     @property
     def at_most(self) -> bool:
+        """Returns whether the sizes are upper bounds: no flag sets them, and the machine's free memory is unknown."""
         return self.unasked and self.machine.host_bytes is None
 
     @property
     def gpu_bytes(self) -> int:
+        """Bytes for each GPU."""
         return self.pools.total_bytes // self.pools.sharers
 
     @property
     def machine_bytes(self) -> int:
+        """Bytes for the whole machine."""
         return self.pools.total_bytes * self.pools.processes
 
     @property
     def node_bytes(self) -> int:
-        """Of each node: a GPU's bytes lie at its own."""
+        """Bytes for each NUMA node; a GPU's part lies on its own node."""
         return -(-self.machine_bytes // self.machine.numa_nodes)
 
     def loading_seconds(self, num_tokens: int) -> float:
-        """Predicted: of a session that returns with so many tokens, until a step can go on behind them. Windows are
-        left out."""
+        """Predicts the seconds until a session that returns with `num_tokens` tokens in main memory can continue.
+        Windows are left out."""
         return self.pools.copied_bytes(num_tokens, self.pools.sizes.has_states) / BUS_RATE
 
     def to_json(self) -> dict[str, Any]:
+        """Returns sizes in bytes."""
         return {
             **self.pools.describe(),
             "bytes_of_gpu": self.gpu_bytes,

@@ -1,4 +1,4 @@
-"""The layouts of some GPUs, what each holds, and which of them to take."""
+"""Surveys the layouts of a model on some GPUs: what each holds, how fast it is, and which one to take."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
 CLEARLY = 1.02
-"""Times the speed of another layout, to be called faster."""
+"""Factor by which a layout must be faster than another to be called faster."""
 ADDRESS = "10.0.0.1:50000"
-"""Stands for an address of machine 0 in the network between the machines."""
+"""Example address of machine 0 in the network between the machines."""
 UNEVEN = 0.9
-"""The weight of the average rank's rate where each has whole experts: a guess; they must be clearly better."""
+"""Factor on the speed of layouts with whole experts on a rank, whose busiest rank is slower than the average: a guess,
+so that they are taken only where they are clearly better."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`servers` servers of `pp_size` stages of `tp_size` GPUs, of which `ep_size` groups have whole experts each,
-    `dcp_size` share out the tokens of the cache, and `attn_dp_size` groups have requests of their own; each server on
-    `machines` machines."""
+    """A layout: `servers` servers of `pp_size` pipeline stages of `tp_size` GPUs each, each server on `machines`
+    machines. In a stage `ep_size` groups have whole experts each, `dcp_size` ranks shard the tokens of the cache, and
+    `attn_dp_size` groups have requests of their own."""
 
     tp_size: int
     servers: int
@@ -46,6 +47,7 @@ class Layout:
 
     @property
     def flags(self) -> list[str]:
+        """Command-line flags of one server of this layout."""
         experts = ["--ep", str(self.ep_size)] if self.ep_size > 1 else []
         stages = ["--pp", str(self.pp_size)] if self.pp_size > 1 else []
         tokens = ["--dcp-size", str(self.dcp_size)] if self.dcp_size > 1 else []
@@ -54,7 +56,7 @@ class Layout:
 
     @property
     def gpus_each(self) -> int:
-        """The GPUs of a server."""
+        """Number of GPUs of one server."""
         return self.tp_size * self.pp_size
 
     @property
@@ -73,17 +75,18 @@ class Layout:
 
     @property
     def whole(self) -> Layout:
-        """The layout whose ranks all hold the same tokens."""
+        """The layout without DCP and DP attention: all ranks of a stage hold the same tokens."""
         return replace(self, dcp_size=1, attn_dp_size=1)
 
     @property
     def crosses_machines(self) -> bool:
-        """Returns whether ranks of one stage are on several machines."""
+        """Returns whether the ranks of one stage are on several machines."""
         return (self.gpus_each // self.machines) % self.tp_size > 0
 
     def commands(self, words: Sequence[str], a_machine: int | None = None) -> list[str]:
-        """The command that starts the servers of a machine, as replicas behind one address; for a server on several
-        machines, the one of each. `a_machine`: at most so many of the servers on one; None: all."""
+        """Returns the command that starts the servers of a machine, as replicas behind one address; for a server on
+        several machines the command of each machine. `words`: the other flags. `a_machine`: most servers on one
+        machine; None: all."""
         replicas = self.servers if a_machine is None else min(self.servers, a_machine)
         together = ["--dp", str(replicas)] if replicas > 1 and self.machines == 1 else []
         command = ["sglang", "serve", *words, *self.flags, *together]
@@ -95,7 +98,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load of all servers together."""
+    """The load of all servers together: requests at once, and their length."""
 
     length: int  # tokens of a request, prompt and answer
     concurrency: int
@@ -103,15 +106,16 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A layout that the weights fit in. Sizes are those of one GPU, requests those of all servers."""
+    """A layout that has room for the weights, with its sizes and speeds. Bytes are those of one GPU, requests those of
+    all servers."""
 
     layout: Layout
     weights: int
     cache: int
-    tokens: int  # of one server
+    tokens: int  # KV tokens of one server
     max_requests: int
     one: Floor  # a decode step of one request
-    loaded: Floor  # of as many as a step of a server has with the load
+    loaded: Floor  # a decode step of a server's share of the load
     requests_per_server: int
     prefill: Floor
     commands: tuple[str, ...]
@@ -119,23 +123,25 @@ class Prospect:
     predicted: Prediction | None = None
     starts: bool = True
     loaded_bytes: int = 0
-    """Of a request of the load whose whole prefix comes from main memory, on one GPU: tokens and a state; windows are
-    left out. 0: its memory is the machine's, so that nothing comes from elsewhere."""
+    """Bytes that a GPU loads for a request of the load whose whole prefix is in main memory: tokens and a state,
+    without windows. 0: unified memory, where nothing is loaded."""
 
     @property
     def loaded_seconds(self) -> float:
+        """Seconds to load a request's whole prefix from main memory, at the bus's predicted rate."""
         return self.loaded_bytes / BUS_RATE
 
     @property
     def tokens_per_second(self) -> float:
-        """The most tokens a second of all servers with the load: with all-reduces as NCCL was measured."""
+        """Upper bound of the tokens a second of all servers with the load, with all-reduces as measured with NCCL."""
         if not self.max_requests:
             return 0.0
         return self.layout.servers * self.requests_per_server / self.loaded.seconds_with_nccl
 
     @property
     def predicted_tokens_per_second(self) -> tuple[float, float, float] | None:
-        """The tokens a second of all servers with the load: the figure, and the range that its error leaves."""
+        """Predicted tokens a second of all servers with the load: (figure, low, high), by the range of the prediction's
+        error; None where nothing is predicted."""
         if self.predicted is None:
             return None
         time, requests = self.predicted.loaded, self.layout.servers * self.requests_per_server
@@ -145,23 +151,23 @@ class Prospect:
 
     @property
     def rating(self) -> float:
-        """Tokens a second, predicted if they can be; less where they are those of the average rank, and the busiest one
-        holds up the others."""
+        """Tokens a second by which layouts are compared: predicted if possible, else the upper bound. Reduced where
+        ranks have whole experts, because the busiest rank holds up the others."""
         figures = self.predicted_tokens_per_second
         speed = self.tokens_per_second if figures is None else figures[0]
         return speed * (UNEVEN if self.layout.ep_size > 1 else 1.0)
 
     @property
     def one_request_per_second(self) -> float:
-        """Predicted if it can be, else at most."""
+        """Tokens a second of a single request: predicted if possible, else the upper bound."""
         return 1 / (self.one.seconds_with_nccl if self.predicted is None else self.predicted.one.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """All layouts of a model on some GPUs."""
+    """All layouts of a model on some GPUs: `prospects` that have room, and `refused` ones with the reason."""
 
-    explanation: Explanation  # of the first layout
+    explanation: Explanation  # that of the first layout
     gpus: int
     nodes: int
     load: Load
@@ -170,15 +176,16 @@ class Survey:
     tuned_files: tuple[tuple[Layout, str], ...]
 
     def best(self) -> Prospect | None:
-        """The best of the layouts in which a server starts: the most tokens a second for the load; of those within 2%,
-        the fastest for one request. By predictions where the card was timed, else by floors."""
+        """Returns the best layout in which a server starts, or None: the one with the most tokens a second for the
+        load; of those within 2% the fastest for one request. Compares predictions where the card was timed, else
+        floors."""
         able = [p for p in self.prospects if p.max_requests > 0 and p.starts]
         most = max((p.rating for p in able), default=0.0)
         close = [p for p in able if p.rating >= most / CLEARLY]
         return max(close, key=lambda p: p.one_request_per_second, default=None)
 
     def gains(self) -> Iterator[tuple[Prospect, Prospect]]:
-        """Yields layouts whose ranks hold different tokens, each beside that whose ranks hold the same ones."""
+        """Yields (layout with DCP or DP attention, the same layout without it), if the latter holds tokens."""
         by_layout = {prospect.layout: prospect for prospect in self.prospects}
         for prospect in self.prospects:
             whole = by_layout.get(prospect.layout.whole)
@@ -186,6 +193,7 @@ class Survey:
                 yield prospect, whole
 
     def fastest_solo(self) -> Prospect | None:
+        """Returns the layout that is fastest for a single request, or None."""
         able = [p for p in self.prospects if p.max_requests > 0]
         return max(able, key=lambda p: p.one_request_per_second, default=None)
 
@@ -193,9 +201,14 @@ class Survey:
 def survey(
     words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_memory: int | None, nodes: int = 1
 ) -> Survey:
-    """`words`: flags of the server, without those of the layout. `free_memory`: bytes of a GPU before anything is
-    loaded. `nodes`: machines that a server may span, each with as many of the GPUs. Raises UserError for a model or
-    flags that cannot be read."""
+    """Plans the model in every layout.
+
+        words: flags of the server, without those of the layout
+        free_memory: bytes free on a GPU before anything is loaded; None: the usual share
+        nodes: machines that a server may span, each with an equal part of the GPUs
+
+    Raises UserError for a model or flags that cannot be read.
+    """
     each = gpus // nodes
     gpus_of_one = each if nodes > 1 else arch.gpus_per_machine
     prospects, refused, tuned = [], [], []
@@ -225,9 +238,9 @@ def survey(
 
 
 def _layouts(gpus: int, most: int) -> Iterator[Layout]:
-    """Yields layouts with every number of GPUs a server, `most` of one machine, whose experts are shared by their dims,
-    or whole, whose latents are shared out, or whose ranks have requests of their own; and one server of all GPUs in
-    stages, for models that fewer GPUs have no room for, whose ranks may have requests of their own, too."""
+    """Yields layouts with every number of GPUs a server, at most `most`: experts divided by their dims or whole, with
+    DCP, with DP attention; and one server of all GPUs in pipeline stages (for models that need the memory of all), with
+    DP attention too."""
     for tp_size in range(1, min(gpus, most) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
@@ -246,8 +259,8 @@ _NAMED_BY_HAND = ("--dcp-size", "--attn-dp-size", "--enable-dp-attention", "--dp
 
 
 def _offers(layout: Layout, model: ModelDescription, words: Sequence[str]) -> bool:
-    """Returns whether the ranks may hold different tokens: those of latents, which all of them would hold alike, and
-    with requests of their own also KV heads of which there are fewer than ranks. Not where the flags say it."""
+    """Returns whether DCP or DP attention may help: the ranks would otherwise hold the same latents, or with DP
+    attention the same KV heads. False where the flags already decide it."""
     if any(word.partition("=")[0] in _NAMED_BY_HAND for word in words):
         return False
     mixers = [layer.mixer for layer in model.layers]
@@ -264,16 +277,16 @@ def _unplanned(explained: Explanation) -> str | None:
 def _prospect(
     args: ServerArgs, words: Sequence[str], layout: Layout, explained: Explanation, load: Load, a_machine: int
 ) -> Prospect:
-    """a_machine: the GPUs of one; 0: all."""
+    """Computes a layout's prospect. `a_machine`: the GPUs of one machine; 0: all."""
     assert explained.plan is not None
     model, plan = explained.model, explained.plan
     parallel = with_pages(args, model, explained.parallel)
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
     floors = StepFloors(model, parallel, explained.arch, choices, layout.crosses_machines)
-    groups = layout.attn_dp_size  # of which each has what the plan says
+    groups = layout.attn_dp_size  # the plan's sizes are those of one group
     most = groups * requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), most))
-    a_step = -(-each // layout.pp_size)  # stages compute different requests at the same time, which take turns
+    a_step = -(-each // layout.pp_size)  # pipeline stages compute different microbatches of requests at the same time
     memory, cost = plan["memory"], cache_cost(explained.groups)
     return Prospect(
         layout=layout,
@@ -301,14 +314,14 @@ def _predicted(
 
 
 def requests_that_fit(plan: dict[str, Any], length: int) -> int:
-    """The number of requests of `length` tokens at once on one server."""
+    """Returns how many requests of `length` tokens fit on one server at once. `plan`: as `Plan.describe` returns it."""
     fits = [plan["max_running_requests"], plan["max_total_num_tokens"] // length]
     fits += [tokens // min(length, int(window)) for window, tokens in plan.get("window_tokens", {}).items()]
     return int(min(fits)) if length <= plan["context_len"] else 0
 
 
 def check_counts(gpus: int, load: Load, nodes: int = 1, arch: ArchTraits | None = None) -> None:
-    """Raises UserError."""
+    """Raises UserError for numbers out of range, or GPUs that the machines do not divide or cannot hold."""
     for flag, value, most in (
         ("--gpus", gpus, 1024),
         ("--nodes", nodes, 1024),

@@ -1,4 +1,4 @@
-"""Predictions of the steps of a layout on a card that someone has timed (`sglang.tuning`)."""
+"""Predictions of a layout's steps on a card whose rates were measured (`sglang.tuning`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sglang.tuning.two_batch_overlap import step_time
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The prediction for one server's device, without its host: a decode step of one request, of those of the load,
-    and a prompt."""
+    """Predicted device times of one server, without its host: a decode step of one request, a decode step of the load,
+    and the prefill of a prompt."""
 
     one: StepTime
     loaded: StepTime
@@ -36,8 +36,9 @@ def predict(
     draft: DraftDescription | None = None,
     width: int = 1,
 ) -> Prediction | None:
-    """Requests of `length` tokens, with drafts of `width` tokens in each step. None for a card whose rates nobody
-    measured, or a model that cannot be divided so."""
+    """Predicts decode steps of 1 and of `requests` requests of `length` tokens, and the prefill of one. With `draft`
+    and `width` > 1 also steps that verify `width` tokens of each request. Returns None for a card without measured
+    rates, or a layout that does not divide the model."""
 
     def timed(step: Step) -> StepTime:
         return step_time(model, parallel, step, arch)

@@ -1,4 +1,4 @@
-"""`python -m sglang.quantize --model-path DIR --scheme nvfp4 --output DIR`: quantize a checkpoint.
+"""`python -m sglang.quantize --model-path DIR --scheme nvfp4 --output DIR`: quantizes a checkpoint.
 
 The output is in a published format and loads in this server without further flags.
 """
@@ -42,6 +42,7 @@ factors from a JSON file {module: factor} instead. Without either nvfp4 gets a f
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit status."""
     args = _parser().parse_args(argv)
     adopt_environment()
     try:
@@ -96,7 +97,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace) -> Format:
-    """The format that was asked for. Raises UserError where the options contradict it, or each other."""
+    """Returns the requested format. Raises UserError for options that contradict it, or each other."""
     from sglang.quantize.formats import FORMATS, STATIC_FORMATS
 
     sources = [f"--{name.replace('_', '-')}" for name in ("calibrate", "input_scales") if getattr(args, name)]

@@ -1,7 +1,8 @@
-"""Measures how large activations get: runs the unquantized model over sample prompts and watches every product.
+"""Measures the largest activations: runs the unquantized model on sample prompts and records the input of every
+product.
 
-The plan names the kernel of every product, so a plan whose kernels look at x before they multiply it is all that the
-model needs: `RecordingPlan`. Products are told apart by the address of their weight, which the parameters name.
+The plan names the kernel of every product, so a plan whose kernels record x before multiplying (`RecordingPlan`) is
+sufficient. Products are identified by the address of their weight, which maps to a parameter name.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Kernel = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """`largest` |x| of each module's input, by the checkpoint's name of the module. No token reached the experts in
-    `unreached`, which have the largest value of their layer's others."""
+    """`largest` |x| of each module's input, by the module's name in the checkpoint. Experts in `unreached` got no
+    token; they have the largest value of their layer's other experts."""
 
     largest: dict[str, float]
     unreached: frozenset[str]
@@ -48,7 +49,7 @@ class Calibration:
 def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "auto") -> Calibration:
     """Computes the first `max_tokens` tokens of the file `prompts` with the model on `device` (auto, cuda or cpu).
 
-    Raises UserError: the file has no prompts or one that cannot be read, or the model cannot be run.
+    Raises UserError if the file has no prompts or an unreadable one, or the model cannot be run.
     """
     args = ServerArgs(model_path=model_path, device=device, random_seed=0, disable_cuda_graph=True)
     model = ModelConfig.from_server_args(args)
@@ -60,11 +61,11 @@ def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "aut
         context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
         chunked_prefill_size=STEP_TOKENS,
         max_running_requests=BATCH_PROMPTS,
-        max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # the next token has a slot, too
+        max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # + 1: the next token
     )
     recorder = Recorder()
     runner = ModelRunner(_recording_plan(args, recorder))
-    recorder.seen.clear()  # of warming up
+    recorder.seen.clear()  # drops the values of the warm-up
     kv = direct_table(runner)
     for batch in tqdm(batches, desc="Calibrating", unit="batch"):
         requests = DirectBatch(runner, kv, batch, 1)
@@ -86,17 +87,19 @@ def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:
 
 
 class Recorder:
-    """`seen`: the largest |x| that met a weight, by the weight's address: [1] fp32, or [E] of the experts' products."""
+    """Records activations. `seen`: the largest |x| multiplied with a weight, by the weight's address: [1] fp32, or [E]
+    for experts."""
 
     def __init__(self) -> None:
         self.seen: dict[int, torch.Tensor] = {}
 
     def see(self, weight: torch.Tensor, largest: torch.Tensor) -> None:
+        """Records the largest |x| for a weight."""
         before = self.seen.get(weight.data_ptr())
         self.seen[weight.data_ptr()] = largest if before is None else torch.maximum(before, largest)
 
     def linear(self, kernel: Kernel) -> Kernel:
-        """The kernel of `linear`, watched."""
+        """Returns the kernel of `linear` with recording."""
 
         def run(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
             self.see(weight, x.abs().amax().float().reshape(1))
@@ -105,7 +108,8 @@ class Recorder:
         return run
 
     def fused_moe(self, kernel: Kernel) -> Kernel:
-        """The kernel of `fused_moe`, watched: what the second product gets is computed apart, expert by expert."""
+        """Returns the kernel of `fused_moe` with recording: the second product's input is computed separately, expert
+        by expert."""
 
         def run(
             x: torch.Tensor,
@@ -130,7 +134,7 @@ class Recorder:
         return run
 
     def by_module(self, model: CausalLM) -> tuple[dict[str, float], frozenset[str]]:
-        """Calibration's `largest` and `unreached`. An input that was always zero is as one that was never seen. Raises
+        """Returns Calibration's `largest` and `unreached`. An input that was always zero counts as never seen. Raises
         UserError for activations that are not finite."""
         largest: dict[str, float] = {}
         unreached = set()
@@ -153,11 +157,12 @@ class Recorder:
 
 @dataclass(frozen=True)
 class RecordingPlan(Plan):
-    """A plan of an unquantized model whose products are watched."""
+    """A plan of an unquantized model whose products are recorded."""
 
     recorder: Recorder = field(kw_only=True)
 
     def entry(self, op: str) -> Any:
+        """Returns the kernel of an op, with recording for products."""
         kernel = super().entry(op)
         watched = {"linear": self.recorder.linear, "fused_moe": self.recorder.fused_moe}
         return watched[op](kernel) if op in watched else kernel

@@ -1,4 +1,4 @@
-"""Reads a checkpoint shard by shard and writes it with its linear weights quantized."""
+"""Reads a checkpoint shard by shard and writes it with quantized linear weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ precision."""
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The modules to quantize: those that match `include` and none of `ignore`. Patterns as in a shell."""
+    """The modules to quantize: those that match `include` and none of `ignore`, as shell patterns."""
 
     include: tuple[str, ...] = ("*",)
     ignore: tuple[str, ...] = ()
@@ -49,8 +49,8 @@ def _matches(module: str, patterns: tuple[str, ...]) -> bool:
 
 @dataclass(slots=True)
 class Report:
-    """The result for the linear weights, and whose activations were not measured; bytes of all tensors; squares of the
-    quantized weights and of their errors."""
+    """The modules that were and were not quantized, those without measured activations, the bytes of all tensors, and
+    the sums of squares of the quantized weights and their errors."""
 
     quantized: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Report:
 
     @property
     def relative_error(self) -> float:
-        """Norm of all errors by the norm of all quantized weights."""
+        """Returns the norm of all errors over the norm of all quantized weights."""
         return math.sqrt(self.error_squares / self.weight_squares) if self.weight_squares else 0.0
 
 
@@ -74,7 +74,7 @@ def export(
     input_scales: InputScales | None = None,
     shard_bytes: int = 4 << 30,
 ) -> Report:
-    """Writes the model directory `target`. `input_scales` is asked once everything else is found to be in order.
+    """Writes the model directory `target`. `input_scales` is called after all other checks.
 
     One tensor and one output shard are in memory at a time. Raises UserError for a source that is quantized already, a
     target that exists, a model without a weight that the scheme can take, or fp8 modules without a static scale.
@@ -123,7 +123,7 @@ def _source_config(folder: Path) -> Config:
 
 
 def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
-    """Modules with a two-dimensional weight in 16 or 32 bits, embeddings and routers included."""
+    """Returns the shapes of modules with a two-dimensional weight in 16 or 32 bits, embeddings and routers included."""
     shapes: dict[str, tuple[int, int]] = {}
     for name, view, _ in checkpoint.tensors():
         shape = tuple(view.get_shape())
@@ -133,7 +133,8 @@ def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
 
 
 def _divisible(scheme: Scheme, shape: tuple[int, int]) -> bool:
-    """Blocks of 128 may end early; a packed group may not."""
+    """Returns whether the scheme's groups fit the shape. The last block of 128 may be shorter; a packed group may
+    not."""
     cols = scheme.group[1]
     return cols == 0 or scheme.group[0] > 1 or shape[1] % cols == 0
 
@@ -145,7 +146,8 @@ def _partners(module: str) -> tuple[str, ...]:
 
 
 def _shared_factors(checkpoint: Checkpoint, chosen: set[str]) -> dict[str, torch.Tensor]:
-    """module -> fp32 factor of its matrix, from the largest value of it and of what is multiplied with it."""
+    """Returns the fp32 factor of each module's matrix, from the largest value of it and of those that are multiplied
+    together with it."""
     largest: dict[tuple[str, ...], float] = {}
     for name, _, file in checkpoint.tensors():
         module = name.removesuffix(".weight")
@@ -183,7 +185,7 @@ class _ShardWriter:
     def _flush(self) -> None:
         path = self._partial(len(self._files))
         save_file(self._pending, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # the library keeps what it writes to its owner
+        path.chmod(0o644)  # the library creates files that only their owner can read
         self._files.append(list(self._pending))
         self._pending = {}
 
@@ -207,7 +209,7 @@ class _ShardWriter:
 
 
 def _write_configs(folder: Path, out: Path, config: Config, form: Format, ignored: list[str]) -> None:
-    """Everything that is not weights comes along; the format is stated where its readers look for it."""
+    """Copies everything that is not weights, and adds the description of the format where its readers expect it."""
     for path in folder.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model", ".md") and path.name != INDEX_NAME:
             shutil.copy2(path, out / path.name)

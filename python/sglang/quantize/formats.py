@@ -1,4 +1,4 @@
-"""The form of each scheme in a published checkpoint: the tensors of one weight, and what the configuration says.
+"""Published form of each scheme: the tensors of one weight, and the entries of the configuration.
 
 Sources: DeepSeek-V3's fp8 checkpoints, compressed-tensors (config_groups, pack-quantized and its kin), ModelOpt's
 hf_quant_config.json.
@@ -21,9 +21,9 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """`tensors(quantized, (N, K))` names the tensors of one module; `config(ignored module names)` is the
-    quantization_config, or with `modelopt` the content of hf_quant_config.json. `static_input`: each module has a
-    tensor input_scale besides, of its activations."""
+    """A published format. `tensors(quantized, (N, K))` returns the named tensors of one module; `config(ignored module
+    names)` the quantization_config, or with `modelopt` the content of hf_quant_config.json. `static_input`: each module
+    also has a tensor input_scale for its activations."""
 
     scheme: Scheme
     tensors: Callable[[Quantized, tuple[int, int]], Tensors]
@@ -33,7 +33,7 @@ class Format:
 
     @property
     def largest_input(self) -> float:
-        """The largest |x| that is representable with an input_scale of 1."""
+        """Returns the largest |x| that is representable with an input_scale of 1."""
         return E4M3_MAX * (E2M1_MAX if self.scheme.element == "e2m1" else 1.0)
 
 
@@ -59,7 +59,7 @@ def _channel_tensors(q: Quantized, shape: tuple[int, int]) -> Tensors:
 
 
 def _packed_int4_tensors(q: Quantized, shape: tuple[int, int]) -> Tensors:
-    """Eight values to an int32, the first in the lowest bits: our bytes, read four at a time."""
+    """Packs eight values into an int32, the first in the lowest bits: our bytes, read four at a time."""
     return {
         "weight_packed": q.data.view(torch.int32),
         "weight_scale": q.scale,

@@ -1,4 +1,4 @@
-"""Sample prompts from a file, as token ids: lines of text, or JSON lines with texts and conversations."""
+"""Reads sample prompts from a file as token ids: lines of text, or JSON lines with texts and conversations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 
 
 def read_prompts(path: str, args: ServerArgs, architecture: str, max_tokens: int, longest: int) -> list[list[int]]:
-    """Token ids of the file's prompts: at most `max_tokens`, and `longest` of each. The rest of the file is not read.
+    """Returns the token ids of the file's prompts: at most `max_tokens` in all, `longest` each. The rest of the file is
+    not read.
 
-    Each line is a prompt; in a file that is called .jsonl or begins with an object, {"text": ...} or
-    {"messages": [...]}, which may have "tools" and are rendered as a server of the model does. Raises UserError.
+    Each line is a prompt. In a file named .jsonl, or beginning with an object, it is {"text": ...} or {"messages":
+    [...]}, perhaps with "tools", which is rendered as a server of the model does. Raises UserError.
     """
     tokenizer = load_tokenizer(args)
     assert tokenizer is not None
@@ -50,13 +51,13 @@ def _encoded(lines: Iterable[str], path: str, tokenizer: Tokenizer, template: Ch
             objects = path.endswith(".jsonl") or line.lstrip().startswith("{")
         where = f"--calibrate {path}, line {number}"
         text, is_chat = _text(line, where, template) if objects else (line.rstrip("\r\n"), False)
-        ids = tokenizer.encode(text, add_special_tokens=not is_chat)  # templates spell them out
+        ids = tokenizer.encode(text, add_special_tokens=not is_chat)  # templates spell special tokens out
         if ids:
             yield ids
 
 
 def _text(line: str, where: str, template: ChatTemplate) -> tuple[str, bool]:
-    """(the prompt, whether the chat template made it)."""
+    """Returns the prompt, and whether the chat template made it."""
     try:
         entry = json.loads(line)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""Values of flags that contradict each other, each with what to do.
+"""Finds values of flags that contradict each other, and says what to do.
 
-Called by `server_args`, when every value is typed and in its range. `args` is a `ServerArgs`, whose module imports this
+`server_args` calls it once every value is typed and in its range. `args` is a `ServerArgs`, whose module imports this
 one.
 """
 
@@ -63,7 +63,7 @@ def _check_storage(args: Any) -> Iterator[tuple[set[str], str]]:
 
 
 def contradictions(args: Any) -> Iterator[tuple[set[str], str]]:
-    """The fields and the text of each."""
+    """Yields (fields, message) for each contradiction."""
     fraction, chunk, page = args.mem_fraction_static, args.chunked_prefill_size, args.page_size
     if fraction is not None and not 0 < fraction < 1:
         yield {"mem_fraction_static"}, f"--mem-fraction-static must be above 0 and below 1; got {fraction}."
@@ -214,7 +214,7 @@ def _check_speculation(args: Any) -> Iterator[tuple[set[str], str]]:
 
 
 def _check_blocks(args: Any) -> Iterator[tuple[set[str], str]]:
-    """Yields what contradicts itself among the numbers of tokens and of draft tokens of a block."""
+    """Yields contradictions among the numbers of tokens and draft tokens of block drafts."""
     tokens = args.speculative_num_draft_tokens
     for kind, name, more in (
         (DFLASH, "speculative_dflash_block_size", 0),

@@ -1,4 +1,4 @@
-"""Arguments of the user: one dataclass, from which the command line, the config file and `Engine(...)` are derived.
+"""The user's arguments: one dataclass, from which the command line, the config file and `Engine(...)` are derived.
 
 A field that depends on the model or the GPU stays None here; the plan decides it.
 """
@@ -29,14 +29,15 @@ from sglang.srt.flag_checks import contradictions
 _DRAFT_QUANTIZATION = (*SPELLINGS, UNQUANTIZED)
 
 SECRETS = ("api_key", "admin_api_key", "hicache_storage_backend_extra_config")
-"""Fields whose value nobody is shown: the latter is a store's own, with passwords among it."""
+"""Fields whose value is never shown; the last one is a storage backend's configuration, which may hold passwords."""
 _LOGIN = re.compile(r"//[^/\s]*@")
 """User and password in a URL."""
 
 
 @dataclass(kw_only=True)
 class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
-    """Build it with `from_cli` or `from_kwargs`, which check every value; `check()` does so after a manual change."""
+    """The server's options. Made by `from_cli` or `from_kwargs`, which check every value; call `check()` after changing
+    one."""
 
     # --- parallelism
     tp_size: int = option(1, PARALLEL, "GPUs that share every layer.", "--tp", "--tensor-parallel-size", minimum=1)
@@ -373,7 +374,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
 
     @property
     def steps_in_flight(self) -> int:
-        """The most steps that are launched before the results of the first of them are read."""
+        """Most steps that are launched before the results of the first of them are read back."""
         return 0 if self.disable_overlap_schedule else self.pp_size
 
     def __post_init__(self) -> None:
@@ -423,12 +424,12 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         problems.raise_if_any()
 
     def model_overrides(self) -> dict[str, Any]:
-        """`json_model_override_args` parsed."""
+        """Returns `json_model_override_args`, parsed."""
         result: dict[str, Any] = json.loads(self.json_model_override_args)
         return result
 
     def default_template_variables(self) -> dict[str, Any]:
-        """`default_chat_template_kwargs` parsed."""
+        """Returns `default_chat_template_kwargs`, parsed."""
         result: dict[str, Any] = json.loads(self.default_chat_template_kwargs)
         return result
 
@@ -440,7 +441,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         return f"http://{host}:{self.port}"
 
     def public_dict(self) -> dict[str, Any]:
-        """All fields for /server_info, without keys and passwords."""
+        """Returns all fields for /server_info, with keys and passwords hidden."""
         fields = asdict(self)
         hidden = {name: "set" for name in SECRETS if fields[name] is not None}
         shown = {name: _LOGIN.sub("//...@", text) for name, text in fields.items() if isinstance(text, str)}
@@ -451,7 +452,7 @@ TABLE = OptionTable(ServerArgs, GROUPS)
 
 
 def _find_problems(args: ServerArgs, problems: Problems) -> None:
-    """Collects values that contradict each other; fields with a problem already are left out."""
+    """Adds values that contradict each other to `problems`, except for fields that already have one."""
     for fields, text in contradictions(args):
         if not problems.fields & fields:
             problems.add(text, *fields)

@@ -1,13 +1,13 @@
-"""Estimate of the time that attention kernels take on an SM120 card, without a GPU. Times in microseconds inside,
-seconds from the public functions.
+"""Estimates the time of attention kernels on an SM120 card, without a GPU. Times in microseconds inside, seconds from
+the public functions.
 
-Decoding: programs walk over the keys of their piece in steps that depend on each other. A step of a lonely program
-takes `step`, and `cold` more when keys come from memory and not from the L2; on a full SM it takes `busy` for each
-program. Before and after its steps a program takes `program`. All programs that are launched, also those without a
-piece, take the card's dispatcher its time. What the memory and the L2 deliver bounds it from below. Prompts: programs
-of BLOCK_M queries walk over the keys before them, and the longest one is waited for.
+Decoding: programs walk over the keys of their piece in dependent steps. A step of a program that is alone on its SM
+takes `step`, and `cold` more when keys come from memory instead of the L2; on a full SM it takes `busy` for each
+program. Before and after its steps a program takes `program`. The card's dispatcher takes time for each launched
+program, also those without a piece. The bandwidths of memory and L2 are lower bounds. Prompts: programs of BLOCK_M
+queries walk over the keys before them, and the longest one decides.
 
-The constants of SGLang's Triton kernels are fitted on times measured on an RTX PRO 6000 Server
+The constants of SGLang's Triton kernels are fitted to times measured on an RTX PRO 6000 Server
 (lab/kernels/card/fit_attention.py). This project's kernels: `served_attention`.
 """
 
@@ -23,8 +23,8 @@ _SHARPNESS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys of one step of a layer: `batch` requests with `context` keys each, `heads` query heads and
-    `kv_heads` of keys and values on a rank. `latent`: values are the first columns of the keys (MLA)."""
+    """The keys of one step of a layer: `batch` requests with `context` keys each, `heads` query heads and `kv_heads` on
+    a rank. `latent`: values are the first columns of the keys (MLA)."""
 
     batch: int
     context: int
@@ -37,7 +37,7 @@ class Keys:
 
     @property
     def row(self) -> int:
-        """Cached elements of a token and kv head."""
+        """Returns the cached elements of a token and KV head."""
         return self.head_dim if self.latent else self.head_dim + self.v_head_dim
 
     @property
@@ -52,7 +52,7 @@ class Keys:
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """A launch of a decode kernel: `programs` with `steps` of `block_n` keys each, `occupancy` of them on an SM;
-    `launched` counts those without work, `combined` the pieces of a request that a second kernel looks at."""
+    `launched` also counts those without work, `combined` the pieces of a request that a second kernel merges."""
 
     programs: float
     steps: float
@@ -65,8 +65,8 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """The times of one compiled decode kernel, microseconds; `base`: both launches, when there is nothing to do;
-    `program`: what a program takes besides its steps."""
+    """Times of one compiled decode kernel in microseconds; `base`: both launches without work; `program`: time of a
+    program besides its steps."""
 
     step: float
     cold: float
@@ -77,17 +77,17 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class DecodeShared:
-    """Constants that all decode kernels share. `dispatch`: nanoseconds of a launched program; rates in TB/s; keys of
-    up to `warm_mb` are in the L2 when a graph is replayed, and hardly any beyond exp(`warm_width`) times that."""
+    """Constants of all decode kernels. `dispatch`: nanoseconds of a launched program; rates in TB/s; keys of up to
+    `warm_mb` are in the L2 when a graph is replayed, and hardly any beyond exp(`warm_width`) times that."""
 
     dispatch: float = 0.975
     l2: float = 7.1
     bandwidth: float = 1.44
     warm_mb: float = 102.0
     warm_width: float = 0.4
-    reread: float = 0.476  # of what tiles of latent heads read once more, and not from the L2
+    reread: float = 0.476  # share of repeated reads by tiles of latent heads that miss the L2
     combine: float = 0.0616  # nanoseconds of the second kernel for a head and piece
-    part: float = 0.241  # of the second kernel for a piece more
+    part: float = 0.241  # the same, for each further piece
 
 
 SHARED = DecodeShared()
@@ -101,7 +101,8 @@ def decode_seconds(
     cold: bool = False,
     num_sms: int = NUM_SMS,
 ) -> float:
-    """`cold`: nothing is in the L2, as in a model whose other layers have passed through it."""
+    """Returns the seconds of a decode step. `cold`: nothing is in the L2, as in a model whose other layers have
+    replaced its content."""
     size = keys.cache_bytes
     missed = 1.0 if cold else from_memory_share(size, shared)
     sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / num_sms))
@@ -116,17 +117,18 @@ def decode_seconds(
 
 
 def from_memory_share(num_bytes: float, shared: DecodeShared = SHARED) -> float:
-    """The share of operands that a replay uses again which comes from memory, and not from the L2."""
+    """Returns the share of reused operands that a replay reads from memory instead of the L2."""
     return min(1.0, max(0.0, math.log(max(1.0, num_bytes) / (shared.warm_mb * 1e6)) / shared.warm_width))
 
 
 def waves_of(waves: float) -> float:
-    """Programs of different waves overlap: the more waves, the less the last one stands alone."""
+    """Returns the effective number of waves. Programs of different waves overlap: the more waves, the less of the last
+    one is idle."""
     return 1.0 if waves <= 1.0 else waves + 0.5 * (math.ceil(waves) - waves) / (1.0 + math.floor(waves))
 
 
 def largest(*times: float) -> float:
-    """Their maximum, rounded off where two are close."""
+    """Returns a smooth maximum, which is larger where two times are close."""
     most = max(times)
     return most * math.pow(math.fsum(math.pow(time / most, _SHARPNESS) for time in times), 1.0 / _SHARPNESS)
 
@@ -136,7 +138,7 @@ def largest(*times: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`batch` requests with `new` tokens each over `prefix` cached ones. `window` 0: all keys before."""
+    """`batch` requests with `new` tokens each after `prefix` cached ones. `window` 0: all earlier keys."""
 
     batch: int
     new: int
@@ -150,7 +152,7 @@ class Prompt:
 
     @property
     def pairs(self) -> float:
-        """The pairs of a query and a key, of all heads."""
+        """Returns the pairs of a query and a key, over all heads."""
         if self.window and self.window < self.prefix + self.new:
             return float(self.batch * self.heads * self.new * min(self.window, self.prefix + self.new))
         return self.batch * self.heads * self.new * (self.prefix + (self.new + 1) / 2)
@@ -162,10 +164,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptTimes:
-    """The times of one compiled kernel, microseconds: a step of a lonely program, of each program where all SMs
-    compute, what a
-    program takes besides, a step that a window masks out, the launch, and what a program with all of its rows takes
-    more than one without any."""
+    """Times of one compiled kernel in microseconds: a step of a program alone on its SM, a step of each program where
+    all SMs compute, a program besides its steps, a step masked by the window, the launch, and the extra time of a
+    program with all of its rows."""
 
     step: float
     busy: float
@@ -177,13 +178,16 @@ class PromptTimes:
 
 @dataclass(frozen=True, slots=True)
 class PromptTile:
+    """Tile of a prompt kernel."""
+
     block_m: int
     block_n: int
     occupancy: int
-    skips: bool = False  # begins where the window does
+    skips: bool = False  # skips keys before the window
 
 
 def prompt_seconds(prompt: Prompt, tile: PromptTile, times: PromptTimes, num_sms: int = NUM_SMS) -> float:
+    """Returns the seconds of attention in a prompt."""
     blocks, steps, masked, longest, longest_masked = _walk(prompt.new, prompt.prefix, prompt.window, tile)
     streams = prompt.batch * prompt.heads
     on_sm = min(float(tile.occupancy), streams * blocks / num_sms)
@@ -196,7 +200,8 @@ def prompt_seconds(prompt: Prompt, tile: PromptTile, times: PromptTimes, num_sms
 
 @functools.lru_cache(maxsize=65536)
 def _walk(new: int, prefix: int, window: int, tile: PromptTile) -> tuple[int, float, float, float, float]:
-    """Blocks of queries of one head; steps of all of them, with and without unmasked keys; those of the last block."""
+    """Returns the blocks of queries of one head; the steps of all of them, with and without unmasked keys; and those of
+    the last block."""
     m, n = tile.block_m, tile.block_n
     blocks = -(-new // m)
     steps = masked = last = last_masked = 0.0

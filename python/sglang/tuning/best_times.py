@@ -1,4 +1,4 @@
-"""The best time that anyone measured for an op on a card."""
+"""Best measured time of an op on a card, by any framework."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from sglang.tuning.sglang_times import expert_form, gated, product_form, product
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """`measured`: as it stands in the tables, small operands in the L2. `served`: with reading them from memory, and
-    scales that were not timed. Of experts both are with pairs that are shared out evenly.
-    `exact`: a row of these sizes was measured; otherwise neighbours were."""
+    """`measured`: as in the tables, with small operands in the L2. `served`: with reading them from memory, and scales
+    that were not timed. For experts both assume evenly distributed pairs. `exact`: these sizes were measured; otherwise
+    neighbours were."""
 
     measured: float
     served: float
@@ -40,7 +40,7 @@ class Best:
 
 
 def best(op: Op, arch: ArchTraits) -> Best | None:
-    """None where nobody measured the op, or not on this card."""
+    """Returns the best time; None if nobody measured the op, or not on this card."""
     finder = _FINDERS.get(op.kind)
     row = finder(op, tables_of(arch)) if finder is not None else None
     if row is None:
@@ -60,7 +60,7 @@ would have been read at 1.57 TB/s, more than any other kernel reached on the car
 
 
 def _scales_not_timed(op: Experts) -> float:
-    """Bytes of scales of smaller groups than those that were timed."""
+    """Returns the bytes of scales of smaller groups than those that were timed."""
     if op.scheme is None or SCHEMES[op.scheme].element != "int4":
         return 0.0
     more = SCHEMES[op.scheme].bytes_per_weight() - TIMED_INT4.bytes_per_weight()
@@ -87,7 +87,7 @@ def _linear(op: Linear, tables: _Tables) -> _Row:
 def _experts(op: Experts, tables: _Tables) -> _Row:
     form = expert_form(op.scheme)
     forms = {"fp8_block": ("fp8_block", "fp8"), "mxfp4_mxfp8": ("mxfp4_mxfp8", form)}.get(op.scheme or "", (form,))
-    # A fused shared expert is one more of the table's, which every token chooses.
+    # A fused shared expert counts as a further expert of the table, chosen by every token.
     for count, top_k in ((op.num_experts, op.top_k), (op.num_experts - 1, op.top_k - 1)):
         if gated(count, top_k) != op.gate:
             continue
@@ -169,6 +169,6 @@ _FINDERS: Mapping[str, Callable[[Any, _Tables], _Row]] = {
     "gated_delta_rule": _gated_delta,
     "all_reduce": _all_reduce,
     "all_gather": _all_reduce,
-    "quantized_sum": _all_reduce,  # in 16 bits: nobody has measured another one
+    "quantized_sum": _all_reduce,  # timed in 16 bits: nobody has measured quantized ones
     "hyper_connection": _hyper,
 }

@@ -1,17 +1,17 @@
-"""Estimate of the time that a grouped product of tokens with their experts' weights takes with a tile, without a GPU.
+"""Estimates the time of a grouped product of tokens with their experts' weights for a tile, without a GPU.
 
-A program computes BLOCK_M pairs x BLOCK_N columns in depth / BLOCK_K steps. Programs run in waves over the SMs, which
-`occupancy` of them share. The estimate is the largest of three times, rounded off where two are close:
+A program computes BLOCK_M pairs x BLOCK_N columns in depth / BLOCK_K steps. Programs run in waves over the SMs,
+`occupancy` of them on each. The estimate is a smooth maximum of three times:
 
-- the chain: for each wave, a prologue, the steps, an epilogue. A step takes what the shared units of an SM need for all
-  of its programs (matrix unit, widening of weights, shared memory, its part of the L2), and at least the time from
-  asking for a stage until all of it is there, divided by the stages on their way: that is what a deep pipeline hides;
-- all bytes over the memory's bandwidth: the weights of every expert that was chosen, activations, results; less of
-  the bandwidth is reached with few loads on their way, and with short rows;
+- the chain: for each wave, a prologue, the steps, an epilogue. A step takes the time of the SM's shared units for all
+  of its programs (matrix unit, dequantizing, shared memory, its part of the L2), and at least the load latency of a
+  stage divided by the stages in flight: this is what a deep pipeline hides;
+- all bytes over the memory's bandwidth: the weights of every chosen expert, activations, results; the bandwidth is
+  lower with few loads in flight, and with short rows;
 - all loads over the L2's bandwidth.
 
-Tokens choose experts evenly and independently. The constants are fitted on measurements; what a tile costs comes from
-compiling it. Every time is in seconds.
+Tokens are assumed to choose experts evenly and independently. The constants are fitted to measurements; registers and
+shared memory of a tile come from compiling it. Every time is in seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Constants:
     spill_penalty: float = 0.002  # per spilled byte, of the chain; not fitted: tiles that spill are not measured
 
     def replaced(self, values: Mapping[str, float]) -> Constants:
-        """Returns the constants with some of them changed, by name."""
+        """Returns the constants with some of them replaced, by name."""
         return Constants(**{field.name: values.get(field.name, getattr(self, field.name)) for field in fields(self)})
 
 
@@ -81,7 +81,7 @@ H200."""
 
 
 def constants_of(arch: ArchTraits) -> Constants:
-    """Of a card that nobody measured: with the share of its bandwidth that `ceilings_of` counts."""
+    """Returns the constants of a card. One that nobody measured gets the bandwidth share that `ceilings_of` assumes."""
     if "block_scaled_mma" not in arch.features or "tcgen05" in arch.features:
         return DEFAULT
     if arch.product is None or arch.product in CEILINGS or arch.product not in RATES:
@@ -97,8 +97,8 @@ _SHARPNESS = 4.0
 class GroupedProduct:
     """One of the two products: `columns` of the result, `depth` summed over; bytes are those of one element.
 
-    `width`: how many rows of weights make one column (2: gate and up). `widening`: weights are widened in registers.
-    `scaled_every`: how many columns of depth share a scale that is applied to partial sums, 0 for none.
+    `width`: rows of weights for one column (2: gate and up). `widening`: weights are dequantized in registers.
+    `scaled_every`: columns of depth that share a scale, which is applied to partial sums; 0 for none.
     """
 
     num_experts: int
@@ -116,7 +116,7 @@ class GroupedProduct:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds, and what they are made of."""
+    """Seconds, and their parts."""
 
     total: float
     chain: float
@@ -134,7 +134,8 @@ def estimate(
     arch: ArchTraits,
     constants: Constants | None = None,
 ) -> Estimate | None:
-    """None when no program of the tile fits an SM. Raises UserError for a GPU without known rates."""
+    """Estimates a product; None if no program of the tile fits an SM. Raises UserError for a GPU without known
+    rates."""
     experts, blocks = used_blocks(num_tokens, product.num_experts, product.top_k, tile["BLOCK_M"])
     return estimate_blocks(product, num_tokens, tile, record, arch, experts, blocks, constants)
 
@@ -149,8 +150,8 @@ def estimate_blocks(
     blocks: float,
     constants: Constants | None = None,
 ) -> Estimate | None:
-    """Estimates a product like `estimate`, for a routing that gives `experts` experts a token and makes `blocks` blocks
-    of BLOCK_M rows."""
+    """Estimates a product like `estimate`, for a routing with tokens for `experts` experts in `blocks` blocks of
+    BLOCK_M rows."""
     rates, constants = rates_of(arch), constants or constants_of(arch)
     occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates)
     if occupancy == 0:
@@ -176,9 +177,10 @@ def blocks_per_sm(record: TileRecord, num_warps: int, arch: ArchTraits, rates: R
 
 @functools.lru_cache(maxsize=4096)
 def used_blocks(num_tokens: int, num_experts: int, top_k: int, block_m: int) -> tuple[float, float]:
-    """Expected experts with at least one token, and blocks of BLOCK_M rows, when each token has `top_k` of them.
+    """Returns the expected numbers of experts with at least one token, and of blocks of BLOCK_M rows, when each token
+    chooses `top_k`.
 
-    An expert's tokens are binomial; the blocks of n tokens are ceil(n / BLOCK_M).
+    An expert's tokens are binomial; n tokens take ceil(n / BLOCK_M) blocks.
     """
     share = min(1.0, top_k / num_experts)
     if share == 1.0:
@@ -195,7 +197,8 @@ def used_blocks(num_tokens: int, num_experts: int, top_k: int, block_m: int) -> 
 
 
 def even_blocks(num_pairs: int, num_experts: int, block_m: int) -> tuple[float, float]:
-    """Experts with a pair, and blocks of BLOCK_M rows, when pairs are shared out evenly, as published times have it."""
+    """Returns the numbers of experts with a pair, and of blocks of BLOCK_M rows, when pairs are distributed evenly, as
+    for published times."""
     few, more = divmod(num_pairs, num_experts)
     blocks = (num_experts - more) * math.ceil(few / block_m) + more * math.ceil((few + 1) / block_m)
     return float(min(num_experts, num_pairs)), float(blocks)
@@ -226,42 +229,43 @@ class _Launch:
 
     @functools.cached_property
     def weights(self) -> float:
-        """Bytes of weights that a program loads in a step."""
+        """Returns the bytes of weights that a program loads in a step."""
         return self.tile["BLOCK_N"] * self.product.width * self.tile["BLOCK_K"] * self.product.w_bytes
 
     @functools.cached_property
     def loaded(self) -> float:
-        """Bytes that a program loads in a step. Rows of a block that hold no pair are not loaded."""
+        """Returns the bytes that a program loads in a step. Rows without a pair are not loaded."""
         rows = self.num_tokens * self.product.top_k / self.blocks
         return rows * self.tile["BLOCK_K"] * self.product.x_bytes + self.weights
 
     def chain(self) -> float:
-        """Wave after wave of programs; the last one is less crowded."""
+        """Returns the time of all waves of programs; the last wave is less crowded."""
         slots = self.arch.num_sms * self.occupancy
         full, rest = divmod(self.programs, slots)
         crowded = self._program(self.occupancy)
         last = self._program(max(1.0, rest / self.arch.num_sms)) if rest else 0.0
-        # Programs of different waves overlap: the more waves, the less the last one stands alone.
+        # Programs of different waves overlap: the more waves, the less of the last one is idle.
         alone = 1.0 / (1.0 + full)
         time = full * crowded + last * alone + crowded * (rest / slots) * (1 - alone)
         return time * (1.0 + self.constants.spill_penalty * self.record.spills)
 
     def _program(self, sharing: float) -> float:
-        """The time of a program that shares its SM with `sharing` - 1 others."""
+        """Returns the time of a program that shares its SM with `sharing` - 1 others."""
         constants, tile = self.constants, self.tile
         shared = 2.0 * self.loaded / (SHARED_BYTES_PER_CLOCK * self.rates.clock)
         l2_rate = self._l2_rate()
         fetched = sharing * self.loaded / l2_rate
-        # Between the barriers of a step no unit works ahead, and the more warps, the longer until the last is there.
+        # Barriers keep units from working ahead in a step, and the more warps, the later the last one arrives.
         overhead = constants.step_overhead * tile["num_warps"] / 4
         busy = max(sharing * max(self._arithmetic(sharing), shared), fetched) + overhead
-        # Of s stages s - 1 are on their way at any time; with a single one a load is waited for.
+        # With s stages, s - 1 are in flight at any time; a single one makes every load wait.
         waited = (constants.latency + fetched) / max(1, tile["num_stages"] - 1)
         stored = tile["BLOCK_M"] * tile["BLOCK_N"] * self.product.out_bytes * sharing / l2_rate
         return constants.prologue + self.steps * max(busy, waited) + constants.epilogue + stored
 
     def _arithmetic(self, sharing: float) -> float:
-        """The times of one step's arithmetic, by the matrix unit and then by the lanes, if the SM did nothing else."""
+        """Returns the times of one step's arithmetic in the matrix unit and in the lanes, if the SM did nothing
+        else."""
         product, constants = self.product, self.constants
         m, n, k = self.tile["BLOCK_M"], self.tile["BLOCK_N"] * product.width, self.tile["BLOCK_K"]
         fill = min(1.0, self.tile["num_warps"] * sharing / FULL_WARPS)
@@ -272,7 +276,7 @@ class _Launch:
         return 2.0 * m * n * k / matrix_rate + (dequantized + scaled) / (LANES_PER_SM * self.rates.clock)
 
     def _widening_instructions(self) -> float:
-        """Returns the number of instructions that widen a weight, of all warps that do so."""
+        """Returns the number of instructions that dequantize a weight, over all warps that do it."""
         widening, tile = self.product.widening, self.tile
         if widening is None:
             return 0.0
@@ -281,11 +285,12 @@ class _Launch:
         return self._copies() * widening.each if counted is None else counted
 
     def _copies(self) -> int:
-        """Returns the number of warps that hold, and widen, the same weights.
+        """Returns the number of warps that hold and dequantize the same weights.
 
-        `wgmma` takes 64 rows or more of weights from the registers of as many warps as there are 16 rows, fewer rows
-        from shared memory. Otherwise Triton, as the strips of a step add to the same sums, lines all warps up along the
-        longer side of the block: along the weights a warp takes at least 8 rows; along the tokens all hold all weights.
+        `wgmma` with 64 or more rows of weights takes them from registers, with one warp for each 16 rows; fewer rows
+        come from shared memory. Otherwise Triton arranges all warps along the longer side of the block, because the
+        strips of a step add to the same sums: along the weights a warp takes at least 8 rows; along the tokens every
+        warp holds all weights.
         """
         m, n, warps = self.tile["BLOCK_M"], self.tile["BLOCK_N"], self.tile["num_warps"]
         if any(name.startswith("wgmma") for name in self.record.mma):
@@ -293,12 +298,12 @@ class _Launch:
         return max(1, warps * 8 // n) if n > m else warps
 
     def _l2_rate(self) -> float:
-        """Bytes a second of one SM's part."""
+        """Returns the bytes a second of one SM's part of the L2."""
         return self.rates.l2_bytes_per_clock * self.rates.clock * self.constants.l2_share
 
     def memory(self) -> float:
-        """All bytes from and to memory. Row blocks of an expert find its weights in the L2 if they take less than half
-        of it; otherwise each group of GROUP_M row blocks reads them anew."""
+        """Returns the time of all bytes from and to memory. Row blocks of an expert find its weights in the L2 if they
+        take less than half of it; otherwise each group of GROUP_M row blocks reads them again."""
         product = self.product
         per_expert = product.columns * product.width * product.depth * product.w_bytes
         fits = per_expert <= self.rates.l2_bytes / 2
@@ -309,8 +314,8 @@ class _Launch:
         return total / self._bandwidth()
 
     def _bandwidth(self) -> float:
-        """The bandwidth of the memory, bytes a second. Loads on their way hide the latency; whole lines and pages of
-        it are read."""
+        """Returns the memory's bandwidth in bytes a second. Loads in flight hide the latency; whole lines and pages are
+        read."""
         arch, constants = self.arch, self.constants
         sharing = min(float(self.occupancy), self.programs / arch.num_sms)
         on_their_way = sharing * max(1, self.tile["num_stages"] - 1) * self.weights
@@ -321,7 +326,7 @@ class _Launch:
         return arch.bandwidth * constants.bandwidth_share / slowdown
 
     def l2(self) -> float:
-        """All loads of all programs, from the L2."""
+        """Returns the time of all programs' loads from the L2."""
         return self.programs * self.steps * self.loaded / (self._l2_rate() * self.arch.num_sms)
 
 

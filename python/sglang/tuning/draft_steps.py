@@ -1,8 +1,8 @@
-"""Steps with drafts on one rank: predicted times of verifying guesses and of making them, and the speed at an accept
-length.
+"""Steps with speculative decoding on one rank: predicted times of verifying draft tokens and of drafting, and the speed
+at an accept length.
 
-drafted = time_drafted(model, draft, serving, steps.verify_step(batch=8, width=4), arch)
-drafted.tokens_per_second(accept_length=2.8)
+    drafted = time_drafted(model, draft, serving, steps.verify_step(batch=8, width=4), arch)
+    drafted.tokens_per_second(accept_length=2.8)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PER_TOKEN = "fc"
 
 @dataclass(frozen=True, slots=True)
 class DraftedStep:
-    """The times of a step that verifies: `step` says of how many tokens. `plain`: of one without drafts."""
+    """Times of a verify step of the tokens in `step`, and of drafting. `plain`: time of a step without drafts."""
 
     step: Step
     plain: StepTime
@@ -47,7 +47,7 @@ class DraftedStep:
 
     @property
     def pays_from(self) -> float:
-        """The accept length (tokens of a request and step) from which drafts are faster than none."""
+        """Returns the accept length (tokens of a request and step) above which drafting is faster."""
         return self.seconds / self.plain.seconds
 
     def tokens_per_second(self, accept_length: float) -> float:
@@ -57,8 +57,8 @@ class DraftedStep:
 def time_drafted(
     model: ModelDescription, draft: DraftDescription | None, parallel: ParallelConfig, step: Step, arch: ArchTraits
 ) -> DraftedStep:
-    """Returns the times of a step that verifies `step.new` tokens of each request. draft None: guesses are looked up,
-    which is not counted. Raises UserError for a card that nobody measured."""
+    """Returns the times of a step that verifies `step.new` tokens of each request. draft None: draft tokens are looked
+    up, which is not counted. Raises UserError for a card that nobody measured."""
     unserved = frozenset() if draft is None else unserved_ops(draft.model, parallel, arch)
     ops = () if draft is None else draft_ops(model, draft, parallel, step)
     return DraftedStep(
@@ -72,7 +72,7 @@ def time_drafted(
 def draft_ops(
     model: ModelDescription, draft: DraftDescription, parallel: ParallelConfig, step: Step
 ) -> Iterator[tuple[str, Op]]:
-    """Yields the ops behind a step that verifies, with which its drafts are made."""
+    """Yields the ops that make the next draft tokens after a verify step."""
     if isinstance(draft.form, Block):
         yield from _block(model, draft, draft.form, parallel, step)
         return
@@ -81,13 +81,13 @@ def draft_ops(
     head = model if draft.head_size == 0 else draft.model
     for i in range(draft_tokens):
         yield from head_ops(head, parallel, step.batch)
-        if isinstance(draft.form, MTPByLayer):  # the depths from i on have a row for the guess before
+        if isinstance(draft.form, MTPByLayer):  # depths from i on process the previous draft token
             yield from _pass(draft, layers[i:], parallel, one if i else step, i)
         elif i or isinstance(draft.form, Assistant):
             yield from _pass(draft, layers, parallel, one)
         else:
             yield from _pass(draft, layers, parallel, step)
-            if isinstance(draft.form, Separate):  # its first guess has a row of its own
+            if isinstance(draft.form, Separate):  # its first draft token is a row of its own
                 yield from _pass(draft, layers, parallel, one)
 
 
@@ -107,8 +107,8 @@ def _pass(
 def _block(
     model: ModelDescription, draft: DraftDescription, form: Block, parallel: ParallelConfig, step: Step
 ) -> Iterator[tuple[str, Op]]:
-    """Yields the ops that keep the step's tokens for the draft, of one pass over blocks, and of the guesses that a head
-    corrects one after the other."""
+    """Yields the ops of a block draft: storing the step's tokens, one pass over blocks, and a head that corrects draft
+    tokens in sequence."""
     draft_tokens = step.new - 1
     rows = replace(step, new=form.size, verifies=True)
     for matrix in _matrices(draft):
@@ -129,7 +129,7 @@ def _block(
     for i, layer in enumerate(draft.model.layers):
         yield from layer_ops(draft.model, i, layer, parallel, rows, experts, quant.scheme if quant else None)
     yield from head_ops(model, parallel, step.batch * draft_tokens)
-    if form.head is not None:  # guesses are drawn one after the other
+    if form.head is not None:  # draft tokens are drawn one after the other
         size = 4.0 * 3 * step.batch * model.vocab_size
         yield from (("sampling", Elementwise("sampling", size, 3)) for _ in range(draft_tokens - 1))
 

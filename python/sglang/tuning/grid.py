@@ -1,4 +1,4 @@
-"""Times on a grid of sizes, and what lies between: linear in the logarithms. No numpy, so that any process can ask."""
+"""Times on a grid of sizes, interpolated linearly in the logarithms. No numpy, so that any process can use it."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Grid:
         return Grid(tuple(table["axes"]), axes, codes)
 
     def seconds(self, *sizes: float, base: Base | None = None) -> float:
-        """Returns the seconds at the given sizes, one for each axis. With `base` what lies between are multiples of it,
-        and beyond the ends of the axes times grow as it does. Without one they grow in proportion beyond the end, and
-        before the start they stay, because a launch takes its time however little there is to do."""
+        """Returns the seconds at the given sizes, one for each axis. With `base`, multiples of it are interpolated, and
+        times beyond the axes follow it. Without it, times beyond the end grow in proportion, and those before the start
+        are constant, like a launch's."""
         places = [_place(axis, size) for axis, size in zip(self.axes, sizes, strict=True)]
         log = 0.0
         for corner in itertools.product((0, 1), repeat=len(places)):
@@ -56,16 +56,16 @@ class Grid:
         return math.pow(2.0, log) * 1e-6 * beyond
 
     def covers(self, *sizes: float) -> bool:
-        """Returns whether the table says anything of these sizes: an axis with one size is of that size only."""
+        """Returns whether the table applies to these sizes: an axis with a single size applies to that size only."""
         return all(len(axis) > 1 or size == axis[0] for axis, size in zip(self.axes, sizes, strict=True))
 
     def holds(self, *sizes: float) -> bool:
-        """Returns whether a time of exactly these sizes is in the table."""
+        """Returns whether exactly these sizes are in the table."""
         return all(size in axis for axis, size in zip(self.axes, sizes, strict=True))
 
 
 def _place(axis: Sequence[int], size: float) -> tuple[int, float]:
-    """(index of the entry below, share of the way to the next one)."""
+    """Returns the index of the entry below, and the share of the way to the next one."""
     if size <= axis[0] or size >= axis[-1]:
         return (0 if size <= axis[0] else len(axis) - 1), 0.0
     low = bisect.bisect_right(axis, size) - 1
@@ -77,12 +77,12 @@ def code_of(microseconds: float) -> int:
 
 
 def encoded(codes: Sequence[int]) -> str:
-    """Two characters a code."""
+    """Returns the codes as text, two characters each."""
     return "".join(_DIGITS[code // 64] + _DIGITS[code % 64] for code in codes)
 
 
 def decoded(text: str) -> tuple[int, ...]:
-    """Raises ValueError for text that `encoded` does not write."""
+    """Returns the codes of a text. Raises ValueError for text that `encoded` does not write."""
     if len(text) % 2 or not set(text) <= _VALUES.keys():
         raise ValueError("codes are pairs of the digits of base 64")
     return tuple(64 * _VALUES[text[i]] + _VALUES[text[i + 1]] for i in range(0, len(text), 2))

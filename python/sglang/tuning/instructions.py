@@ -1,5 +1,5 @@
-"""Instructions that kernels spend besides matrix products, counted in their machine code: `tables/instructions.json`,
-which lab/kernels/card/count_instructions.py writes. Those of a lane, for each weight or pair."""
+"""Instructions of kernels besides matrix products, counted in their machine code: `tables/instructions.json`, written
+by lab/kernels/card/count_instructions.py. Counts are per lane, for each weight or pair."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ OTHER = 4.4
 
 @dataclass(frozen=True, slots=True)
 class Widening:
-    """`each`: a weight that one warp widens. `counted`: by all warps that do, for some tiles."""
+    """Instructions to dequantize a weight. `each`: in one warp. `counted`: over all warps that do it, for some
+    tiles."""
 
     each: float
     counted: Mapping[TileSizes, float]
@@ -30,7 +31,8 @@ class Widening:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A weight that is multiplied without matrix instructions: by few pairs' two products, or by few rows."""
+    """Instructions for a weight that is multiplied without matrix instructions: in both products of few pairs, or with
+    few rows."""
 
     gate_up: float
     down: float
@@ -38,20 +40,20 @@ class Streamed:
 
 
 def tile_form(scheme: str, features: Collection[str]) -> str:
-    """Returns the form in which GPUs with these features multiply a scheme."""
+    """Returns the kind of product with which GPUs with these features multiply a scheme."""
     to_e4m3 = SCHEMES[scheme].activation == "mxfp8" and "block_scaled_mma" in features
     return _form(scheme, "e4m3" if to_e4m3 else "wgmma" if "wgmma" in features else "mma")
 
 
 def _form(scheme: str, unit: str) -> str:
-    """The name of a format of weights and of the instruction that they are widened for: "int4/wgmma"."""
+    """Returns the name of a weight format and the matrix instruction that it is dequantized for: "int4/wgmma"."""
     form = SCHEMES[scheme]
     return f"{form.element}{f' in {form.group[1]}s' if form.element == 'e2m1' else ''}/{unit}"
 
 
 @functools.cache
 def widening(scheme: str, unit: str, to_half: bool = True) -> Widening:
-    """`unit`: "wgmma" or "mma". `to_half`: to 16 bits; otherwise to e4m3."""
+    """Returns the instructions of dequantizing. `unit`: "wgmma" or "mma". `to_half`: to 16 bits; otherwise to e4m3."""
     counts = _counts()["tiles"].get(_form(scheme, unit if to_half else "e4m3"))
     if counts is None:
         return Widening(OTHER, {})
@@ -60,19 +62,20 @@ def widening(scheme: str, unit: str, to_half: bool = True) -> Widening:
 
 
 def mixed(block_m: int) -> float:
-    """The instructions of a weight in the loop of sgl-kernel's products with blocks of so many pairs."""
+    """Returns the instructions for a weight in the loop of sgl-kernel's products with blocks of `block_m` pairs."""
     return _counts()["mixed"]["sm_120"][str(block_m)]
 
 
 @functools.cache
 def streamed(scheme: str | None, arch_name: str) -> Streamed:
-    """Other schemes and GPUs count as those that they resemble most."""
+    """Returns the instructions; schemes and GPUs that were not counted use those of the most similar ones."""
     counts = _counts()["streams"][f"{_stream_form(scheme)}/{'sm_90' if arch_name == 'sm_90' else 'sm_120'}"]
     return Streamed(counts["gate_up_pairs"], counts["down_sum"], counts.get("few", counts["gate_up_pairs"]))
 
 
 def pair_instructions(dims: tuple[int, int], arch_name: str) -> float:
-    """The instructions of a query and a key in a prompt; head dims that nobody counted as the next larger."""
+    """Returns the instructions for a query and a key in a prompt; head dims that were not counted use those of the next
+    larger one."""
     counts = _counts()["prompts"]["sm_90" if arch_name == "sm_90" else "sm_120"]
     by_width = sorted((sum(map(int, key.split("x"))), count) for key, count in counts.items())
     widest, most = by_width[-1]

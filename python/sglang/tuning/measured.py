@@ -1,6 +1,6 @@
-"""Times that others measured on a card, as small grids: `tables/PRODUCT.json`, which a script writes
-(lab/kernels/card/derive_tables.py). The file names its source. Weights and caches below about 100 MB were in the
-L2 when they were measured, which they are not when a model is served: `op_times` counts reading them besides."""
+"""Published times of a card as small grids: `tables/PRODUCT.json`, written by lab/kernels/card/derive_tables.py. The
+file names its source. Weights and caches below about 100 MB were in the L2 during these measurements, which they are
+not when a model is served: `op_times` adds reading them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table_path(product: str) -> Path:
 
 @functools.cache
 def measured_times(product: str | None) -> Mapping[str, Grid]:
-    """Table name ("product/bf16/best") -> its grid; empty for a product that nobody has timed."""
+    """Returns the grids by table name ("product/bf16/best"); empty for a product that nobody has timed."""
     path = table_path(SAME_CARD.get(product or "", product or ""))
     if not path.is_file():
         return {}

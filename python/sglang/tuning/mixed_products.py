@@ -1,7 +1,8 @@
-"""sgl-kernel's products of e4m3 by e2m1, as the cost model takes them. No torch.
+"""sgl-kernel's products of e4m3 by e2m1 in terms of the cost model. No torch.
 
-The ledger has rows of Triton's kernels alone: what these tiles take is in sgl-kernel's own record, to which a test
-holds this file, and what their loop issues besides matrix products is counted in `tables/instructions.json`.
+The ledger has only Triton's kernels: registers and shared memory of these tiles come from sgl-kernel's own record,
+which a test compares with this file, and the instructions of their loop besides matrix products from
+`tables/instructions.json`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def mixed_tile(shape: MoeShape, kind: str, block_m: int) -> GroupedTile:
 
 
 def mixed_product(shape: MoeShape, kind: str, block_m: int) -> GroupedProduct:
-    """All that the loop issues besides matrix products counts as Triton's widening does."""
+    """Returns the product. All instructions of the loop besides matrix products count as dequantizing does for
+    Triton."""
     choice, each = mixed_tile(shape, kind, block_m), mixed(block_m)
     sizes = (shape.width(kind), block_m, choice["BLOCK_N"], WARPS)
     product = grouped_product(shape, kind, RECORDS[kind, block_m])

@@ -1,4 +1,4 @@
-"""The ops of a step with their sizes on one rank: what they read, write and multiply. No torch.
+"""Ops of a step with their sizes on one rank: bytes read and written, and arithmetic operations. No torch.
 
     Linear(tokens=64, rows=4096, cols=7168, scheme="fp8_block").floor(ceilings)     # seconds
 
@@ -20,26 +20,29 @@ from sglang.tuning.rates import Ceilings, operand_of
 
 
 class Op(Protocol):
+    """An op of a step with its sizes."""
+
     kind: ClassVar[str]
 
     @property
     def num_bytes(self) -> float:
-        """The bytes that must come from or go to memory."""
+        """Returns the bytes that must come from or go to memory."""
 
     @property
     def operations(self) -> float: ...
 
     @property
     def operand(self) -> str:
-        """The operands of the product, as in `rates.Ceilings.products`."""
+        """Returns the operand type of the product, a key of `rates.Ceilings.products`."""
 
 
 def floor(op: Op, ceilings: Ceilings) -> float:
-    """Seconds that no kernel is known to undercut."""
+    """Returns the seconds below which no kernel is known to run."""
     return ceilings.floor(op.num_bytes, op.operations, op.operand)
 
 
 def weight_bytes(scheme: str | None) -> float:
+    """Returns the bytes of a weight, including its share of scales."""
     return SCHEMES[scheme].bytes_per_weight() if scheme else 2.0
 
 
@@ -76,8 +79,8 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer's routed experts without the router, on one rank: tokens choose independently, every expert as often.
-    `gate` False: they have two matrices, up and down (Nemotron 3). `sgl_kernel`: where experts get many pairs, by
+    """A layer's routed experts on one rank, without the router. Tokens choose independently, each expert equally often.
+    `gate` False: they have two matrices, up and down (Nemotron 3). `sgl_kernel`: experts with many pairs use
     sgl-kernel's products, which are installed."""
 
     tokens: int
@@ -101,7 +104,7 @@ class Experts:
 
     @property
     def weights(self) -> float:
-        """Bytes of the experts that are expected to be chosen."""
+        """Returns the expected bytes of the chosen experts."""
         return self._weights(used_blocks(self.tokens, self.num_experts, self.top_k, 16)[0])
 
     def _weights(self, used: float) -> float:
@@ -113,7 +116,7 @@ class Experts:
 
     @property
     def even_bytes(self) -> float:
-        """The same where pairs are shared out evenly, as in published times."""
+        """Returns the bytes with evenly distributed pairs, as for published times."""
         return self._weights(min(self.num_experts, self.pairs)) + 4.0 * self.tokens * self.hidden
 
     @property
@@ -127,7 +130,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeAttention:
-    """One new token of each request over its cache."""
+    """Attention of one new token of each request to its cache."""
 
     keys: Keys
     kind: ClassVar[str] = "decode_attention"
@@ -146,8 +149,8 @@ class DecodeAttention:
 
 @dataclass(frozen=True, slots=True)
 class ExtendAttention:
-    """New tokens of prompts over themselves and what is cached. `library`: by FlashInfer, as long prompts are where it
-    is installed and expected to be faster."""
+    """Attention of prompts' new tokens to themselves and to cached ones. `library`: by FlashInfer, which long prompts
+    use if it is installed and expected to be faster."""
 
     prompt: Prompt
     library: bool = False
@@ -212,7 +215,7 @@ class GatedDeltaRule:
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """A sum over ranks of a tensor of so many bytes."""
+    """An all-reduce of a tensor of `size` bytes."""
 
     size: int
     ranks: int
@@ -227,19 +230,19 @@ class AllReduce:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSum(AllReduce):
-    """A sum over ranks of `size` bytes in 16 bits, which travel as e4m3 with a scale for each 32."""
+    """An all-reduce of `size` bytes in 16 bits that are sent as e4m3 with a scale for each 32."""
 
     kind: ClassVar[str] = "quantized_sum"
 
     @property
     def sent(self) -> int:
-        """Bytes of the message on its way."""
+        """Returns the bytes of the encoded message."""
         return self.size * 33 // 64
 
 
 @dataclass(frozen=True, slots=True)
 class AllGather(AllReduce):
-    """Every rank gets the parts of all: `size` bytes together."""
+    """An all-gather of `size` bytes in total."""
 
     kind: ClassVar[str] = "all_gather"
 
@@ -265,8 +268,9 @@ class HyperConnection:
 
 @dataclass(frozen=True, slots=True)
 class CompressedAttention:
-    """DeepSeek-V4's attention of one layer with its projections: `new` tokens of each request, `context` with them, of
-    which every `rate`th is kept. `scheme`: of the projections. The sizes of Flash: hidden 4,096, head dim 512."""
+    """DeepSeek-V4's attention of one layer with its projections: `new` tokens of each request, `context` tokens
+    including them, of which every `rate`th is kept. `scheme`: of the projections. The sizes are Flash's: hidden 4,096,
+    head dim 512."""
 
     batch: int
     context: int
@@ -279,14 +283,14 @@ class CompressedAttention:
 
     @property
     def entries(self) -> int:
-        """The number of entries that a token attends to: a window, and of the kept ones at most 512 where an indexer
+        """Returns the number of entries that a token attends to: a window, and the kept ones, at most 512 if an indexer
         chooses."""
         kept = self.context // self.rate
         return min(self.context, 128) + (min(kept, 512) if self.rate == 4 else kept)
 
     @property
     def _projections(self) -> float:
-        """Weights: of latents, of queries, of grouped outputs."""
+        """Returns the number of weights: of latents, of queries, of grouped outputs."""
         return 4096.0 * (1024 + 512) + 1024.0 * self.heads * 512 + self.heads * 512.0 * 1024 + 8 * 1024.0 * 4096
 
     @property
@@ -306,7 +310,7 @@ class CompressedAttention:
 
 @dataclass(frozen=True, slots=True)
 class SelectedAttention:
-    """Attention of `tokens` to `entries` selected ones each, of `stored` that lie in the caches of their requests. The
+    """Attention of `tokens` to `entries` selected entries each, out of `stored` in the caches of their requests. The
     values are the first `v_head_dim` columns of an entry. `item` 1: packed latents."""
 
     tokens: int
@@ -322,12 +326,12 @@ class SelectedAttention:
 
     @property
     def row(self) -> int:
-        """Bytes of an entry."""
+        """Returns the bytes of an entry."""
         return self.PACKED if self.item == 1 else self.head_dim * self.item
 
     @property
     def read(self) -> float:
-        """Bytes of different entries that the tokens may select."""
+        """Returns the bytes of the distinct entries that the tokens may select."""
         return float(min(self.tokens * self.entries, self.stored) * self.row)
 
     @property
@@ -341,8 +345,8 @@ class SelectedAttention:
 
 @dataclass(frozen=True, slots=True)
 class EntryChoice:
-    """An indexer's scores of `entries` keys for each of `tokens`, and the choice of the highest; `requests` share
-    keys of `head_dim` e4m3 numbers with a scale."""
+    """An indexer's scores of `entries` keys for each of `tokens`, and the choice of the highest; `requests` share keys
+    of `head_dim` e4m3 numbers with a scale."""
 
     tokens: int
     entries: int
@@ -364,7 +368,7 @@ class EntryChoice:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """Everything else: so many bytes through so many launches. `name`: the op in the plan's tables."""
+    """All other work: `size` bytes in `launches` launches. `name`: the op in the plan's tables."""
 
     name: str
     size: float
@@ -379,8 +383,8 @@ class Elementwise:
 
 
 def parts_of(op: CompressedAttention) -> Iterator[Op]:
-    """What this project launches for it, with the sizes of DeepSeek-V4-Flash. The grouped product of the output stays
-    in 16 bits; the indexer's own products are those of all its 64 heads, on every rank."""
+    """Yields the launches of this project for it, with the sizes of DeepSeek-V4-Flash. The grouped output product
+    stays in 16 bits; every rank computes the indexer's products for all of its 64 heads."""
     tokens, heads = op.batch * op.new, op.heads
     for rows, cols in ((1024, 4096), (512, 4096), (heads * 512, 1024)):
         yield Linear(tokens, rows, cols, op.scheme)
@@ -413,8 +417,8 @@ _KV_ITEMS = {"bf16": 2, "fp8": 1}
 
 
 def parse_shape(text: str) -> Op:
-    """ "decode_attention batch=16 context=4096 heads=32 kv_heads=8 head_dim=128 kv=bf16" and the like: the op and the
-    fields of its class. Raises UserError that says which there are."""
+    """Parses an op and the fields of its class, such as "decode_attention batch=16 context=4096 heads=32 kv_heads=8
+    head_dim=128 kv=bf16". Raises UserError, which lists the valid ones."""
     name, *pairs = text.replace(",", " ").split() or [""]
     if name not in _FORMS:
         raise UserError(f"--shape {text!r}: the first word names an op; there are {', '.join(_FORMS)}.")
@@ -485,7 +489,7 @@ def _made(name: str, values: Mapping[str, object]) -> Op:
 
 
 def describe(op: Op) -> str:
-    """One line, which `parse_shape` reads."""
+    """Returns one line that `parse_shape` reads."""
     inner = op.keys if isinstance(op, DecodeAttention) else op.prompt if isinstance(op, ExtendAttention) else op
     name = op.name if isinstance(op, Elementwise) else op.kind
     parts = [name]

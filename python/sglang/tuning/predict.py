@@ -1,4 +1,4 @@
-"""The tiles that the cost model holds for the best, and a small set of tiles that does nearly as well. No torch."""
+"""Chooses the tiles that the cost model considers best, and a small set of tiles that does nearly as well. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Point:
     times: Mapping[tuple[str, int], dict[str, float]]
 
     def best(self, palette: Palette | None = None) -> tuple[float, tuple[str, str]]:
-        """Seconds of both products with the best tiles of `palette` (all if None), and the tiles' keys; inf if none."""
+        """Returns the seconds of both products with the best tiles of `palette` (all if None), and the tiles' keys; inf
+        if none fits."""
         candidates = [self._best_with(m, palette) for m in sorted({m for _, m in self.times})]
         return min(candidates, default=(math.inf, ("", "")))
 
@@ -54,7 +55,7 @@ def predict(
     arch: ArchTraits,
     constants: Constants | None = None,
 ) -> float:
-    """Seconds of one product; inf when no program fits an SM."""
+    """Returns the seconds of one product; inf if no program fits an SM."""
     time = estimate(grouped_product(shape, kind, record), num_tokens, tile, record, arch, constants)
     return time.total if time is not None else math.inf
 
@@ -66,7 +67,7 @@ def point(
     kept: Mapping[str, Kept],
     constants: Constants | None = None,
 ) -> Point:
-    """`kept`: the tiles to judge, by kind."""
+    """Predicts the times of the tiles in `kept`, by kind."""
     times: dict[tuple[str, int], dict[str, float]] = {}
     for kind in KINDS:
         for tile, record in kept[kind]:
@@ -76,7 +77,7 @@ def point(
 
 
 def best_pair(point: Point, kept: Mapping[str, Kept], palette: Palette | None = None) -> TilePair:
-    """The tiles of `point.best`."""
+    """Returns the tiles of `point.best`."""
     _, keys = point.best(palette)
     by_key = [{tile_key(tile): tile for tile, _ in kept[kind]} for kind in KINDS]
     return TilePair(by_key[0][keys[0]], by_key[1][keys[1]])
@@ -106,7 +107,7 @@ def small_palette(points: Iterable[Point], most: int, tolerance: float = 0.001) 
 
 
 def _additions(points: Sequence[Point], chosen: Palette, most: int) -> set[Palette]:
-    """The tiles that may be added: those that are the best of some point, alone or in pairs."""
+    """Returns the tiles that may be added: the best ones of some point, alone or in pairs."""
     room = most - len(chosen)
     palettes: set[Palette] = set()
     for p in points:
@@ -122,6 +123,7 @@ def _additions(points: Sequence[Point], chosen: Palette, most: int) -> set[Palet
 
 
 def _loss(points: Sequence[Point], ideal: Sequence[float], palette: Palette) -> float:
-    """Mean logarithm of the time over the best possible; a point that no tile serves counts as ten times slower."""
+    """Returns the mean logarithm of the time over the best possible; a point that no tile serves counts as ten times
+    slower."""
     ratios = (min(10.0, p.best(palette)[0] / best) for p, best in zip(points, ideal, strict=True))
     return math.fsum(math.log(ratio) for ratio in ratios) / max(1, len(points))

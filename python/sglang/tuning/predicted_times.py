@@ -1,8 +1,8 @@
-"""Predicted times of this project's kernels on a card, op by op, and how far off they may be.
+"""Predicted times of this project's kernels on a card, op by op, and their uncertainty.
 
-Kernels of ours follow the cost models and the records of their compiled tiles; where a library serves (16-bit products
-of several tokens, NCCL) the times that others measured stand in. Weights and caches come from memory, as they do when a
-model is served. On cards without such tables libraries count by the ceilings that were measured there.
+Our kernels follow the cost models and the records of their compiled tiles; where a library is used (16-bit products of
+several tokens, NCCL), published times are used. Weights and caches come from memory, as when a model is served. On
+cards without such tables, libraries count by the ceilings measured for the card.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, SKINNY_LEAST_N, SKINNY_MOST_ROWS
-from sglang.srt.kernels.ledger_file import WIDENED_TAIL, Ledger, tile_key
+from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
@@ -81,8 +81,8 @@ CONFIRMED = frozenset({"h200"})
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """`error`: one standard deviation, relative. `how`: what the figure rests on. `as_measured`: where the published
-    times had other inputs (experts: pairs that are shared out evenly), the seconds with those."""
+    """`error`: one relative standard deviation. `how`: the basis of the figure. `as_measured`: seconds with the inputs
+    of published times, where these differ (experts: evenly distributed pairs)."""
 
     seconds: float
     error: float
@@ -91,13 +91,13 @@ class Predicted:
 
     @property
     def comparable(self) -> float:
-        """Seconds to compare with published ones."""
+        """Returns the seconds to compare with published ones."""
         return self.seconds if self.as_measured is None else self.as_measured
 
 
 def predicted(op: Op, arch: ArchTraits) -> Predicted | None:
-    """None: nothing here computes the op. Raises UserError for a product whose ceilings nobody measured, and that is
-    not known from its data sheet either."""
+    """Returns the prediction; None if nothing here computes the op. Raises UserError for a product whose ceilings were
+    not measured and are not known from its data sheet either."""
     time: Predicted | None = _PREDICTORS[op.kind](op, arch)
     if time is None or ceilings_of(arch).measured:
         return time
@@ -105,7 +105,7 @@ def predicted(op: Op, arch: ArchTraits) -> Predicted | None:
 
 
 def beyond_cache(seconds: float, num_bytes: float, arch: ArchTraits) -> float:
-    """Correct a time that was measured in replays, where operands came from the L2, by reading them from memory."""
+    """Corrects a time measured in replays, with operands in the L2, by adding the time to read them from memory."""
     return max(seconds, num_bytes / ceilings_of(arch).read)
 
 
@@ -129,14 +129,14 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     blocks = -(-op.tokens // tile["BLOCK_M"])
     tiles = blocks * -(-op.rows // tile["BLOCK_N"])
     splits = 1
-    if tiles <= -(-op.rows // 16):  # as many as `PackedWeight.arrivals` counts
+    if tiles <= -(-op.rows // 16):  # the limit of `PackedWeight.arrivals`
         splits = num_splits(op.tokens, tiles, op.cols, arch.num_sms, arch.features)
     product = _as_grouped(op, splits, record)
     shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
     assert shared is not None, "the ledger holds no tile that does not fit"
     quantized = SCHEMES[op.scheme].activation is not None and not in_half(record)
     quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if quantized else 0.0
-    if kind == "planes" and "wgmma" in arch.features:  # what waits for what from plane to plane is not counted
+    if kind == "planes" and "wgmma" in arch.features:  # waits between planes are not counted
         return Predicted(shared.total, 0.6, "cost model of experts, one expert, widened plane by plane")
     return Predicted(shared.total + quantizing, 0.2, "cost model of experts, one expert")
 
@@ -160,7 +160,7 @@ ms with one row, 5.59 with 4 and 5.74 with 16 (benchmark/results/experts.md#prod
 
 
 def _skinny(op: Linear) -> bool:
-    """Returns whether `skinny_gemm` computes it, whose rows of weights and of x share their reading."""
+    """Returns whether `skinny_gemm` computes it, whose programs share reads of rows of weights and of x."""
     few = 1 < op.tokens <= SKINNY_MOST_ROWS and op.rows >= SKINNY_LEAST_N
     return few and op.cols >= FEW_LEAST_K and op.cols % FEW_MULTIPLE == 0
 
@@ -175,13 +175,13 @@ def _linear_tile_configs(scheme: str, rows: int, cols: int, arch: ArchTraits) ->
 
 
 def linear_tile(op: Linear, arch: ArchTraits) -> Tile:
-    """The tile of a quantized product by Triton."""
+    """Returns the tile of a quantized product by Triton."""
     assert op.scheme is not None
     return config_for(_linear_tile_configs(op.scheme, op.rows, op.cols, arch), op.tokens).tiles[0]
 
 
 def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | None:
-    """The record of the variant that serves columns which 16 divides, or of one that loads them in pieces."""
+    """Returns the record of the variant for columns that 16 divides, or of one that loads them in pieces."""
     assert op.scheme is not None
     name = tile_key(tile)
     pieces = op.cols % 16 != 0
@@ -199,14 +199,14 @@ IN_PIECES = frozenset({"odd", "odd_rows"})
 
 @functools.cache
 def _linear_records(scheme: str, arch_name: str, dequantized: bool, in_pieces: bool) -> Mapping[str, TileRecord]:
-    """Returns the records by tile, of the newest Triton on record; `dequantized`: those of GPUs that do not multiply
+    """Returns the records by tile from the newest Triton on record; `dequantized`: those of GPUs that do not multiply
     with block scales."""
     choice: dict[str, TileRecord] = {}
     for (op, key, tile), row in Ledger.load().rows.items():
         parts = key.split("/")
         if op != "linear" or parts[:2] != ["tiles", scheme] or "fp32" in parts:
             continue
-        if (WIDENED_TAIL in key) == dequantized and bool(IN_PIECES & set(parts)) == in_pieces:
+        if (DEQUANTIZED_TAIL in key) == dequantized and bool(IN_PIECES & set(parts)) == in_pieces:
             for target in sorted(row.by_target):
                 if target.endswith("/" + arch_name):
                     choice[tile] = TileRecord(*row.by_target[target])
@@ -214,7 +214,7 @@ def _linear_records(scheme: str, arch_name: str, dequantized: bool, in_pieces: b
 
 
 def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
-    """Parts of K as experts that every token goes to."""
+    """Treats parts of K as experts that every token chooses."""
     assert op.scheme is not None
     scheme = SCHEMES[op.scheme]
     dequantized = in_half(record)
@@ -262,8 +262,8 @@ def _experts(op: Experts, arch: ArchTraits) -> Predicted:
 
 
 def _grouped_products(op: Experts, arch: ArchTraits) -> list[tuple[float, float]]:
-    """Returns the seconds of both products, with tokens that choose independently and with pairs shared out evenly;
-    none where a tile is not on record or does not fit."""
+    """Returns the seconds of both products, with tokens that choose independently and with evenly distributed pairs;
+    None where a tile is not on record or does not fit."""
     shape = MoeShape(op.num_experts, op.intermediate, op.hidden, op.top_k, op.scheme, op.bias, op.gate)
     config = config_for(_expert_tile_configs(shape, arch, op.sgl_kernel), op.tokens)
     times = []
@@ -354,7 +354,8 @@ FLASHINFER_LATENT_DIMS, FLASHINFER_LATENTS = (192, 128), 313.0 / 458.8
 
 
 def _flashinfer(op: ExtendAttention, arch: ArchTraits) -> Predicted:
-    """As SGLang was timed with it, where there is no prefix; otherwise by the rate that it reached."""
+    """Returns SGLang's time with FlashInfer if there is no prefix; otherwise computes it from the rate reached
+    there."""
     known = time_by_sglang(ExtendAttention(op.prompt), arch) if op.prompt.head_dim in FLASHINFER else None
     if known is not None and not op.prompt.window:
         return Predicted(known[0], 0.15, "FlashInfer as measured")
@@ -371,7 +372,7 @@ def _gated_delta(op: GatedDeltaRule, arch: ArchTraits) -> Predicted:
     if op.tokens == 1:
         return Predicted(LAUNCH + reading_seconds(op.num_bytes, arch), 0.3, "states read and written once")
     seconds = delta_rule_seconds(op.batch, op.tokens, op.heads, op.value_dim, arch)
-    # Scores, u and w go from the first launch to the second through memory.
+    # The first launch hands scores, u and w to the second through memory.
     intermediate = 4.0 * op.batch * op.tokens * op.heads * (op.key_dim + op.value_dim + SCAN.chunk)
     return Predicted(
         max(seconds, reading_seconds(op.num_bytes + intermediate, arch)), 0.4, "chunks in turn, as on an H100"
@@ -386,7 +387,7 @@ cards 889 us for 16 MiB, where NCCL's own benchmark (2.29.2) took 1,008; on two 
 def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
     table = _collective(op, arch)
     if table is None and arch.gpus_per_machine != 1 and "mma_sync_block_scale" in arch.features:
-        table = _collective(op, PCIE_CARD)  # peers over PCIe 5 as well; few have direct access
+        table = _collective(op, PCIE_CARD)  # also PCIe 5; few such machines have direct peer access
         assert table is not None
         return Predicted(table.seconds(op.ranks, max(512, op.size)), 1.0, "NCCL as measured on RTX PRO 6000 Server")
     if table is None:
@@ -397,16 +398,16 @@ def _all_reduce(op: AllReduce, arch: ArchTraits) -> Predicted:
 
 
 def _collective(op: AllReduce, arch: ArchTraits) -> Grid | None:
-    """Returns the times of the collective on a GPU: those of frameworks where they are NCCL's, else NCCL's own."""
+    """Returns the times of the collective on a GPU: those of frameworks if they use NCCL, else NCCL's own."""
     tables = tables_of(arch)
     called = tables.get("all_reduce/sglang") if op.kind == "all_reduce" and op.size >= CALLED_BY_PYTORCH else None
     return called or tables.get(f"{op.kind}/nccl")
 
 
 def _quantized_sum(op: QuantizedSum, arch: ArchTraits) -> Predicted:
-    """The time of NCCL for the bytes that travel, and for local memory that reads and writes what is encoded and
-    decoded. Not measured: pairs that all send at once may reach less than a ring, which of eight cards in two nodes has
-    one pair between the nodes where these have four."""
+    """Returns NCCL's time for the bytes sent, plus local memory time for encoding and decoding. Not measured: pairs
+    that all send at once may reach less than a ring; with eight cards in two nodes, a ring has one pair between the
+    nodes, this has four."""
     sent = _all_reduce(AllReduce(op.sent, op.ranks), arch)
     converted = 3 * LAUNCH + reading_seconds(2.0 * op.size + 4.0 * op.sent, arch)
     error = max(sent.error, 1.0 if op.ranks > 4 else 0.5)
@@ -418,7 +419,7 @@ def _elementwise(op: Elementwise, arch: ArchTraits) -> Predicted:
 
 
 def _hyper(op: HyperConnection, arch: ArchTraits) -> Predicted:
-    """Both launches; the connection's matrix in fp32 is read once, by the first one."""
+    """Returns the time of both launches; the connection's fp32 matrix is read once, by the first one."""
     matrix = 4.0 * (2 + op.streams) * op.streams * op.streams * op.hidden
     return Predicted(
         2 * LAUNCH + NORMALIZATION + reading_seconds(op.num_bytes + matrix, arch), 0.5, "launches and bytes"
@@ -441,7 +442,7 @@ def _choice(op: EntryChoice, arch: ArchTraits) -> Predicted:
 
 
 def _compressed(op: CompressedAttention, arch: ArchTraits) -> Predicted | None:
-    """The sum of its parts, each as if it were launched alone."""
+    """Returns the sum of its parts, each as if launched alone."""
     parts = [predicted(part, arch) for part in parts_of(op)]
     if any(part is None for part in parts):
         return None

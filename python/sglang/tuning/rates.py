@@ -1,7 +1,7 @@
-"""Rates of a GPU's units, for the cost model: dense matrix rates by instruction, clock, L2. Data only.
+"""Rates of a GPU's units for the cost model: dense matrix rates by instruction, clock, L2. Data only.
 
-Matrix rates are those of data sheets with fp32 accumulation, dense, but for the ones marked as measured: 1,024
-operations a clock and SM in 16 bits, of which GeForce parts run half; their block-scaled forms run at the full rate.
+Matrix rates are those of data sheets, dense with fp32 accumulation, except where marked as measured: 1,024 operations a
+clock and SM in 16 bits, half of it on GeForce cards; their block-scaled forms run at the full rate.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _OPERANDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates of one product. `matrix` in operations a second, `clock` in Hz, `l2_bytes` of cache and what an SM
-    reads of it.
+    """Rates of one product. `matrix` in operations a second, `clock` in Hz, `l2_bytes` of cache, and the bytes that an
+    SM reads of it a clock.
 
-    `mma_sync_share`: what `mma.sync` reaches of those rates; on Hopper only `wgmma` reaches them.
+    `mma_sync_share`: share of the matrix rates that `mma.sync` reaches; on Hopper only `wgmma` reaches them.
     """
 
     matrix: Mapping[str, float]
@@ -48,7 +48,8 @@ class Rates:
     mma_sync_share: float = 1.0
 
     def slowest_rate(self, instructions: tuple[str, ...]) -> float:
-        """Operations a second of the slowest of a kernel's matrix instructions ("m16n8k32 e4m3", "wgmma ... bf16").
+        """Returns the operations a second of the slowest of a kernel's matrix instructions ("m16n8k32 e4m3", "wgmma ...
+        bf16").
 
         Raises UserError for one that the product has no rate for.
         """
@@ -90,8 +91,8 @@ RATES: Mapping[str, Rates] = {
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The best that anyone measured on a product, which data sheets promise more of: bytes read a second, operations a
-    second of large products by operand, and seconds of the fastest all-reduce of up to 16 KiB by ranks."""
+    """Best measured rates of a product, below those of data sheets: bytes read a second, operations a second of large
+    products by operand, and seconds of the fastest all-reduce of up to 16 KiB by number of ranks."""
 
     read: float
     products: Mapping[str, float]
@@ -101,7 +102,7 @@ class Ceilings:
     """False: what a data sheet promises, times the shares that another card reached."""
 
     def floor(self, num_bytes: float, operations: float = 0.0, operand: str = "half") -> float:
-        """Seconds that no kernel is known to undercut."""
+        """Returns the seconds below which no kernel is known to run."""
         rate = self.products.get(operand, self.products["half"])
         return max(num_bytes / self.read, operations / rate)
 
@@ -142,8 +143,8 @@ reads 0.85 of its own, and clocks follow the power that a card is given."""
 
 
 def ceilings_of(arch: ArchTraits) -> Ceilings:
-    """Of a card with SM120's instructions that nobody measured: its data sheet's, times the shares that an RTX PRO 6000
-    Server reaches. Raises UserError for another one that nobody measured."""
+    """Returns the ceilings of a card. For an unmeasured one with SM120's instructions: its data sheet's rates times the
+    shares that an RTX PRO 6000 Server reaches. Raises UserError for other unmeasured cards."""
     if arch.product is not None and arch.product in CEILINGS:
         return CEILINGS[arch.product]
     if has_ceilings(arch):
@@ -170,15 +171,15 @@ def _by_data_sheet(arch: ArchTraits) -> Ceilings:
 
 
 def operand_of(element: str, activation: str | None) -> str:
-    """The operand of `Ceilings.products` for weights of `element` (of quant_scheme.Scheme) and activations that are
-    quantized so; widened weights are multiplied in 16 bits."""
+    """Returns the key of `Ceilings.products` for weights of `element` (of quant_scheme.Scheme) and activations
+    quantized to `activation`; dequantized weights are multiplied in 16 bits."""
     if activation is None:
         return "half"
     return {"nvfp4": "fp4", "mxfp8": "mxfp8"}.get(activation, "int8" if element == "int8" else "fp8")
 
 
 def rates_of(arch: ArchTraits) -> Rates:
-    """Raises UserError for a product that is not listed."""
+    """Returns the rates of a product. Raises UserError if it is not listed."""
     if arch.product is None or arch.product not in RATES:
         known = ", ".join(RATES)
         raise UserError(f"no rates are known for {arch.product or arch.name}; known: {known} (tuning/rates.py)")

@@ -1,5 +1,5 @@
-"""The least time of an op when a graph replays it with the same operands, as benchmarks do: what is smaller than the
-L2 comes from there, but for weights of products. Times between measured sizes are multiples of it."""
+"""Lower bound of an op's time when a graph replays it with the same operands, as benchmarks do: data smaller than the
+L2 comes from there, except weights of products. Times between measured sizes are interpolated as multiples of it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FORM_BYTES: Mapping[str, float] = {
 
 
 def replayed(num_bytes: float, operations: float = 0.0, rate: float = MATRIX["bf16"]) -> float:
-    """Seconds."""
+    """Returns the lower bound in seconds."""
     missed = from_memory_share(num_bytes)
     return LAUNCH + largest(1e-9 + operations / rate, num_bytes / FROM_L2, missed * num_bytes / READ)
 
 
 def product(form: str, m: float, n: float, k: float) -> float:
-    """x [m, k] times weights [n, k], which come from memory: products were timed over weights that exceed the L2.
-    Blocks of the result are computed whole, 16 rows at least."""
+    """Returns the bound for x [m, k] times weights [n, k], which come from memory: products were timed over weights
+    that exceed the L2. Blocks of the result are computed whole, with at least 16 rows."""
     num_bytes = FORM_BYTES[form] * n * k + 2.0 * m * (n + k)
     return LAUNCH + largest(2.0 * max(16.0, m) * n * k / MATRIX[form], num_bytes / READ)
 
@@ -45,7 +45,7 @@ NARROW: Mapping[str, float] = {"nvfp4": 190.0}
 def expert_layer(
     form: str, tokens: float, experts: float, top_k: float, hidden: float, inter: float, matrices: int = 3
 ) -> float:
-    """Experts whose tokens are shared out evenly. `matrices`: of an expert, 2 without a gate."""
+    """Returns the bound for experts with evenly distributed tokens. `matrices`: of an expert, 2 without a gate."""
     pairs = tokens * top_k
     fixed, each = EXPERT_LAUNCHES.get(form, (4 * LAUNCH, 0.0))
     weights = min(experts, pairs) * matrices * math.hypot(inter, NARROW.get(form, 0.0)) * hidden * FORM_BYTES[form]
@@ -55,17 +55,20 @@ def expert_layer(
 
 
 def decode(streams: float, context: float, group: float, row: float) -> float:
-    """`streams`: requests times kv heads; `row`: bytes of a token and kv head; `group`: query heads that share it."""
+    """Returns the bound of decode attention. `streams`: requests times KV heads; `row`: bytes of a token and KV head;
+    `group`: query heads that share it."""
     return replayed(streams * context * row, 2.0 * streams * max(16.0, group) * context * row, MATRIX["bf16"])
 
 
 def prompt(streams: float, new: float, dims: float) -> float:
-    """`streams`: requests times query heads; `dims`: of a key and a value together."""
+    """Returns the bound of prompt attention. `streams`: requests times query heads; `dims`: of a key and a value
+    together."""
     pairs = streams * new * (new + 1) / 2
     return 2 * LAUNCH + replayed(streams * new * dims * 2.5, 2.0 * pairs * dims, 0.75 * MATRIX["bf16"])
 
 
 def states(heads: float, requests: float, tokens: float) -> float:
-    """Gated delta rule: states of 128 x 128 in fp32, read and written; `tokens` of each request."""
+    """Returns the bound of the gated delta rule: states of 128 x 128 in fp32, read and written; `tokens` of each
+    request."""
     moved = heads * requests * (128 * 128 * 8 + tokens * 128 * 12)
     return replayed(moved, 16.0 * heads * requests * tokens * 128 * 128)

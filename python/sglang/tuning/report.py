@@ -28,7 +28,7 @@ HEAD = (
 
 
 def data_sheet_lines(arch: ArchTraits) -> Iterator[str]:
-    """What to say of a card that nobody timed."""
+    """Yields the notes for a card that nobody timed."""
     if not ceilings_of(arch).measured:
         yield (
             f"Nobody timed kernels on {arch.product}: its data sheet stands in, with the shares of it that an RTX PRO\n"
@@ -43,7 +43,7 @@ def steps_of(context: int = CONTEXT) -> tuple[Step, ...]:
 def time_lines(
     model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits, context: int = CONTEXT, details: bool = True
 ) -> Iterator[str]:
-    """A summary of the steps, and each of them op by op. Raises UserError for a card that nobody measured."""
+    """Yields a summary of the steps, and each of them op by op. Raises UserError for a card that nobody measured."""
     timed = [(step, time_step(model, parallel, step, arch)) for step in steps_of(context)]
     yield HEAD
     yield from data_sheet_lines(arch)
@@ -67,15 +67,15 @@ DRAFTED = ("requests", "plain, ms", "verify, ms", "draft, ms", "pays from")
 
 
 def drafted_steps(drafts: Drafts, parallel: ParallelConfig, arch: ArchTraits, context: int) -> list[DraftedStep]:
-    """Returns steps with all guesses of as many requests as DRAFTED_BATCHES says. Raises UserError."""
+    """Returns verify steps with all draft tokens for each number of requests in DRAFTED_BATCHES. Raises UserError."""
     steps = (verify_step(batch, drafts.width, context) for batch in DRAFTED_BATCHES)
     return [time_drafted(drafts.model, drafts.draft, parallel, step, arch) for step in steps]
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What steps with drafts are predicted of. draft None: guesses are looked up. `width`: tokens of a request in a
-    step, the last sampled one included. `accept_lengths`: tokens of a request that stand, of which speeds are given."""
+    """Inputs of a prediction of steps with drafts. draft None: draft tokens are looked up. `width`: tokens of a request
+    in a step, including the last sampled one. `accept_lengths`: accepted tokens for which speeds are given."""
 
     model: ModelDescription
     draft: DraftDescription | None
@@ -84,7 +84,7 @@ class Drafts:
 
 
 def drafted_lines(drafts: Drafts, parallel: ParallelConfig, arch: ArchTraits, context: int = CONTEXT) -> Iterator[str]:
-    """A table of steps with drafts. Raises UserError for a card that nobody measured."""
+    """Yields a table of steps with drafts. Raises UserError for a card that nobody measured."""
     draft_tokens = drafts.width - 1
     yield f"Steps with {draft_tokens} draft token{'s' * (draft_tokens > 1)} of a request. Pays from: the accept length"
     yield "(tokens of a request and step) from which drafts are faster. Then tokens/s, plain and at accept lengths."
@@ -143,7 +143,7 @@ def _details(row: TimedOp) -> tuple[str, ...]:
 
 
 def _how(ours: Predicted) -> str:
-    """Where published times had other inputs, with the time to compare with them."""
+    """Returns the basis of a prediction, with the comparable time if published times had other inputs."""
     if abs(ours.comparable / ours.seconds - 1.0) < 0.01:
         return ours.how
     return f"{ours.how}; {_us(ours.comparable)} with even routing, as best"
@@ -164,7 +164,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
-    """A line for each op named by `--shape`. Raises UserError."""
+    """Yields a line for each op of `--shape`. Raises UserError."""
     rows = [shape_json(shape, arch) for shape in shapes]
     names = ("ours_us", "error", "sglang_us", "best_us", "floor_us")
     head = ("shape", "ours", "+-", "sglang", "best measured", "floor", "rests on")
@@ -185,7 +185,7 @@ def shape_lines(shapes: Sequence[str], arch: ArchTraits) -> Iterator[str]:
 
 
 def shape_json(shape: str, arch: ArchTraits) -> dict[str, Any]:
-    """Microseconds, None where nothing is known. Raises UserError."""
+    """Returns times in microseconds, None where nothing is known. Raises UserError."""
     op = parse_shape(shape)
     ours, best_known, theirs = predicted(op, arch), best(op, arch), time_by_sglang(op, arch)
     return {

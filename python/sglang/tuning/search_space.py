@@ -1,6 +1,6 @@
-"""The tiles that tuning chooses from, and which of them are out before anything is compiled or timed. No torch.
+"""The tiles that tuning chooses from, and those that are excluded before anything is compiled or timed. No torch.
 
-Both products share BLOCK_M, because they share the grouping of tokens by expert; otherwise they are tuned apart.
+Both products share BLOCK_M, because they share the grouping of tokens by expert; otherwise they are tuned separately.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MoeShape:
     gate: bool = True  # False: the first product is up alone (Nemotron 3)
 
     def width(self, kind: str) -> int:
-        """Rows of weights that make one column."""
+        """Returns the rows of weights for one column."""
         return 2 if kind == "gate_up" and self.gate else 1
 
     def depth(self, kind: str) -> int:
@@ -73,26 +73,25 @@ class MoeShape:
 
 @dataclass(slots=True)
 class Candidates:
-    """The candidates for one product: the tiles that remain with what they cost, and how many are out for each kind of
-    reason."""
+    """Candidates for one product: the remaining tiles with their records, and the number of excluded ones by reason."""
 
     kept: list[tuple[GroupedTile, TileRecord]] = field(default_factory=list)
-    unknown: list[GroupedTile] = field(default_factory=list)  # neither: what they cost is not on record
+    unknown: list[GroupedTile] = field(default_factory=list)  # not judged, as they have no record
     pruned: list[tuple[GroupedTile, str]] = field(default_factory=list)
 
     def reasons(self) -> Counter[str]:
-        """Counts by the reason's part before the colon."""
+        """Returns counts by the part of the reason before the colon."""
         return Counter(reason.split(":")[0] for _, reason in self.pruned)
 
 
 def space(kind: str) -> Iterator[GroupedTile]:
-    """Every tile of a product."""
+    """Yields every tile of a product."""
     for m, n, k, warps, stages in itertools.product(BLOCK_M, BLOCK_N[kind], BLOCK_K, NUM_WARPS, NUM_STAGES):
         yield tile(m, n, k, GROUP_M[m], warps, stages)
 
 
 def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -> str | None:
-    """A reason against a tile that needs no compiler, as "what kind: details"."""
+    """Returns a reason against a tile that needs no compiler, as "kind: details"; None if there is none."""
     m, n, k, warps = choice["BLOCK_M"], choice["BLOCK_N"], choice["BLOCK_K"], choice["num_warps"]
     width = 2 if kind == "gate_up" else 1
     accumulators = m * n * width / (32 * warps)
@@ -115,7 +114,7 @@ def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -
 
 
 def widens(scheme: str | None, arch: ArchTraits) -> bool:
-    """Returns whether four-bit weights are widened to 16 bits there (as `scaled_dot.product_of` says, without importing
+    """Returns whether that GPU dequantizes four-bit weights to 16 bits (like `scaled_dot.product_of`, without importing
     it)."""
     if scheme is None or SCHEMES[scheme].bits != 4:
         return False
@@ -123,7 +122,7 @@ def widens(scheme: str | None, arch: ArchTraits) -> bool:
 
 
 def least_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> int:
-    """A lower bound: the pipeline holds the weights of all stages but the one that is being multiplied."""
+    """Returns a lower bound: the pipeline holds the weights of all stages but the one being multiplied."""
     width = 2 if kind == "gate_up" else 1
     bits = SCHEMES[scheme].bits if scheme else 16
     stages = max(1, choice["num_stages"] - 1)
@@ -131,9 +130,9 @@ def least_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> in
 
 
 def deepest_stages(scheme: str | None, kind: str, choice: GroupedTile, arch: ArchTraits) -> set[int]:
-    """The numbers of stages, up to 4, that fill the shared memory of an SM with one and with two programs, with two
-    strips in a step also with four; a narrower space where each tile costs a compilation. x counts with the bits that
-    it has at most."""
+    """Returns the numbers of stages, up to 4, that fill an SM's shared memory with one and with two programs (with two
+    strips in a step also with four): a smaller space, as each tile costs a compilation. x counts with its largest
+    possible width."""
     scheme_of = SCHEMES[scheme] if scheme else None
     x_bits = 16 if scheme_of is None or scheme_of.activation is None else 8
     one = (
@@ -145,7 +144,7 @@ def deepest_stages(scheme: str | None, kind: str, choice: GroupedTile, arch: Arc
 
 
 def candidates(shape: MoeShape, kind: str, arch: ArchTraits, cost: CostOf) -> Candidates:
-    """The tiles that compile, fit `arch` and spill nothing; `cost` says what they take, if that is known."""
+    """Returns the tiles that compile, fit `arch` and spill nothing; `cost` returns their records, if known."""
     result = Candidates()
     for choice in space(kind):
         reason = why_not(shape, kind, choice, arch)
@@ -162,7 +161,7 @@ def candidates(shape: MoeShape, kind: str, arch: ArchTraits, cost: CostOf) -> Ca
 
 
 def unfit(record: TileRecord | str, arch: ArchTraits) -> str | None:
-    """A reason against a tile that was compiled, or that could not be."""
+    """Returns a reason against a tile that was compiled, or that could not be."""
     if isinstance(record, str):
         return f"does not compile: {record.removeprefix('does not compile: ')}"
     if record.smem > arch.smem_per_block:
@@ -173,8 +172,8 @@ def unfit(record: TileRecord | str, arch: ArchTraits) -> str | None:
 
 
 def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
-    """Returns how a product widens its weights, as the instructions of the compiled tile show; None if it multiplies
-    them as they are."""
+    """Returns how a product dequantizes its weights, judged by the instructions of the compiled tile; None if it
+    multiplies them as they are."""
     if scheme is None:
         return None
     dequantized = in_half(record)

@@ -1,12 +1,12 @@
-"""Estimate of the time that this project's attention and recurrence kernels take, by their tiles, the ledger's records
-and counted instructions. No torch; times in microseconds inside, seconds from the public functions.
+"""Estimates the time of this project's attention and recurrence kernels from their tiles, the ledger's records and
+counted instructions. No torch; times in microseconds inside, seconds from the public functions.
 
-Prompts: a step takes what the matrix unit and the counted instructions need and, with one buffer, the time until its
-keys are there. One number of it is fitted. SGLang's kernels, which wait for both in turn, take on an RTX PRO 6000
-Server what the same sum says (benchmark/results/card.md#the-same-code-on-an-h200).
+Prompts: a step takes the time of the matrix unit and the counted instructions and, with a single buffer, the time until
+its keys arrive. One number of it is fitted. For SGLang's kernels, which wait for both in turn, the same sum matches an
+RTX PRO 6000 Server (benchmark/results/card.md#the-same-code-on-an-h200).
 
-Decoding on SM120: the model of `attention_model` with steps carried over from SGLang's kernels; no card has confirmed
-that. On GPUs with wgmma: `READING`, fitted on an H200.
+Decoding on SM120: the model of `attention_model` with steps taken from SGLang's kernels; not confirmed on a card. On
+GPUs with wgmma: `READING`, fitted to an H200.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ whichever heads it leaves out."""
 
 
 def merged_at_once(keys: Keys) -> int:
-    """Pieces that a round takes, as `combine_constants` says."""
+    """Returns the pieces that a merging round takes, as in `combine_constants`."""
     columns = 1 << (keys.v_head_dim - 1).bit_length()
     if keys.batch <= 8 and keys.heads * keys.batch * -(-keys.v_head_dim // 16) <= 4096:
         columns = 16
@@ -56,8 +56,8 @@ def merged_at_once(keys: Keys) -> int:
 
 
 def planned_pieces(keys: Keys, tile: Mapping[str, int], occupancy: int, num_sms: int = NUM_SMS) -> Pieces:
-    """Returns the pieces into which `plan_kernel` cuts requests of equal length. `parts`: rounds in which the pieces of
-    one are merged."""
+    """Returns the pieces into which `plan_kernel` cuts requests of equal length. `parts`: merging rounds of a request's
+    pieces."""
     tiles = keys.kv_heads * -(-keys.group // tile["BLOCK_H"])
     slots = max(1, num_sms * tile["ctas_per_sm"] // tiles)
     n = tile["BLOCK_N"]
@@ -86,7 +86,7 @@ CARD = arch_by_name("rtx-pro-6000-server")
 
 
 def shared_times(arch: ArchTraits) -> DecodeShared:
-    """Returns what decode kernels share on a card: reading and the L2 in proportion to that on which they were told."""
+    """Returns the constants that decode kernels share on a card, scaled from the card on which they were fitted."""
     ceilings, theirs = ceilings_of(arch), ceilings_of(CARD)
     l2 = SHARED.l2 * arch.num_sms * rates_of(arch).clock / (CARD.num_sms * rates_of(CARD).clock)
     return replace(SHARED, part=MERGE, bandwidth=SHARED.bandwidth * ceilings.read / theirs.read, l2=l2)
@@ -104,9 +104,9 @@ def carried_step_times(keys: Keys, tile: Mapping[str, int], arch: ArchTraits = C
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Decoding on GPUs with wgmma, microseconds: both launches; a step of a lonely program, and for each 4,096 cached
-    elements of it; a full SM's step over that of its products at `mma.sync`'s rate; what a program takes besides; of a
-    program what nothing overlaps; one round of merging. `bandwidth` in TB/s."""
+    """Decoding on GPUs with wgmma, in microseconds: both launches; a step of a lone program, and for each 4,096 cached
+    elements of it; a full SM's step over that of its products at `mma.sync`'s rate; a program besides its steps; the
+    part of a program that nothing overlaps; one round of merging. `bandwidth` in TB/s."""
 
     base: float = 5.4
     step: float = 0.73
@@ -155,10 +155,9 @@ with the tiles of SM120. Without wgmma as long as from memory, which SGLang's ke
 
 
 def counted_step(prompt: Prompt, tile: Mapping[str, int], sharing: float, arch: ArchTraits) -> float:
-    """The time of one step of every program on an SM, of which `sharing` run there. With two stages there is one
-    buffer, which is filled
-    when it was used up; with more, keys arrive meanwhile. Programs beside each other fill each other's waits: all of
-    them with wgmma, which runs by itself."""
+    """Returns the time of one step of every program on an SM with `sharing` programs. With two stages there is one
+    buffer, which is refilled after its use; with more, keys arrive meanwhile. Programs on one SM fill each other's
+    waits: all of them with wgmma, which is asynchronous."""
     m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
     dims, by_itself = prompt.head_dim + prompt.v_head_dim, "wgmma" in arch.features
     multiplying = 2.0 * m * n * dims / (ceilings_of(arch).products["half"] * 1e-6 / arch.num_sms)

@@ -1,5 +1,5 @@
-"""The time of an op in SGLang 0.5.14 on an RTX PRO 6000 Server when a graph replays it with the same operands: from the
-tables where it was timed, between and beyond their sizes in multiples of `replays`, or by the models of its kernels."""
+"""Time of an op in SGLang 0.5.14 on an RTX PRO 6000 Server when a graph replays it with the same operands: from tables
+of measured times, interpolated in multiples of `replays`, or by the models of its kernels."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ PREDICTED = "its Triton kernel, predicted"
 
 
 def time_by_sglang(op: Op, arch: ArchTraits, tables: Tables | None = None) -> Known:
-    """None where nothing is known. `tables`: in place of those that ship."""
+    """Returns the time; None if nothing is known. `tables`: replace the shipped ones."""
     if SAME_CARD.get(arch.product or "", arch.product) != "rtx-pro-6000-server" or op.kind not in _KINDS:
         return None
     return _KINDS[op.kind](op, tables_of(arch) if tables is None else tables, arch)
 
 
 def product_form(scheme: str | None) -> tuple[str, ...]:
-    """Tables whose kernels multiply the same numbers; weights of four bits that are widened compare with 16 bits."""
+    """Returns the form of tables with kernels for the same numbers; four-bit weights that are dequantized compare with
+    16 bits."""
     if scheme is None:
         return ("bf16",)
     form = SCHEMES[scheme]
@@ -58,7 +59,7 @@ def product_form(scheme: str | None) -> tuple[str, ...]:
 
 
 def product_seconds(tables: Tables, name: str, op: Linear) -> float | None:
-    """The seconds of a product by the table `name` ("product/FORM/..."); None where the card has none."""
+    """Returns the seconds of a product by the table `name` ("product/FORM/..."); None if the card has none."""
     if name not in tables:
         return None
     form = name.split("/")[1]
@@ -75,7 +76,7 @@ def gated(num_experts: int, top_k: int) -> bool:
 
 
 def expert_form(scheme: str | None) -> str:
-    """The form of weights of a table of experts."""
+    """Returns the weight form of a table of experts."""
     if scheme is None:
         return "bf16"
     form = SCHEMES[scheme]
@@ -92,8 +93,8 @@ def _linear(op: Linear, tables: Tables, arch: ArchTraits) -> Known:
 
 
 def _experts(op: Experts, tables: Tables, arch: ArchTraits) -> Known:
-    """Models that were timed; others by the cost model, or for what no Triton kernel serves by the models that were.
-    Experts without a gate it gives to FlashInfer's kernels, also those in 16 bits."""
+    """Returns the time of a measured model; for others, that of the cost model, or from similar measured models where
+    no Triton kernel is used. SGLang uses FlashInfer's kernels for experts without a gate, also in 16 bits."""
     form = expert_form(op.scheme)
     table = tables.get(f"experts/{form}/{op.hidden}x{op.num_experts}x{op.top_k}/sglang")
     if table is not None and op.gate == gated(op.num_experts, op.top_k):
@@ -107,8 +108,8 @@ def _experts(op: Experts, tables: Tables, arch: ArchTraits) -> Known:
 
 
 def _layer(table: Grid, form: str, op: Experts, arch: ArchTraits) -> float:
-    """Returns the seconds of a layer of experts; between timed shards, in multiples of what the model of its Triton
-    kernels says, where those serve."""
+    """Returns the seconds of a layer of experts; between timed shards, in multiples of the model of its Triton kernels,
+    where those are used."""
 
     def modelled(inter: float, tokens: float) -> float:
         scheme = None if form == "bf16" else "fp8_block"
@@ -123,8 +124,8 @@ def _layer(table: Grid, form: str, op: Experts, arch: ArchTraits) -> float:
 
 
 def _like_others(op: Experts, form: str, tables: Tables, arch: ArchTraits) -> Known:
-    """Returns a time from what experts of other models take, in multiples of the least possible, with as many tokens
-    each: a mean in which models of similar sizes count most. Without a gate by those without, if any were timed."""
+    """Returns a time derived from experts of other models with the same number of tokens, in multiples of the lower
+    bound: a mean weighted by similarity of sizes. Without a gate, uses those without, if any were timed."""
     timed = {
         (hidden, count, top_k): table
         for name, table in tables.items()
@@ -150,7 +151,7 @@ def _like_others(op: Experts, form: str, tables: Tables, arch: ArchTraits) -> Kn
 
 @dataclass(frozen=True, slots=True)
 class EvenExperts:
-    """An op as `upstream_experts` takes it."""
+    """An op in the interface of `upstream_experts`."""
 
     op: Experts
 
@@ -192,7 +193,7 @@ five, take FlashInfer's in a model without windows."""
 
 
 def _flashinfer(op: str, sizes: Keys | Prompt, tables: Tables) -> Grid | None:
-    """The table, where SGLang takes FlashInfer."""
+    """Returns the table's time where SGLang uses FlashInfer."""
     dims, item = (sizes.head_dim, sizes.v_head_dim), sizes.item
     if dims not in ((128, 128), (256, 256)) or (dims[0] == 128 and (sizes.heads, sizes.kv_heads) in _LLAMA_4):
         return None
@@ -227,7 +228,7 @@ def _extend(op: ExtendAttention, tables: Tables, arch: ArchTraits) -> Known:
 
         return table.seconds(group, prompt.batch * prompt.heads, prompt.new, base=base), TIMED
     if prompt.window >= prompt.new and upstream.prompt_key(prompt) not in upstream.PROMPT_TIMES:
-        prompt = replace(prompt, window=0)  # with windows it takes its own kernel, whether they cut anything off or not
+        prompt = replace(prompt, window=0)  # models with windows use its own kernel, even if the window masks nothing
     if upstream.prompt_key(prompt) not in upstream.PROMPT_TIMES:
         return None
     times = upstream.PROMPT_TIMES[upstream.prompt_key(prompt)]

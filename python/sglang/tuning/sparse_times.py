@@ -1,11 +1,11 @@
-"""How long sparse attention and its indexer take: by their tiles and by times of an H200. No torch; times in
+"""Times of sparse attention and its indexer, from their tiles and measurements on an H200. No torch; times in
 microseconds inside, seconds from the public functions.
 
-Attention: programs of BLOCK_H heads of one token walk over a share of its entries. A step waits for gathered rows as a
-step of decode attention does, for which `carried_step_times` stands; with the clock of an H200 it says 0.72 to 1.0 of
-what the kernel took there (benchmark/results/attention.md#shares-of-a-step-and-ceilings), also where the shared
-memory was made so small that an SM ran one program. The indexer: scores at the share of the best products that they
-reach there, and clocks of an SM that the choice took for each.
+Attention: programs of BLOCK_H heads of one token walk over a share of its entries. A step waits for gathered rows like
+a step of decode attention, so `carried_step_times` is used; with an H200's clock it gives 0.72 to 1.0 of the kernel's
+measured time (benchmark/results/attention.md#shares-of-a-step-and-ceilings), also with shared memory so limited that an
+SM ran one program. The indexer: scores at the share of the best products' rate that they reach there, and SM clocks of
+the choice for each score.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def attention_seconds(op: SelectedAttention, tile: Mapping[str, int], occupancy:
 
 
 def choice_seconds(op: EntryChoice, arch: ArchTraits) -> float:
-    """Of contexts longer than what is chosen: the scores of shorter ones are not computed."""
+    """Returns the seconds for contexts longer than the number of chosen entries: shorter ones need no scores."""
     clocks, ceilings = arch.num_sms * rates_of(arch).clock, ceilings_of(arch)
     levels = 1 if op.entries <= LEVEL_ENTRIES else 2
     launched = LAUNCH + levels * LEVEL * min(1.0, 1.75e9 / rates_of(arch).clock)

@@ -55,8 +55,8 @@ from sglang.tuning.rates import ceilings_of
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`batch` requests; decoding: one new token each, `context` cached ones with it. A prompt: `new` tokens each.
-    `verifies`: the `new` tokens are the last one and guesses, and all of them have logits."""
+    """`batch` requests. Decoding: one new token each, `context` tokens including it. A prompt: `new` tokens each.
+    `verifies`: the `new` tokens are the last one and draft tokens, and all of them have logits."""
 
     batch: int
     new: int
@@ -104,20 +104,20 @@ class TimedOp:
 
     @property
     def seconds(self) -> float:
-        """The seconds of all ops; where nothing here computes one, what others need, or the floor."""
+        """Returns the seconds of all ops; if nothing here computes one, another framework's time or the floor."""
         one = self.ours.seconds if self.ours else self.best.served if self.best else self.floor
         return self.count * one
 
     @property
     def lost(self) -> float:
-        """Seconds that the best measured kernels would save, by times with the same inputs."""
+        """Returns the seconds that the best measured kernels would save, by times with the same inputs."""
         return self.count * (self.ours.comparable - self.best.served) if self.ours and self.best else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds. `low` and `high`: all predictions off by their error at once. `best`: with the best measured op in each
-    place where there is one. `missing`: ops that nothing here computes, counted as what others need."""
+    """Seconds. `low` and `high`: all predictions off by their error at once. `best`: with the best measured op where
+    there is one. `missing`: ops that nothing here computes, counted with others' times."""
 
     seconds: float
     low: float
@@ -128,7 +128,8 @@ class StepTime:
 
 
 def unserved_ops(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -> frozenset[str]:
-    """Ops of the model that no kernel of this server computes there, as `explain` finds them. Raises UserError."""
+    """Returns the model's ops that no kernel of this server computes there, as `explain` finds them. Raises
+    UserError."""
     unserved = set()
     for need in needs_of(rank_weights(model, parallel.ranks), parallel):
         try:
@@ -139,12 +140,13 @@ def unserved_ops(model: ModelDescription, parallel: ParallelConfig, arch: ArchTr
 
 
 def time_step(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> list[TimedOp]:
-    """Raises UserError where experts cannot be divided, or for a card that nobody measured."""
+    """Returns the ops of a step with their times. Raises UserError if experts cannot be divided, or for a card that
+    nobody measured."""
     return timed(ops_of(model, parallel, step), unserved_ops(model, parallel, arch), arch)
 
 
 def timed(ops: Iterable[tuple[str, Op]], unserved: frozenset[str], arch: ArchTraits) -> list[TimedOp]:
-    """Returns the ops with their times, equal ones together. Raises UserError for a card that nobody measured."""
+    """Returns the ops with their times, equal ones joined. Raises UserError for a card that nobody measured."""
     counts: dict[tuple[str, Op], int] = {}
     for name, op in ops:
         counts[name, op] = counts.get((name, op), 0) + 1
@@ -184,7 +186,7 @@ def ops_of(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Ite
 
 
 def head_ops(model: ModelDescription, parallel: ParallelConfig, rows: int) -> Iterator[tuple[str, Op]]:
-    """Yields the ops from the last hidden states of `rows` tokens to what is sampled."""
+    """Yields the ops from the last hidden states of `rows` tokens to sampling."""
     vocab, head = -(-model.vocab_size // parallel.ranks.vocab_tp_size), model.head_quant
     yield "lm_head", Linear(rows, vocab, model.hidden_size, head.scheme if head else None)
     if parallel.tp_size > 1:
@@ -230,12 +232,12 @@ def layer_ops(
 
 
 def step_of_group(step: Step, attn_dp_size: int) -> Step:
-    """Returns the part of a step that the busiest attention group has, where groups have requests of their own."""
+    """Returns the busiest attention group's part of a step, where groups have requests of their own."""
     return replace(step, batch=-(-step.batch // attn_dp_size))
 
 
 def _sums(elements: int, ranks: int, quantized: bool) -> Iterator[tuple[str, Op]]:
-    """`quantized`: those that are large enough over PCIe."""
+    """Yields all-reduces. `quantized`: large ones are sent quantized."""
     if ranks > 1 and quantized and 2 * elements >= quantized_from(Topology.HOST_BRIDGE, ranks)[0]:
         yield "all_reduce in e4m3", QuantizedSum(2 * elements, ranks)
     elif ranks > 1:
@@ -243,8 +245,8 @@ def _sums(elements: int, ranks: int, quantized: bool) -> Iterator[tuple[str, Op]
 
 
 def _sums_of_groups(elements: int, parallel: ParallelConfig, quantized: bool) -> Iterator[tuple[str, Op]]:
-    """Attention groups with requests of their own gather rows and scatter sums: each has half of the bytes of a sum on
-    all ranks, and is counted as a sum of half as many."""
+    """Yields the all-gather of rows and reduce-scatter of sums of attention groups with their own requests: each moves
+    half of the bytes of an all-reduce, and counts as an all-reduce of half the size."""
     if parallel.attn_dp_size == 1:
         yield from _sums(elements, parallel.tp_size, quantized)
         return
@@ -280,7 +282,7 @@ def _mixer(layer: LayerSpec, parallel: ParallelConfig, step: Step) -> Iterator[t
             yield "attention_biases", _biases(mixer, step, heads)
         sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
         yield from _gathered_queries(step, sharing, heads * dims[0])
-        if mixer.block > 1:  # the rows of a draft's block attend as the heads of one
+        if mixer.block > 1:  # the rows of a draft block count as heads of one token
             one = decode_step(step.batch, step.context)
             yield _attention(one, heads * mixer.block, kv, dims, item, mixer.window)
         elif mixer.indexer is not None and step.context > mixer.top_k:
@@ -319,14 +321,15 @@ def _mixer(layer: LayerSpec, parallel: ParallelConfig, step: Step) -> Iterator[t
 
 
 def _biases(mixer: GQA, step: Step, heads: int) -> Elementwise:
-    """The product that makes a bias of each distance for each head and token, in 16 bits, and what attention reads of
-    them beside its keys: those of the distances at which a token sees any."""
+    """Returns the 16-bit product that makes a bias of each distance for each head and token, and the biases that
+    attention reads besides keys."""
     seen = min(mixer.bias_extent, mixer.window or mixer.bias_extent, _mean_context(step))
     return Elementwise("attention_biases", 2.0 * step.tokens * heads * (mixer.bias_dims + mixer.bias_extent + seen))
 
 
 def _kimi_delta(mixer: KimiDelta, step: Step, parallel: ParallelConfig) -> Iterator[tuple[str, Op]]:
-    """Prompts take four launches, which hand on the sums of decays in fp32, u, w, and numbers for pairs of tokens."""
+    """Yields the ops. Prompts take four launches, which pass on cumulative decays in fp32, u, w, and values for pairs
+    of tokens."""
     width, heads = mixer.width(parallel.attn_tp_size), mixer.num_heads // parallel.attn_tp_size
     yield "causal_conv1d", Elementwise("causal_conv1d", 12.0 * step.tokens * width)
     item = KV_DTYPE_BYTES.get(parallel.state_dtype or mixer.state_dtype, 4)
@@ -341,7 +344,7 @@ LONG_PROMPTS = 2048
 
 
 def _whole_norm(tokens: int, columns: int, ranks: int) -> Iterator[tuple[str, Op]]:
-    """Norms over the heads of all ranks, which sum two numbers of each token in fp32."""
+    """Yields norms over the heads of all ranks, which all-reduce two fp32 numbers of each token."""
     yield "qk_whole_norm", Elementwise("qk_whole_norm", (6.0 if ranks > 1 else 4.0) * tokens * columns, min(ranks, 2))
     if ranks > 1:
         yield "all_reduce of norms", AllReduce(8 * tokens, ranks)
@@ -361,8 +364,8 @@ def _attention(
 
 
 def _in_chunks(step: Step, size: int) -> Step:
-    """Attention that sees chunks of so many tokens: prompts are requests of a chunk each; a token that decodes behind
-    the first chunk sees half of one, on the average of its places."""
+    """Returns the step for attention within chunks of `size` tokens: a prompt counts as a request for each chunk; a
+    token decoding after the first chunk sees half a chunk on average."""
     if step.decodes:
         return step if step.context <= size else replace(step, context=(size + 1) // 2)
     pieces, new = -(-step.new // size), min(step.new, size)
@@ -371,18 +374,20 @@ def _in_chunks(step: Step, size: int) -> Step:
 
 
 def _own_tokens(step: Step, sharing: int) -> Step:
-    """A rank decodes over its own tokens where `sharing` ranks share them out; prompts have all."""
+    """Returns the step with the tokens of one rank, if `sharing` ranks shard the context in decode; prompts have
+    all."""
     return replace(step, context=-(-step.context // sharing)) if step.decodes else step
 
 
 def _gathered_queries(step: Step, sharing: int, elements: int) -> Iterator[tuple[str, Op]]:
-    """elements: of a token's queries on one rank."""
+    """Yields the all-gather of queries. elements: of a token's queries on one rank."""
     if sharing > 1 and step.decodes:
         yield "all_gather of queries", AllGather(2 * step.tokens * elements * sharing, sharing)
 
 
 def _exchanged_parts(step: Step, sharing: int, elements: int) -> Iterator[tuple[str, Op]]:
-    """As an all-gather of as many bytes. elements: of a token's outputs on one rank."""
+    """Yields the exchange of partial outputs, as an all-gather of as many bytes. elements: of a token's outputs on one
+    rank."""
     if sharing > 1 and step.decodes:
         yield "exchange of parts", AllGather(2 * step.tokens * elements * sharing, sharing)
 
@@ -390,9 +395,9 @@ def _exchanged_parts(step: Step, sharing: int, elements: int) -> Iterator[tuple[
 def _blocks(
     indexer: BlockIndexer, step: Step, heads: int, kv: int, dims: tuple[int, int], item: int
 ) -> Iterator[tuple[str, Op]]:
-    """The indexer's scores, of requests that decode by the bytes of their keys and of prompts as one product in 16
-    bits; attention as in a window of as many tokens as are chosen. Of prompts that is too little: neighbours of a
-    window share what they read, and blocks are read for each token, if from the L2 cache."""
+    """Yields the indexer's scores (for decoding by the bytes of keys, for prompts as one 16-bit product) and attention
+    like that in a window of the chosen tokens. For prompts this is too low: neighbours in a window share reads, but
+    blocks are read for each token, if from the L2."""
     dim, context = indexer.head_dim, _mean_context(step)
     if step.decodes:
         yield "block_indexer", Elementwise("block_indexer", 2.0 * dim * step.batch * context, 2)
@@ -404,8 +409,8 @@ def _blocks(
 def _latent(
     mixer: MLA, step: Step, heads: int, item: int, sharing: int, library: bool = False
 ) -> Iterator[tuple[str, Op]]:
-    """Absorbed where a step decodes, verifies or selects; other prompts over keys and values that are made of
-    latents."""
+    """Yields MLA's ops: absorbed where a step decodes, verifies or selects; other prompts use keys and values computed
+    from latents."""
     tokens, lora = step.tokens, mixer.kv_lora_rank
     size = tokens * (heads * mixer.qk_dim * 2 + mixer.latent_dim * 2) * 2.0
     yield "latent_norm_rope_store", Elementwise("latent_norm_rope_store", size)
@@ -435,7 +440,7 @@ def _latent(
 
 
 def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tuple[str, Op]]:
-    """All but the products, whose weights are those of the description. Entries are cached in 16 bits."""
+    """Yields all ops except the products, whose weights are in the description. Entries are cached in 16 bits."""
     tokens, dim = step.tokens, mixer.head_dim
     seen, stored = min(step.context, mixer.window), min(step.context, mixer.window + step.new)
     yield "shared_kv_norm_rope_store", Elementwise("shared_kv_norm_rope_store", 4.0 * tokens * (heads + 1) * dim)
@@ -463,7 +468,7 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tup
 
 
 def _pooled(mixer: PooledSparse, step: Step, tp_size: int, item: int) -> Iterator[tuple[str, Op]]:
-    """Attention to selected blocks as that of as many requests that decode over so many tokens."""
+    """Yields attention to selected blocks, counted as requests that decode over as many tokens."""
     shares, index, dims = mixer.shares(tp_size), mixer.indexer, mixer.heads
     heads, kv = shares.padded_heads, shares.padded_kv_heads
     tokens, blocks = step.tokens, _mean_context(step) // mixer.block
@@ -479,7 +484,7 @@ def _pooled(mixer: PooledSparse, step: Step, tp_size: int, item: int) -> Iterato
 
 
 def _gated_streams(residual: GatedStreams, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
-    """One of a layer's two blocks: the two products, and the launches around them."""
+    """Yields the two products of one of a layer's two blocks, and the launches around them."""
     width = residual.streams * hidden
     yield "gated_streams", Elementwise("gated_streams", 2.0 * tokens * (7 * width + 2 * hidden), 3)
     yield "gated_streams.down", Linear(tokens, residual.rank + residual.streams, width)
@@ -491,8 +496,8 @@ FROM_HOST = 60.0
 
 
 def _ngrams(table: NgramEmbedding, parallel: ParallelConfig, tokens: int) -> Iterator[tuple[str, Op]]:
-    """The rows of a table of n-grams, of which each rank looks up those of its heads; and what the streams take of
-    them. Every row lies alone, and is read in whole pieces of 32 bytes."""
+    """Yields the lookup of n-gram rows, of which each rank has those of its heads, and their use in the streams. Every
+    row is read separately, in whole pieces of 32 bytes."""
     ranks, item = parallel.attn_tp_size, KV_DTYPE_BYTES.get(table.table_dtype or parallel.dtype, 2)
     row = table.table_elements(ranks) / table.rank_rows(ranks) * item
     pieces = 32.0 * math.ceil(row / 32) * (FROM_HOST if table.on_host else 1.0)
@@ -504,7 +509,7 @@ def _ngrams(table: NgramEmbedding, parallel: ParallelConfig, tokens: int) -> Ite
 
 
 def _mean_context(step: Step) -> int:
-    """Tokens before one of the step, on average."""
+    """Returns the average number of tokens before one of the step."""
     return step.context - (step.new - 1) // 2
 
 
@@ -516,8 +521,8 @@ def _feed_forward(
     rows: int,
     expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
-    """Yields the ops of a feed-forward block. With whole experts by rank, each rank has its share of the pairs, as if
-    of fewer tokens that all choose here."""
+    """Yields the ops of a feed-forward block. With expert parallelism, each rank has its share of the pairs, counted as
+    fewer tokens that all choose its experts."""
     tp = parallel.tp_size
     if isinstance(ffn, NgramEmbedding):
         yield from _ngrams(ffn, parallel, tokens)

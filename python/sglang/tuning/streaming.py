@@ -1,8 +1,8 @@
-"""Times of weights that are streamed without matrix instructions: by few pairs of experts or few rows. No torch.
+"""Times of weights streamed without matrix instructions: for few pairs of experts or few rows. No torch.
 
-The larger of reading them and of the instructions that multiply them (counted, `instructions.py`). The lanes issue 0.9
-of what they can, and as if 16 more warps ran on each SM: programs come in waves, and the last ones run alone. Both
-numbers are fitted on 19 times of an H200 of seven schemes (lab/kernels/card/fit_h200.py).
+The time is the maximum of reading them and of the counted instructions that multiply them (`instructions.py`). The
+lanes issue 0.9 of their rate, as if 16 more warps ran on each SM: programs come in waves, and the last ones run alone.
+Both numbers are fitted to 19 times of an H200 with seven schemes (lab/kernels/card/fit_h200.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ISSUED, LAST_WARPS = 0.9, 16.0
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """One launch: `weights` with so many instructions each, by so many warps."""
+    """One launch: `weights` with a number of instructions each, and the warps that compute it."""
 
     num_bytes: float
     weights: float
@@ -53,7 +53,7 @@ def _seconds(stream: Stream, arch: ArchTraits) -> float:
 
 
 def stream_pairs(op: Experts, arch: ArchTraits) -> tuple[Stream, Stream]:
-    """Both products of experts whose pairs stream them one by one."""
+    """Returns the streams of both products of experts whose pairs are computed one by one."""
     up_tile, down_tile = PAIR_TILES[pair_kind(op.scheme, arch.features)]
     counts, item = streamed(op.scheme, arch.name), weight_bytes(op.scheme)
     of_pair = float(op.hidden * op.intermediate)
@@ -67,7 +67,8 @@ def stream_pairs(op: Experts, arch: ArchTraits) -> tuple[Stream, Stream]:
 
 
 def stream_rows(op: Linear, arch: ArchTraits) -> tuple[Stream]:
-    """A product of few rows with quantized weights; each row is a program's own, the weights come from the L2."""
+    """Returns the streams of a product of few rows with quantized weights; each row has its own program, and weights
+    come from the L2."""
     kind = pair_kind(op.scheme, arch.features)
     assert op.scheme is not None
     form = SCHEMES[op.scheme]
@@ -91,7 +92,7 @@ def pair_kind(scheme: str | None, features: Collection[str]) -> str:
 
 
 def _cut(tile: PairTile, scheme: str | None, cols: int) -> tuple[int, int]:
-    """Rows of weights and warps of a program."""
+    """Returns the rows of weights and the warps of a program."""
     form = SCHEMES[scheme] if scheme else None
     multiple = 128 if form is not None and (form.bits == 4 or form.group[1] == 128) else 16
     choice = tile.cut(cols, multiple)

@@ -14,12 +14,12 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile
 
 
 def directory_name(triton_version: str) -> str:
-    """ "triton_3_6_0" for "3.6.0"."""
+    """Returns "triton_3_6_0" for "3.6.0"."""
     return "triton_" + "_".join(triton_version.split("+")[0].split(".")[:3])
 
 
 def own_name(num_experts: int, intermediate: int, hidden: int, scheme: str | None, arch: ArchTraits) -> FileName:
-    """Returns the file's name by architecture and SM count: every edition of a card finds it."""
+    """Returns the file's name by architecture and SM count, so that every edition of a card finds it."""
     assert scheme is None or scheme in SCHEMES
     return FileName(num_experts, intermediate, (scheme, None, False), hidden, arch=arch.name, num_sms=arch.num_sms)
 
@@ -32,7 +32,7 @@ def upstream_name(num_experts: int, intermediate: int, scheme: str | None, devic
 
 
 def write_content(path: Path, content: Content) -> None:
-    """One line an entry, replaced as a whole."""
+    """Writes one line an entry, replacing the file as a whole."""
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.about.items()]
     lines += [f'  "{tokens}": {json.dumps(to_entry(pair))}' for tokens, pair in sorted(content.by_tokens.items())]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Steps with prompts as two microbatches, whose sums over ranks travel while the other microbatch computes
-(--enable-two-batch-overlap).
+"""Predicted time of prompt steps with two-batch overlap (--enable-two-batch-overlap): all-reduces of one microbatch run
+while the other computes.
 
-Three clocks follow the turns of `distributed/ping_pong`: the host's launches and what is computed, in the order A1, B1,
-A2, B2, ..., and the sums, one behind the other. A microbatch is priced as a step of its own: the second one of a prompt
-attends to the first, and each reads all weights. While sums travel, what is computed takes longer by SLOWDOWN.
+Three clocks follow the order of `distributed/ping_pong`: the host's launches and the computation, in the order A1, B1,
+A2, B2, ..., and the all-reduces, one after the other. A microbatch is priced as a step of its own: the second one of a
+prompt attends to the first, and each reads all weights. Computation during an all-reduce is slower by SLOWDOWN.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ THREADS_TURN_S = 2 * TURN_S
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What a microbatch computes up to a sum, and the sum: seconds."""
+    """The computation of a microbatch up to an all-reduce, and the all-reduce: seconds."""
 
     compute: float
     sums: float
 
 
 def runs_overlapped(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> bool:
-    """Returns whether a server computes the step as two microbatches there, its cards joined by PCIe or by NVLink;
-    False of attention groups with requests of their own, of whose microbatches nothing is predicted."""
+    """Returns whether a server computes the step as two microbatches with cards joined by PCIe or NVLink; False for
+    attention groups with their own requests, for which nothing is predicted."""
     prompt = not step.decodes and not step.verifies
     whole = why_not_split(parallel.tp_size, parallel.dcp_size) or parallel.attn_dp_size > 1
     if parallel.two_batch == "off" or whole or not prompt:
@@ -66,7 +66,7 @@ def _band(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -
 
 
 def step_time(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> StepTime:
-    """The time of a step, as two microbatches where it runs so. Raises UserError as `time_step`."""
+    """Returns the time of a step, as two microbatches if it runs so. Raises UserError like `time_step`."""
     whole = total(time_step(model, parallel, step, arch))
     if not runs_overlapped(model, parallel, step, arch):
         return whole
@@ -78,7 +78,7 @@ def step_time(model: ModelDescription, parallel: ParallelConfig, step: Step, arc
 def halved_seconds(
     model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits, slowdown: float = SLOWDOWN
 ) -> float:
-    """The seconds of a step of prompts as two microbatches, whose sums are exact where the table says so."""
+    """Returns the seconds of a prompt step as two microbatches, whose all-reduces are exact where the table says so."""
     if _band(model, parallel, arch).exact:
         parallel = replace(parallel, quantized_sums="off")
     unserved = unserved_ops(model, parallel, arch)
@@ -89,7 +89,7 @@ def halved_seconds(
 
 
 def split_step(step: Step) -> tuple[Step, Step]:
-    """A prompt is cut in the middle, several between two of them."""
+    """Returns both microbatches: a single prompt is cut in the middle, several are divided."""
     if step.batch > 1:
         first = (step.batch + 1) // 2
         return replace(step, batch=first), replace(step, batch=step.batch - first)
@@ -100,7 +100,7 @@ def split_step(step: Step) -> tuple[Step, Step]:
 def stretches(
     model: ModelDescription, parallel: ParallelConfig, step: Step, unserved: frozenset[str], arch: ArchTraits
 ) -> list[Stretch]:
-    """The step up to its last hidden states; the last stretch has no sum."""
+    """Returns the step up to its last hidden states; the last stretch has no all-reduce."""
     before_sums, compute = [], 0.0
     for row in _rows(model, parallel, step, unserved, arch):
         if isinstance(row.op, AllReduce):
@@ -114,7 +114,8 @@ def stretches(
 def in_turns(
     first: Sequence[Stretch], second: Sequence[Stretch], slowdown: float = SLOWDOWN, turn: float = TURN_S
 ) -> float:
-    """The seconds until both microbatches are computed, of as many stretches. turn: of the host, for each of them."""
+    """Returns the seconds until both microbatches, with equally many stretches, are computed. turn: the host's time for
+    each stretch."""
     launched = computed = travelled = 0.0
     arrived = [0.0, 0.0]
     for pair in zip(first, second, strict=True):
@@ -129,7 +130,7 @@ def in_turns(
 def _rows(
     model: ModelDescription, parallel: ParallelConfig, step: Step, unserved: frozenset[str], arch: ArchTraits
 ) -> Iterator[TimedOp]:
-    """The ops in their order, each timed once."""
+    """Yields the ops in order, each timed once."""
     known: dict[tuple[str, Op], TimedOp] = {}
     for name, op in _ops(model, parallel, step):
         if (name, op) not in known:

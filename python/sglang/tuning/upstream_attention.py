@@ -1,7 +1,7 @@
-"""SGLang's own Triton attention on an RTX PRO 6000 Server: how it cuts its work there, and its fitted times.
+"""SGLang's Triton attention on an RTX PRO 6000 Server: its tiles and work division there, and fitted times.
 
-Tiles, warps, shared memory and registers are those of release 0.5.15 as compiled for sm_120 with Triton 3.6.0 by the
-recorder of `scripts/upstream`; 0.5.12 takes the same tiles. The times are fitted on release 0.5.14's
+Tiles, warps, shared memory and registers are those of release 0.5.15 compiled for sm_120 with Triton 3.6.0 by the
+recorder of `scripts/upstream`; 0.5.12 has the same tiles. The times are fitted to release 0.5.14's
 (lab/kernels/card/fit_attention.py, which prints this table).
 """
 

@@ -1,6 +1,6 @@
-"""Predicted time of a layer of experts as SGLang's Triton kernels compute it on SM120, with the tiles it takes there.
+"""Predicted time of SGLang's Triton kernels for a layer of experts on SM120, with the tiles it uses there.
 
-What its tiles cost was compiled for sm_120 from the releases 0.5.10 and 0.5.15 (both the same) with Triton 3.9.0, by
+The records of its tiles come from compiling releases 0.5.10 and 0.5.15 (which agree) for sm_120 with Triton 3.9.0, by
 the recorder of `scripts/upstream`.
 """
 
@@ -29,7 +29,7 @@ COSTS = {
 
 
 class ExpertLayer(Protocol):
-    """Experts of one rank and tokens that are shared out evenly. `scheme`: "bf16" or "fp8_block"."""
+    """Experts of one rank with evenly distributed tokens. `scheme`: "bf16" or "fp8_block"."""
 
     @property
     def scheme(self) -> str: ...
@@ -49,7 +49,8 @@ class ExpertLayer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SideKernels:
-    """Everything but the two products: seconds of all launches, and bytes a second of what they read and write."""
+    """All kernels except the two products: seconds of the launches, and the rate in bytes a second of their memory
+    traffic."""
 
     launches_bf16: float = 4e-6
     launches_fp8: float = 18e-6
@@ -85,13 +86,13 @@ WEIGHTS = replace(SHARED, warm_mb=120.0, warm_width=0.25)
 
 
 def predict(layer: ExpertLayer, arch: ArchTraits, constants: Constants, side: SideKernels) -> float:
-    """Seconds, with weights from memory."""
+    """Returns the seconds with weights from memory."""
     products = sum(_product(layer, kind, arch, constants, 1.0) for kind in ("gate_up", "down"))
     return side.seconds(layer) + products - (SUM if layer.top_k == 1 else 0.0)
 
 
 def predict_replayed(layer: ExpertLayer, arch: ArchTraits, constants: Constants, side: SideKernels) -> float:
-    """Seconds, again and again with the same weights and routing, so that small weights are in the L2."""
+    """Returns the seconds of replays with the same weights and routing, so that small weights are in the L2."""
     missed = from_memory_share(weight_bytes(layer), WEIGHTS)
     cold = predict(layer, arch, constants, side) if missed else 0.0
     if missed == 1.0:
@@ -103,7 +104,7 @@ def predict_replayed(layer: ExpertLayer, arch: ArchTraits, constants: Constants,
 
 
 def weight_bytes(layer: ExpertLayer) -> int:
-    """The bytes of the experts that were chosen."""
+    """Returns the bytes of the chosen experts."""
     item = 2 if layer.scheme == "bf16" else 1
     return min(layer.num_experts, layer.pairs) * 3 * layer.intermediate * layer.hidden * item
 

@@ -40,7 +40,7 @@ from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.layer_spec import Window
-from sglang.srt.plan.plan import make_plan, serving_of
+from sglang.srt.plan.plan import make_plan, parallel_config_of
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.server_args import ServerArgs
 from srt.kernels.published import config_files
@@ -172,7 +172,7 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
     groups, recorder = parallel_state.groups_of(plan.ranks, 0), Recorder()
     if tp_size > 1:
         groups.tp.reduce_with(PeerSums(recorder, "pdl" in arch.features))
-    parallel = serving_of(args, plan.model.dtype, plan.description)
+    parallel = parallel_config_of(args, plan.model.dtype, plan.description)
     caches = cache_groups(plan.description, parallel)
     tables = row_tables(caches)
     windows = tuple(WindowSize(table.tokens, 65_535) for table in tables if isinstance(table, Window))

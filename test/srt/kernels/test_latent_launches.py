@@ -23,7 +23,7 @@ from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups
-from sglang.srt.plan.plan import Plan, make_plan, serving_of
+from sglang.srt.plan.plan import Plan, make_plan, parallel_config_of
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.server_args import ServerArgs
 from srt.distributed.partial_sums import Summands
@@ -43,7 +43,7 @@ def model_on_meta(plan: Plan, args: ServerArgs) -> CausalLM:
     for step in model.finish:
         if step.__name__ != LatentAttention._take_cache_scale.__name__:  # which reads a number
             step()
-    groups = cache_groups(plan.description, serving_of(args, plan.model.dtype, plan.description))
+    groups = cache_groups(plan.description, parallel_config_of(args, plan.model.dtype, plan.description))
     CachePools(groups, PoolSizes(65_535, 1, 64, CONTEXT), "meta").bind(model.caches)
     return model
 

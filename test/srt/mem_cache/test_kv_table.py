@@ -160,10 +160,10 @@ def test_where_prompts_pause_for_a_state() -> None:
         assert other.chunk_end(0, 70) == 70
 
 
-@pytest.mark.parametrize(("chunk", "growing"), [(5, 1), (5, 3), (4, 3)])
-def test_most_tokens_of_a_window_while_a_prompt_is_computed(chunk: int, growing: int) -> None:
-    window: Any = SimpleNamespace(window=8, page_size=1, growing=growing)
-    assert WindowTable.max_prompt_tokens(window, chunk) == window_tokens(8, 1, chunk + growing - 1)
+@pytest.mark.parametrize(("chunk", "uncertain_slots"), [(5, 1), (5, 3), (4, 3)])
+def test_most_tokens_of_a_window_while_a_prompt_is_computed(chunk: int, uncertain_slots: int) -> None:
+    window: Any = SimpleNamespace(window=8, page_size=1, uncertain_slots=uncertain_slots)
+    assert WindowTable.max_prompt_tokens(window, chunk) == window_tokens(8, 1, chunk + uncertain_slots - 1)
 
 
 @pytest.mark.parametrize("readable", [True, False])

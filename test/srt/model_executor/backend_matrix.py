@@ -30,7 +30,7 @@ from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.plan.kernel_choice import long_prompt_need
 from sglang.srt.plan.layer_spec import AttentionSite
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import describe_served_model, serving_of
+from sglang.srt.plan.plan import describe_served_model, parallel_config_of
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.server_args import ServerArgs
 from srt.layers.attention.decode_steps import reexecuting_capture
@@ -89,7 +89,7 @@ def cases(args: ServerArgs) -> list[Case]:
     """What the tables accept for the model on SM120, but for what makes it tiny: its head dims and its dtype."""
     model = ModelConfig.from_server_args(args)
     description = describe_served_model(args, model)
-    serving = serving_of(args, "bfloat16", description)
+    serving = parallel_config_of(args, "bfloat16", description)
     needs = needs_of(rank_weights(description, serving.ranks), serving)
     arch, packages = arch_by_name("rtx-pro-6000-server"), frozenset({"triton", "flashinfer"})
 

@@ -60,10 +60,10 @@ def verifying_runner(
     args: ServerArgs, drafter: KnownTexts, outputs: Outputs, rank: int = 0, rendezvous: str | None = None
 ) -> ModelRunner:
     plan = create_plan(args, rank, rendezvous)
-    growing = MOST_STEPS_AHEAD * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.lookahead_slots
+    uncertain_slots = MOST_STEPS_AHEAD * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.lookahead_slots
     # What the flags say of drafts that they know, and windows for it.
     windows = tuple(replace(size, tokens=plan.max_total_num_tokens) for size in plan.windows)
-    plan = replace(plan, growing=growing, windows=windows)
+    plan = replace(plan, uncertain_slots=uncertain_slots, windows=windows)
     return ModelRunner(plan, args.load_format, 0, lambda model, plan: drafter.prepared(plan, outputs))
 
 

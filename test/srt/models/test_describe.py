@@ -260,8 +260,3 @@ def test_the_walk_through_shows_the_family_as_it_is() -> None:
     root = Path(__file__).parents[3]
     shown = (root / "docs/adding_a_model.md").read_text().split("```python\n")[1].split("```")[0]
     assert shown in (root / "python/sglang/srt/plan/families/glm4_moe.py").read_text()
-
-
-def test_the_readme_names_what_is_served() -> None:
-    table = (Path(__file__).parents[3] / "README.md").read_text()
-    assert [name for name in SERVED_ARCHITECTURES if f"`{name}`" not in table] == []

@@ -204,8 +204,8 @@ def test_a_block_attends_as_the_heads_of_one_row(tmp_path: Path) -> None:
     assert (32 * 16, 8) in shapes and len(shapes) == 2
     rows = plan.max_running_requests * 4 * 32 * 16 * 128
     assert plan.memory.attention > plain.memory.attention + rows, "partial results of the blocks' heads"
-    assert plan.growing == 2 * 16 - 1 + 16
-    assert plan_of(target, **flags, speculative_num_draft_tokens=4).growing == 3 + 4 + 16
+    assert plan.uncertain_slots == 2 * 16 - 1 + 16
+    assert plan_of(target, **flags, speculative_num_draft_tokens=4).uncertain_slots == 3 + 4 + 16
     with pytest.raises(UserError, match="pass --attention-backend triton"):
         args = ServerArgs.from_kwargs(
             model_path=target, load_format="dummy", attention_backend="flashinfer", page_size=16, **flags
@@ -218,7 +218,7 @@ def test_windows_have_room_for_what_drafts_reserve(tmp_path: Path) -> None:
     target = write(tmp_path / "target", configs()["gpt_oss"])
     flags: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8}
     plain, plan = plan_of(target, tp_size=4), plan_of(target, tp_size=4, **flags)
-    assert plain.growing == 1 and plan.growing == 7 + 8
+    assert plain.uncertain_slots == 1 and plan.uncertain_slots == 7 + 8
     requests = plan.max_running_requests
-    assert plan.windows[0].tokens >= requests * (plan.windows[0].window - 1 + plan.growing)
+    assert plan.windows[0].tokens >= requests * (plan.windows[0].window - 1 + plan.uncertain_slots)
     assert plain.windows[0].tokens >= plain.max_running_requests * plain.windows[0].window

@@ -123,10 +123,12 @@ def test_pools_end_at_the_most_tokens_and_the_page_of_padding(memory: int, most:
 
 
 @pytest.mark.parametrize(
-    ("graphs", "prompts", "growing", "rows"), [((1, 8), (), 3, 24), ((2,), (64,), 3, 64), ((), (), 1, 4)]
+    ("graphs", "prompts", "uncertain_slots", "rows"), [((1, 8), (), 3, 24), ((2,), (64,), 3, 64), ((), (), 1, 4)]
 )
-def test_rows_of_shared_tokens(graphs: tuple[int, ...], prompts: tuple[int, ...], growing: int, rows: int) -> None:
-    sizes = Sizes(4, 64, 64, graphs, 1, ONE_RANK, prompts, growing=growing)
+def test_rows_of_shared_tokens(
+    graphs: tuple[int, ...], prompts: tuple[int, ...], uncertain_slots: int, rows: int
+) -> None:
+    sizes = Sizes(4, 64, 64, graphs, 1, ONE_RANK, prompts, uncertain_slots=uncertain_slots)
     assert sizes.token_rows == rows
 
 

@@ -15,7 +15,7 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import LIBRARY_PIECE_BYTES, MIB, PIECE_BYTES, QUANTIZED, quantized_from
 from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.plan.plan import Plan, make_plan
-from sglang.srt.plan.quantized_sums import GROUP, QuantizedSumRule, quantized_sum_rule
+from sglang.srt.plan.quantized_sums import GROUP, QuantizedAllReduceRule, quantized_sum_rule
 from sglang.srt.server_args import ServerArgs
 from srt.models.harness import save_tiny
 
@@ -24,7 +24,7 @@ ARCH = arch_by_name("rtx-pro-6000-server")
 
 def rule(
     topology: Topology | None = Topology.HOST_BRIDGE, hidden: int = 5120, problem: str = "", **flags: Any
-) -> QuantizedSumRule | None:
+) -> QuantizedAllReduceRule | None:
     args = ServerArgs.from_kwargs(model_path="x", **{"tp_size": 2, **flags})
     links = None if topology is None else PeerLinks(topology, problem)
     return quantized_sum_rule(args, ARCH, links, hidden, 256)
@@ -95,6 +95,6 @@ def test_the_plan_says_it(tmp_path: Path) -> None:
         return make_plan(args, ModelConfig.from_server_args(args), ARCH, 40 << 30)
 
     asked = plan(enable_quantized_all_reduce="prefill")
-    assert asked.quantized_sums == QuantizedSumRule(0, 6, "ranks on CPUs")
+    assert asked.quantized_sums == QuantizedAllReduceRule(0, 6, "ranks on CPUs")
     assert "6 rows" in asked.describe()["quantized_sums"]
     assert "quantized_sums" not in plan().describe()

@@ -14,7 +14,7 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import MIB
 from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.managers.scheduler import scheduler_setup
-from sglang.srt.plan.plan import Plan, make_plan, serving_of
+from sglang.srt.plan.plan import Plan, make_plan, parallel_config_of
 from sglang.srt.server_args import ServerArgs
 from srt.models.harness import save_tiny
 
@@ -143,4 +143,4 @@ def test_flashinfers_other_attention_computes_halves(folders: dict[str, Path]) -
 def test_predictions_hear_of_the_flags(flags: dict[str, Any], mode: str, folders: dict[str, Path]) -> None:
     args = ServerArgs.from_kwargs(model_path=str(folders["dense"]), tp_size=2, **flags)
     description = plan_of(folders["dense"], **flags).description
-    assert serving_of(args, "bfloat16", description).two_batch == mode
+    assert parallel_config_of(args, "bfloat16", description).two_batch == mode

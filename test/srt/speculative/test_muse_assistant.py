@@ -131,7 +131,7 @@ def test_other_configs_are_refused(
 @pytest.mark.parametrize("algorithm", ["DSPARK", "EAGLE", "EAGLE3", "STANDALONE"])
 def test_it_is_asked_for_as_dflash(algorithm: str, target: tuple[Path, Target], tmp_path: Path) -> None:
     save_assistant(tmp_path)
-    with pytest.raises(UserError, match="draft tokens with --speculative-algorithm DFLASH"):
+    with pytest.raises(UserError, match="drafts with --speculative-algorithm DFLASH"):
         plan_with_draft(target[0], algorithm, tmp_path)
 
 

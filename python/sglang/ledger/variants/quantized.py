@@ -10,7 +10,7 @@ from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.ledger.variants.elementwise import HIDDEN_SIZES
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
-from sglang.srt.kernels.ledger_file import SAME_LAUNCHES, WIDENED_TAIL
+from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, SAME_LAUNCHES
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.layers.quantization.activations import RowForm
 from sglang.srt.layers.triton_ops import norm_quantize, quant_linear, quantize
@@ -115,7 +115,7 @@ def products(scheme: Scheme | None, features: Collection[str]) -> Iterator[tuple
     native = product_of(scheme, features)
     yield native, ""
     if product_of(scheme, ()).kind != native.kind:
-        yield product_of(scheme, ()), WIDENED_TAIL
+        yield product_of(scheme, ()), DEQUANTIZED_TAIL
 
 
 def _linear(scheme: Scheme, product: ScaledProduct, tail: str, features: Collection[str]) -> Iterator[Variant]:

@@ -13,7 +13,8 @@ from sglang.srt.kernels.tables import FP8_GEMM_BACKENDS, FUSED_MOE
 
 
 def _backend(field: str, *choices: str, tables: tuple[KernelSpec, ...] = ()) -> dict[str, tuple[str, ...]]:
-    """Names of kernels: ours, and those of other releases and forks, of which the plan says what serves instead."""
+    """Returns the `choices` of an option that names kernels, ours first, and as `explained` the names of other releases
+    and forks, for which the plan says what serves instead."""
     ours = tuple(kernel.name for kernel in tables if kernel.not_here is None and not kernel.asked_as)
     others = {kernel.name for kernel in tables if kernel.name not in ours} | FOREIGN_KERNELS[field]
     return {"choices": (*choices, *ours), "explained": tuple(sorted(others - {*choices, *ours}))}
@@ -26,6 +27,8 @@ _EXPERTS = _backend("moe_runner_backend", "auto", tables=FUSED_MOE)
 
 @dataclass(kw_only=True)
 class KernelArgs:
+    """Options that name kernels, and options of CUDA graphs."""
+
     disable_shared_experts_fusion: bool = option(
         False, KERNELS, "Compute the shared expert apart instead of as one more of the routed ones."
     )

@@ -11,6 +11,8 @@ from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 
 @dataclass(kw_only=True)
 class ModelArgs:
+    """Options of the model: its files, formats and dtypes."""
+
     model_path: str = option(MISSING, MODEL, "Local directory or Hugging Face id of the model.", "--model")
     tokenizer_path: str | None = option(None, MODEL, "Where the tokenizer is, if not with the model.")
     served_model_name: str | None = option(None, MODEL, "Name shown by /v1/models, if not the model path.")

@@ -11,6 +11,8 @@ from sglang.srt.configs.output_formats import REASONING_PARSERS, TOOL_CALL_PARSE
 
 @dataclass(kw_only=True)
 class ServingArgs:
+    """Options of the HTTP server."""
+
     host: str = option("127.0.0.1", SERVING, "Address to listen on; 0.0.0.0 for all.")
     port: int = option(30000, SERVING, "Port to listen on.", minimum=1, maximum=65535)
     api_key: str | None = option(
@@ -91,6 +93,8 @@ class ServingArgs:
 
 @dataclass(kw_only=True)
 class LoggingArgs:
+    """Options of what the server logs and counts."""
+
     log_level: str = option(
         "info", OBSERVE, "Level of our messages.", choices=("debug", "info", "warning", "error", "critical")
     )

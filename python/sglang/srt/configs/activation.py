@@ -1,4 +1,4 @@
-"""The function between the two products of a gated feed-forward block. No torch."""
+"""The function between the two products of a feed-forward block. No torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ FUNCTIONS = {"silu": SILU_FUNCTION, "swish": SILU_FUNCTION, "gelu_pytorch_tanh":
 
 
 LEAST_RESULT_LIMIT = 6.25
-"""exp(-6.25) is less than half a unit in the last place of bfloat16."""
+"""Smallest limit with `limits_result`: exp(-6.25) is less than half a unit in the last place of bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """The activation (up + up_offset) * f(gate), after gate is clamped to at most `limit` and up to within +-`limit`
-    (None: not clamped). f is gate * sigmoid(alpha * gate), or with `function` "gelu_tanh" the tanh form of GELU.
+    """The activation (up + up_offset) * f(gate). Before it gate is clamped to at most `limit`, and up to within
+    +-`limit` (None: not clamped). f is gate * sigmoid(alpha * gate), or with `function` "gelu_tanh" the tanh form of
+    GELU.
 
-    With `limits_result` it is f(gate) that is clamped. The kernels clamp gate, which for a `limit` of at least
-    LEAST_RESULT_LIMIT is the same within the rounding of bfloat16: they differ by exp(-limit).
+    With `limits_result` f(gate) is clamped instead of gate. The kernels clamp gate; for a `limit` of at least
+    LEAST_RESULT_LIMIT both are the same within the rounding of bfloat16: they differ by exp(-limit).
 
-    With `function` "relu2" there is no gate: the square of what is positive of up."""
+    With `function` "relu2" there is no gate: the result is max(up, 0) ** 2.
+    """
 
     alpha: float = 1.0
     up_offset: float = 0.0
@@ -35,12 +37,13 @@ class Activation:
 
     @property
     def linear_in_up(self) -> bool:
-        """Returns whether a factor of up is one of the result."""
+        """Returns whether the result is proportional to up."""
         return self.gated and self.up_offset == 0.0 and self.limit is None
 
     @property
     def op(self) -> str:
-        """Name of the op that computes the activation of [..., 2I] -> [..., I], or without a gate of [..., I]."""
+        """Name of the op that computes the activation, of [..., 2I] -> [..., I], or without a gate of [..., I] -> [...,
+        I]."""
         if not self.gated:
             return "relu2"
         if self.function == GELU_TANH:
@@ -49,7 +52,7 @@ class Activation:
 
     @property
     def trait(self) -> str:
-        """Trait of kernels that can have this activation inside; "": all of them can."""
+        """Trait that a kernel with a fused activation needs for this one; "": all of them have it."""
         return {"relu2": "no_gate", "gelu_and_mul": "gelu_gate", "clamped_swiglu": "clamped_gate"}.get(self.op, "")
 
 

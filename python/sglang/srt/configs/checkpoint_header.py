@@ -1,4 +1,4 @@
-"""Names and types of a checkpoint's tensors, read from the headers of its safetensors files. No torch."""
+"""Reads names and dtypes of a checkpoint's tensors from the headers of its safetensors files. No torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a header says of a tensor; the type as safetensors calls it ("BF16")."""
+    """A tensor's entry in a header; `dtype` as safetensors names it ("BF16")."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def stored_dtypes(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, str] | None:
-    """Returns the types of the tensors whose names are wanted. None: `folder` has no weights. Raises UserError for
-    files that are damaged."""
+    """Returns the dtypes of the tensors for whose names `wanted` is true; None: `folder` has no weights. Raises
+    UserError for damaged files."""
     tensors = stored_tensors(folder, wanted)
     return None if tensors is None else {name: tensor.dtype for name, tensor in tensors.items()}
 
 
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, Stored] | None:
-    """Returns types and shapes of the tensors whose names are wanted. None, and raises: as `stored_dtypes`."""
+    """Returns dtypes and shapes of the tensors for whose names `wanted` is true; None and errors as in
+    `stored_dtypes`."""
     files = _indexed(folder)
     if files is not None:
         names = sorted({file for name, file in files.items() if wanted(name)})
@@ -43,14 +44,14 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, 
 
 
 def stored_names(folder: Path) -> Mapping[str, str] | None:
-    """Returns the names of all tensors with their types, or "" where the index has the names: hundreds of thousands of
-    types take seconds to read. None, and raises: as `stored_dtypes`."""
+    """Returns the names of all tensors, with their dtypes or "" where the names come from the index: hundreds of
+    thousands of dtypes take seconds to read. None and errors as in `stored_dtypes`."""
     files = _indexed(folder)
     return stored_dtypes(folder, lambda name: True) if files is None else dict.fromkeys(files, "")
 
 
 def _indexed(folder: Path) -> Mapping[str, str] | None:
-    """Returns the file of each tensor; None: there is no index. Raises UserError for one that is none."""
+    """Returns the file of each tensor; None: there is no index. Raises UserError for a malformed one."""
     index = folder / INDEX_NAME
     if not index.is_file():
         return None
@@ -62,8 +63,8 @@ def _indexed(folder: Path) -> Mapping[str, str] | None:
 
 
 def inside(file: str, index: Path) -> str:
-    """Returns the name of a file of weights. Raises UserError for one outside of its checkpoint's directory: such a
-    name could have any file of the machine read."""
+    """Returns `file`, the name of a file of weights. Raises UserError if it is outside of the checkpoint's directory:
+    such a name could make the server read any file of the machine."""
     parts = PurePath(file).parts
     if not parts or PurePath(file).is_absolute() or ".." in parts:
         raise UserError(f"{index}: weight_map names {file[:256]!r}, which is no file below the index's own directory.")

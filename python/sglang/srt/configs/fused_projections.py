@@ -1,9 +1,9 @@
-"""How often [q; k; v] is repeated in a checkpoint's one tensor of all three, which config.json does not say. No torch.
+"""Finds out how often [q; k; v] is repeated in a checkpoint's fused tensor, which config.json does not say. No torch.
 
 MiMo-V2.5 in FP8 was written by the ranks that trained it: each has the rows of q, k and v of its heads, whose scales of
 128 x 128 begin anew (`plan.fused_rows`). Checkpoints that were written again with transformers have [q; k; v] once,
-under the same names and in the same shape. Where a rank's rows do not divide into blocks, the number of rows of scales
-tells them apart; layers whose rows do divide follow those that tell.
+under the same names and in the same shape. Where blocks of 128 rows do not divide a rank's rows, the number of rows of
+scales tells them apart; the other layers follow these.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from sglang.srt.errors import UserError
 
 LAYOUT, FUSED, SPLIT = "attention_projection_layout", "fused_qkv", "split"
 TP_BLOCKS = "attention_projection_tp_blocks"
-"""Key of our own, which --json-model-override-args may state."""
-PUBLISHED_STRIPES = (1, 4, 8)
-"""Of checkpoints that were written again, of MiMo-V2.5 and of MiMo-V2.5-Pro."""
+"""Key that is not part of published configs; --json-model-override-args may set it."""
+PUBLISHED_TP_BLOCKS = (1, 4, 8)
+"""Numbers of TP blocks in published checkpoints: rewritten ones, MiMo-V2.5's and MiMo-V2.5-Pro's."""
 _MODULE = ".self_attn.qkv_proj"
 _SCALES = (f"{_MODULE}.weight_scale_inv", f"{_MODULE}.weight_scale")
 _BLOCK = 128
@@ -28,14 +28,14 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a layer's tensor and of its scales."""
+    """A layer's fused tensor: its rows, and the rows of its scales."""
 
     module: str
     rows: int
     scales: int
 
     def of(self, tp_blocks: int) -> int:
-        """Returns the rows of scales that there would be with so many TP blocks."""
+        """Returns the rows of scales that `tp_blocks` TP blocks would have."""
         return tp_blocks * -(-self.rows // tp_blocks // _BLOCK)
 
     def fits(self, tp_blocks: int) -> bool:
@@ -43,8 +43,8 @@ class _Rows:
 
 
 def with_tp_blocks(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns config.json with the number of TP blocks that the checkpoint in `folder` has in its tensors of q, k and
-    v, where it fuses them and nobody stated it. Raises UserError where the tensors do not tell."""
+    """Returns config.json with the number of TP blocks of the fused q, k and v of the checkpoint in `folder`, where it
+    fuses them and does not state the number. Raises UserError where the tensors do not tell."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
     if text.get(LAYOUT) != FUSED or text.get(TP_BLOCKS) is not None:
@@ -58,7 +58,7 @@ def with_tp_blocks(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _tp_blocks(text: Mapping[str, Any], stored: Mapping[str, Stored], folder: Path) -> int:
     heads = [text[key] for key in ("num_key_value_heads", "swa_num_key_value_heads") if isinstance(text.get(key), int)]
-    possible = [count for count in PUBLISHED_STRIPES if all(number % count == 0 for number in heads)]
+    possible = [count for count in PUBLISHED_TP_BLOCKS if all(number % count == 0 for number in heads)]
     fitting = possible
     for layer in _in_blocks(stored):
         fitting = [count for count in fitting if layer.fits(count)]
@@ -85,7 +85,7 @@ def _tp_blocks(text: Mapping[str, Any], stored: Mapping[str, Stored], folder: Pa
 
 
 def _in_blocks(stored: Mapping[str, Stored]) -> Iterator[_Rows]:
-    """Yields the layers whose scales are of blocks of rows: those with one for each row tell nothing."""
+    """Yields the layers with scales for blocks of rows; scales for each row tell nothing."""
     for name, scale in sorted(stored.items()):
         if not name.endswith(_SCALES) or len(scale.shape) != 2:
             continue

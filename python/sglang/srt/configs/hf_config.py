@@ -1,4 +1,4 @@
-"""Reads a checkpoint's JSON files, and their values by typed keys; errors name the key and the file."""
+"""Reads a checkpoint's JSON files, and typed values from them; errors name the key and the file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ LARGEST: Mapping[str, int] = {
     "vocab_size": 1 << 24,
     "max_position_embeddings": 1 << 28,
 }
-"""The largest values that a config.json may have: several times those of any published model, and little enough that a
-model is described, and refused for its size, at once. Other whole numbers end at LARGEST_OTHER."""
+"""Largest values that a config.json may have: several times those of any published model, but small enough that such a
+model is described, and refused for its size, quickly. Other whole numbers may be up to LARGEST_OTHER."""
 LARGEST_OTHER = 1 << 24
 
 
 def bounded(key: str, value: int, source: str) -> int:
-    """Returns `value`, the whole number that the config has at `key`. Raises UserError if no model has so many."""
+    """Returns `value`, the whole number at `key`. Raises UserError if it is negative or larger than any model has."""
     limit = LARGEST.get(key, LARGEST_OTHER)
     if not 0 <= value <= limit:
         raise UserError(f"{source}: {key!r} must be between 0 and {limit:,}; got {value}.")
@@ -55,6 +55,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
+    """Reads the directory's config.json. Raises UserError if there is none, or it is malformed."""
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{directory} has no config.json; it does not look like a Hugging Face model directory.")
@@ -68,7 +69,7 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 class ConfigReader:
-    """Typed access to a config mapping; `source` appears in messages."""
+    """A typed reader of a config mapping; `source` names it in messages."""
 
     def __init__(self, values: Mapping[str, Any], source: str) -> None:
         self.values = values
@@ -81,19 +82,19 @@ class ConfigReader:
         return self._typed(key, self.values[key], kind)
 
     def default(self, key: str, kind: type[T], default: T) -> T:
-        """Returns the value like `require`; `default` if the key is missing or null."""
+        """Returns the value as `require` does, or `default` if the key is missing or null."""
         value = self.values.get(key)
         return default if value is None else self._typed(key, value, kind)
 
     def positive(self, key: str, default: int | None = None) -> int:
-        """Returns a whole number of at least 1; required if there is no default."""
+        """Returns a whole number of at least 1; without `default` the key is required. Raises UserError."""
         value = self.require(key, int) if default is None else self.default(key, int, default)
         if value < 1:
             raise UserError(f"{self.source}: {key!r} must be at least 1; got {value}.")
         return bounded(key, value, self.source)
 
     def count(self, *keys: str) -> int:
-        """Returns the whole number at the first of `keys` that has one; 0 if none has."""
+        """Returns the whole number at the first of `keys` that is present; 0 if none is. Raises UserError."""
         present = (key for key in keys if self.values.get(key) is not None)
         key = next(present, None)
         return 0 if key is None else bounded(key, self.require(key, int), self.source)
@@ -130,19 +131,19 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
     }
 }
-"""Defaults by the inner model_type, which published multimodal configs leave out because the class that wrote them has
-them as its default."""
+"""Values by the inner model_type that published multimodal configs leave out, because they are the defaults of the
+class that wrote them."""
 
 
 _OF_THE_WHOLE = ("architectures", "tie_word_embeddings")  # the output head is outside of the text part
 
 
 STORED_VOCABULARY = "stored_vocab_size"
-"""Key for the rows of an embedding whose last ones are padding; `vocab_size` is then without these."""
+"""Key, not part of published configs, for the rows of a padded embedding; `vocab_size` then leaves the padding out."""
 
 
 def _without_padding(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config with the tokens of the vocabulary that exist, where it says how many these are."""
+    """Returns the config with a vocab_size without padding, where the config states the unpadded size."""
     stored, real = config.get("vocab_size"), config.get("unpadded_vocab_size")
     if type(stored) is int and type(real) is int and 0 < real < stored:
         return {**config, "vocab_size": real, STORED_VOCABULARY: stored}
@@ -150,8 +151,8 @@ def _without_padding(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def select_text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the language model's part of a multimodal config, with the outer keys that it does not repeat; else
-    `config`. Of keys that both have, the inner one counts, but for those of the model as a whole."""
+    """Returns the language model's part of a multimodal config, with outer keys that it lacks; else `config`. The inner
+    value wins where both have a key, except for keys of the whole model."""
     inner = config.get("text_config")
     if not isinstance(inner, Mapping):
         return rotary_by_type(_without_padding(dict(config)))

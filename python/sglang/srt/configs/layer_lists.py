@@ -1,5 +1,5 @@
-"""Rotary keys of a config.json that hold a value for each layer, as Step and Muse-Glimmer have them, in the form by
-layer type that others write."""
+"""Rewrites rotary keys that hold a value for each layer (Step, Muse-Glimmer) into the form by layer type that other
+configs have."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _LISTS = {
     "layer_rope_theta": "rope_theta",
     "partial_rotary_factors": "partial_rotary_factor",
 }
-"""The lists, and the names that `rope_parameters` has for a value of them."""
+"""The lists, and the key of one of their values in `rope_parameters`."""
 _FULL = "full_attention"
 UNROTATED = "none"
-"""The `rope_type` of heads that do not rotate: they know nothing of positions."""
+"""`rope_type` of heads that do not rotate, and so do not depend on positions."""
 
 
 def rotary_by_type(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config with `rope_parameters` by layer type in place of the lists `rope_theta` or `layer_rope_theta`,
-    in which 0 stands for heads that do not rotate, and `partial_rotary_factors`; one without such lists as it is.
-    `rope_scaling` (or a flat `rope_parameters`) is of the types that `yarn_only_types` names, or of full attention.
-    Raises UserError where layers of a type differ."""
+    """Returns the config with `rope_parameters` by layer type instead of the lists `rope_theta` or `layer_rope_theta`
+    (0: heads that do not rotate) and `partial_rotary_factors`; unchanged without such lists. `rope_scaling` (or a flat
+    `rope_parameters`) applies to the types that `yarn_only_types` names, or to full attention. Raises UserError where
+    layers of a type differ."""
     lists = {key: config[key] for key in _LISTS if isinstance(config.get(key), list)}
     if not lists:
         return config
@@ -47,7 +47,7 @@ def rotary_by_type(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value_for_type(key: str, values: list[Any], kinds: list[Any], kind: str) -> Any:
-    """Returns the value that all layers of the kind have."""
+    """Returns the value that all layers of the kind share. Raises UserError where they differ."""
     if len(values) < len(kinds):
         raise UserError(f"config.json: {key!r} has {len(values)} entries for {len(kinds)} layers.")
     mine = [value for value, other in zip(values, kinds, strict=False) if other == kind]

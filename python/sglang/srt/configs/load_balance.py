@@ -1,9 +1,10 @@
-"""Ways to choose the replica of a request (--load-balance-method). `managers.front.replica_router` computes them."""
+"""The methods to choose the replica of a request (--load-balance-method); `managers.front.replica_router` implements
+them."""
 
 from __future__ import annotations
 
 AUTO = "auto"
-"""By the prefix that a replica has, within bounds of its load."""
+"""By the replicas' cached prefixes, within bounds of their load."""
 ROUND_ROBIN = "round_robin"
 TOTAL_REQUESTS = "total_requests"
 TOTAL_TOKENS = "total_tokens"

@@ -1,4 +1,4 @@
-"""Names of the ways in which ranks that share out the tokens of a cache merge what each of them attended to."""
+"""Names of the methods by which DCP ranks merge their partial attention."""
 
 from __future__ import annotations
 

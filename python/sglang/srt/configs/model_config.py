@@ -37,6 +37,8 @@ SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """What serving needs to know of a model, apart from its layers."""
+
     model_path: str
     """Local directory of the model (a Hugging Face id is resolved)."""
     architecture: str
@@ -50,7 +52,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     default_sampling: Mapping[str, Any]
     media_config: Mapping[str, Any] = field(default_factory=dict)
-    """Values of config.json of a multimodal model whose images are to be served; empty: of others."""
+    """Values of the whole config.json where images may be served; empty with --language-model-only."""
 
     @classmethod
     def from_server_args(cls, args: ServerArgs) -> ModelConfig:
@@ -68,7 +70,7 @@ class ModelConfig:
     def from_hf(
         cls, config: Mapping[str, Any], generation: Mapping[str, Any], *, args: ServerArgs, directory: Path
     ) -> ModelConfig:
-        """Makes the facts from the parsed files; `args` contributes --dtype, --context-length, --quantization and
+        """Makes the config from the parsed files. `args` contributes --dtype, --context-length, --quantization and
         --flashinfer-mxfp4-moe-precision. Raises UserError."""
         hf_config = select_text_config(config)
         reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
@@ -100,12 +102,12 @@ def _architecture(reader: ConfigReader) -> str:
 
 
 def context_length(hf_config: Mapping[str, Any], requested: int | None, source: str = "config.json") -> int:
-    """Returns the length of the longest request: --context-length, or what the model was made for. Raises UserError if
-    the flag asks for more."""
+    """Returns the length of the longest request in tokens: `requested` (--context-length), or what the model supports.
+    Raises UserError if the flag asks for more."""
     reader = ConfigReader(hf_config, source)
-    # Kimi Linear, whose attention knows no positions, calls it otherwise.
+    # Kimi Linear, whose attention has no positions, calls it model_max_length.
     longest = reader.count("max_position_embeddings", "model_max_length") or reader.positive("max_position_embeddings")
-    # Scaling of a part of the layers is in the stated length: newer and older form of saying which.
+    # Where only a part of the layers is scaled (in the newer or the older form), the stated length is the scaled one.
     if not by_layer_type(hf_config) and hf_config.get("rope_local_base_freq") is None:
         longest = scaled_context_length(longest, rope_parameters(hf_config))
     longest = bounded("max_position_embeddings", longest, f"{source}, with its rotary scaling")
@@ -134,8 +136,8 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
 
 
 def _eos_token_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:
-    """Returns the end tokens that any of the sources names: config.json, its text part, which may name fewer, and
-    generation_config.json."""
+    """Returns the end tokens of all sources: config.json, its text part (which may name fewer) and
+    generation_config.json. Raises UserError for what is no token id."""
     token_ids: set[int] = set()
     for source in sources:
         value = source.get("eos_token_id")

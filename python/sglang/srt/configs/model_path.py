@@ -17,8 +17,8 @@ def resolve_model_path(
     weights: bool = True,
     flag: str = "--model-path",
 ) -> Path:
-    """Returns the directory that holds `model_path`; without `weights` a download leaves them out. Raises UserError
-    that names the `flag`."""
+    """Returns the directory that holds `model_path`, after a download if it is a Hugging Face id; without `weights` the
+    download leaves them out. Raises UserError that names the `flag`."""
     local = Path(model_path).expanduser()
     if local.is_dir():
         return local

@@ -1,4 +1,4 @@
-"""The type of a checkpoint's tables of n-grams, which its config.json need not state. No torch."""
+"""Reads the dtype of a checkpoint's n-gram tables, which its config.json may leave out. No torch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NAMES = {"F8_E4M3": "float8_e4m3fn", "BF16": "bfloat16", "F16": "float16", "F32
 
 
 def with_table_dtype(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Returns config.json with the type of tables as the checkpoint in `folder` stores them, where it has tables and
-    does not state it. Raises UserError for files that are damaged."""
+    """Returns config.json with the dtype of the n-gram tables in the checkpoint in `folder`, where it has tables and
+    does not state it. Raises UserError for damaged files."""
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
     if not text.get(LAYERS_KEY) or text.get(KEY) is not None:

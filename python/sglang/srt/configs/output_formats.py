@@ -1,9 +1,9 @@
-"""Names of the formats in which models write tool calls and thoughts. `function_call.registry` says what they are."""
+"""Names of the formats in which models write tool calls and reasoning. `function_call.registry` implements them."""
 
 from __future__ import annotations
 
 AUTO = "auto"
-"""The format that the model's chat template shows."""
+"""Detects the format from the model's chat template."""
 
 TOOL_CALL_PARSERS = (
     AUTO, "apertus2509", "deepseekv3", "deepseekv31", "deepseekv32", "deepseekv4", "deepseekv41", "dots", "gemma4",

@@ -1,6 +1,6 @@
 """Readers of the published forms of a quantization config, one for each method. No torch.
 
-Each takes the config's object and what to call it in messages, and gives the rules. Raises UserError naming what is not
+Each takes the config's object and its name for messages, and returns the rules. Raises UserError that names what is not
 supported.
 """
 
@@ -30,6 +30,7 @@ INT4_GROUPS = (32, 64, 128)
 
 
 def unsupported(source: str, what: str) -> UserError:
+    """Returns the error for something that is not supported; the caller raises it."""
     return UserError(f"{source}: {what} is not supported. Supported schemes: {', '.join(SCHEMES)}.")
 
 
@@ -37,6 +38,8 @@ def unsupported(source: str, what: str) -> UserError:
 
 
 def read_fp8(config: Config, source: str) -> QuantConfig:
+    """Reads the fp8 form: one scale for a weight, or block scales as in the checkpoints of DeepSeek, Qwen and
+    MiniMax."""
     activation = config.get("activation_scheme", "dynamic")
     if activation not in ("dynamic", "static"):
         raise unsupported(source, f"activation_scheme {activation!r}")
@@ -60,6 +63,7 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
 
 
 def read_mxfp8(config: Config, source: str) -> QuantConfig:
+    """Reads the mxfp8 form: groups of 32 columns with a scale in e8m0."""
     block = config.get("weight_block_size", [1, 32])
     if block != [1, 32]:
         raise unsupported(source, f"mxfp8 with weight_block_size {block!r}")
@@ -68,8 +72,7 @@ def read_mxfp8(config: Config, source: str) -> QuantConfig:
 
 
 def read_mxfp4(config: Config, source: str) -> QuantConfig:
-    """Reads GPT-OSS's form: only the experts are quantized; everything else is in 16 bits, whatever the list of
-    exceptions says."""
+    """Reads GPT-OSS's form: only experts are quantized, whatever its list of exceptions says."""
     experts = (component("experts", source),)
     return QuantConfig("mxfp4", source, (*kept_modules(config, source), Rule(experts, ModuleQuant("mxfp4", "mxfp4"))))
 
@@ -78,7 +81,7 @@ _V4_EXPERTS = ModuleQuant("mxfp4", "fp8")
 
 
 def as_deepseek_v4(config: QuantConfig) -> QuantConfig:
-    """Returns the config with the names that DeepSeek-V4's checkpoints have for the scales of FP8 blocks."""
+    """Returns the config for DeepSeek-V4's checkpoints, which name the scales of FP8 blocks differently."""
     blocks = ModuleQuant("fp8_block", "fp8")
     rules = tuple(
         replace(rule, quant=replace(blocks, storage="deepseek_v4")) if rule.quant == blocks else rule
@@ -88,8 +91,8 @@ def as_deepseek_v4(config: QuantConfig) -> QuantConfig:
 
 
 def with_fp4_experts(config: QuantConfig, values: Config) -> QuantConfig:
-    """Returns the config with MXFP4 experts, which DeepSeek-V4 states outside of the quantization config
-    (expert_dtype). ModelOpt's exports of it leave that there and say inside (`values`) what the experts have become."""
+    """Returns the config with FP4 experts, which DeepSeek-V4 states outside of the quantization config (expert_dtype)
+    and ModelOpt's exports of it inside (`values`, moe_quant_algo)."""
     algorithm = values.get("moe_quant_algo")
     quant = _modelopt_quant({**values, "quant_algo": algorithm}, config.source) if algorithm else _V4_EXPERTS
     experts = (component("experts", config.source),)
@@ -104,13 +107,13 @@ def with_fp4_experts(config: QuantConfig, values: Config) -> QuantConfig:
 _PACKED_EXPERTS: Mapping[str | None, ModuleQuant] = {
     "nvfp4-pack-quantized": ModuleQuant("nvfp4_a16", "compressed-tensors"),
 }
-"""Forms of NVFP4 experts in checkpoints whose other weights are MXFP8. Their activations are scaled as they come, for
-which products of packed weights have no factor: the weights are widened and multiplied in 16 bits."""
+"""Forms of NVFP4 experts in checkpoints whose other weights are MXFP8. Their activations have dynamic scales, which
+products of packed weights do not support: the weights are dequantized and multiplied in 16 bits."""
 
 
 def with_packed_experts(config: QuantConfig, values: Config) -> QuantConfig:
-    """Returns the config with the experts that MiniMax-M3.1's exports state beside the method of the other weights
-    (moe_quant_algo, moe_quant_format). Raises UserError for forms that are not known."""
+    """Returns the config with the experts' own quantization, which MiniMax-M3.1's exports state beside the other
+    weights' method (moe_quant_algo, moe_quant_format). Raises UserError for unknown forms."""
     algorithm, form = values.get("moe_quant_algo"), values.get("moe_quant_format")
     if not algorithm:
         return config
@@ -120,7 +123,7 @@ def with_packed_experts(config: QuantConfig, values: Config) -> QuantConfig:
         raise unsupported(
             config.source, f"moe_quant_algo {algorithm!r} with moe_quant_format {form!r}, groups of {size}"
         )
-    # Shared experts are not among the routed ones.
+    # The pattern must not match shared experts.
     experts = (r"(?:.*\.)?experts\.\d+\..*",)
     return QuantConfig(
         f"{config.method} with {form} experts",
@@ -131,7 +134,7 @@ def with_packed_experts(config: QuantConfig, values: Config) -> QuantConfig:
 
 
 def kept_modules(config: Config, source: str) -> tuple[Rule, ...]:
-    """Reads modules_to_not_convert (ignored_layers in some configs) as a rule."""
+    """Reads modules_to_not_convert (ignored_layers in some configs) as a rule for 16 bits."""
     names: list[str] = []
     for key in ("modules_to_not_convert", "ignored_layers"):
         names += _names(config, key, source)
@@ -149,6 +152,7 @@ def _names(config: Config, key: str, source: str) -> list[str]:
 
 
 def read_compressed_tensors(config: Config, source: str) -> QuantConfig:
+    """Reads the compressed-tensors form: groups of modules, each with the scheme of weights and activations."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise UserError(f"{source}: compressed-tensors needs config_groups; got {groups!r}.")
@@ -164,7 +168,7 @@ def read_compressed_tensors(config: Config, source: str) -> QuantConfig:
         named = tuple(_target(target, where) for target in targets if target != "Linear")
         if named:
             rules.append(Rule(named, quant))
-        if "Linear" in targets:  # a class: names come first
+        if "Linear" in targets:  # a class of modules; rules for names take precedence
             general.append(Rule(EVERY_MODULE, quant))
     kv_cache = _kv_of_compressed_tensors(config.get("kv_cache_scheme"), source)
     return QuantConfig("compressed-tensors", source, (*rules, *general), kv_cache)
@@ -199,8 +203,8 @@ def _group_quant(group: Config, layout: str | None, source: str) -> ModuleQuant:
 
 
 def _is_static(inputs: Config, scheme: str) -> bool:
-    """Returns whether the scheme's activations have a static factor: NVFP4 keeps one for the whole activation even
-    where the blocks' scales are dynamic ("local")."""
+    """Returns whether the scheme's activations have a static factor. NVFP4 has one for the whole activation even where
+    the blocks' scales are dynamic ("local")."""
     return scheme == "nvfp4" or inputs.get("dynamic") is False
 
 
@@ -217,8 +221,8 @@ Match = Callable[[Config, "Config | None", "str | None"], bool]
 def _is(
     number: str, bits: int, strategy: str, inputs: tuple[str, int, str] | None, size: int = 0, layout: str = ""
 ) -> Match:
-    """Returns a function that matches a scheme: weights (type, bits, strategy, group size), activations likewise (None:
-    16 bits), and the ending of the format's name."""
+    """Returns a function that matches a scheme by weights (type, bits, strategy, group size), activations (type, bits,
+    strategy; None: 16 bits), and the end of the format's name."""
 
     def match(weights: Config, given: Config | None, form: str | None) -> bool:
         if (weights.get("type"), weights.get("num_bits"), weights.get("strategy")) != (number, bits, strategy):
@@ -273,7 +277,8 @@ _MODELOPT: Mapping[str, ModuleQuant] = {
 
 
 def read_modelopt(config: Config, source: str) -> QuantConfig:
-    """Reads hf_quant_config.json (`quantization` inside), or what newer exports write to config.json."""
+    """Reads ModelOpt's form: hf_quant_config.json (`quantization` inside), or what newer exports write to
+    config.json."""
     inner = config.get("quantization")
     config = inner if isinstance(inner, Mapping) else config
     algorithm = str(config.get("quant_algo") or "").upper()
@@ -290,8 +295,8 @@ def read_modelopt(config: Config, source: str) -> QuantConfig:
 
 
 def _by_layer(layers: Mapping[str, Any], source: str) -> list[Rule]:
-    """Returns a rule for each way in which modules are quantized: there are thousands of names where experts have their
-    own."""
+    """Returns one rule for each quantization that occurs: where experts are listed one by one there are thousands of
+    names."""
     names: dict[ModuleQuant, list[str]] = {}
     for name, layer in layers.items():
         if not isinstance(layer, Mapping):
@@ -314,10 +319,10 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
 
 
 def modelopt_cache(config: Config, source: str) -> str | None:
-    """Returns the type of the KV cache that the checkpoint was made for. Raises UserError for a type that no cache has
-    here."""
+    """Returns the dtype of the KV cache that the checkpoint was made for; None: none is stated. Raises UserError for an
+    unsupported one."""
     algorithm, scheme = config.get("kv_cache_quant_algo"), config.get("kv_cache_scheme")
-    if isinstance(scheme, str):  # as some exports have it
+    if isinstance(scheme, str):  # some exports name the algorithm here
         algorithm = algorithm or scheme
     if not algorithm:
         return _kv_of_compressed_tensors(scheme, source)

@@ -1,4 +1,4 @@
-"""Readers of the published forms of int4: GPTQ's, AWQ's and AutoRound's, which packs as either of them. No torch.
+"""Readers of the published forms of int4: GPTQ, AWQ, and AutoRound, which packs like either of them. No torch.
 
 They raise UserError as those of `quant_formats` do.
 """
@@ -16,8 +16,8 @@ _WIDE_BITS = 16
 
 
 def read_gptq(config: Config, source: str) -> QuantConfig:
-    """Reads GPTQ's form: symmetric 4-bit groups of 32, 64 or 128 in natural order are the same numbers as ours, packed
-    otherwise."""
+    """Reads GPTQ's form: symmetric 4-bit groups of 32, 64 or 128 in natural order, the same numbers as ours in another
+    packing. Raises UserError for other forms."""
     form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     quant = _gptq_quant(config, source, "" if form == "gptq" else f", checkpoint_format {form}")
     if config.get("lm_head"):
@@ -37,9 +37,9 @@ def _gptq_quant(config: Config, source: str, more: str = "") -> ModuleQuant:
 
 
 def _dynamic(config: Config, source: str) -> list[Rule]:
-    """Reads GPTQModel's exceptions, regular expressions for the beginning of a name: with "-:" before it the modules
-    are left alone, and otherwise its values count for them instead of the checkpoint's. One without values repeats what
-    holds anyway."""
+    """Reads GPTQModel's exceptions, regular expressions for the beginning of a name. After "-:" the modules are not
+    quantized; otherwise the exception's values replace the checkpoint's for them. One without values changes
+    nothing."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise UserError(f"{source}: dynamic must be an object of patterns; got {dynamic!r}.")
@@ -70,7 +70,7 @@ _PACKINGS: Mapping[str, tuple[str, bool]] = {
     "auto_round:auto_awq": ("awq", True),
     "auto_round:awq": ("awq", True),
 }
-"""Names of AutoRound for a packing: the storage, and whether groups have zero points of their own."""
+"""(storage, whether groups have zero points of their own) by AutoRound's name of the packing."""
 
 
 def read_auto_round(config: Config, source: str) -> QuantConfig:
@@ -83,7 +83,7 @@ def read_auto_round(config: Config, source: str) -> QuantConfig:
     for name, values in extra.items():
         wide = values.get("bits", config.get("bits")) == _WIDE_BITS
         quant = None if wide else _auto_round_quant({**config, **values}, f"{source} extra_config {name}")
-        if re.search(r"[*+?^$()\[\]{}|\\]", name):  # for a part of a name
+        if re.search(r"[*+?^$()\[\]{}|\\]", name):  # a pattern for a part of a name
             by_pattern.append(Rule((f".*?{from_regex(name, source)}",), quant))
         else:
             modules.setdefault(quant, set()).add(name.strip("."))

@@ -1,4 +1,4 @@
-"""Rules over module names: which modules of a checkpoint are quantized, and how. No torch."""
+"""Rules by module names: which modules of a checkpoint are quantized, and how. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from sglang.srt.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class ModuleQuant:
-    """The form in which the weight of one linear module is stored. `storage` says under which tensor names, types and
-    packing: "fp8", "deepseek_v4", "deepseek_v41", "compressed-tensors", "modelopt", "mxfp8", "mxfp4", "gptq", "awq", or
-    "online" for 16-bit weights that are quantized while they are loaded. With `static_input` the checkpoint holds the
-    scale (or the global factor) of activations; with `zero_points` the code of int4 that stands for 0 is each group's
-    own, not 8."""
+    """How the weight of one linear module is stored.
+
+    storage: tensor names, dtypes and packing: "fp8", "deepseek_v4", "deepseek_v41", "compressed-tensors",
+        "modelopt", "mxfp8", "mxfp4", "gptq", "awq", "fp8_stacked" (`stored_form`), or "online" for 16-bit weights
+        that are quantized while they are loaded
+    static_input: the checkpoint holds the scale (or the global factor) of activations
+    zero_points: each group of int4 has a zero point of its own, instead of 8
+    """
 
     scheme: str
     storage: str
@@ -31,14 +34,15 @@ class ModuleQuant:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule for names of modules: those whose whole name one of `patterns` (regular expressions) matches are stored as
-    `quant` (None: in 16 bits), and so are those that `modules` names, with what is inside them."""
+    """A rule: modules whose whole name matches one of `patterns` (regular expressions) are stored as `quant` (None: in
+    16 bits), and so are those that `modules` names, including what is inside them."""
 
     patterns: tuple[str, ...]
     quant: ModuleQuant | None
     modules: frozenset[str] = frozenset()
 
     def covers(self, module: str) -> bool:
+        """Returns whether the rule applies to the module of this name."""
         if self.modules and not self.modules.isdisjoint(_enclosing(module)):
             return True
         return bool(self.patterns) and _any_of(self.patterns).fullmatch(module) is not None
@@ -49,8 +53,8 @@ EVERY_MODULE = (".*",)
 
 @dataclass(frozen=True, slots=True)
 class QuantConfig:
-    """The quantization of a checkpoint. The first rule that matches decides; a module that none matches is not
-    quantized. Norms, embeddings and routers never are: nobody asks for them."""
+    """The quantization of a checkpoint. The first rule that matches decides; a module that no rule matches is not
+    quantized. Norms, embeddings and routers never are: nobody looks them up."""
 
     method: str
     """Name of the method in the checkpoint, with the algorithm where the method does not say it ("modelopt NVFP4")."""
@@ -58,12 +62,11 @@ class QuantConfig:
     """File and key that state the quantization."""
     rules: tuple[Rule, ...]
     kv_cache: str | None = None
-    """Type of the cache that the checkpoint was made for ("fp8_e4m3"), for which it may have scales."""
+    """Dtype of the cache that the checkpoint was made for ("fp8_e4m3"), for which it may have scales."""
     wide: frozenset[str] = frozenset()
-    """Modules, by `without_decoder`, that the checkpoint has in 16 bits whatever the rules say of them."""
+    """Modules, as `without_decoder` names them, that are in 16 bits in the checkpoint whatever the rules say."""
     _known: dict[str, ModuleQuant | None] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Quantization of modules that were looked up. It is asked again for every layout; some checkpoints name hundreds
-    of modules."""
+    """Cache of `of`: every layout looks the modules up again, and some checkpoints name hundreds of them."""
 
     def of(self, module: str) -> ModuleQuant | None:
         """Returns the quantization of the module with this name in the checkpoint
@@ -74,19 +77,19 @@ class QuantConfig:
         return self._known[module]
 
     def stores_wide(self, module: str) -> bool:
-        """Returns whether the checkpoint's tensors say that the module, or one that it is in, is in 16 bits."""
+        """Returns whether the checkpoint's tensors show the module, or one that contains it, in 16 bits."""
         return bool(self.wide) and not self.wide.isdisjoint(_enclosing(without_decoder(module)))
 
     def named(self, module: str) -> ModuleQuant | None:
-        """Returns the quantization of a module that a rule for all modules does not mean: an output head, which most
-        checkpoints leave alone without saying so."""
+        """Returns the quantization of a module such as the output head, to which a rule for all modules does not apply:
+        most checkpoints leave it in 16 bits without saying so."""
         if self.stores_wide(module):
             return None
         return next((rule.quant for rule in self.rules if rule.patterns != EVERY_MODULE and rule.covers(module)), None)
 
     def product_quant(self, modules: Sequence[str]) -> ModuleQuant | None:
-        """Returns the quantization of a linear product of modules that have one input (q, k and v; gate and up); None
-        where they differ, too: it is then held in 16 bits."""
+        """Returns the quantization of a product of modules with one input (q, k and v; gate and up). None: 16 bits,
+        also where they differ."""
         quants = {self.of(module) for module in modules}
         return quants.pop() if len(quants) == 1 else None
 
@@ -115,8 +118,8 @@ _DECODER = re.compile(r"(?:(?:model|language_model)\.)*")
 
 
 def without_decoder(module: str) -> str:
-    """Returns the name without the place of the decoder, which the rules and the tensors of a checkpoint need not spell
-    alike: "layers.0.mlp" of "model.language_model.layers.0.mlp"."""
+    """Returns the name without the decoder's prefix, which rules and tensors of a checkpoint may spell differently:
+    "layers.0.mlp" of "model.language_model.layers.0.mlp"."""
     return _DECODER.sub("", module, count=1)
 
 
@@ -126,7 +129,8 @@ def exact_or_inside(name: str) -> str:
 
 
 def from_regex(pattern: str, source: str) -> str:
-    """Returns a pattern that has to match the beginning of a name, as checkpoints mean theirs. Raises UserError."""
+    """Returns a pattern that matches the beginning of a name, as checkpoints mean theirs. Raises UserError if `pattern`
+    is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -135,13 +139,15 @@ def from_regex(pattern: str, source: str) -> str:
 
 
 def glob(pattern: str) -> str:
-    """Returns a pattern in which `*` stands for any characters, dots too; what is inside a matching module matches."""
+    """Returns a pattern in which `*` stands for any characters, dots included. What is inside a matching module
+    matches, too."""
     return ".*".join(re.escape(piece) for piece in pattern.strip(".").split("*")) + r"(\..*)?"
 
 
 def component(pattern: str, source: str) -> str:
-    """Returns a pattern for whole dotted pieces anywhere in a name, `*` within a piece: "gate" is in "mlp.gate", not in
-    "mlp.gate_proj". With other special characters it is a regular expression for the beginning of a name."""
+    """Returns a pattern for whole dotted components anywhere in a name, with `*` within a component: "gate" matches in
+    "mlp.gate", not in "mlp.gate_proj". A name with other special characters is a regular expression for the beginning
+    of a name."""
     if re.search(r"[\\^$()\[\]{}|+?]", pattern):
         return from_regex(pattern, source)
     pieces = r"[^.]*".join(re.escape(piece) for piece in pattern.strip(".").split("*"))
@@ -149,7 +155,7 @@ def component(pattern: str, source: str) -> str:
 
 
 def _enclosing(module: str) -> Iterator[str]:
-    """ "a.b.c", "a.b", "a"."""
+    """Yields the module's name and those of the modules around it: "a.b.c", "a.b", "a"."""
     while module:
         yield module
         module = module.rpartition(".")[0]

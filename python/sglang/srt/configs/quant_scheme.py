@@ -13,12 +13,13 @@ SCALE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "e8m0": 1, "e4m3"
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A weight [N, K] is `element` values times scales; one scale covers `group` = (rows, columns), 0 meaning all.
+    """A number format: a weight [N, K] is `element` values times scales. One scale covers `group` = (rows, columns),
+    where 0 means all.
 
     With `global_scale` a second fp32 factor covers the whole matrix. Four-bit elements lie two to a byte along K, the
-    even one in the low bits; int4 is stored plus 8. `activation` says how x is quantized before the product:
-    "tensor" and "token" (one fp32 scale each), "group128" (one per 128 columns), "mxfp8" and "nvfp4" (blocks of 32 and
-    16); None leaves it in 16 bits and widens the weights.
+    even one in the low bits; int4 is stored plus 8. `activation` says how x is quantized before the product: "tensor"
+    and "token" (one fp32 scale each), "group128" (one per 128 columns), "mxfp8" and "nvfp4" (blocks of 32 and 16); None
+    keeps it in 16 bits and dequantizes the weights.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Scheme:
         return (-(-rows // per_row), -(-cols // per_col))
 
     def bytes_per_weight(self) -> float:
-        """The bytes of one weight of a large matrix, scales included."""
+        """Returns the bytes of one weight of a large matrix, scales included."""
         rows, cols = self.group
         return self.bits / 8 + (SCALE_BYTES[self.scale] / (rows * cols) if rows and cols else 0)
 
@@ -70,19 +71,18 @@ HEAD_SCHEMES = ("nvfp4_a16",)
 
 
 PLANE_COLUMNS = 128
-"""Number of columns whose multiples the rows of weights in planes (see layers/moe/expert_weights.py) are filled up to
-with zeros."""
+"""Number to whose multiples the columns of weights in planes (layers/moe/expert_weights.py) are padded with zeros."""
 
 
 def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
-    """Returns whether GPUs with these features (of ArchTraits) widen the scheme's weights to 16 bits in registers, for
-    which the weights lie in planes."""
+    """Returns whether GPUs with these features (of ArchTraits) dequantize the scheme's weights to 16 bits in registers,
+    for which the weights are stored in planes."""
     return scheme.bits == 4 and (scheme.activation is None or "block_scaled_mma" not in features)
 
 
 def widening(scheme: Scheme, features: Collection[str]) -> str:
-    """Returns how GPUs with these features multiply the scheme with wider instructions than its own; "" where they
-    multiply it as it is."""
+    """Describes how GPUs with these features dequantize the scheme to multiply it with wider instructions; "" where
+    they multiply it natively."""
     if wants_planes(scheme, features):
         return "weights widened to 16 bits in registers"
     if scheme.element == "e2m1" and scheme.activation == "mxfp8":
@@ -93,15 +93,15 @@ def widening(scheme: Scheme, features: Collection[str]) -> str:
 
 
 ALIGNED = 16
-"""Number of elements by whose multiples rows lie in memory, so that kernels load them in whole vectors."""
+"""Number of elements to whose multiples rows are aligned in memory, so that kernels load them in whole vectors."""
 
 
 def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) -> int:
-    """Returns the intermediate dims of every expert that a tensor-parallel rank has room for.
+    """Returns the intermediate dims of every expert for which a tensor-parallel rank has room.
 
-    The even share if it cuts no group of scales and its rows can be loaded in whole vectors (ALIGNED elements), or else
-    whole groups and vectors: the last rank then holds fewer, and zeros behind them. Where a rank would then be without
-    any, shares are as even as they can be if no group is cut. Raises UserError where there are none.
+    This is the even share if it cuts no group of scales and its rows can be loaded in whole vectors (ALIGNED elements).
+    Otherwise it is whole groups and vectors: the last rank then holds fewer, padded with zeros. Where a rank would get
+    none, shares are as even as possible without cutting a group. Raises UserError where a rank would still get none.
     """
     packed = scheme is not None and scheme.bits == 4
     group = 1 if scheme is None else max(1, *scheme.group)
@@ -115,7 +115,7 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
     if (tp_size - 1) * -(-units // tp_size) >= units:
         even = -(-intermediate_size // tp_size)
         if group == 1 and (tp_size - 1) * even < intermediate_size:
-            return even  # about a vector each: tiny models
+            return even  # tiny models, with about a vector for each rank
         scales = f" that share scales ({scheme.name})" if scheme is not None else ""
         raise UserError(
             f"{what} in groups of {unit}{scales} is too few for {tp_size} tensor-parallel ranks: one would hold none of"
@@ -125,11 +125,11 @@ def expert_share(intermediate_size: int, tp_size: int, scheme: Scheme | None) ->
 
 
 def dense_unit(intermediate_size: int, tp_size: int, scale_group: int) -> int:
-    """Returns the intermediate dims of an MLP that stay on one tensor-parallel rank; `scale_group` of them have one
-    scale.
+    """Returns the number of an MLP's intermediate dims that stay together on one tensor-parallel rank; `scale_group` of
+    them share a scale.
 
-    The even share if there is one that cuts no group, or else whole groups, of whole lines of memory where every rank
-    gets some. Raises UserError where one would hold none.
+    This is the even share if it cuts no group; otherwise whole groups, if possible in whole memory lines such that
+    every rank gets some. Raises UserError where a rank would get none.
     """
     if intermediate_size % (tp_size * scale_group) == 0:
         return intermediate_size // tp_size

@@ -1,4 +1,4 @@
-"""Detects how a checkpoint is quantized, and holds --quantization to it. No torch."""
+"""Detects how a checkpoint is quantized, and checks --quantization against it. No torch."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _INT4 = frozenset(f"int4_g{size}" for size in INT4_GROUPS)
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """The checkpoints that a value of --quantization accepts: those of these methods, whose schemes are all among
-    `schemes` (None: any), with one of `needed` (empty: with any). `online`: 16-bit checkpoints too, which are quantized
-    while they are loaded."""
+    """The checkpoints that a value of --quantization accepts: those of these `methods` whose schemes are all among
+    `schemes` (None: any) and include one of `needed` (empty: no condition). `online`: 16-bit checkpoints, too, which
+    are quantized while they are loaded."""
 
     methods: frozenset[str]
     schemes: frozenset[str] | None = None
@@ -60,6 +60,7 @@ class Spelling:
     needed: frozenset[str] = frozenset()
 
     def fits(self, config: QuantConfig) -> bool:
+        """Returns whether the value accepts a checkpoint with this quantization."""
         schemes = config.schemes()
         if self.needed and not self.needed & schemes:
             return False
@@ -97,14 +98,14 @@ _BLOCKS = ("self_attn", "linear_attn", "mixer", "mlp", "block_sparse_moe", "feed
 """Names of the modules that hold a layer's projections, in the checkpoints of the families."""
 
 EXPERT_PRECISIONS: Mapping[str, str] = {"bf16": "mxfp4", "fp8": "mxfp4_mxfp8"}
-"""Values of --flashinfer-mxfp4-moe-precision but "default", and the scheme that MXFP4 experts have with them."""
+"""Values of --flashinfer-mxfp4-moe-precision except "default", and the scheme of MXFP4 experts with them."""
 
 
 def quantization_of(
     config: Config, directory: Path, flag: str | None, precision: str, dummy: bool = False
 ) -> QuantConfig | None:
-    """Returns the quantization to serve, by --quantization and --flashinfer-mxfp4-moe-precision. `dummy`: no weights
-    are looked at. Raises UserError."""
+    """Returns the quantization to serve, by config.json, --quantization (`flag`) and --flashinfer-mxfp4-moe-precision
+    (`precision`); None: 16 bits. `dummy`: the checkpoint's tensors are not looked at. Raises UserError."""
     stated = agree(flag, detect(config, directory), str(directory))
     result = with_expert_precision(precision, stated, str(directory))
     return result if dummy else as_stored(result, directory)
@@ -114,8 +115,8 @@ def detect(config: Config, directory: Path) -> QuantConfig | None:
     """Returns the quantization that the checkpoint in `directory` with this config.json states; None: it is not
     quantized.
 
-    Looks at quantization_config, then compression_config (of a multimodal model outside of the text part or inside),
-    then at ModelOpt's hf_quant_config.json. Raises UserError for what is malformed or not supported.
+    Looks at quantization_config, then compression_config (outside or inside of a multimodal model's text part), then at
+    ModelOpt's hf_quant_config.json. Raises UserError for what is malformed or not supported.
     """
     stated = _stated(config, directory)
     if stated is None:
@@ -158,12 +159,12 @@ def _stated(config: Config, directory: Path) -> tuple[Config, str] | None:
     values = read_json_object(modelopt)
     if not isinstance(values.get("quantization"), Mapping):
         raise UserError(f"{modelopt}: 'quantization' must be an object; got {values.get('quantization')!r}.")
-    # An export that leaves the weights alone and calibrates the cache only has no algorithm.
+    # An export that only calibrates the cache, and does not quantize weights, states no algorithm.
     return ({"quant_method": "modelopt", **values}, str(modelopt)) if values["quantization"].get("quant_algo") else None
 
 
 def _modelopt_cache(directory: Path) -> str | None:
-    """Reads the cache type from hf_quant_config.json: some exports say only there what the cache was calibrated for."""
+    """Reads the cache dtype from hf_quant_config.json, where some exports state it alone."""
     file = directory / "hf_quant_config.json"
     inner = read_json_object(file).get("quantization") if file.is_file() else None
     return modelopt_cache(inner, str(file)) if isinstance(inner, Mapping) else None
@@ -172,7 +173,7 @@ def _modelopt_cache(directory: Path) -> str | None:
 def _method(values: Config, source: str) -> str:
     method = values.get("quant_method")
     if method is None and (values.get("quant_algo") or isinstance(values.get("quantization"), Mapping)):
-        return "modelopt"  # which writes config_groups too
+        return "modelopt"  # must be asked first, because modelopt writes config_groups, too
     if method is None and "config_groups" in values:
         return "compressed-tensors"
     if not isinstance(method, str):
@@ -181,8 +182,8 @@ def _method(values: Config, source: str) -> str:
 
 
 def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> QuantConfig | None:
-    """Returns the quantization to serve: the checkpoint's, which `flag` (--quantization) may name but not change; for a
-    16-bit checkpoint one that is made while loading. Raises UserError naming both when they disagree."""
+    """Returns the quantization to serve. `flag` (--quantization) may name the checkpoint's but not change it; for a
+    16-bit checkpoint it may ask for quantization while loading. Raises UserError that names both when they disagree."""
     if flag is None:
         return config
     if flag not in SPELLINGS:
@@ -207,15 +208,15 @@ def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> Quan
 
 
 def with_expert_precision(precision: str, config: QuantConfig | None, model_path: str) -> QuantConfig | None:
-    """Returns the quantization with MXFP4 experts multiplied as `precision` (--flashinfer-mxfp4-moe-precision) says:
-    one of EXPERT_PRECISIONS, or "default": as the checkpoint says. Raises UserError where the checkpoint has no such
-    experts to round activations for."""
+    """Returns the quantization with the activations of MXFP4 experts in `precision` (--flashinfer-mxfp4-moe-precision):
+    one of EXPERT_PRECISIONS, or "default" for the checkpoint's. Raises UserError for "fp8" where the checkpoint has no
+    MXFP4 experts."""
     wanted = EXPERT_PRECISIONS.get(precision)
     if wanted is None:
         return config
     other = next(scheme for scheme in EXPERT_PRECISIONS.values() if scheme != wanted)
     if config is None or not {wanted, other} & config.schemes():
-        if precision == "bf16":  # which they are in anyway
+        if precision == "bf16":  # their activations are in 16 bits anyway
             return config
         raise UserError(
             f"--flashinfer-mxfp4-moe-precision {precision}, but the checkpoint {model_path} has no MXFP4 experts."
@@ -236,9 +237,9 @@ def with_expert_precision(precision: str, config: QuantConfig | None, model_path
 
 
 def online_fp8(flag: str) -> QuantConfig:
-    """Returns the quantization by which weights of 16 bits become e4m3 with a scale a row while they are loaded."""
+    """Returns the quantization that makes e4m3 with one scale a row from 16-bit weights while they are loaded."""
     source = f"--quantization {flag}"
     quant = ModuleQuant("fp8_channel", "online")
-    gates = (component("shared_expert_gate", source),)  # of one row
+    gates = (component("shared_expert_gate", source),)  # a matrix of one row, kept in 16 bits
     blocks = tuple(component(name, source) for name in _BLOCKS)
     return QuantConfig("fp8 (while loading)", source, (Rule(gates, None), Rule(blocks, quant)))

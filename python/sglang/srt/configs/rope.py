@@ -1,4 +1,4 @@
-"""Rotary embeddings of a config.json in one form for both ways of writing them: `rope_scaling` with `rope_theta`, and
+"""Reads the rotary embeddings of a config.json, from both forms: `rope_scaling` with `rope_theta`, and
 `rope_parameters`."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LENGTH_PRESERVING = frozenset({"default", "llama3", "longrope", "su", "mrope"})
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """The rotation of a head by positions. `rot_dim` leading dims of a head rotate. `params`: the variant's own
-    settings, (key, value) sorted by key.
+    """A rotary embedding. The first `rot_dim` dims of a head rotate. `params`: the variant's own settings, (key, value)
+    sorted by key. `max_position`: max_position_embeddings of the config.
 
-    `max_position` is the length that the checkpoint states (max_position_embeddings). With `sections` a token has one
-    position for each of them (time, height, width); they share out the frequencies, `sections[i]` for position i: one
-    section after the other, or with `interleaved_sections` in turns, as far as each one's number goes.
+    With `sections` (M-RoPE) a token has one position for each section (time, height, width), and position i has
+    `sections[i]` of the frequencies: one section after the other, or with `interleaved_sections` alternating while a
+    section has some left.
     """
 
     rot_dim: int
@@ -35,18 +35,19 @@ class RopeSpec:
     interleaved_sections: bool = False
 
     def table_rows(self, num_positions: int, context_len: int) -> int:
-        """Returns the number of rows that the table of cosines and sines needs. num_positions: as many as a request can
-        come to; positions in sections may be ahead of the tokens, anywhere in the context."""
+        """Returns the number of rows of the table of cosines and sines. `num_positions`: the most that a request can
+        reach. M-RoPE positions may be ahead of the tokens, anywhere in the context."""
         if self.kind == UNROTATED:
             return 1
         return context_len if self.sections else num_positions
 
 
 PROPORTIONAL = "proportional"
-"""`RopeSpec.kind` of rotations whose frequencies are those of the whole head, of which only the first share rotates."""
+"""`RopeSpec.kind` of rotations with the frequencies of the whole head, of which only the first part rotates."""
 
 
 def unrotated(head_dim: int) -> RopeSpec:
+    """Returns the spec of heads that do not rotate."""
     return RopeSpec(head_dim, 0.0, 1, UNROTATED)
 
 
@@ -70,12 +71,12 @@ ROPE_SETTINGS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset(),
     ),
 }
-"""Settings of each variant: those that it must have, and those that it may. `layers.rotary_embedding` computes each."""
+"""(required settings, optional settings) of each variant. `layers.rotary_embedding` computes them."""
 
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -> RopeSpec:
-    """Returns the spec of a config.json, for layers of `layer_type` where they differ. Raises UserError for a variant
-    or setting that we do not know."""
+    """Returns the rotary embedding of a config.json, for layers of `layer_type` where layers differ. Raises UserError
+    for an unknown variant or setting."""
     settings = {key: value for key, value in rope_parameters(config, layer_type).items() if value is not None}
     if settings["rope_type"] == UNROTATED:
         return unrotated(head_dim)
@@ -83,7 +84,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, layer_type: str = "") ->
     if kind != PROPORTIONAL:
         settings.pop("partial_rotary_factor", None)
     sections = _sections(settings.pop("mrope_section", ()), settings.pop("mrope_interleaved", False))
-    if kind == "mrope":  # as older multimodal configs call the default with sections
+    if kind == "mrope":  # older multimodal configs call the default with sections so
         kind = "default"
     if kind not in ROPE_SETTINGS:
         known = ", ".join(sorted(ROPE_SETTINGS))
@@ -117,8 +118,8 @@ _NOT_OF_SCALING = frozenset({"rope_theta", "partial_rotary_factor", "mrope_secti
 def rope_parameters(config: Mapping[str, Any], layer_type: str = "") -> dict[str, Any]:
     """Returns the rotary parameters of `config` as a flat dict that always has `rope_type` and `rope_theta` (float).
 
-    Where they differ by layer type, those of `layer_type`. Raises UserError if they are not an object, or differ by
-    types of which this is none.
+    Where they differ by layer type, returns those of `layer_type`. Raises UserError if they are not an object, or have
+    no entry for `layer_type`.
     """
     written, scaling = ({} if config.get(key) is None else config[key] for key in ("rope_parameters", "rope_scaling"))
     for key, value in (("rope_parameters", written), ("rope_scaling", scaling)):
@@ -132,7 +133,7 @@ def rope_parameters(config: Mapping[str, Any], layer_type: str = "") -> dict[str
                 f"config.json: 'rope_parameters' by layer type ({', '.join(written)}) say nothing of {layer_type!r}."
             )
         written = written[layer_type]
-    elif scaling:  # beside `rope_parameters` it is an override in the older form, which says nothing of the base
+    elif scaling:  # beside `rope_parameters` it is an override in the older form, which does not state the base
         written = {key: written[key] for key in _NOT_OF_SCALING & written.keys()} | dict(scaling)
     result = dict(written)
     result["rope_type"] = result.pop("type", None) if "rope_type" not in result else result["rope_type"]
@@ -159,7 +160,7 @@ def by_layer_type(config: Mapping[str, Any]) -> bool:
 
 
 def rotary_dim(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -> int:
-    """Returns the number of leading dims of a head that rotate: `rotary_dim`, or a share of the head, or all."""
+    """Returns how many of a head's first dims rotate: `rotary_dim`, `partial_rotary_factor` of the head, or all."""
     if config.get("rotary_dim"):
         return min(int(config["rotary_dim"]), head_dim)
     parameters = rope_parameters(config, layer_type)
@@ -172,7 +173,8 @@ def rotary_dim(config: Mapping[str, Any], head_dim: int, layer_type: str = "") -
 
 
 def scaled_context_length(max_position_embeddings: int, rope: Mapping[str, Any]) -> int:
-    """Returns the longest sequence that a model with these rotary parameters supports."""
+    """Returns the longest sequence, in tokens, that a model with these rotary parameters supports. Raises UserError for
+    a factor or length that is not positive."""
     if rope["rope_type"] in _LENGTH_PRESERVING:
         return max_position_embeddings
     factor = rope.get("factor", 1.0)

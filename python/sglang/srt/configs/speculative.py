@@ -20,12 +20,12 @@ DRAFT_MODEL_NEEDED = frozenset({STANDALONE, EAGLE3, DFLASH})
 """Algorithms whose drafts always come from a checkpoint of their own."""
 
 MOST_DRAFT_TOKENS = 64
-"""The most tokens that a request brings to a step, the last sampled one included."""
+"""Most tokens of a request in a step, the last sampled one included."""
 NGRAM_DRAFT_TOKENS = 8
-"""Default number of tokens that a request brings to a step, unless --speculative-num-draft-tokens says otherwise.
+"""Default of --speculative-num-draft-tokens for NGRAM: tokens of a request in a step.
 Upstream's default of 12 counts the nodes of a tree with up to ten branches, which is seldom deeper than this chain."""
 LONGEST_SUFFIX = 18
-"""Number of last tokens that NGRAM compares at most, as of upstream's --speculative-ngram-max-trie-depth."""
+"""Most last tokens that NGRAM compares: upstream's default of --speculative-ngram-max-trie-depth."""
 USUAL_BLOCK_SIZE = 16
 """Rows of a block of DFLASH where neither a flag nor the draft's config says how many."""
 USUAL_DSPARK_SIZE = 7
@@ -35,8 +35,9 @@ _DEEPER = frozenset({"LlamaForCausalLM", "Grok1ForCausalLM"})
 
 
 def default_num_steps(algorithm: str, architecture: str) -> int:
-    """Returns the number of draft tokens a step where no flag says how many: upstream's (3, 1, 4), and (5, 4, 8) for
-    Llama and Grok, of whose tree the chain of the same depth is computed."""
+    """Returns the number of draft tokens a step where no flag says how many. Follows upstream's defaults for
+    (num-steps, topk, num-draft-tokens): (3, 1, 4), and (5, 4, 8) for Llama and Grok, of whose tree a chain of the same
+    depth is verified."""
     if algorithm == NGRAM:
         return NGRAM_DRAFT_TOKENS - 1
     return 5 if architecture in _DEEPER else 3
@@ -44,7 +45,7 @@ def default_num_steps(algorithm: str, architecture: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NgramSettings:
-    """Settings for looking up draft tokens in earlier tokens."""
+    """Settings of NGRAM, which looks draft tokens up in earlier tokens."""
 
     longest_suffix: int = LONGEST_SUFFIX
     """Most last tokens that are compared with earlier tokens."""
@@ -54,26 +55,25 @@ class NgramSettings:
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveSettings:
-    """Settings by which the number of draft tokens follows the load and their acceptance."""
+    """Settings by which the number of draft tokens adapts to load and acceptance."""
 
     candidate_steps: tuple[int, ...] | None = None
     """Numbers of draft tokens that may be chosen; 0 always may. None: all up to the largest."""
     ema_alpha: float = 0.05
-    """Share by which older observations count less after an interval."""
+    """Share by which the weight of older observations falls with each interval."""
     update_interval: int = 5
-    """Number of verified steps of an interval, and of steps between two choices under the same load."""
+    """Number of verify steps in an interval, and of steps between two choices under the same load."""
     hysteresis: float = 0.03
-    """Share by which another width must be faster to be taken."""
+    """Share by which another number of draft tokens must be faster to be chosen."""
     probe_interval: int = 256
     """Number of steps without draft tokens after which a few steps with draft tokens test whether these pay again."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> AdaptiveSettings:
-        """Reads the settings of --speculative-adaptive-config. Keys that steer upstream's thresholds are named in a
-        warning: here measured times decide. Raises UserError that names the key.
+        """Reads the settings of --speculative-adaptive-config. Warns of keys that steer upstream's thresholds, because
+        measured times decide here. Raises UserError that names an unknown key or a wrong value.
 
-        >>> AdaptiveSettings.from_json({"candidate_steps": [1, 3]}, "a.json").candidate_steps
-        (1, 3)
+        >>> AdaptiveSettings.from_json({"candidate_steps": [1, 3]}, "a.json").candidate_steps (1, 3)
         """
         settings: dict[str, Any] = {}
         for key, value in values.items():
@@ -94,7 +94,7 @@ class SpeculativeSettings:
     algorithm: str
     """Name of the algorithm, one of `ALGORITHMS`."""
     num_draft_tokens: int
-    """k, the most tokens that a request brings to a step, the last sampled one included."""
+    """k, the most tokens of a request in a step, the last sampled one included."""
     draft_path: str | None = None
     """Path of the draft's checkpoint; None for NGRAM, and where the model's checkpoint has the draft: EAGLE (MTP) and
     DSPARK."""
@@ -106,10 +106,10 @@ class SpeculativeSettings:
     """Settings of the adaptive depth; None: every step verifies `num_draft_tokens` of each request."""
     ngram: NgramSettings = NgramSettings()
     block_size: int = 0
-    """Rows of a block that DFLASH or DSPARK computes at once, the last sampled token's included; 0: of other
+    """Rows of a block that DFLASH or DSPARK computes at once, the last sampled token's included; 0 for other
     drafters."""
     block_draft_tokens: int = 0
-    """Draft tokens that these rows make: all of them, or all but the first."""
+    """Draft tokens that these rows make: one each, or one each except for the first."""
 
     @property
     def num_steps(self) -> int:
@@ -118,15 +118,16 @@ class SpeculativeSettings:
 
     @property
     def lookahead_slots(self) -> int:
-        """Number of positions from the last sampled token on in which the drafter keeps keys and values of its own."""
+        """Number of positions, from the last sampled token on, for which the drafter keeps keys and values of its
+        own."""
         if self.algorithm == NGRAM:
             return 0
         chain = self.num_draft_tokens - (1 if self.algorithm == STANDALONE else 2)  # the last draft token has no row
         return self.block_size or chain
 
-    def tokens_growing(self, steps_in_flight: int) -> int:
-        """Returns the most positions of a request that decodes, behind those that are certain, which have a cache slot
-        while `steps_in_flight` steps are under way and another is launched."""
+    def uncertain_slots_of(self, steps_in_flight: int) -> int:
+        """Returns the most positions with a cache slot that a decoding request has behind its certain ones, while
+        `steps_in_flight` steps are under way and another is launched."""
         return steps_in_flight * (self.num_draft_tokens - 1) + self.num_draft_tokens + self.lookahead_slots
 
 
@@ -150,7 +151,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _steps(value: Any, name: str) -> tuple[int, ...]:
-    """Reads a list, or upstream's object from batch sizes to lists, of which all numbers may be chosen."""
+    """Reads a list of numbers, or upstream's object from batch sizes to lists, whose numbers are merged."""
     lists = list(value.values()) if isinstance(value, Mapping) else [value]
     numbers = [number for part in lists for number in (part if isinstance(part, list) else [part])]
     for number in numbers:

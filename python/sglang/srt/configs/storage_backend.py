@@ -1,4 +1,4 @@
-"""Where cached prefixes are kept beyond main memory (--hicache-storage-backend): the values of its flags."""
+"""Reads the flags of the storage for cached prefixes beyond main memory (--hicache-storage-backend)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER_BACKENDS = (
     "nixl", "mooncake", "hf3fs", "aibrix", "shm", "seaweedfs", "eic", "simm", "mori", "tensorcast",
     "npu_memcache", "sim",
 )  # fmt: skip
-"""Of SGLang; they are refused with a message."""
+"""SGLang's other backends, which are refused with a message."""
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 _NUMBERS = {"prefetch_threshold": 256, "prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.25}
 """Keys of the extra configuration that are no backend's, with their defaults."""
@@ -27,21 +27,25 @@ _MOST_CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StorageConfig:
+    """The storage backend of cached prefixes, and when a request waits for it."""
+
     backend: str
     prefetch_policy: str
     prefetch_threshold: int
-    """Fewest tokens that a look-up must spare a request."""
+    """Fewest tokens that a request must be able to save for a look-up."""
     timeout_base: float
-    """Seconds, as the next: how long a request waits with the policy "timeout"."""
+    """Seconds that a request waits with the policy "timeout", to which `timeout_per_ki_token` adds."""
     timeout_per_ki_token: float
+    """Seconds for each 1,024 tokens."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keys that are the backend's own."""
+    """The backend's own keys."""
 
     def timeout(self, num_tokens: int) -> float:
+        """Returns the seconds that a request waits for `num_tokens` tokens with the policy "timeout"."""
         return self.timeout_base + self.timeout_per_ki_token * num_tokens / 1024
 
     def describe(self) -> dict[str, Any]:
-        """Describes it for /server_info; without the backend's own keys, which may have a password among them."""
+        """Describes it for /server_info, without the backend's own keys, which may include a password."""
         return {
             "backend": self.backend,
             "prefetch_policy": self.prefetch_policy,
@@ -50,13 +54,13 @@ class StorageConfig:
 
 
 def read_storage_config(backend: str | None, policy: str, extra: str | None) -> StorageConfig | None:
-    """Reads the flags; None without a backend. extra: JSON, or @ and the path of a JSON, YAML or TOML file. Raises
-    UserError."""
+    """Reads the flags; None without a backend. `extra`: JSON, or @ and the path of a JSON, YAML or TOML file. Raises
+    UserError for what cannot be read."""
     if backend is None:
         return None
     options = _read_options(extra) if extra else {}
     numbers = {key: _number(key, options.pop(key, default)) for key, default in _NUMBERS.items()}
-    options.pop("hicache_storage_pass_prefix_keys", None)  # keys are of whole prefixes anyway
+    options.pop("hicache_storage_pass_prefix_keys", None)  # keys here always stand for whole prefixes
     return StorageConfig(
         backend,
         policy,

@@ -1,8 +1,9 @@
-"""What a checkpoint's tensors say of its quantization, where its config leaves it open or errs. No torch.
+"""Corrects a quantization by the tensors of the checkpoint, where its config leaves something open or is wrong. No
+torch.
 
-Configs state which modules are left alone in as many spellings as there are exporters: by names of fused modules, of
-modules that the checkpoint splits, with or without the decoder's place, or not at all. A weight of 16 bits without
-scales stands for itself, whatever they say.
+Exporters spell the modules that stay in 16 bits in many ways: by names of fused modules, of modules that the checkpoint
+splits, with or without the decoder's prefix, or not at all. A 16-bit weight without scales is not quantized, whatever
+they say.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STACKED = ("gate_up_proj", "down_proj")
 """Names of tensors that hold all experts and are stored without `.weight`."""
 _STACKED_SCALES = f"{_EXPERTS}gate_up_proj_scale_inv"
 STACKED_FP8 = "fp8_stacked"
-"""Storage of experts in FP8 that are one tensor, as transformers writes them."""
+"""Storage of FP8 experts in one tensor for all of them, as transformers writes them."""
 _SCALES = frozenset(
     {"weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scale", "scales"}
     | {"input_scale", "input_global_scale", "activation_scale"}
@@ -31,8 +32,8 @@ _SCALES = frozenset(
 
 
 def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | None:
-    """Returns the quantization as the tensors of the checkpoint in `folder` have it; as it is where there are none.
-    Raises UserError for files that are damaged."""
+    """Returns the quantization corrected by the tensors of the checkpoint in `folder`; unchanged where there are none.
+    Raises UserError for damaged files."""
     if quantization is None or not any(stored_narrow(rule.quant) for rule in quantization.rules):
         return quantization
     stored = stored_names(folder)
@@ -45,8 +46,8 @@ def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | N
 
 
 def _unclear(quantization: QuantConfig, stored: Mapping[str, str]) -> frozenset[str]:
-    """Returns the tensors of unknown type ("") that the rules call quantized though they have no scales: few, as long
-    as these are right."""
+    """Returns the tensors of unknown dtype ("") that the rules call quantized although they have no scales. There are
+    few if the rules are right."""
     scaled = _scaled(stored)
     return frozenset(
         name
@@ -57,8 +58,8 @@ def _unclear(quantization: QuantConfig, stored: Mapping[str, str]) -> frozenset[
 
 
 def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
-    """Returns the rules without modules that the checkpoint has in 16 bits whatever the rules say: exports that
-    quantize a model leave its draft layers as they were, and do not always list them."""
+    """Returns the rules with the modules that the checkpoint has in 16 bits noted as such: exports that quantize a
+    model leave its draft layers as they were, and do not always list them."""
     if quantization is None or stored is None:
         return quantization
     scaled = _scaled(stored)
@@ -68,7 +69,7 @@ def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | No
         for name, wide in modules.items()
         if name and wide and name not in scaled and stored_narrow(quantization.of(name))
     }
-    # Experts are asked for as one, with shared ones that may be held among them.
+    # Experts are looked up as one module, including shared ones that may be held among them.
     experts = {name[: name.index(_EXPERTS) + len(_EXPERTS) - 1] for name in kept if _EXPERTS in name}
     narrow = scaled | {name for name, wide in modules.items() if not wide}
     layers = {name.partition(_EXPERTS)[0] for name in narrow if _EXPERTS in name}
@@ -77,7 +78,7 @@ def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | No
 
 
 def with_stacked_experts(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
-    """Returns the rules with the storage STACKED_FP8 for experts in FP8, where their scales are one tensor."""
+    """Returns the rules with the storage STACKED_FP8 for FP8 experts whose scales are one tensor."""
     if quantization is None or not any(name.endswith(_STACKED_SCALES) for name in stored or ()):
         return quantization
     experts = component("experts", quantization.source)
@@ -97,17 +98,17 @@ def _scaled(stored: Iterable[str]) -> set[str]:
 
 
 def _is_product(module: str) -> bool:
-    """Norms and embeddings are never quantized, and rules for all modules do not mean them."""
+    """Returns whether rules for all modules may mean the module: norms and embeddings are never quantized."""
     name = module.rpartition(".")[2]
     return "norm" not in name and "embed" not in name
 
 
 def stored_narrow(quant: ModuleQuant | None) -> bool:
-    """Returns whether the tensors of a checkpoint are quantized so, and not while they are loaded."""
+    """Returns whether the checkpoint's tensors are quantized, and not only while they are loaded."""
     return quant is not None and quant.storage != "online"
 
 
 def _module(name: str) -> str:
-    """Returns the module whose weight the tensor is; "" for tensors that no product takes."""
+    """Returns the module whose weight the tensor is; "" for tensors that are not multiplied."""
     module, _, leaf = name.rpartition(".")
     return module if leaf == "weight" or leaf in _STACKED else ""

@@ -1,4 +1,4 @@
-"""Starts the compile process, gives it grammars, and brings back what it says; nothing here blocks its caller."""
+"""Client of the compile process: starts it, sends it grammars and receives verdicts, without blocking its caller."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _DIED = Verdict(error="The process that compiles grammars died. Send the request
 
 
 class Check(NamedTuple):
-    """A grammar under way."""
+    """A grammar that is being verified."""
 
     id: int
     verdict: Future[Verdict]
 
 
 class _Process:
-    """One life of the compile process. It inherits no descriptor but its end of the pipe, and no device."""
+    """One run of the compile process. It inherits no descriptor but its end of the pipe, and no device."""
 
     def __init__(self, setup: Setup) -> None:
         self.pipe, theirs = multiprocessing.Pipe(duplex=True)
@@ -58,7 +58,7 @@ class _Process:
 
 
 class CompileClient:
-    """The process starts with `start_ahead` or the first grammar that is submitted, and again with the next one if it
+    """Has grammars verified. The process starts with `start_ahead` or the first submitted grammar, and again after it
     died."""
 
     def __init__(self, setup: Setup) -> None:
@@ -78,13 +78,13 @@ class CompileClient:
         self._sender.submit(self._ensure_started)
 
     def submit(self, key: GrammarKey) -> Check:
-        """Has the grammar compiled. The verdict's future never raises."""
+        """Sends a grammar to be verified. The verdict's future never raises."""
         check = Check(next(self._ids), Future())
         self._sender.submit(self._send, check, key)
         return check
 
     def cancel(self, check: Check) -> None:
-        """Nobody waits any more. The future stays without a result."""
+        """Cancels a check that nobody waits for. Its future never gets a result."""
         self._sender.submit(self._send_cancel, check.id)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class CompileClient:
     # --- in the sender's thread: a pipe to a process that is starting may be full -------------------------------------
 
     def _ensure_started(self, check: Check | None = None) -> _Process | None:
-        """Returns the process, which will answer `check`; None if there is none."""
+        """Returns the process, which will answer `check`; None if it cannot be started."""
         with self._lock:
             if self._closed:
                 return None
@@ -130,7 +130,7 @@ class CompileClient:
         try:
             pipe.send_bytes(msgspec.msgpack.encode(message))
         except OSError:
-            pass  # it died: the reader sees that, and answers for it
+            pass  # it died: the reader notices and answers the checks
 
     def _start(self) -> _Process:
         process = _Process(self._setup)

@@ -1,9 +1,9 @@
-"""The process that compiles grammars first: where a client's grammar may take too long, take too much memory or crash.
+"""Process that compiles grammars first, because a client's grammar may take too long or too much memory, or crash.
 
-It loads the library and the vocabulary once and forks a child for each grammar, which has limits of its own and can be
-killed; what the child used is free again when it is gone. A grammar that passes is then compiled once more by each
-scheduler process, in a thread: the library's serialized form repeats the automaton for every rule (88 MB for a schema
-of 100 properties that compiles in 0.1 s and takes 0.9 MB), so that reading it takes longer and more memory.
+It loads the library and the vocabulary once and forks a child for each grammar. The child has limits of its own and can
+be killed, and its memory is free again when it ends. Each scheduler process then compiles a grammar that passes once
+more, in a thread: the library's serialized form repeats the automaton for every rule (88 MB for a schema of 100
+properties that compiles in 0.1 s and takes 0.9 MB), so that reading it takes longer and more memory.
 
     scheduler (leader) --- Job, Cancel ---> CompileServer --- fork ---> one child a grammar
                        <----- Verdict -----
@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 NICENESS = 5
-"""Of the process and its children: it starts while the server loads the model."""
+"""Niceness of the process and its children, since it starts while the server loads the model."""
 
 
 class CompileLimits(msgspec.Struct, frozen=True):
+    """Limits of compiling one grammar."""
+
     seconds: float = 30.0
     contended_seconds: float = 5.0
-    """Seconds that a grammar may take while others wait for a place: nobody can keep them waiting with grammars that
-    never end."""
+    """Seconds that a grammar may take while others wait for a place, so that endless grammars cannot block them."""
     max_wait_seconds: float = 30.0
-    """Seconds in which all that wait shall have had their turn, as far as the machine has time for it: the more they
-    are, the less each may take."""
+    """Seconds within which every waiting grammar should get its turn: the more wait, the less time each gets."""
     memory_bytes: int = 1024 * MIB
-    """Address space that compiling one grammar may take, beyond that of the process."""
+    """Address space that compiling one grammar may take beyond the process's own."""
     result_bytes: int = 64 * MIB
     """Memory of one compiled grammar."""
     places: int = 4
-    """Grammars that compile at the same time."""
+    """Grammars that are compiled at the same time."""
 
 
 class Setup(msgspec.Struct):
-    """First message. `tokenizer`: the ServerArgs that load it, if the file `vocabulary` does not exist yet."""
+    """The first message. `tokenizer`: the ServerArgs that load it, if the file `vocabulary` does not exist yet."""
 
     vocabulary: str
     vocab_size: int
@@ -79,7 +79,7 @@ TOKENIZER_ARGS = ("model_path", "tokenizer_path", "revision", "download_dir", "t
 
 
 def setup_for(args: ServerArgs, model: ModelConfig, vocabulary: Path) -> Setup | None:
-    """None: the server runs without grammars."""
+    """Returns the setup of the compile process; None if the server runs without grammars."""
     if args.grammar_backend == "none" or args.skip_tokenizer_init:
         return None
     return Setup(
@@ -93,17 +93,22 @@ def setup_for(args: ServerArgs, model: ModelConfig, vocabulary: Path) -> Setup |
 
 
 class Job(msgspec.Struct, tag=True):
+    """Request to compile a grammar."""
+
     id: int
     kind: GrammarKind
     source: str
 
 
 class Cancel(msgspec.Struct, tag=True):
+    """Request to stop a job."""
+
     id: int
 
 
 class Verdict(msgspec.Struct):
-    """`error`: empty when the grammar is good, else a message for the client. `size_bytes`: of the compiled grammar."""
+    """Result of a job. `error`: a message for the client; empty if the grammar is good. `size_bytes`: of the compiled
+    grammar."""
 
     id: int = 0
     error: str = ""
@@ -121,7 +126,7 @@ class _Child:
 
 
 class CompileServer:
-    """Forks, watches and ends the children. One thread, because it forks."""
+    """Forks, watches and ends the children. It has one thread only, because it forks."""
 
     def __init__(self, control: Connection, setup: Setup) -> None:
         self._control = control
@@ -135,7 +140,7 @@ class CompileServer:
 
     def _load(self, setup: Setup) -> None:
         making = None
-        if not Path(setup.vocabulary).exists():  # in a child: what loading takes is gone afterwards
+        if not Path(setup.vocabulary).exists():  # in a child, so that the memory of loading is freed
             making = _fork(partial(_make_vocabulary, setup))
         self._backend.import_library(torch=False)
         if making is not None:
@@ -216,13 +221,13 @@ class CompileServer:
         except (EOFError, OSError):
             verdict = None
         status = self._end(child)
-        if verdict is None and status == "SIGKILL":  # not by this process, which forgets the children that it ends
+        if verdict is None and status == "SIGKILL":  # the system killed it
             error = "The system ended the grammar's compiler, as it does when memory is short; send the request again."
             verdict = Verdict(child.job.id, error, 503)
         self._tell(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
 
     def _end(self, child: _Child) -> str:
-        """Return how the child ended; kill it if it still runs."""
+        """Returns how the child ended; kills it if it still runs."""
         del self._children[child.pipe]
         child.pipe.close()
         with contextlib.suppress(ProcessLookupError):
@@ -238,7 +243,7 @@ class CompileServer:
 
 
 def _fork(work: Callable[[], bytes]) -> tuple[int, Connection]:
-    """Runs `work` in a child; its id, and a pipe with the result, which breaks if the child dies."""
+    """Runs `work` in a child. Returns its id and a pipe with the result, which breaks if the child dies."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     pid = os.fork()
     if pid:
@@ -252,7 +257,7 @@ def _fork(work: Callable[[], bytes]) -> tuple[int, Connection]:
 
 
 def _make_vocabulary(setup: Setup) -> bytes:
-    """Empty, or why there is none."""
+    """Writes the vocabulary file. Returns an error message; empty on success."""
     try:
         from sglang.srt.server_args import ServerArgs
         from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -302,8 +307,8 @@ def _limit_this_process(limits: CompileLimits) -> None:
 
 
 def main() -> None:
-    """`python -m sglang.srt.constrained.compile_process FD`, FD being one end of a socket pair; the leading scheduler
-    process has the other."""
+    """Runs `python -m sglang.srt.constrained.compile_process FD`, FD being one end of a socket pair whose other end the
+    leading scheduler process has."""
     die_with_parent()
     os.nice(NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):

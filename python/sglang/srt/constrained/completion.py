@@ -1,4 +1,4 @@
-"""Checks that every rule of a grammar can come to an end.
+"""Check that every rule of a grammar can end.
 
 `root ::= root`, `root ::= "a" root` and schemas that require themselves are grammars that no finite text satisfies:
 they would fail in the middle of an answer, or run until the length limit.
@@ -46,13 +46,14 @@ _Item: TypeAlias = "str | Group | None"
 
 @dataclass(slots=True)
 class Group:
-    """Ends if all items of one of its alternatives do."""
+    """A choice between sequences of items. It can end if all items of one alternative can."""
 
     alternatives: list[list[_Item]] = field(default_factory=lambda: [[]])
     names: set[str] = field(default_factory=set)
-    """All that a rule's body names; of groups in it, nothing."""
+    """All rule names in a rule's body; empty for groups inside of it."""
 
     def ends(self, complete: set[str], rules: Mapping[str, Group]) -> bool:
+        """Returns whether the group can end if the rules in `complete` can. Names without a rule can."""
         return any(
             all(
                 item is None
@@ -64,7 +65,8 @@ class Group:
 
 
 def unfinishable_rule(rules: Mapping[str, Group], start: str) -> str | None:
-    """Name of a rule that `start` reaches and that no text satisfies, or None. Names that have no rule end."""
+    """Returns the name of a rule that `start` reaches and that no text satisfies, or None. Names without a rule count
+    as able to end."""
     users: defaultdict[str, set[str]] = defaultdict(set)
     for name, body in rules.items():
         for mentioned in body.names:
@@ -89,13 +91,13 @@ def unfinishable_rule(rules: Mapping[str, Group], start: str) -> str | None:
 
 
 def printed_rules(text: str) -> dict[str, Group]:
-    """The rules of `name ::= body` as xgrammar prints its grammars. Text that is not understood, such as
-    `TagDispatch(...)`, counts as able to end; the rules that it names are reached."""
+    """Parses rules `name ::= body` as xgrammar prints them. Text that it does not know, such as `TagDispatch(...)`,
+    counts as able to end; the rules named there count as reached."""
     return _rules(text, _PRINTED_RULE, _PRINTED_TOKEN)
 
 
 def lark_rules(text: str) -> dict[str, Group]:
-    """The rules of a grammar in Lark. Text that is not understood counts as able to end."""
+    """Parses the rules of a Lark grammar. Text that it does not know counts as able to end."""
     return _rules(text, _LARK_RULE, _LARK_TOKEN)
 
 
@@ -106,14 +108,14 @@ def _rules(text: str, rule: re.Pattern[str], token: re.Pattern[str]) -> dict[str
 
 
 def _parse(body: str, pattern: re.Pattern[str]) -> Group:
-    """A rule's body. An explicit stack, because clients choose the nesting."""
+    """Parses a rule's body, with an explicit stack because clients choose the nesting."""
     whole = Group()
     stack = [whole]
     for token in pattern.finditer(body):
         mark, sequence = token["mark"], stack[-1].alternatives[-1]
         if token["name"]:
             whole.names.add(token["name"])
-        if token["aside"]:  # a look-ahead, an option or what is said to a macro: what is in there need not end
+        if token["aside"]:  # the content of a look-ahead, an option or a macro's arguments need not end
             sequence.append(None)
             stack.append(Group())
         elif mark == "(":
@@ -134,8 +136,8 @@ def _parse(body: str, pattern: re.Pattern[str]) -> Group:
 
 
 def schema_rules(schema: Any, start: str) -> dict[str, Group]:
-    """The rules of a JSON schema, one for each of its parts; `start` is the whole. A part needs what it requires:
-    properties, entries, references. References that lead nowhere end."""
+    """Returns a JSON schema as rules, one for each of its parts; `start` is the whole. A part needs what it requires:
+    properties, items, references. References without a target count as able to end."""
     names = {id(schema): start}
     rules: dict[str, Group] = {}
     pending = [schema]
@@ -183,7 +185,7 @@ def _list(part: dict[str, Any], name: str) -> list[Any]:
 
 
 def _resolve(schema: Any, reference: str) -> Any:
-    """The part that a reference within the schema means; None if there is none."""
+    """Returns the part that a reference within the schema names; None if there is none."""
     for key in reference.removeprefix("#").split("/")[1:]:
         key = unquote(key).replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list) and key.isdecimal() and int(key) < len(schema):

@@ -1,4 +1,4 @@
-"""The constraint of one request: the state of its grammar, token by token."""
+"""Grammar constraint of one request, and its state as tokens are accepted."""
 
 from __future__ import annotations
 
@@ -21,29 +21,32 @@ ANY_JSON = "$$ANY$$"
 """The `json_schema` of requests that want any JSON object (`response_format: json_object`)."""
 
 MAX_WHITESPACE = 64
-"""Characters between two elements of JSON: room for deep indentation, but a model cannot fill its answer with them."""
+"""Whitespace characters between two JSON elements: enough for deep indentation, but a model cannot fill its answer with
+them."""
 
 FOLLOW_BURST_S = 0.25
 FOLLOW_REFILL_S = 0.005
-"""Time that a request may take of the step loop for masks and for advancing its grammar. Ordinary grammars take tens of
-microseconds a token; ambiguous ones take more with every token, without bound."""
+"""Seconds of the step loop that a request may take for masks and for advancing its grammar. Ordinary grammars take tens
+of microseconds a token; ambiguous ones take more with every token, without bound."""
 
 
 class GrammarError(Exception):
-    """The request's grammar cannot be used. The text goes to the client, with status 400."""
+    """Raised when a request's grammar cannot be used. The client gets the text with status 400."""
 
 
 class GrammarKey(NamedTuple):
+    """Kind and source of a grammar."""
+
     kind: GrammarKind
     source: str
 
     def digest(self) -> bytes:
-        """Stands for the key in caches, which then do not keep the sources."""
+        """Returns a hash that identifies the key, so that caches need not keep sources."""
         return hashlib.blake2b(f"{self.kind}:{self.source}".encode(), digest_size=16).digest()
 
 
 def grammar_key(params: SamplingParams) -> GrammarKey | None:
-    """The grammar that the request asks for, or None."""
+    """Returns the grammar that the request asks for, or None."""
     sources: dict[GrammarKind, str | None] = {
         "json_schema": params.json_schema,
         "regex": params.regex,
@@ -73,12 +76,12 @@ class Matcher(Protocol):
 
 
 FillMasks = Callable[[list[Any], "npt.NDArray[np.int32]", list[int], int], None]
-"""A library's form of Matcher.fill_mask for several of its matchers in one call; the other arguments are the mask
-[rows, ceil(vocab / 32)], contiguous, the row of each matcher, and over how many threads the work is spread."""
+"""A library's function that does `Matcher.fill_mask` for several of its matchers in one call. Further arguments: the
+mask [rows, ceil(vocab / 32)], contiguous, the row of each matcher, and the number of threads."""
 
 
 class CompiledGrammar(Protocol):
-    """The part of a grammar that all its outputs share. size_bytes: its memory."""
+    """The part of a grammar that all its outputs share. `size_bytes` is its memory."""
 
     fill_masks: FillMasks
 
@@ -86,10 +89,10 @@ class CompiledGrammar(Protocol):
     size_bytes: int
 
     def matcher(self) -> Matcher:
-        """A matcher at the grammar's start."""
+        """Returns a matcher at the grammar's start."""
 
     def unfinishable_rule(self) -> str | None:
-        """Name of a rule that no finite text satisfies and that the grammar may come to."""
+        """Returns the name of a reachable rule that no finite text satisfies, or None."""
 
 
 class Grammar:
@@ -102,8 +105,9 @@ class Grammar:
         self._matcher = compiled.matcher() if matcher is None else matcher
 
     def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
-        """Writes the tokens that may come next into row [ceil(vocab / 32)]: bit v % 32 of word v // 32 for token v. All
-        of them once the grammar has terminated: what a step in flight samples after the end is thrown away."""
+        """Writes the allowed next tokens into row [ceil(vocab / 32)]: bit v % 32 of word v // 32 for token v. Allows
+        all of them once the grammar has terminated: a token that a step in flight samples after the end is thrown
+        away."""
         if self._matcher.is_terminated():
             row.fill(-1)
         else:
@@ -111,7 +115,7 @@ class Grammar:
                 self._matcher.fill_mask(row)
 
     def accept(self, token_id: int) -> bool:
-        """Advances by a token. False, and nothing changes, if the grammar forbids it or has terminated."""
+        """Advances by a token. Returns False, and changes nothing, if the grammar forbids it or has terminated."""
         self.allowance.refill()
         with self.allowance:
             return not self._matcher.is_terminated() and self._matcher.accept(token_id)
@@ -122,7 +126,7 @@ class Grammar:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the compiled grammar."""
+        """Returns the memory of the compiled grammar."""
         return self.compiled.size_bytes
 
     def is_terminated(self) -> bool:
@@ -132,7 +136,7 @@ class Grammar:
         """Returns whether no token may come next, although the grammar has not terminated."""
         if self._matcher.is_terminated():
             return False
-        import numpy as np  # the front needs this module's names only
+        import numpy as np  # imported here, because the front needs only this module's names
 
         row = np.zeros(-(-self.compiled.vocab_size // 32), np.int32)
         self._matcher.fill_mask(row)
@@ -144,9 +148,9 @@ class Grammar:
             self._matcher.rollback(num_tokens)
 
     def copy(self) -> Grammar:
-        """An independent grammar in the same state."""
+        """Returns an independent grammar in the same state."""
         return Grammar(self.compiled, self._matcher.copy())
 
     def fresh(self) -> Grammar:
-        """The same grammar at its start."""
+        """Returns the same grammar at its start."""
         return Grammar(self.compiled)

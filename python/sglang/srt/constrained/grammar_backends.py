@@ -13,8 +13,10 @@ DEFAULT_BACKEND = "xgrammar"
 
 
 class GrammarBackend(Protocol):
+    """Compiles grammars with one library."""
+
     def import_library(self, torch: bool = True) -> None:
-        """torch: False keeps torch out of the process for good."""
+        """Imports the library. torch: False keeps torch out of the process for good."""
 
     def load(self) -> None:
         """Reads the vocabulary. Called before compile, from one thread at a time."""
@@ -23,7 +25,7 @@ class GrammarBackend(Protocol):
 
 
 def make_backend(name: str, vocabulary: Path, compile_threads: int = 1) -> GrammarBackend:
-    """Neither library is imported before `import_library` or `load`."""
+    """Returns the backend `name`. No library is imported before `import_library` or `load`."""
     if name == "llguidance":
         return LLGuidanceBackend(vocabulary)
     return XGrammarBackend(vocabulary, compile_threads)

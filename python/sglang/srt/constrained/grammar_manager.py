@@ -1,8 +1,8 @@
-"""Grammars for requests without ever blocking the scheduler: verified in another process, then compiled in threads,
-cached, asked for by polling.
+"""Grammars for requests, without ever blocking the scheduler: another process verifies them, threads compile them, the
+result is cached and polled.
 
-Two steps, because with tensor parallelism they belong to different ranks. The leader has a grammar verified
-(`compile_process`), which is where it may fail, take too long or too much. When it has passed, every rank compiles its
+There are two steps because, with tensor parallelism, they belong to different ranks. The leader has a grammar verified
+(`compile_process`), where it may fail, take too long or too much memory. When it has passed, every rank compiles its
 own copy (`build`), which is then known to end.
 """
 
@@ -32,16 +32,16 @@ logger = logging.getLogger(__name__)
 WARM_UP = GrammarKey("json_schema", '{"type": "string"}')
 MAX_CACHED = 128
 MAX_CACHED_BYTES = 256 * MIB
-"""Compiled grammars that are kept although no request uses them."""
+"""Compiled grammars that are kept while no request uses them."""
 MAX_LIVE_BYTES = 1024 * MIB
 """All compiled grammars of a process, those of running requests included."""
 MAX_VERDICTS = 4096
 MAX_UNDER_WAY = 1024
-"""Grammars that are verified or wait for it."""
+"""Grammars that are being verified or wait for it."""
 WAIT_LIMIT_S = 60.0
-"""The limit of the time from a request's arrival until its grammar is ready."""
+"""Most seconds from a request's arrival until its grammar is ready."""
 SLOW_COMPILE_S = 1.0
-"""Grammars that take longer wait for each other, not in the way of the others."""
+"""Grammars that take longer are built in a queue of their own, so that they do not delay others."""
 
 _NO_BACKEND = Verdict(error="This server was started with --grammar-backend none.")
 _TOO_LATE = Verdict(
@@ -54,6 +54,8 @@ _TOO_MUCH = Verdict(error="The grammars in use fill their memory; send the reque
 
 
 class Verifier(Protocol):
+    """Interface of `CompileClient`."""
+
     def submit(self, key: GrammarKey) -> Check: ...
 
     def cancel(self, check: Check) -> None: ...
@@ -62,7 +64,7 @@ class Verifier(Protocol):
 
 
 class BuildState(IntEnum):
-    """The least over all ranks is the state of all."""
+    """State of a build; the minimum over all ranks is the common state."""
 
     FAILED = 0
     RUNNING = 1
@@ -76,15 +78,15 @@ class PendingGrammar:
     key: GrammarKey
     digest: bytes
     deadline: float
-    """The deadline of the leader: other clocks do not count."""
+    """Deadline by the leader's clock; other ranks' clocks do not count."""
     check: Check | None = None
     """Leader only: the verification under way, or its result."""
     build: Future[Grammar] | None = None
-    """The build, from the verdict on."""
+    """The build; set once the verdict is known."""
 
 
 class GrammarManager:
-    """One for a scheduler process. Requests with the same grammar share the work; verdicts are remembered."""
+    """The grammars of one scheduler process. Requests with the same grammar share the work; verdicts are remembered."""
 
     def __init__(
         self,
@@ -93,7 +95,8 @@ class GrammarManager:
         max_cached: int = MAX_CACHED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """backend None: the server runs without grammars and every request for one fails. verifier: the leader's."""
+        """backend None: the server runs without grammars, and every request for one fails. verifier: given on the
+        leader only."""
         self._backend = backend
         self._verifier = verifier
         self._max_cached = max_cached
@@ -110,13 +113,13 @@ class GrammarManager:
         self._slow = _Builds(self._compile, "slow-grammar")
 
     def warm_up(self) -> None:
-        """Used by a leader: loads the grammar compiler, here and in the other process, before the first grammar. Does
-        not block."""
+        """Loads the grammar compiler, here and in the other process, before the first grammar. For the leader. Does not
+        block."""
         if self._backend is not None and self._verifier is not None:
             self._verifier.submit(WARM_UP).verdict.add_done_callback(self._warm_up_here)
 
     def _warm_up_here(self, verified: Future[Verdict]) -> None:
-        """The other process has written the vocabulary."""
+        """Loads the library in this process, after the other process has written the vocabulary."""
         if (error := verified.result().error) and not self._closed:
             logger.warning("%s", error)
         elif not error:
@@ -124,7 +127,7 @@ class GrammarManager:
                 self._quick.submit(WARM_UP, 0.0)
 
     def request(self, key: GrammarKey) -> PendingGrammar:
-        """Starts the verification, if this is the leader's and the verdict is not known. Does not block."""
+        """Starts verifying a grammar, if this is the leader and the verdict is not known. Does not block."""
         pending = PendingGrammar(key, key.digest(), self._clock() + WAIT_LIMIT_S)
         self._news = True
         if self._verifier is not None:
@@ -144,13 +147,13 @@ class GrammarManager:
         return check
 
     def has_news(self, oldest: PendingGrammar) -> bool:
-        """Returns whether `verdict` may have changed for any request since this was last asked. oldest: the grammar
-        that has waited longest."""
+        """Returns whether `verdict` may have changed for any request since the last call. oldest: the grammar that has
+        waited longest."""
         news, self._news = self._news, False
         return news or self._clock() >= oldest.deadline
 
     def verdict(self, pending: PendingGrammar) -> Verdict | None:
-        """The leader's question: whether the grammar can be built. None: not known yet."""
+        """Returns whether the grammar can be built; None if that is not known yet. For the leader."""
         if self._backend is None:
             return _NO_BACKEND
         assert pending.check is not None
@@ -161,8 +164,8 @@ class GrammarManager:
         return _TOO_LATE if self._clock() >= pending.deadline else None
 
     def keep_only(self, wanted: Collection[bytes]) -> None:
-        """Ends what no request waits for any more, and forgets verdicts that may be different next time. Called when
-        requests have come or gone."""
+        """Cancels work that no request waits for, and forgets verdicts that may differ next time. Called when requests
+        have come or gone."""
         for digest, check in list(self._under_way.items()):
             if check.verdict.done():
                 del self._under_way[digest]
@@ -179,7 +182,8 @@ class GrammarManager:
                 del self._grammars[digest]
 
     def build(self, pending: PendingGrammar, seconds: float) -> None:
-        """Starts compiling a grammar that has been verified, unless that has happened. seconds: what it took then."""
+        """Starts compiling a verified grammar, unless that has happened. seconds: the time that its verification
+        took."""
         future = self._grammars.get(pending.digest)
         if future is None:
             builds = self._slow if seconds > SLOW_COMPILE_S else self._quick
@@ -189,7 +193,8 @@ class GrammarManager:
         pending.build = future
 
     def state(self, pending: PendingGrammar) -> BuildState:
-        """The state of a grammar whose `build` has been called. The leader's is FAILED once the deadline has passed."""
+        """Returns the state of a grammar whose `build` was called. On the leader it is FAILED once the deadline has
+        passed."""
         assert pending.build is not None
         if pending.build.done():
             return BuildState.READY if pending.build.exception() is None else BuildState.FAILED
@@ -197,13 +202,13 @@ class GrammarManager:
         return BuildState.FAILED if late else BuildState.RUNNING
 
     def built(self, pending: PendingGrammar) -> Grammar:
-        """The request's own grammar, at its start, once its state is READY."""
+        """Returns the request's own grammar, at its start; its state must be READY."""
         assert pending.build is not None
         return pending.build.result().fresh()
 
     def failure(self, pending: PendingGrammar) -> Verdict:
-        """Returns the verdict on a build that failed on some rank; the grammar was verified before, so it is never at
-        fault."""
+        """Returns the verdict for a build that failed on some rank. It never blames the grammar, which was verified
+        before."""
         assert pending.build is not None
         if not pending.build.done():
             return _TOO_LATE
@@ -227,7 +232,7 @@ class GrammarManager:
         return digest in self._grammars
 
     def _shrink(self) -> None:
-        """Drops what was not used for longest."""
+        """Drops the least recently used grammars beyond the limits."""
         ready = [f.result() for f in self._grammars.values() if f.done() and f.exception() is None]
         size = sum(grammar.size_bytes for grammar in ready)
         while len(self._grammars) > self._max_cached or (size > MAX_CACHED_BYTES and len(self._grammars) > 1):
@@ -236,8 +241,8 @@ class GrammarManager:
                 size -= future.result().size_bytes
 
     def flush(self) -> None:
-        """Drops what is kept for later requests. What some request waits for it has itself, and what nobody waits for
-        any more must not come to be kept when it is done."""
+        """Drops all cached grammars and finished verdicts. Waiting requests hold their own references and are not
+        affected; a build that nobody waits for any more is not cached when it ends."""
         for digest in [digest for digest, check in self._verdicts.items() if check.verdict.done()]:
             del self._verdicts[digest]
         self._grammars.clear()
@@ -246,7 +251,7 @@ class GrammarManager:
         return len(self._grammars)
 
     def shutdown(self) -> None:
-        """Drops what has not started; a build that runs ends by itself."""
+        """Drops work that has not started; a running build ends by itself."""
         self._closed = True
         if self._verifier is not None:
             self._verifier.close()
@@ -255,7 +260,7 @@ class GrammarManager:
 
 
 class _Builds:
-    """A thread that compiles: what takes the least time first, so that hundreds of others are not in its way."""
+    """A compiling thread. Short builds go first, so that hundreds of others do not delay them."""
 
     def __init__(self, compile_grammar: Callable[[GrammarKey], Grammar], name: str) -> None:
         self._compile = compile_grammar
@@ -264,7 +269,7 @@ class _Builds:
         self._waiting: PriorityQueue[tuple[float, int, Future[Grammar], GrammarKey]] = PriorityQueue()
 
     def submit(self, key: GrammarKey, seconds: float) -> Future[Grammar]:
-        """seconds: about what it takes. Raises RuntimeError behind `shutdown`."""
+        """Queues a build. seconds: its expected time. Raises RuntimeError after `shutdown`."""
         future: Future[Grammar] = Future()
         self._waiting.put((seconds, next(self._numbers), future, key))
         self._threads.submit(self._build_next)
@@ -276,7 +281,7 @@ class _Builds:
             return
         try:
             future.set_result(self._compile(key))
-        except BaseException as error:  # as an executor does: whoever asks for the result gets it
+        except BaseException as error:  # the caller of result() gets it, as with an executor
             future.set_exception(error)
 
     def shutdown(self, wait: bool = False) -> None:
@@ -285,13 +290,14 @@ class _Builds:
 
 
 class _LiveBytes:
-    """Memory of the compiled grammars that something still refers to."""
+    """Memory of the compiled grammars that are still referenced."""
 
     def __init__(self) -> None:
         self.total = 0
         self._lock = threading.RLock()  # a collection may run a finalizer anywhere
 
     def add(self, grammar: Grammar) -> None:
+        """Counts a grammar until it is freed."""
         size = grammar.size_bytes
         self._change(size)
         weakref.finalize(grammar.compiled, self._change, -size).atexit = False

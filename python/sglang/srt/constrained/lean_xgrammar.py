@@ -1,10 +1,10 @@
-"""Imports xgrammar without transformers, and in a process without tensors without torch.
+"""Import of xgrammar without transformers, and in a process without tensors without torch.
 
-The library's modules name both: a class of transformers' generation, tokenizers as transformers reads them, tensors as
-masks. None of that is used here: vocabularies come as bytes (`vocabulary`), masks are numpy arrays. But transformers
-takes 1.4 s of processor time and 30 MB, torch 1.7 s and 190 MB, and more with CUDA. While xgrammar is imported, modules
-without content stand in for them; then they are gone. That is done with versions with which it is tested. Any other
-version, and one that does not load so, is imported as it is.
+The library's modules import both: a class of transformers' generation, tokenizers as transformers reads them, tensors
+as masks. None of that is used here: vocabularies come as bytes (`vocabulary`), masks are numpy arrays. But transformers
+takes 1.4 s of processor time and 30 MB, torch 1.7 s and 190 MB, and more with CUDA. While xgrammar is imported, empty
+modules stand in for them and are then removed. This is done for tested versions only; any other version, and one that
+fails to load this way, is imported as it is.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 TESTED = "0.2."
-"""The beginning of the versions that are tested."""
+"""Prefix of the tested versions."""
 
 
 class _StandIn(ModuleType):
-    """Each of its names is a class that takes any arguments."""
+    """An empty module; each of its names is a class that takes any arguments."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -33,7 +33,8 @@ class _StandIn(ModuleType):
 
 
 def import_xgrammar(torch: bool = True) -> None:
-    """After this, `import xgrammar` takes no time. torch: False keeps torch out of the process for good."""
+    """Imports xgrammar, so that a later `import xgrammar` takes no time. torch: False keeps torch out of the process
+    for good."""
     if "xgrammar" in sys.modules:
         return
     if importlib.metadata.version("xgrammar").startswith(TESTED):

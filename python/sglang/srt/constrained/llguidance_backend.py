@@ -32,12 +32,11 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 FORMATS = frozenset("date-time time date duration email hostname ipv4 ipv6 uuid uri".split())
-"""The formats of texts that the library enforces. It refuses others, although a format is an annotation: those are
-left out."""
+"""Text formats that the library enforces. It refuses others, but a format is an annotation, so others are left out."""
 MAX_LEXER_STATES = 10_000
-"""The limit for one output, about 2 KiB each: the library makes them as it goes, and ends the output beyond that."""
+"""Limit for one output, about 2 KiB a state: the library makes them on demand, and ends the output beyond it."""
 _BASE_BYTES, _BYTES_A_CHARACTER = 128 << 10, 64
-"""An estimate of a grammar's memory, by measuring some: the library does not tell."""
+"""Estimate of a grammar's memory from measurements, as the library does not report it."""
 _SCHEMA_OPTIONS = {
     "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
     "item_separator": ",",
@@ -49,12 +48,12 @@ _INEXPRESSIBLE = re.compile(r"^(Unimplemented keys: |oneOf constraints )")
 
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""Options of the whole grammar: every token that fits is allowed, also where the text is certain. The library would
-allow those of its own choice only, and ask the tokenizer for them."""
+"""Options of the whole grammar: every token that fits is allowed, also where the text is certain. Otherwise the library
+would allow only tokens of its own choice, for which it would ask the tokenizer."""
 
 
 class _Tokens:
-    """The tokenizer as the library asks for it."""
+    """The tokenizer in the interface that the library expects."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -70,7 +69,7 @@ class _Tokens:
 
 
 class LLGuidance:
-    """A compiled grammar. Its matcher stays at the start; outputs follow copies."""
+    """A compiled grammar. Its own matcher stays at the start; outputs use copies."""
 
     def __init__(self, start: llguidance.LLMatcher, backend: LLGuidanceBackend, size_bytes: int, dead_rule: str | None):
         self._start = start
@@ -89,7 +88,7 @@ class LLGuidance:
 
 class LLGuidanceMatcher:
     """The position of one output in its grammar. The library takes the end as a token of the output only where more
-    could follow: here it is always one."""
+    could follow; here it is always one."""
 
     def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], ended: bool = False) -> None:
         self._matcher = matcher
@@ -106,8 +105,8 @@ class LLGuidanceMatcher:
         return self._matcher
 
     def is_at_dead_end(self) -> bool:
-        """Returns whether nothing can follow: at a dead end of the grammar, or at one of the library's limits. The
-        library offers the end of the output there."""
+        """Returns whether nothing can follow, because of the grammar or one of the library's limits. The library offers
+        the end of the output there."""
         return bool(self._matcher.is_stopped() and not self._matcher.is_accepting())
 
     def accept(self, token_id: int) -> bool:
@@ -139,7 +138,7 @@ def _executor(num_threads: int) -> llguidance.LLExecutor:
 def fill_masks(
     matchers: list[LLGuidanceMatcher], mask: npt.NDArray[np.int32], rows: list[int], num_threads: int
 ) -> None:
-    """See FillMasks."""
+    """Fills masks; see FillMasks."""
     start, num_bytes = mask.ctypes.data, mask.shape[1] * mask.itemsize
     if num_threads > 1:
         work = [(matcher.library_matcher, row) for matcher, row in zip(matchers, rows, strict=True)]
@@ -156,7 +155,7 @@ class LLGuidanceBackend:
     """Compiles for the vocabulary in a file that `write_vocabulary` made. The file is read with the first grammar."""
 
     def __init__(self, vocabulary: Path, compile_threads: int = 1) -> None:
-        """compile_threads: not used, the library compiles in microseconds to milliseconds."""
+        """compile_threads: ignored; the library compiles in microseconds to milliseconds."""
         self._vocabulary = vocabulary
         self._tokenizer: llguidance.LLTokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
@@ -180,7 +179,7 @@ class LLGuidanceBackend:
             )
 
     def compile(self, key: GrammarKey) -> Grammar:
-        """A grammar at its start. GrammarError if the grammar is not valid. Any thread."""
+        """Returns a grammar at its start. Raises GrammarError for an invalid grammar. Callable from any thread."""
         import llguidance
         from llguidance import LLParserLimits
 
@@ -202,13 +201,13 @@ def _refusal(kind: str, reason: str) -> GrammarError:
     reason = reason.strip() or "it is not valid"
     if _INEXPRESSIBLE.match(reason):
         reason += " (cannot be enforced; leave it out and check the answer, or say it otherwise)"
-    if "limits." in reason:  # names of the library's settings
+    if "limits." in reason:  # the message names the library's own settings
         reason = "it is too complex for llguidance; simplify it"
     return GrammarError(f"invalid {kind}: {reason}")
 
 
 _Grammars = tuple[str, list[Subgrammar], "str | None"]
-"""The whole in Lark, what it names, and a rule that no text satisfies."""
+"""The whole grammar in Lark, the grammars that it names, and a rule that no text satisfies, if there is one."""
 
 
 def _schema(source: str) -> _Grammars:
@@ -219,7 +218,8 @@ def _schema(source: str) -> _Grammars:
 
 
 def _json_grammar(schema: Any, pass_over: bool = False) -> Subgrammar:
-    """pass_over: what cannot be enforced, instead of refusing it."""
+    """Returns a grammar of a JSON schema. pass_over: ignores keywords that cannot be enforced, instead of refusing
+    them."""
     import llguidance
 
     if schema is False:
@@ -240,7 +240,7 @@ def _regex(source: str) -> _Grammars:
 
 
 def _ebnf(source: str) -> _Grammars:
-    """Lark, or the notation of rules with `::=`."""
+    """Converts Lark, or rules written with `::=`, to a grammar."""
     grammar = _lark_grammar(source)
     return grammar["lark_grammar"], [], unfinishable_rule(lark_rules(grammar["lark_grammar"]), "start")
 

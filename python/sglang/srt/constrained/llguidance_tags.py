@@ -1,4 +1,4 @@
-"""Structural tags as grammars of llguidance: one in Lark, and others that it names for schemas and grammars in tags."""
+"""Structural tags as llguidance grammars: one in Lark, which names others for the schemas and grammars in tags."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _OTHER_LIBRARY = "llguidance cannot express; start the server with --grammar-bac
 
 
 class _Optional(NamedTuple):
-    """A part that may be left out. What is free behind it must not begin as it does: the library's lexer takes the
-    longest match, and would read the part as that text."""
+    """A part that may be left out. Free text after it must not begin like it: the library's lexer takes the longest
+    match, and would read the part as that text."""
 
     rule: str
     begin: str
-    """An expression."""
+    """A Lark expression of the text that the part begins with."""
 
 
 class TagWriter:
-    """Collects rules while it walks through a tag. `schema` and `lark` make a subgrammar of a JSON schema (and of
-    whether what cannot be enforced is passed over), and of a grammar in any syntax."""
+    """Collects rules while it walks through a tag. `schema` makes a subgrammar of a JSON schema (its second argument:
+    ignore keywords that cannot be enforced), and `lark` one of a grammar in any syntax."""
 
     def __init__(self, schema: Callable[[Any, bool], Subgrammar], lark: Callable[[str], Subgrammar]) -> None:
         self._schema, self._lark = schema, lark
@@ -32,13 +32,13 @@ class TagWriter:
         self.subgrammars: list[Subgrammar] = []
 
     def start(self, form: Any) -> None:
-        """Writes the rule `start`. Raises ValueError with a name for what is not supported."""
+        """Writes the rule `start`. Raises ValueError, which names the part, if a part is not supported."""
         body = self._part(form, last=True, in_call=False)
         self.rules.insert(0, f"start: {body}")
 
     def _part(self, form: Any, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
-        """An expression in Lark. last: nothing follows it, so that free text needs no end of its own. in_call: it is
-        part of a tag that is one of several, which is how calls of functions are written. behind: comes first."""
+        """Returns a part as a Lark expression. last: nothing follows it, so free text needs no end. in_call: it belongs
+        to one of several alternative tags, as function calls do. behind: an optional part that comes before it."""
         if not isinstance(form, dict) or not isinstance(form.get("type"), str):
             raise ValueError(f"expected an object with a type, got {json.dumps(form):.100}")
         kind = form["type"]
@@ -71,7 +71,7 @@ class TagWriter:
         return name
 
     def _text_besides(self, text: str, begin: str) -> str:
-        """`text`, an expression of one terminal, but for what begins with `begin`."""
+        """Returns the terminal `text` without texts that begin with `begin`."""
         return self._terminal(f"{text} & ~({begin} /(?s:.*)/)")
 
     def _text(self, form: Format, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
@@ -127,7 +127,7 @@ class TagWriter:
         return f"({self._part(form['content'], False, in_call)})+"
 
     def _tag(self, form: Format, last: bool, in_call: bool, after: str = "") -> str:
-        """after: how much of `begin` has been read."""
+        """Writes a tag. after: the leading part of `begin` that has been read already."""
         begin, ends, content = form["begin"], form["end"], form["content"]
         ends = ends if isinstance(ends, list) else [ends]
         if not (isinstance(begin, str) and ends and all(isinstance(end, str) for end in ends)):
@@ -136,12 +136,13 @@ class TagWriter:
         closing = _alternatives([_literal(end) for end in ends])
         is_text = isinstance(content, dict) and content.get("type") == "any_text"
         if is_text and all(ends):
-            self._part(content, True, in_call)  # for what it says about keys
+            self._part(content, True, in_call)  # checks the content's keys
             return f"{opening} {self._rule(_ANY_TEXT, f'[suffix={self._terminal(closing)}]')}"
         return f"{opening} {self._part(content, last and not any(ends), in_call)} {closing}"
 
     def _triggered(self, form: Format, last: bool, in_call: bool, behind: _Optional | None = None) -> str:
-        """Text up to a trigger is read as little of as can be, so that no trigger can stand in it unnoticed."""
+        """Writes tags in free text. Text before a trigger is matched as short as possible, so that it cannot contain a
+        trigger."""
         tags, triggers = _parts(form, "tags"), _parts(form, "triggers")
         once, needed = form.get("stop_after_first", False), form.get("at_least_one", False)
         if not (last or (needed and once)):
@@ -165,7 +166,7 @@ class TagWriter:
         return f"({behind.rule} {whole} | {self._tag_in_text(text, rest)}{more} | {text})"
 
     def _tag_in_text(self, text: str, rest: Mapping[str, str]) -> str:
-        """A rule: text, a trigger and the rest of one of its tags. rest: of the tags of each trigger."""
+        """Returns a rule of text, a trigger and the rest of one of its tags. rest: the tags' rests by trigger."""
         tags = [f"{self._rule(text, f'[suffix={_literal(trigger)}]')} {body}" for trigger, body in rest.items()]
         return self._rule(_alternatives(tags))
 
@@ -205,11 +206,11 @@ _FREE = {
     "regex": TagWriter._regex,
     "triggered_tags": TagWriter._triggered,
 }
-"""Parts that may begin with any text."""
+"""Parts that may begin with arbitrary text."""
 
 
 def regex_literal(pattern: Any) -> str:
-    """A regular expression in Lark, whose classes (\\d, \\w, \\s) hold ASCII only, as in JSON schemas."""
+    """Returns a regular expression in Lark whose classes (\\d, \\w, \\s) match ASCII only, as in JSON schemas."""
     if not isinstance(pattern, str):
         raise ValueError("a regular expression must be a string")
     from llguidance import regex_to_lark
@@ -228,7 +229,7 @@ def _maybe(part: _Optional | None) -> str:
 
 
 def _begin_of_optional(form: Any) -> str | None:
-    """The text with which a part begins that may be left out and begins with a tag; None for all others."""
+    """Returns the text at the beginning of an optional part that begins with a tag; None for other parts."""
     if not isinstance(form, dict) or form.get("type") != "optional":
         return None
     part = form.get("content")

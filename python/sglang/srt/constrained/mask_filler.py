@@ -1,4 +1,4 @@
-"""Fills the masks of a step: all of its grammars in one call of the library, over threads where that is faster."""
+"""Fills the grammar masks of a step in one call of the library, over several threads where that is faster."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 SLOW_FILL_S = 0.005
-"""A step is slow if all its masks take longer; a single one may take that long on average (FOLLOW_REFILL_S)."""
+"""Seconds for all masks beyond which a step is slow; a single one may take as long on average (FOLLOW_REFILL_S)."""
 METERED_FILLS = 16
-"""Steps after a slow one whose masks are filled one by one, so that each request is charged for its own."""
+"""Steps after a slow one whose masks are filled one by one, to charge each request for its own."""
 MAX_THREADS = 4
 PROBE_EVERY = 64
 """Steps after which the other number of threads is tried once."""
@@ -24,15 +24,15 @@ _WEIGHT_OF_NEWEST = 0.25
 
 
 def usual_threads() -> int:
-    """Half of the processors that this process may use, within limits."""
+    """Returns half of the processors that this process may use, within limits."""
     return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 class MaskFiller:
-    """One for a scheduler process."""
+    """Fills the masks of one scheduler process."""
 
     def __init__(self, num_threads: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
-        """num_threads: at most; by default `usual_threads()`."""
+        """num_threads: most threads; by default `usual_threads()`."""
         self._clock = clock
         threads = usual_threads() if num_threads is None else num_threads
         self._seconds_a_row: dict[int, float] = dict.fromkeys((1, threads), 0.0)
@@ -42,8 +42,8 @@ class MaskFiller:
         """Steps that are still to be metered."""
 
     def fill(self, grammars: list[Grammar], mask: npt.NDArray[np.int32], rows: list[int]) -> None:
-        """Fills the mask's row of each grammar, as Grammar.fill_mask does; mask [R, ceil(vocab / 32)], contiguous, all
-        tokens allowed so far. The grammars are of one library."""
+        """Fills the mask's row of each grammar, as Grammar.fill_mask does. mask: [R, ceil(vocab / 32)], contiguous,
+        with all tokens allowed so far. All grammars must be of one library."""
         if self._num_metered or len(grammars) == 1:
             self._num_metered = max(0, self._num_metered - 1)
             for grammar, row in zip(grammars, rows, strict=True):
@@ -62,7 +62,7 @@ class MaskFiller:
             self._num_metered = METERED_FILLS
 
     def next_threads(self) -> int:
-        """The number that was faster lately, and now and then the other one."""
+        """Returns the number of threads that was faster lately, and every PROBE_EVERY steps the other one."""
         fastest = min(self._seconds_a_row, key=self._seconds_a_row.__getitem__)
         if (self._num_filled + 1) % PROBE_EVERY:
             return fastest

@@ -1,7 +1,7 @@
-"""Plain JSON schemas: of one level, without `allOf`, `not` and the like. What two of them allow together.
+"""Plain JSON schemas (of one level, without `allOf`, `not` and the like), and their intersection.
 
-`type` is always a list of ATOMS here, all seven if a schema says nothing: a number is an integer or a fraction, so that
-what is no integer can be said. Values come as `enum`, never as `const`.
+`type` is always a list of ATOMS here, all seven if a schema has none: a number is an integer or a fraction, so that
+"not an integer" can be expressed. Values come as `enum`, never as `const`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _KEYWORDS_OF: dict[str, tuple[str, ...]] = {
 
 
 class SizedPattern(str):
-    """A regular expression all of whose texts have the same length."""
+    """A regular expression whose matches all have the same length."""
 
 
 class Unwritable(ValueError):
-    """A schema has no plain form that is known here. The message says which keyword is in the way."""
+    """Raised when a schema has no plain form known here. The message names the keyword that prevents it."""
 
 
 def atoms(types: Any) -> list[str]:
-    """The types that a value of `type` names."""
+    """Returns the types that a value of `type` names."""
     names = types if isinstance(types, list) else [types]
     wanted = {atom for name in names for atom in (NUMBER if name == "number" else (name,))}
     return [atom for atom in ATOMS if atom in wanted]
@@ -52,6 +52,7 @@ _ALL = frozenset(ATOMS)
 
 
 def atom_of(value: Any) -> str:
+    """Returns the type of a JSON value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, int | float):
@@ -60,12 +61,13 @@ def atom_of(value: Any) -> str:
 
 
 def kinds_of(keyword: str) -> frozenset[str]:
-    """The atoms of whose values a keyword says something."""
+    """Returns the types of values that a keyword restricts."""
     return _KINDS.get(keyword, _ALL)
 
 
 def type_names(kinds: list[str]) -> Any:
-    """The value of `type`; None if every value is of one of `kinds`. A fraction comes with integers."""
+    """Returns the value of `type` for `kinds`; None if they are all types. Integers must be included if fractions
+    are."""
     if len(kinds) == len(ATOMS):
         return None
     names = [kind for kind in kinds if kind not in NUMBER or "fraction" not in kinds]
@@ -74,7 +76,7 @@ def type_names(kinds: list[str]) -> Any:
 
 
 def identity(value: Any) -> Any:
-    """Hashable, and equal for values that are equal in JSON: 1 is 1.0, but not true."""
+    """Returns a hashable value that is equal for equal JSON values: 1 equals 1.0, but not true."""
     if isinstance(value, list):
         return "array", tuple(map(identity, value))
     if isinstance(value, dict):
@@ -82,7 +84,7 @@ def identity(value: Any) -> Any:
     return ("number" if atom_of(value) in NUMBER else atom_of(value)), value
 
 
-# --- two of a keyword -------------------------------------------------------------------------------------------------
+# --- two values of one keyword ----------------------------------------------------------------------------------------
 
 
 def _common_multiple(first: Any, second: Any) -> int:
@@ -105,14 +107,15 @@ COMBINED: dict[str, Callable[[Any, Any], Any]] = {
     "type": lambda first, second: [kind for kind in first if kind in second],
     "enum": _common_values,
 }
-"""The functions that combine values, by keyword: each combines two of its values into one that says the same."""
+"""Functions that combine two values of a keyword into one that requires both."""
 
 
 # --- what is left of a schema that no value of some type satisfies ----------------------------------------------------
 
 
 def simplified(schema: Schema) -> Schema | None:
-    """The same without types of which no value is valid and keywords of other types. None: nothing is valid."""
+    """Returns the schema without types that have no valid value and without keywords of other types; None if nothing is
+    valid."""
     schema = _shortened(schema)
     impossible = set(_impossible(schema))
     kinds = [kind for kind in schema["type"] if kind not in impossible]
@@ -146,7 +149,7 @@ def _whole_between(schema: Schema) -> bool:
 
 
 def _whole_bounds(schema: Schema) -> Schema:
-    """Bounds of integers as integers that are allowed themselves."""
+    """Converts the bounds of integers to integers that are themselves allowed."""
     result = {name: value for name, value in schema.items() if name not in ("exclusiveMinimum", "exclusiveMaximum")}
     lower = [math.ceil(schema["minimum"])] if "minimum" in schema else []
     lower += [math.floor(schema["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in schema else []
@@ -156,7 +159,7 @@ def _whole_bounds(schema: Schema) -> Schema:
 
 
 def _shortened(schema: Schema) -> Schema:
-    """A list ends before its first entry that nothing may be."""
+    """Ends a list before its first position at which no value is valid."""
     entries = schema.get("prefixItems", [])
     ends = entries.index(False) if False in entries else len(entries) if schema.get("items") is False else None
     if ends is None:

@@ -1,4 +1,4 @@
-"""Complements of the parts of a JSON schema, as plain schemas: one keyword at a time."""
+"""Complements of JSON schema keywords, one at a time, as plain schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _SPECIAL = frozenset("\\^$.|?*+()[]{}-/&~#")
 
 
 def inexpressible(keyword: str, kinds: Iterable[str]) -> Schema:
-    """Stands for what cannot be said; it does no harm where other schemas exclude its types."""
+    """Returns a schema that stands for values which cannot be described; it is harmless where other schemas exclude its
+    types."""
     return {"type": list(kinds), INEXPRESSIBLE: keyword}
 
 
@@ -39,7 +40,7 @@ _BEYOND: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "minProperties": ("maxProperties", -1, ("object",)),
     "maxProperties": ("minProperties", 1, ("object",)),
 }
-"""The values beyond each bound: the keyword, how far away, and the types of which it speaks."""
+"""The keyword for the values beyond each bound, its offset, and the types that it restricts."""
 
 
 def _beyond(keyword: str, bound: Any) -> list[Schema]:
@@ -48,16 +49,18 @@ def _beyond(keyword: str, bound: Any) -> list[Schema]:
 
 
 def other_types(types: Any) -> list[Schema]:
+    """Returns schemas of the values of all types that are not in `types`."""
     allowed = atoms(types)
     return [{"type": kinds}] if (kinds := [atom for atom in ATOMS if atom not in allowed]) else []
 
 
 def missing_names(names: list[str]) -> list[Schema]:
+    """Returns schemas of the objects that lack one of `names`."""
     return [{"type": ["object"], "properties": {name: False}} for name in names]
 
 
 def other_values(values: list[Any]) -> list[Schema]:
-    """All but `values`."""
+    """Returns schemas of all values except `values`."""
     of: dict[str, list[Any]] = {atom: [] for atom in ATOMS}
     for value in values:
         of[atom_of(value)].append(value)
@@ -80,8 +83,8 @@ def _other_numbers(numbers: list[Any]) -> Iterator[Schema]:
 
 
 def _other_texts(texts: list[str]) -> Iterator[Schema]:
-    """Schemas of other texts: those of other lengths, and for each length of a text a pattern. Grammars look at
-    characters as they are written, so only texts that have a single spelling, but for `\\u`, can be excluded."""
+    """Yields schemas of all other texts: those of other lengths, and for each length a pattern. Grammars see texts as
+    they are written, so only texts with a single spelling (apart from `\\u`) can be excluded."""
     if len(texts) > MAX_TEXTS or not all(" " <= c <= "\uffff" and c not in '"\\' for text in texts for c in text):
         yield inexpressible("enum", ["string"])
         return
@@ -102,7 +105,7 @@ def _other_texts(texts: list[str]) -> Iterator[Schema]:
 
 
 def _other_pattern(texts: list[str], length: int) -> str:
-    """Texts of `length` characters, at least one, that are none of `texts`."""
+    """Returns a pattern of the texts of `length` characters, at least one, that are not in `texts`."""
     starts = sorted({text[0] for text in texts})
     free = f"[^{''.join(map(_escaped, starts))}]" + _ANY_CHARACTER * (length - 1)
     if length == 1:
@@ -116,7 +119,7 @@ def _escaped(character: str) -> str:
 
 
 def other(keyword: str, value: Any) -> list[Schema]:
-    """The values that a keyword of a plain schema forbids, for keywords that have no schemas in them."""
+    """Returns schemas of the values that a keyword of a plain schema forbids, for keywords without schemas in them."""
     if keyword in _BEYOND:
         return _beyond(keyword, value)
     simple: dict[str, Callable[[Any], list[Schema]]] = {

@@ -1,4 +1,4 @@
-"""Plain schemas as JSON schemas that grammar libraries take."""
+"""Converts plain schemas to JSON schemas that grammar libraries accept."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sglang.srt.constrained.plain_schemas import (
 from sglang.srt.constrained.schema_keywords import ANNOTATIONS, names_all
 
 MAX_FRACTION_RANGES = 16
-"""Most ranges between neighbouring integers that numbers other than integers are written as."""
+"""Most ranges between neighbouring integers in which fractions are written."""
 
 
 def emitted(leaf: Schema) -> list[Schema]:
-    """A plain schema as JSON schemas, one of which is satisfied. Raises Unwritable."""
+    """Returns JSON schemas whose union is a plain schema. Raises Unwritable."""
     if INEXPRESSIBLE in leaf:
         raise Unwritable(f'"{leaf[INEXPRESSIBLE]}" within "not", "if" or "oneOf"')
     kinds = leaf["type"]
@@ -40,7 +40,7 @@ def emitted(leaf: Schema) -> list[Schema]:
 
 
 def _fractions(leaf: Schema) -> list[Schema]:
-    """Numbers that are no integers, by the integers that they lie between."""
+    """Returns schemas of the numbers that are not integers, one for each pair of integers around them."""
     numbers = {name: value for name, value in leaf.items() if name in BOUNDS}
     low = max(numbers.get("minimum", -math.inf), numbers.get("exclusiveMinimum", -math.inf))
     high = min(numbers.get("maximum", math.inf), numbers.get("exclusiveMaximum", math.inf))
@@ -56,7 +56,7 @@ def _fractions(leaf: Schema) -> list[Schema]:
 
 
 def _tighter(between: Schema, numbers: Schema) -> Schema:
-    """Bounds of both, one for each side."""
+    """Returns the tighter bound of both schemas for each side."""
     bounds: Schema = {}
     for inclusive, exclusive_, best in (("minimum", "exclusiveMinimum", max), ("maximum", "exclusiveMaximum", min)):
         values = [schema[name] for schema in (between, numbers) for name in (inclusive, exclusive_) if name in schema]
@@ -67,7 +67,7 @@ def _tighter(between: Schema, numbers: Schema) -> Schema:
 
 
 def with_named_patterns(leaf: Schema) -> Schema:
-    """A rule for the names of properties as a rule for the properties of such names."""
+    """Rewrites a rule for property names as rules for the properties with such names."""
     names = leaf.get("propertyNames")
     if not isinstance(names, dict) or any(name in leaf for name in ("properties", "patternProperties")):
         return leaf
@@ -87,7 +87,7 @@ _OF_NAMES = ("type", "string")
 
 
 def without_absent(form: Schema) -> Schema:
-    """Return the schema without properties that must be absent, if no others than those that are named may be there."""
+    """Returns the schema without properties that must be absent, if only named properties are allowed."""
     properties = form.get("properties", {})
     if False not in properties.values():
         return form

@@ -1,7 +1,7 @@
-"""Checks that something is a JSON schema at all, and finds keywords whose values mean nothing, such as a type that does
-not exist.
+"""Check that a value is a JSON schema at all, and that its keywords' values have a meaning (no unknown types, for
+example).
 
-Says nothing about what a grammar could enforce, nor about annotations and keywords that nobody knows.
+It does not check whether a grammar could enforce it, and ignores annotations and unknown keywords.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "
 
 
 def check_form(schema: Any) -> None:
-    """Raises ValueError with the place of the first mistake. Takes about a microsecond for each value."""
+    """Raises ValueError with the place of the first mistake. Takes about a microsecond a value."""
     pending: list[tuple[str, Any]] = [("#", schema)]
     while pending:
         place, entry = pending.pop()

@@ -1,8 +1,8 @@
-"""Refuses JSON schemas of which a library would leave out a part, as an answer then need not be valid.
+"""Refuses JSON schemas of which a library would ignore a part, as an answer would then not have to be valid.
 
-xgrammar passes over what it cannot express; llguidance says so itself, but for one mistake. What is listed here was
-found by comparing their grammars with a validator (`test/schemas`). `format` is an annotation unless a validator is
-told otherwise, and refused nowhere.
+xgrammar ignores what it cannot express; llguidance reports it itself, with one exception. The cases here were found by
+comparing their grammars with a validator (`test/schemas`). `format` is an annotation unless a validator is told
+otherwise, and is refused nowhere.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ Schema = dict[str, Any]
 
 _NEVER = ("uniqueItems", "not", "contains", "dependentRequired", "dependentSchemas", "dependencies", "if")
 _ALONE = ("$ref", "anyOf", "oneOf", "allOf")
-"""Keywords beside which the library reads no other."""
+"""Keywords that make the library ignore all others beside them."""
 ANNOTATIONS = frozenset(
     "title description default examples deprecated readOnly writeOnly nullable discriminator format contentEncoding "
     "contentMediaType contentSchema $schema $id $anchor $comment $defs definitions $vocabulary".split()
 )
-"""Keywords that forbid nothing. Beside them anything may stand, and names beginning with `x-` are such too."""
+"""Keywords that forbid nothing and may stand beside anything, as may names that begin with `x-`."""
 _KEYWORDS_OF = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern"),
     "array": ("minItems", "maxItems"),
     "object": ("required", "minProperties", "maxProperties"),
 }
-"""Read only where `type` says that the value is of this type; `properties` says so for objects, `items` for arrays."""
+"""Keywords that are read only if `type` names this type; `properties` implies it for objects, `items` for arrays."""
 _SUBSCHEMAS = ("additionalProperties", "items", "propertyNames", "unevaluatedItems", "unevaluatedProperties")
 _LISTS_OF_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _NEXT_TO_0 = 1e-16
 _ENDLESS_LENGTH = 1024
-"""A limit on the length of a text with a format that answers do not come near."""
+"""A length limit for texts with a format that answers do not come near."""
 
 
 class InexpressibleSchema(ValueError):
-    """The message names the keyword and its place."""
+    """Raised for a schema that cannot be enforced. The message names the keyword and its place."""
 
 
 def check_keywords(schema: Any) -> None:
-    """Raises InexpressibleSchema if xgrammar would leave something out. Nesting and size of `schema` have been limited
-    before."""
+    """Raises InexpressibleSchema if xgrammar would ignore a part. The caller has limited the nesting and size of
+    `schema`."""
     pending: list[tuple[str, Any]] = [("#", schema)]
     while pending:
         place, entry = pending.pop()
@@ -72,7 +72,7 @@ def _parts(place: str, schema: Schema) -> Iterator[tuple[str, Any]]:
 
 
 def is_inexpressible(schema: Schema) -> bool:
-    """Returns whether xgrammar would leave out something of this part."""
+    """Returns whether xgrammar would ignore something in this part."""
     return next(_reasons(schema), None) is not None
 
 
@@ -100,9 +100,9 @@ def _reasons(schema: Schema) -> Iterator[str]:
 
 
 def _with_inclusive_bounds(schema: Schema) -> Schema:
-    """Other bounds in place of those that llguidance would allow although they are excluded: whole numbers, less than
-    one from the other bound. The next number that a double can hold takes the place of such a bound, but around 0,
-    where the library cannot write numbers that small."""
+    """Replaces excluded bounds that llguidance would allow: whole numbers less than one from the other bound. The next
+    number that a double can hold takes the place of such a bound, except around 0, where the library cannot write
+    numbers that small."""
     low, high = _bounds(schema, "minimum", "exclusiveMinimum"), _bounds(schema, "maximum", "exclusiveMaximum")
     if not (low and high and min(high) - max(low) < 1) or _types(schema) == ["integer"]:
         return schema
@@ -135,7 +135,8 @@ def _company(schema: Schema) -> Iterator[str]:
 
 
 def _values(schema: Schema) -> Iterator[str]:
-    """`enum` and `const`: the library reads nothing else, and need not where the type allows every value."""
+    """Converts `enum` and `const`, beside which the library reads nothing, and need not if the type allows every
+    value."""
     for name in ("enum", "const"):
         if name not in schema:
             continue
@@ -218,7 +219,7 @@ def _allowed_types(schema: Schema) -> set[str]:
 
 
 def _constants(schema: Any) -> set[str] | None:
-    """The only values, as text; None if there are others."""
+    """Returns the only allowed values, as text; None if there are others."""
     if not isinstance(schema, dict):
         return None
     if "const" in schema:
@@ -230,7 +231,7 @@ _UNKNOWN_TO_LLGUIDANCE = (*_NEVER, "propertyNames", "unevaluatedProperties")
 
 
 def is_unknown_to_llguidance(schema: Schema) -> bool:
-    """Returns whether the library refuses a keyword of this part, or of one that is joined with it."""
+    """Returns whether the library refuses a keyword of this part, or of a part joined with it."""
     pending: list[Any] = [schema]
     while pending:
         part = pending.pop()
@@ -246,9 +247,9 @@ def is_unknown_to_llguidance(schema: Schema) -> bool:
 
 
 def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
-    """A copy of `schema` that asks of it what xgrammar does: texts have `formats` only, as it refuses others, and
-    objects only the properties that are named, unless the schema says more of them or schemas are joined. Nesting and
-    size have been limited before."""
+    """Returns a copy of `schema` that means to llguidance what it means to xgrammar: only `formats` are kept, as it
+    refuses others, and objects get only the named properties, unless the schema says more about them or joins schemas.
+    The caller has limited nesting and size."""
     closes = not any(_is_joined(part) for part in _all_parts(schema))
 
     def change(_: str, part: Schema) -> Schema:
@@ -260,8 +261,8 @@ def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
 
 
 def with_parts(schema: Any, change: Callable[[str, Schema], Schema | bool]) -> Any:
-    """A copy of `schema`, each part of which is what `change` makes of its place and itself, from the outside inwards.
-    Nesting and size of what comes of it must be limited."""
+    """Returns a copy of `schema` in which `change` (of a part's place and the part) replaces each part, outermost
+    first. Nesting and size of the result must be limited."""
     copied: Schema = {"#": schema}
     pending: list[tuple[str, Any, Any]] = [("#", copied, "#")]
     while pending:
@@ -293,12 +294,12 @@ def _all_parts(schema: Any) -> Iterator[Schema]:
 
 
 def _is_joined(part: Schema) -> bool:
-    """Returns whether one object must satisfy several schemas, which may name other properties each."""
+    """Returns whether one object must satisfy several schemas, which may each name other properties."""
     return next(_company(part), None) is not None or len(part.get("allOf") or ()) > 1
 
 
 def names_all(part: Schema) -> bool:
-    """Returns whether the schema names properties, all that it requires, and says nothing of others."""
+    """Returns whether the schema names properties, includes all required ones, and says nothing about others."""
     if not isinstance(part.get("properties"), dict) or any(name in part for name in _OTHER_PROPERTIES):
         return False
     return all(name in part["properties"] for name in part.get("required") or ())
@@ -314,8 +315,8 @@ _OTHER_PROPERTIES = (
 
 
 def answer_schemas(tag: Any) -> Iterator[Schema]:
-    """The parts of a structural tag with a `json_schema`, but for those of calls (what stands in `tags`): what
-    functions take is described with keywords of all kinds, and a function checks its arguments."""
+    """Yields the parts of a structural tag with a `json_schema`, except those of calls (in `tags`): functions' schemas
+    use keywords of all kinds, and a function checks its arguments."""
     pending = [tag]
     while pending:
         part = pending.pop()
@@ -335,11 +336,12 @@ _PLAIN = r"[^\0-\x1f\"\\\ud800-\udfff]"
 
 
 def repair_limited_texts(grammar: str) -> str:
-    """`grammar`, in EBNF as the library prints it, with the characters that JSON allows in texts of limited length.
+    """Returns `grammar`, in EBNF as the library prints it, with the characters that JSON allows in texts of limited
+    length.
 
-    The library lets control characters and halves of surrogate pairs into them, and keeps escapes out. One rule for
-    both kinds of characters would have the library look at every token of the vocabulary for every mask (2.6 ms for one
-    of 4,096 tokens, against 0.05 ms), so a text is one without escapes, or begins with a stretch without them.
+    The library allows control characters and halves of surrogate pairs there, and forbids escapes. One rule for both
+    kinds of characters would have the library look at every token of the vocabulary for every mask (2.6 ms for one of
+    4,096 tokens, against 0.05 ms), so a text is one without escapes, or begins with a stretch without them.
     """
     names = _LIMITED_TEXT.findall(grammar)
     if not names:
@@ -357,7 +359,8 @@ def _sized_text(name: str, use: re.Match[str]) -> str:
 
 
 def _text(name: str, least: int, most: int) -> str:
-    """A text of `least` to `most` characters, -1: any number. Its first escape stands in the first half."""
+    """Returns rules of a text of `least` to `most` characters (-1: any number). Its first escape is in the first
+    half."""
     plain = f'"\\"" {name}{{{least}, {most}}} "\\""'
     if most == 0:
         return plain

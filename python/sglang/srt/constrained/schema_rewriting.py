@@ -1,8 +1,9 @@
-"""Writes parts of JSON schemas that a grammar library would refuse as a choice between plain schemas, which it takes.
+"""Rewrites parts of JSON schemas that a grammar library would refuse as a choice between plain schemas, which it
+accepts.
 
-`{"type": "integer", "not": {"const": 3}}` is an integer below 3 or one above. A value that the new schema allows is
-valid under the old one, always; every value that the old one allows is allowed, but for objects: these have the
-properties that are named, if a choice depends on one that is not there. What has no such form stays as it was.
+`{"type": "integer", "not": {"const": 3}}` becomes an integer below 3 or one above. Every value that the new schema
+allows is valid under the old one. The converse holds except for objects: these get only the named properties, if a
+choice depends on a missing one. Parts without such a form stay as they were.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ MAX_WORK = 4_000
 """Schemas that are read or joined for one schema of a client."""
 MAX_DEPTH = 40
 MAX_LISTS = 512
-"""Lists without repetition that are written out."""
+"""Most lists without repetition that are written out."""
 MAX_POSITIONS = 8
-"""The limit of positions for an entry that a list must contain."""
+"""Most positions considered for an item that a list must contain."""
 
 _DEFINITIONS = ("$defs", "definitions")
 _VALUES = ("enum", "const", "default", "examples")
@@ -45,17 +46,17 @@ _ELSEWHERE = ("$id", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef"
 
 
 _NO_SCHEMA = (TypeError, AttributeError, KeyError, OverflowError)
-"""Errors of reading values that no schema has. The library says what is wrong with them."""
+"""Errors from values that no schema has. The library reports what is wrong with them."""
 
 
 class TooMuch(Unwritable):
-    """The schema is a choice between too many."""
+    """Raised when the schema would become a choice with too many alternatives."""
 
 
 def rewritten(schema: Any, needs: Callable[[Schema], bool]) -> Any:
-    """A copy in which the parts that `needs` names are plain, where they can be. Nesting and size of `schema` have been
-    limited before. A part that no value satisfies becomes false, and leaves the choices that it was in. Raises
-    InexpressibleSchema if that is all of the schema."""
+    """Returns a copy in which the parts selected by `needs` are plain, where possible. The caller has limited the
+    nesting and size of `schema`. A part that no value satisfies becomes false and is removed from choices; raises
+    InexpressibleSchema if the whole schema becomes false."""
     if not isinstance(schema, dict) or not _is_local(schema):
         return schema
     rewriter = Rewriter(schema)
@@ -86,7 +87,7 @@ def rewritten(schema: Any, needs: Callable[[Schema], bool]) -> Any:
 
 
 def _without_impossible(schema: Any) -> Any:
-    """Return the schema without choices that nothing satisfies."""
+    """Returns the schema without alternatives that nothing satisfies."""
     if isinstance(schema, list):
         return [_without_impossible(part) for part in schema]
     if not isinstance(schema, dict):
@@ -109,7 +110,7 @@ def _without_impossible(schema: Any) -> Any:
 
 
 def _is_local(schema: Any) -> bool:
-    """Returns whether every reference names a definition at the root, so that others may move."""
+    """Returns whether every reference names a definition at the root, so that other parts may move."""
     pending = [schema]
     while pending:
         part = pending.pop()
@@ -141,7 +142,7 @@ class Rewriter:
         self._depth = 0
 
     def plain(self, schema: Schema) -> Schema | bool:
-        """Return a schema that says the same with `anyOf` at most. False: nothing is valid."""
+        """Returns an equivalent schema with at most `anyOf`; False if nothing is valid."""
         leaves = [whole for leaf in self.alternatives(schema) for whole in self._entries(leaf)]
         return _choice([form for leaf in leaves for form in emitted(with_named_patterns(leaf))])
 
@@ -160,7 +161,7 @@ class Rewriter:
     # --- valid --------------------------------------------------------------------------------------------------------
 
     def alternatives(self, schema: Any) -> list[Schema]:
-        """Plain schemas. A value is valid under `schema` if it is valid under one of them."""
+        """Returns plain schemas; a value is valid under `schema` if it is valid under one of them."""
         if schema is True or schema is False:
             return [{"type": list(ATOMS)}] if schema else []
         with self._working():
@@ -193,7 +194,7 @@ class Rewriter:
         return joined
 
     def _conjunction(self, first: Schema, second: Schema) -> Schema | None:
-        """Both, of two plain schemas."""
+        """Returns alternatives for the values that are valid under both plain schemas."""
         with self._working(first, second):
             both = {**second, **first}
             for name in (first.keys() & second.keys()) - _WITH_OTHERS - _NOTES:
@@ -244,7 +245,7 @@ class Rewriter:
     # --- not valid ----------------------------------------------------------------------------------------------------
 
     def complements(self, schema: Any) -> list[Schema]:
-        """Plain schemas. A value is not valid under `schema` if it is valid under one of them."""
+        """Returns plain schemas; a value is invalid under `schema` if it is valid under one of them."""
         if schema is True or schema is False:
             return [] if schema else [{"type": list(ATOMS)}]
         with self._working():
@@ -339,7 +340,7 @@ class Rewriter:
         return bool(leaf.get("minContains", 1) <= count <= leaf.get("maxContains", math.inf))
 
     def _values(self, schema: Any) -> list[Any]:
-        """All that are valid. Raises Unwritable if they are many."""
+        """Returns all valid values. Raises Unwritable if they are many."""
         values: list[Any] = []
         for leaf in self.alternatives(schema):
             if "enum" in leaf:
@@ -358,7 +359,7 @@ class Rewriter:
     # --- lists --------------------------------------------------------------------------------------------------------
 
     def _entries(self, leaf: Schema) -> list[Schema]:
-        """Return schemas without rules about all entries of a list."""
+        """Returns equivalent schemas without rules that concern all items of a list."""
         if "enum" in leaf:
             return [leaf]
         if leaf.get("uniqueItems") and leaf.get("maxItems", math.inf) > 1:
@@ -385,7 +386,7 @@ class Rewriter:
                 yield form
 
     def _unequal(self, leaf: Schema) -> list[Any]:
-        """All lists of different entries."""
+        """Returns schemas of all lists whose items differ."""
         if leaf["type"] != ["array"]:
             raise Unwritable('"uniqueItems" beside other types')
         lists: list[list[Any]] = [[]]
@@ -438,13 +439,13 @@ _APPLICATORS: dict[str, Callable[[Rewriter, Schema], list[Schema]]] = {
     "dependentSchemas": lambda rewriter, schema: rewriter._dependencies(schema["dependentSchemas"]),
     "dependencies": lambda rewriter, schema: rewriter._dependencies(schema["dependencies"]),
 }
-"""Keywords that join schemas, and the alternatives that they leave."""
+"""Keywords that join schemas, and the functions that return the resulting alternatives."""
 _NOT_PLAIN = frozenset((*_APPLICATORS, "then", "else", *_DEFINITIONS))
 _WITH_PROPERTIES = frozenset(("properties", "patternProperties", "additionalProperties"))
 _WITH_OTHERS = _WITH_PROPERTIES | {"items", "prefixItems"}
-"""Keywords whose meaning depends on each other."""
+"""Keywords whose meanings depend on each other."""
 _NOTES = ANNOTATIONS - {"format"}
-"""A text's format is one, too, but libraries enforce it."""
+"""Annotations except `format`, which libraries enforce."""
 _PASSED_OVER = _NOTES | {"then", "else", "minContains", "maxContains"}
 
 _COMPLEMENTS: dict[str, Callable[[Rewriter, Any], list[Schema]]] = {
@@ -481,7 +482,7 @@ _CHECKS: dict[str, _Check] = {
         lambda rewriter, value, _, leaf: all(rewriter._valid(_property(leaf, name), value[name]) for name in value),
     ),
 }
-"""Checks of keywords of plain schemas: whether a value, of the type that they speak of, is valid."""
+"""For each keyword of plain schemas, whether a value of the restricted type is valid."""
 
 
 def _is_multiple(value: Any, factor: Any) -> bool:

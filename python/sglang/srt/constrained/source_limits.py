@@ -1,4 +1,4 @@
-"""Checks a grammar's source before it is compiled: limits (`sampling.limits`), and references that leave it."""
+"""Checks of a grammar's source before compilation: limits (`sampling.limits`), and references to outside of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _COUNTS = frozenset(
 )
 _REFERENCES = frozenset(("$ref", "$dynamicRef", "$recursiveRef"))
 _LITERALS = frozenset(("enum", "const", "default", "examples"))
-"""Keys whose lists are data: a "$ref" in there is none. An object under such a name may also be a property's schema."""
+"""Keys whose lists are data, so that a "$ref" in them is not a reference. An object under such a name may be a
+property's schema, however."""
 
 _JSON_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 _REGEX_COUNT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}", re.DOTALL)
@@ -30,7 +31,8 @@ _EBNF_COUNT = re.compile(r"\[(?:\\.|[^\]\\])*\]|\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}
 
 
 def check_source(key: GrammarKey) -> None:
-    """Raises GrammarError. Takes milliseconds; not for the event loop."""
+    """Raises GrammarError for a source that exceeds a limit. Takes milliseconds, so do not call it on the event
+    loop."""
     if key.kind == "regex":
         _check_regex(key.source)
     elif key.kind == "ebnf":
@@ -78,7 +80,8 @@ def _json_nesting(source: str) -> int:
 
 
 def _check_member(name: str, value: Any) -> None:
-    """One member of an object. A value of the type that the key asks for is taken as meant, wherever it stands."""
+    """Checks one member of an object. A value of the type that the key expects is treated as that keyword, wherever it
+    is."""
     if name in _REFERENCES and isinstance(value, str):
         if value != "#" and not value.startswith("#/"):
             raise GrammarError(

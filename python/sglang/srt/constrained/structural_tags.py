@@ -1,4 +1,4 @@
-"""Structural tags as clients send them."""
+"""Parsing of structural tags as clients send them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.sampling.grammar_names import MADE_OF
 
 
 def as_format(source: str) -> dict[str, Any]:
-    """The tag, its older form (`structures` and `triggers`) in terms of the present one. Raises ValueError."""
+    """Returns the tag's format; converts the older form (`structures` and `triggers`). Raises ValueError."""
     tag = json.loads(source)
     if not isinstance(tag, dict):
         raise ValueError("expected a JSON object")

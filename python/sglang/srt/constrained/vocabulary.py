@@ -1,4 +1,4 @@
-"""The facts about a tokenizer that grammars need, in a file that every process that compiles them reads."""
+"""Facts about a tokenizer that grammars need, in a file that every compiling process reads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
 class Vocabulary(msgspec.Struct, array_like=True):
+    """The tokens of a model as grammar libraries need them."""
+
     tokens: list[bytes]
-    """The text of the token of each column of the logits; empty: there is none, or it has none."""
+    """The text of the token of each column of the logits; empty if there is no such token, or it has no text."""
     stop_ids: list[int]
-    """Tokens that end the output where the grammar is complete, in order; at least one."""
+    """Tokens that end the output where the grammar is complete, ascending; at least one."""
 
 
 def write_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int, eos_ids: Collection[int]) -> None:
-    """The file appears when it is complete. vocab_size: columns of the logits, which may be more than the tokenizer
-    has. Raises ValueError if none of `eos_ids` is one of them."""
+    """Writes the file, which appears when it is complete. vocab_size: columns of the logits, which may exceed the
+    tokenizer's tokens. Raises ValueError if none of `eos_ids` is one of them."""
     stop_ids = sorted(i for i in eos_ids if i < vocab_size)
     if not stop_ids:
         raise ValueError("no token ends the output")
@@ -32,7 +34,7 @@ def write_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int, eos_ids:
 def _spelled(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
     if tokenizer.spells_tokens:
         return [tokenizer.token_bytes(i) for i in range(vocab_size)]
-    import xgrammar  # finds out how such a tokenizer spells; imports transformers, which it asks
+    import xgrammar  # finds out how the tokenizer spells bytes, with transformers' help
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer.hf, vocab_size=vocab_size, stop_token_ids=[0])
     return [bytes(text) for text in info.decoded_vocab]

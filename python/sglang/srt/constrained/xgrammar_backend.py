@@ -96,15 +96,15 @@ def _batch_matcher(num_threads: int) -> xgrammar.BatchGrammarMatcher:
 
 
 def fill_masks(matchers: list[XGrammarMatcher], mask: npt.NDArray[np.int32], rows: list[int], num_threads: int) -> None:
-    """See FillMasks."""
+    """Fills masks; see FillMasks."""
     _batch_matcher(num_threads).batch_fill_next_token_bitmask(
         [matcher.library_matcher for matcher in matchers], mask, rows
     )
 
 
 class XGrammarBackend:
-    """Compiles for the vocabulary in a file that `write_vocabulary` made. The file is read with the first grammar: most
-    servers never see one."""
+    """Compiles for the vocabulary in a file that `write_vocabulary` made. The file is read with the first grammar, as
+    most servers never get one."""
 
     def __init__(self, vocabulary: Path, compile_threads: int = 1) -> None:
         self._vocabulary = vocabulary
@@ -126,8 +126,8 @@ class XGrammarBackend:
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=self._compile_threads, cache_enabled=False)
 
     def compile(self, key: GrammarKey) -> Grammar:
-        """A grammar at its start. May take seconds, with the interpreter's lock released; any thread. GrammarError if
-        the grammar is not valid, MemoryError if there is not enough."""
+        """Returns a grammar at its start. May take seconds, with the interpreter's lock released. Callable from any
+        thread. Raises GrammarError for an invalid grammar, MemoryError if memory runs out."""
         assert self._compiler is not None, "load() comes first"
         try:
             return Grammar(XGrammar(COMPILE[key.kind](self._compiler, key.source)))
@@ -151,7 +151,8 @@ def _compile_json(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.C
 
 
 def _enforceable(schema: Any) -> Any:
-    """The same in words that the library does not pass over. Raises InexpressibleSchema, which speaks of `schema`."""
+    """Returns an equivalent schema that the library enforces completely. Raises InexpressibleSchema, which speaks of
+    `schema`."""
     result = rewritten(schema, is_inexpressible)
     try:
         check_keywords(result)
@@ -162,7 +163,7 @@ def _enforceable(schema: Any) -> Any:
 
 
 def _repaired(grammar: xgrammar.Grammar) -> str | None:
-    """The grammar without the library's mistakes; None if there are none in it."""
+    """Returns the grammar without the library's mistakes; None if it has none of them."""
     printed = str(grammar)
     repaired = repair_limited_texts(printed)
     return None if repaired == printed else repaired
@@ -176,7 +177,7 @@ def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> 
 
     try:
         repaired = _repaired(xgrammar.Grammar.from_structural_tag(tag))
-    except RuntimeError:  # tokens are named, which only the compiler knows, or something is wrong, which it says
+    except RuntimeError:  # it names tokens, which only the compiler knows, or is invalid, which the compiler reports
         repaired = None
     return compiler.compile_structural_tag(tag) if repaired is None else compiler.compile_grammar(repaired)
 

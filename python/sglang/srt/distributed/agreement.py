@@ -1,12 +1,12 @@
 """The agreement of the ranks before anything is allocated: one plan for all of them.
 
-Ranks stay together without messages only if each makes the same decisions: as many collectives, of the same shapes, in
-the same order. And what all of them compute alike, such as a router's choice of experts, must be equal to the last bit,
-for which they need the same kernels with the same tiles. So the facts about GPUs become the least of all
-(`agree_on_gpus`), of which every rank makes its plan, and two plans that differ nevertheless, or programs that are not
-the same, are refused on every rank by the same message (`agreed_plan`).
+Ranks stay together without messages only if each makes the same decisions: the same number of collectives, with the
+same shapes, in the same order. What every rank computes for itself, such as a MoE router's choice of experts, must be
+equal to the last bit, so ranks need the same kernels with the same tiles. Therefore every rank plans with the minimum
+of all GPUs' properties (`agree_on_gpus`), and plans or programs that differ nevertheless are refused on every rank with
+the same message (`agreed_plan`).
 
-What travels is JSON between the hosts, one or two KB of a rank; whole plans only where they differ.
+The hosts exchange JSON, one or two KB per rank; whole plans only if they differ.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ MOST_NAMED = 5
 
 
 class _Named(msgspec.Struct):
-    """Values of a rank, which must be those of all. `name`: of its GPU or machine, for people."""
+    """Values of a rank that must equal those of all ranks. `name`: of its GPU or machine, for messages."""
 
     name: str
     items: Items
 
 
 class _Summary(msgspec.Struct):
-    """What a rank says of its plan. `problem`: why there is none."""
+    """A rank's report on its plan. `problem`: why it has none."""
 
     stage: int
     problem: str
@@ -73,13 +73,13 @@ class Agreed:
 
 
 def of_all_ranks(data: bytes) -> list[bytes]:
-    """Returns the data of all ranks, in their order. Collective, in host memory."""
+    """Returns the data of all ranks, in rank order. Collective, in host memory."""
     return exchange(parallel_state.host_group(), data)
 
 
 def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
-    """Returns what the GPUs of all ranks have. gpu: the name of this rank's. Collective. Raises UserError on every rank
-    where the architectures differ, or packages or variables with which ranks would compute or decide differently."""
+    """Returns the traits that all ranks' GPUs share. gpu: name of this rank's. Collective. Raises UserError on every
+    rank if architectures differ, or packages or environment variables that change results or decisions."""
     if parallel_state.num_ranks() == 1:
         return Agreed((gpu,), arch)
     gpus = refuse_unlike_ranks(gpu, facts_that_must_be_alike(arch), "cannot share a model")
@@ -89,8 +89,8 @@ def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
 
 
 def refuse_unlike_ranks(name: str, items: Items, what: str) -> tuple[str, ...]:
-    """Returns the names of all ranks. items: this rank's. Collective. Raises UserError on every rank where two differ;
-    what: says so, behind their names."""
+    """Returns the names of all ranks if their `items` are equal. Collective. Raises UserError on every rank otherwise;
+    what: how the message goes on after the names of two ranks that differ."""
     mine = msgspec.json.encode(_Named(name, items))
     everyones = [msgspec.json.decode(data, type=_Named) for data in of_all_ranks(mine)]
     names = tuple(each.name for each in everyones)
@@ -127,8 +127,8 @@ def _note(gpus: Sequence[str], traits: Sequence[ArchTraits], common: ArchTraits)
 
 
 def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
-    """Returns this rank's plan if all ranks have theirs and decide alike. stage: of this rank. Collective. Raises
-    UserError, of the same text on every rank where the ranks differ."""
+    """Returns this rank's plan from `make` if all ranks have one and these agree. stage: this rank's pipeline stage.
+    Collective. Raises UserError, with the same text on every rank, otherwise."""
     if len(agreed.gpus) == 1:
         return make()
     plan, problem, everywhere, select_stage = None, None, Items(), Items()
@@ -157,11 +157,12 @@ def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
 
 
 def digest(items: Items) -> str:
+    """Returns the SHA-256 hex digest of the items, independent of their order."""
     return hashlib.sha256(msgspec.json.encode(items, order="deterministic")).hexdigest()
 
 
 def refuse_difference(gpus: Sequence[str], items: Mapping[int, Items], what: str) -> None:
-    """Raises UserError where a rank's values are not those of the first. items: by rank; gpus: names of all ranks'."""
+    """Raises UserError if a rank's items (by rank) are not those of the first. gpus: names of all ranks."""
     first, *others = items
     for other in others:
         names = items[first].keys() | items[other].keys()

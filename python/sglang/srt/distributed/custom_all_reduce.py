@@ -2,8 +2,8 @@
 exchange.cuh).
 
 A rank has one workspace that all peers of its group can write. It is allocated and opened once, before graphs are
-captured; inputs and outputs are any tensors. The number of a call is counted on the device, so that eager calls and
-replayed graphs may follow one another, but only one stream may use a group's workspaces.
+captured; inputs and outputs may be any tensors. Calls are numbered on the device, so that eager calls and graph replays
+may follow one another, but only one stream may use a group's workspaces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TWO_SHOT_E4M3 = "two_shot_e4m3"
 
 
 class StalledPeer(RuntimeError):
-    """A rank did not come to a collective in time. `missing` says which."""
+    """Raised when a rank did not come to a collective in time; `missing` is that rank."""
 
     def __init__(self, message: str, missing: int) -> None:
         super().__init__(message)
@@ -33,11 +33,11 @@ class StalledPeer(RuntimeError):
 
 
 class PeerMemoryError(RuntimeError):
-    """Some rank could not share memory with its peers."""
+    """Raised on every rank when some rank could not share memory with its peers."""
 
 
 class Workspaces(Protocol):
-    """Memory that all ranks of a group can write: as this rank addresses each rank's."""
+    """The workspaces of all ranks of a group; `addresses` holds each rank's, as this rank addresses it."""
 
     rank: int
     data_vectors: int
@@ -46,26 +46,26 @@ class Workspaces(Protocol):
     def addresses(self) -> Sequence[int]: ...
 
     def close(self) -> None:
-        """Collective: no rank may use them any more."""
+        """Releases the memory. Collective; no rank may use it any more."""
 
 
 def data_vectors_for(
-    rows: Sequence[SizeRange], ranks: int, row_vectors: int, parts: ExchangeRange | None = None
+    ranges: Sequence[SizeRange], ranks: int, row_vectors: int, parts: ExchangeRange | None = None
 ) -> int:
-    """Vectors of 16 bytes of a half of the data, so that the workspaces suffice for what `rows` say, and for exchanges
-    of such parts. `row_vectors`: most of a row."""
+    """Returns the number of 16-byte vectors in each half of a workspace's data that suffices for the all-reduce sizes
+    in `ranges` and for exchanges of `parts`. row_vectors: vectors of the widest row."""
     needs = {
         "packed": lambda vectors: 0,
         "one_shot": lambda vectors: vectors * ranks,
         "two_shot": lambda vectors: 2 * (vectors + ranks * row_vectors),  # whole rows for every rank, twice
         TWO_SHOT_E4M3: lambda vectors: 2 * (vectors * 9 // 16 + ranks * row_vectors),  # at most a scale for eight bytes
     }
-    of_sums = max((needs[row.algorithm](-(-row.max_bytes // VECTOR_BYTES)) for row in rows), default=0)
+    of_sums = max((needs[row.algorithm](-(-row.max_bytes // VECTOR_BYTES)) for row in ranges), default=0)
     return max(of_sums, ranks * (parts.max_bytes // VECTOR_BYTES) if parts is not None else 0)
 
 
 def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
-    """The ranks' bytes, in the order of the ranks. Collective; host memory only."""
+    """Returns the bytes of all ranks, in rank order. Collective; host memory only."""
     size = torch.tensor([len(data)], dtype=torch.int64)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(sizes, size, group=group)
@@ -79,10 +79,11 @@ def exchange(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
 
 
 class IpcWorkspaces:
-    """Workspaces in the memory of each rank's GPU, opened by its peers through CUDA IPC. Collective.
+    """Workspaces in GPU memory that peers open through CUDA IPC. Construction is collective and raises PeerMemoryError
+    on every rank if any rank fails.
 
-    It is no memory of torch's allocator: with `expandable_segments` that cannot be shared so. Raises PeerMemoryError on
-    every rank if any of them fails."""
+    The memory does not come from torch's allocator, whose `expandable_segments` cannot be shared through CUDA IPC.
+    """
 
     def __init__(self, library: Collectives, group: dist.ProcessGroup, device: int, data_vectors: int) -> None:
         self.rank, self.data_vectors = dist.get_rank(group), data_vectors
@@ -103,7 +104,7 @@ class IpcWorkspaces:
         self._agreed(problem, b"")
 
     def _agreed(self, problem: str, data: bytes) -> list[bytes]:
-        """The ranks' data, if none of them has a problem."""
+        """Returns the ranks' data. Raises PeerMemoryError if any rank has a problem."""
         answers = exchange(self._group, problem.encode() or b"\0" + data)
         problems = [f"rank {rank}: {answer.decode()}" for rank, answer in enumerate(answers) if answer[:1] != b"\0"]
         if problems:
@@ -127,24 +128,25 @@ class IpcWorkspaces:
 
 
 class CustomAllReduce:
-    """Sums over the ranks of a group. Every rank makes the same calls in the same order.
+    """Sums over the ranks of a group by writes to peers' memory. Every rank makes the same calls in the same order.
 
-    `rows` say which algorithm serves up to how many bytes; above the last there is none. A call that waits for a rank
-    for longer than `deadline` seconds ends with results that are no numbers, and `raise_if_stalled` names the rank.
-    `e4m3_bytes`: of a piece of a sum whose values travel as e4m3, which the workspaces suffice for; 0: none do.
-    `parts`: those that ranks exchange; None: none."""
+    `ranges` give the algorithm by message size; larger messages are not served. A call that waits longer than
+    `deadline` seconds for a rank ends with NaN results, and `raise_if_stalled` names the rank. `e4m3_bytes`: size of a
+    piece of a quantized all-reduce for which the workspaces suffice; 0: none. `parts`: sizes served by `gather` and
+    `exchange`; None: none.
+    """
 
     def __init__(
         self,
         library: Collectives,
         workspaces: Workspaces,
-        rows: Sequence[SizeRange],
+        ranges: Sequence[SizeRange],
         deadline: float,
         max_blocks: int = 64,
         e4m3_bytes: int = 0,
         parts: ExchangeRange | None = None,
     ) -> None:
-        self._library, self._workspaces, self._tile_configs = library, workspaces, tuple(rows)
+        self._library, self._workspaces, self._ranges = library, workspaces, tuple(ranges)
         self._e4m3_bytes, self._parts = e4m3_bytes, parts
         self.rank, self.ranks = workspaces.rank, len(workspaces.addresses)
         assert 2 <= self.ranks <= library.MAX_RANKS
@@ -161,12 +163,13 @@ class CustomAllReduce:
             self._args.workspaces[rank] = address
 
     def algorithm_for(self, nbytes: int) -> str | None:
-        """The algorithm for a message of so many bytes; None: none here."""
+        """Returns the algorithm for a message of `nbytes`; None if it is not served."""
         if nbytes <= 0 or nbytes % VECTOR_BYTES:
             return None
-        return next((row.algorithm for row in self._tile_configs if nbytes <= row.max_bytes), None)
+        return next((row.algorithm for row in self._ranges if nbytes <= row.max_bytes), None)
 
     def can_serve(self, nbytes: int) -> bool:
+        """Returns whether messages of `nbytes` are served."""
         return self.algorithm_for(nbytes) is not None
 
     def can_serve_tensor(self, x: torch.Tensor) -> bool:
@@ -185,20 +188,22 @@ class CustomAllReduce:
         return worth_it and row_bytes % VECTOR_BYTES == 0 and self.can_serve_tensor(x)
 
     def all_reduce(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
-        """The sum over the ranks, in fp32 in their order and rounded once, written over `x` (contiguous)."""
+        """Writes the sum over the ranks over `x` (contiguous) and returns it. Values are added in fp32 in rank order
+        and rounded once."""
         algorithm = algorithm or self.algorithm_for(x.nbytes)
         assert algorithm is not None
         self._launch(x, x, algorithm, self._library.THREADS)
         return x
 
     def can_sum_in_e4m3(self, x: torch.Tensor) -> bool:
-        """Returns whether `all_reduce_e4m3` may be called with `x`; alike on every rank for the same shape and type."""
+        """Returns whether `all_reduce_e4m3` may be called with `x`; the same on every rank for the same shape and
+        dtype."""
         groups = x.is_contiguous() and x.data_ptr() % VECTOR_BYTES == 0 and x.nbytes % (4 * VECTOR_BYTES) == 0
         return self._e4m3_bytes > 0 and groups and x.element_size() == 2 and self._dtype_name(x) in self._library.DTYPES
 
     def all_reduce_e4m3(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks as `quantized_sums` has it, with the same bits, written over `x`, whose
-        values are whole groups."""
+        """Writes the quantized sum over the ranks over `x` and returns it, with the same bits as `quantized_sums`. `x`
+        consists of whole scale groups."""
         for piece in x.view(-1).split(self._e4m3_bytes // x.element_size()):
             self._launch(piece, piece, TWO_SHOT_E4M3, self._library.THREADS)
         return x
@@ -211,9 +216,10 @@ class CustomAllReduce:
         eps: float,
         algorithm: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [T, H] -> (norm of the total, the total) [T, H]: the total is the sum of `x` over the ranks,
-        rounded, plus the residual, which every rank has alike. weight [H], fp32 or of x's type. The total is written
-        over the residual, or without one to new memory. The same values as `all_reduce` and `fused_add_rmsnorm`."""
+        """Returns (RMS norm of the total, the total), both [T, H], where total = rounded sum of `x` over the ranks +
+        residual. x, residual [T, H]; the residual is equal on all ranks; weight [H], fp32 or x's dtype. The total
+        overwrites the residual, or is a new tensor without one. Gives the same values as `all_reduce` followed by
+        `fused_add_rmsnorm`."""
         algorithm = algorithm or self.algorithm_for(x.nbytes)
         assert algorithm is not None and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
         assert residual is None or (
@@ -229,19 +235,22 @@ class CustomAllReduce:
         return out, total
 
     def can_exchange(self, part: torch.Tensor) -> bool:
-        """Returns whether ranks may exchange parts like `part`; alike on every rank for the same shape and type."""
+        """Returns whether `gather` and `exchange` serve parts like `part`; the same on every rank for the same shape
+        and dtype."""
         return self._parts is not None and 0 < part.nbytes <= self._parts.max_bytes and part.nbytes % VECTOR_BYTES == 0
 
     def gather(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
-        """x [...] -> [ranks, ...], those of all ranks."""
+        """All-gathers x [...] into [ranks, ...]."""
         return self._exchange(x, x.new_empty((self.ranks, *x.shape)), 0, algorithm)
 
     def exchange(self, x: torch.Tensor, algorithm: str | None = None) -> torch.Tensor:
-        """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
+        """All-to-all: sends part i of x [ranks, ...] to rank i, and returns the parts [ranks, ...] that the ranks sent
+        here."""
         return self._exchange(x, x.new_empty(x.shape), 1, algorithm)
 
     def _exchange(self, x: torch.Tensor, out: torch.Tensor, step: int, algorithm: str | None) -> torch.Tensor:
-        """step: parts from one rank's part of `x` to the next one's."""
+        """Launches an exchange. step: parts between what `x` holds for one rank and for the next; 0: all get the
+        same."""
         x = x.contiguous()
         if x.data_ptr() % VECTOR_BYTES:
             x = x.clone()
@@ -266,7 +275,8 @@ class CustomAllReduce:
         self._library.all_reduce(args, algorithm, fused, _stream(x))
 
     def _blocks(self, vectors: int, row_vectors: int, algorithm: str) -> int:
-        """A block for each row, or where any block may send a word, for as many words as it has threads."""
+        """Returns the number of thread blocks: one per row, or for "packed", where any block may send a word, enough
+        for a word per thread."""
         rows = -(-vectors // row_vectors)
         if algorithm == TWO_SHOT_E4M3:
             rows = -(-rows // (2 * self.ranks))  # a vector of e4m3 stands for two
@@ -281,7 +291,7 @@ class CustomAllReduce:
         return str(x.dtype).removeprefix("torch.")
 
     def raise_if_stalled(self) -> None:
-        """Raises StalledPeer if a call so far has ended at its deadline. Reads memory of the host only."""
+        """Raises StalledPeer if a past call ended at its deadline. Reads host memory only and waits for nothing."""
         stall = self._stall
         if stall.missing:
             raise StalledPeer(
@@ -292,7 +302,7 @@ class CustomAllReduce:
             )
 
     def close(self) -> None:
-        """Collective."""
+        """Releases the workspaces. Collective."""
         self._workspaces.close()
 
 

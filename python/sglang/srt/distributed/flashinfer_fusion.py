@@ -1,7 +1,7 @@
-"""FlashInfer's fused all-reduce, residual addition and norm, in front of the sums that a group has otherwise.
+"""FlashInfer's fused all-reduce, residual addition and RMS norm, in front of a group's other reducers.
 
-Served only where the user asks for it: over PCIe nobody has measured that it wins, and its writes into peers' memory
-have neither a deadline nor a name for a rank that does not come. So the start-up probe must have found nothing.
+Used only on request: nobody has measured a gain over PCIe, and its writes to peers' memory neither have a deadline nor
+name a rank that does not come. So it also requires that the start-up probe found no problem.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from sglang.srt.distributed.custom_all_reduce import exchange
 from sglang.srt.distributed.parallel_state import Reducer
 
 FIRST_VERSION = (0, 6, 18)
-"""Earlier ones compile the kernel for other GPUs than SM12x, and fail at the first call."""
+"""Earlier versions compile the kernel for other GPUs than SM12x and fail at the first call."""
 MOST_TOKENS = 2048
-"""Rows of a call; the workspace grows with them, and larger messages are bandwidth."""
+"""Most rows of a call. The workspace grows with them, and larger messages are bound by bandwidth anyway."""
 
 
 class FlashInferFusion:
-    """A reducer of norms with a residual; `others` (None: the library) sums what is none. Raises what FlashInfer raises
-    when its workspace cannot be made. Collective."""
+    """A reducer for all-reduces followed by residual addition and norm; `others` serves all other all-reduces (None:
+    the library does). Construction is collective and raises what FlashInfer raises if it cannot create its
+    workspace."""
 
     def __init__(
         self,
@@ -43,13 +44,16 @@ class FlashInferFusion:
         )  # fmt: skip
 
     def can_serve_tensor(self, x: torch.Tensor) -> bool:
+        """Returns whether `all_reduce` may be called with `x`."""
         return self._others is not None and self._others.can_serve_tensor(x)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums over the ranks with `others`."""
         assert self._others is not None
         return self._others.all_reduce(x)
 
     def can_norm(self, x: torch.Tensor) -> bool:
+        """Returns whether `all_reduce_add_rms_norm` may be called with `x` [T, H]."""
         fits = x.dim() == 2 and x.shape[1] == self._hidden_size and 0 < len(x) <= MOST_TOKENS
         return (fits and x.dtype == self._dtype and x.is_contiguous()) or self._leaves_norms(x)
 
@@ -59,7 +63,8 @@ class FlashInferFusion:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """None: nothing was done, because there is no residual or the weight has another type than `x`."""
+        """Returns (norm of the total, the total) as `Reducer` describes; None, with nothing done, if this kernel needs
+        a residual or a weight of x's dtype that it does not get and `others` does not serve `x`."""
         if residual is None or weight.dtype != x.dtype or len(x) > MOST_TOKENS:
             return self._others.all_reduce_add_rms_norm(x, residual, weight, eps) if self._leaves_norms(x) else None  # type: ignore[union-attr]
         normed, total = torch.empty_like(x), torch.empty_like(x)
@@ -71,6 +76,7 @@ class FlashInferFusion:
         return normed, total
 
     def raise_if_stalled(self) -> None:
+        """Raises if a past all-reduce of `others` missed its deadline."""
         if self._others is not None:
             self._others.raise_if_stalled()
 
@@ -82,8 +88,8 @@ def create_fusion(
     dtype: torch.dtype,
     others: Reducer | None,
 ) -> tuple[FlashInferFusion | None, str]:
-    """The reducer, or why some rank has none: the same on every rank. `group` sends tensors, `host_group` bytes.
-    Collective."""
+    """Returns (the reducer, ""), or (None, why some rank has none), alike on every rank. `group` carries tensors,
+    `host_group` bytes. Collective."""
     problem = next(filter(None, (answer.decode() for answer in exchange(host_group, _missing().encode()))), "")
     if problem:
         return None, problem
@@ -97,7 +103,7 @@ def create_fusion(
 
 
 def _missing() -> str:
-    """Returns why the installed FlashInfer has no such kernel for all GPUs; "" if it has."""
+    """Returns why the installed FlashInfer lacks the kernel; "" if it has it."""
     for name in ("flashinfer-python", "flashinfer_python"):
         try:
             version = importlib.metadata.version(name)

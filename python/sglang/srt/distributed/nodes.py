@@ -1,8 +1,8 @@
-"""The meeting of the ranks of several machines (--nnodes), and the facts that these must agree on.
+"""The meeting of the ranks of several machines (--nnodes), and the settings on which they must agree.
 
-The ranks meet in a store of torch.distributed at --dist-init-addr, on machine 0. Then each says what it was started
-with, and all compare. What travels is tensors, JSON and MessagePack, never pickle. With a secret (SGLANG_DIST_SECRET)
-whatever the leader broadcasts is signed; without one the network must be private.
+The ranks meet in a torch.distributed store at --dist-init-addr, on machine 0. Then all exchange and compare how they
+were started. Messages are tensors, JSON and MessagePack, never pickle. With a secret (SGLANG_DIST_SECRET) everything
+that the leader broadcasts is signed; without one the network must be private.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _EACH_ITS_OWN = frozenset(
     }
     | {"speculative_draft_model_path", "dry_run", "dist_timeout"}
 )
-"""Arguments in which machines may differ: paths, what only the front reads, and the seed, which is the leader's."""
+"""Arguments that may differ between machines: paths, those that only the API server reads, and the seed, which the
+leader sends."""
 
 
 def rendezvous(args: ServerArgs, directory: str) -> str:
-    """Returns where the ranks meet, as `parallel_state.init` takes it: a file of this machine, or the address of
-    machine 0."""
+    """Returns the address at which the ranks meet, as `parallel_state.init` takes it: a file of this machine, or the
+    TCP address of machine 0."""
     if args.nnodes == 1:
         return f"file://{directory}/rendezvous"
     host, port = split_address(args.dist_init_addr or "")
@@ -56,7 +57,8 @@ def rendezvous(args: ServerArgs, directory: str) -> str:
 
 
 def use_interface(args: ServerArgs) -> None:
-    """Makes the libraries talk over the interface to machine 0, unless the environment names one. Raises UserError."""
+    """Makes gloo and NCCL use the network interface that leads to machine 0, unless the environment names one. Raises
+    UserError if there is none."""
     host, _ = split_address(args.dist_init_addr or "")
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if variable not in os.environ:
@@ -64,7 +66,7 @@ def use_interface(args: ServerArgs) -> None:
 
 
 def interface_to(host: str) -> str:
-    """Returns the network interface over which this machine reaches the host. Raises UserError."""
+    """Returns the network interface over which this machine reaches `host`. Raises UserError if there is none."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 1, socket.AF_INET, socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -88,14 +90,14 @@ def _address(interface: str) -> str | None:
 
 
 def common(args: ServerArgs, config: Mapping[str, Any]) -> Items:
-    """Returns what every machine must be started with. config: the model's config.json."""
+    """Returns the settings that must be equal on all machines. config: the model's config.json."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()
     flags = {name: value for name, value in asdict(args).items() if name not in _EACH_ITS_OWN}
     return {"version": __version__, "program": _program(), "config.json": digest} | dict(flat(flags))
 
 
 def _program() -> str:
-    """Returns a digest of the server's own files: two checkouts of one version may decide differently."""
+    """Returns a digest of the server's own files, because two checkouts of one version may decide differently."""
     root, digest = Path(sglang.srt.__file__).parent, hashlib.sha256()
     for file in sorted(root.rglob("*")):
         if file.suffix in (".py", ".json"):
@@ -104,8 +106,8 @@ def _program() -> str:
 
 
 def agree(args: ServerArgs, config: Mapping[str, Any]) -> None:
-    """Takes the leader's random seed, and compares what all machines were started with. Collective. Raises UserError on
-    every rank where two differ."""
+    """Takes over the leader's random seed and compares how the machines were started. Collective. Raises UserError on
+    every rank if two differ."""
     leader = parallel_state.is_leader()
     said = parallel_state.broadcast_bytes(msgspec.json.encode(args.random_seed) if leader else None)
     args.random_seed = msgspec.json.decode(said, type=int | None)

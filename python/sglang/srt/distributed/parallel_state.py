@@ -1,8 +1,8 @@
-"""The ranks that share a model: which groups this process belongs to, and the collectives that layers need.
+"""The ranks that share a model: the groups of this process, and the collectives that layers need.
 
-Groups are asked for by what they share (`Groups`); which ranks these are follows from the layout alone. One process
-group of the accelerator carries tensors; a gloo group carries bytes between the hosts of the ranks, so that scheduling
-never waits for the device. With one rank nothing is created and every collective returns its input.
+Code asks for a group by what its ranks share (`Groups`); the layout alone decides which ranks these are. A process
+group of the accelerator carries tensors; a gloo group carries bytes between the hosts, so that scheduling never waits
+for the device. With one rank nothing is created and every collective returns its input.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 
 
 class Reducer(Protocol):
-    """An all-reduce for some of the tensors: alike on all ranks."""
+    """An all-reduce that serves some tensors; its answers are the same on all ranks."""
 
     def can_serve_tensor(self, x: torch.Tensor) -> bool: ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks. May reuse the storage of x."""
+        """Returns the sum over the ranks. May reuse the storage of `x`."""
 
     def can_norm(self, x: torch.Tensor) -> bool: ...
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(norm of the total, the total) of the sum and the residual, which may be written over. None: nothing was
-        done."""
+        """Returns (RMS norm of the total, the total), where total = sum of `x` over the ranks + residual. May overwrite
+        the residual. Returns None if nothing was done."""
 
     def raise_if_stalled(self) -> None:
-        """Raises where a rank has not come to a sum in time."""
+        """Raises if a rank did not come to a past all-reduce in time."""
 
 
 class Exchanger(Protocol):
-    """Gathers and exchanges some of the tensors: alike on all ranks."""
+    """An all-gather and all-to-all that serve some tensors; its answers are the same on all ranks."""
 
     def can_exchange(self, part: torch.Tensor) -> bool:
         """Returns whether parts like this one may be gathered and exchanged."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [...] -> [ranks, ...]."""
+        """Returns the tensors x [...] of all ranks, [ranks, ...]."""
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group.exchange`."""
+        """Exchanges parts as `Group.exchange` does."""
 
 
 DEFAULT_TIMEOUT_S = 300.0
-"""The limit of a collective whose ranks have work: as --watchdog-timeout."""
+"""Time limit of a collective over tensors, equal to the default of --watchdog-timeout."""
 JOIN_TIMEOUT_S = 120.0
-"""The least time that ranks have to meet: they start at different speeds."""
+"""Minimum time for ranks to meet, since they start at different speeds."""
 LOOPBACK = "lo"
-"""The network interface over which gloo's ranks talk: all of them are on this machine."""
+"""Network interface of gloo when all ranks are on this machine."""
 _LENGTH_BYTES, _HEAD_BYTES = 8, 1024
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 # Ranks without work wait in `broadcast_bytes` for as long as nobody sends a request: that is no failure.
@@ -75,7 +75,7 @@ _IDLE_TIMEOUT = timedelta(days=3650)
 
 
 class Group:
-    """Ranks that share something. `rank`: this process's place among its `size`."""
+    """Ranks that share something, with their collectives. `rank`: this process's index among the `size` ranks."""
 
     def __init__(self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
@@ -85,7 +85,7 @@ class Group:
         self._quantized: QuantizedSums | None = None
         self.peers: PeerSums | None = None
         """What can add up quantized values in peers' memory."""
-        self._turns: PingPong | None = None
+        self._ping_pong: PingPong | None = None
         self._under_way: deque[tuple[dist.Work, torch.Tensor]] = deque()
         """Sends of this rank that have not been waited for; the oldest first."""
 
@@ -93,52 +93,56 @@ class Group:
         return f"Group({self.rank} of {self.size})"
 
     def reduce_with(self, reducer: Reducer) -> None:
-        """Use this before the library's all-reduce from now on; before the first graph is captured."""
+        """Tries this reducer before the library's all-reduce from now on. Call before the first graph is captured."""
         self._reducer = reducer
 
     def exchange_with(self, exchanger: Exchanger) -> None:
-        """Use this before the library's all-gather and all-to-all from now on; before the first graph is captured."""
+        """Tries this exchanger before the library's all-gather and all-to-all from now on. Call before the first graph
+        is captured."""
         self._exchanger = exchanger
 
     def _exchanger_for(self, part: torch.Tensor) -> Exchanger | None:
-        """None where the library gathers and exchanges such parts: also while another half of the step computes."""
-        travels = self._turns is not None and self._turns.active
+        """Returns the exchanger that serves such parts. None: the library does; always so while another microbatch
+        computes."""
+        travels = self._ping_pong is not None and self._ping_pong.active
         exchanger = self._exchanger
         return exchanger if exchanger is not None and not travels and exchanger.can_exchange(part) else None
 
     def quantize_with(self, sums: QuantizedSums) -> None:
-        """Use this before anything else for what it covers, from now on; before the first graph is captured."""
+        """Uses quantized collectives for the tensors they cover, before any other. Call before the first graph is
+        captured."""
         self._quantized = sums
 
     def alternate_in(self, ping_pong: PingPong) -> None:
-        """Let collectives between its halves travel beside what is computed, from now on."""
-        self._turns = ping_pong
+        """Lets collectives inside a two-batch overlap travel while the other microbatch computes, from now on."""
+        self._ping_pong = ping_pong
 
     def _travel(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The collective's result. what, x: tell it from others; the microbatches of a step differ in rows alone."""
-        if self._turns is None or not self._turns.active:
+        """Returns the collective's result. what, x: identify it to both microbatches, whose tensors differ in rows
+        only."""
+        if self._ping_pong is None or not self._ping_pong.active:
             return collective()
-        return self._turns.travel(self._named(what, x), collective)
+        return self._ping_pong.travel(self._named(what, x), collective)
 
     def _named(self, what: str, x: torch.Tensor) -> object:
         return what, self.size, x.dtype, x.shape[-1] if x.dim() > 1 else 1
 
     def begin_sum(self, x: torch.Tensor) -> Summands:
-        """What adds up `x`, of which each rank has a summand, where the sum is needed: this group, or where
-        microbatches of a step alternate block by block a sum that travels from now on. `x` stays as it is until
-        then."""
-        ping_pong = self._turns
+        """Returns an object that all-reduces the partial sums `x` when the total is needed: this group, or, if
+        microbatches alternate block by block, an all-reduce that starts now. `x` must not change until then."""
+        ping_pong = self._ping_pong
         if ping_pong is None or not ping_pong.by_block:
             return self
         return SumOnItsWay(ping_pong.start(self._named("sum", x), lambda: self._summed(x, exact=False)))
 
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
-        sums, ping_pong = self._quantized, self._turns
+        sums, ping_pong = self._quantized, self._ping_pong
         exact = exact or (ping_pong is not None and ping_pong.active and ping_pong.exact)
         return sums if sums is not None and not exact and sums.covers(x) else None
 
     def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
-        """Sum over the ranks. May reuse the storage of `x`; use the result only. exact: never quantized."""
+        """Returns the sum over the ranks. May reuse the storage of `x`, so use the result only. exact: never
+        quantized."""
         return x if self.size == 1 else self._travel("sum", x, lambda: self._summed(x, exact))
 
     def _summed(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -151,11 +155,11 @@ class Group:
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Reduces and normalizes in one kernel, if a Reducer is there that serves `x`; returns None if nothing was
-        done: also where the sum is to travel while another half of the step computes."""
+        """Runs the all-reduce, residual addition and norm as one kernel if a reducer serves `x`. Returns None if
+        nothing was done, always so if the all-reduce travels while another microbatch computes."""
         reducer = self._reducer
         if (
-            (self._turns is not None and self._turns.active)
+            (self._ping_pong is not None and self._ping_pong.active)
             or self._quantized_for(x) is not None
             or reducer is None
             or not reducer.can_norm(x)
@@ -165,17 +169,17 @@ class Group:
         return reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
 
     def raise_if_stalled(self) -> None:
-        """Raises where a sum so far ended because a rank did not come. Waits for nothing."""
+        """Raises if a past all-reduce ended because a rank did not come. Waits for nothing."""
         if self._reducer is not None:
             self._reducer.raise_if_stalled()
 
     def library_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks like `all_reduce`, always by NCCL or gloo."""
+        """Returns the sum over the ranks like `all_reduce`, always by NCCL or gloo."""
         dist.all_reduce(x, group=self.communicator())
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenate the ranks' tensors, which have one shape, along `dim` in the order of the ranks."""
+        """Concatenates the ranks' tensors of equal shape along `dim`, in rank order."""
         return x if self.size == 1 else self._travel("gather", x, lambda: self._gathered(x, dim % x.dim()))
 
     def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -187,15 +191,16 @@ class Group:
         return by_rank.movedim(0, dim).flatten(dim, dim + 1)
 
     def all_gather_rows(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
-        """Rows [T, ...] of each rank -> [ranks * T, ...], as `all_gather` along dim 0; unless `exact` quantized where a
-        sum of as many is: then also this rank's own."""
+        """Gathers rows [T, ...] of each rank into [ranks * T, ...], like `all_gather` along dim 0. Unless `exact`,
+        values are quantized when an all-reduce of the same shape would be, this rank's own included."""
         quantized = self._quantized_for(x, exact)
         if quantized is None or self.size == 1:
             return self.all_gather(x, dim=0)
         return self._travel("gather", x, lambda: quantized.all_gather(x))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """x [ranks, ...], of which part i goes to rank i -> [ranks, ...], the parts that the ranks sent to this one."""
+        """All-to-all: sends part i of x [ranks, ...] to rank i, and returns the parts [ranks, ...] that the ranks sent
+        here."""
         return x if self.size == 1 else self._travel("exchange", x, lambda: self._exchanged(x))
 
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
@@ -206,8 +211,8 @@ class Group:
         return received
 
     def reduce_scatter(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
-        """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one. exact: never
-        quantized."""
+        """Returns this rank's sum [N, ...] over the ranks' x [ranks, N, ...], which hold a partial sum for each rank.
+        exact: never quantized."""
         return x[0] if self.size == 1 else self._travel("scatter", x, lambda: self._scattered(x, exact))
 
     def _scattered(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
@@ -220,26 +225,27 @@ class Group:
         return total
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
-        """The tensor of rank `source` of the group, whose shape and type all know; written over theirs."""
+        """Overwrites `x` on all ranks with that of rank `source` of the group. All must pass the same shape and
+        dtype."""
         if self.size > 1:
             dist.broadcast(x, group=self.communicator(), group_src=source)
         return x
 
     def send_to_next(self, x: torch.Tensor) -> None:
-        """Send to the rank behind this one, which receives it. Goes on at once: `x` stays as it is from now on."""
+        """Sends `x` to the next rank without waiting; `x` must not change any more."""
         x = x.contiguous()
         work = dist.isend(x, group=self.communicator(), group_dst=self.rank + 1)
         assert work is not None, "this rank is in the group"
         self._let_go(work, x)
 
     def receive_from_previous(self, x: torch.Tensor) -> torch.Tensor:
-        """Receive the tensor that the rank before this one sends, into `x`."""
+        """Receives the tensor that the previous rank sends, into `x`."""
         dist.recv(x, group=self.communicator(), group_src=self.rank - 1)
         return x
 
     def from_last(self, x: torch.Tensor) -> torch.Tensor:
-        """The last rank's `x`, whose shape the others know; written over theirs. The last one goes on at once: its `x`
-        stays as it is from now on."""
+        """Overwrites `x` with that of the last rank; all pass the same shape. The last rank does not wait, and its `x`
+        must not change any more."""
         if self.size == 1:
             return x
         work = dist.broadcast(x, group=self.communicator(), group_src=self.size - 1, async_op=True)
@@ -251,13 +257,13 @@ class Group:
         return x
 
     def _let_go(self, work: dist.Work, x: torch.Tensor) -> None:
-        """Keep what is under way in memory; so much at a time as there are ranks, and one step more."""
+        """Keeps tensors of running sends alive: for up to one step more than there are ranks."""
         self._under_way.append((work, x))
         if len(self._under_way) > self.size + 1:
             self._under_way.popleft()[0].wait()
 
     def communicator(self) -> dist.ProcessGroup:
-        """The library's, of this group."""
+        """Returns this group's torch.distributed process group."""
         assert self._process_group is not None, f"no tensors travel in {self}"
         return self._process_group
 
@@ -267,13 +273,13 @@ ALONE = Group()
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups, by what their ranks share. Layers get them from their scope.
+    """The groups of this rank, named by what their ranks share. Layers get them from their scope.
 
-    `experts`: those whose experts' outputs add up to the layer's, which are all. `ep` and `expert_tp` divide the
-    weights of experts and exchange nothing themselves. `pp`: the ranks of all stages that have the same place in
-    theirs; `pp_tokens`: the same ones, so that tokens on their way back never wait for hidden states on their way on.
-    `dp`: the ranks with the same place in the groups of `attention`, each of which has requests of its own. `context`:
-    those that share out the tokens of caches which all of them would hold.
+    `experts`: ranks whose expert outputs sum to the layer's, i.e. all. `ep` and `expert_tp` only divide expert weights
+    and exchange nothing themselves. `pp`: ranks with the same place in all pipeline stages; `pp_tokens`: the same ranks
+    in a second group, so that tokens on their way back never wait for hidden states. `dp`: ranks with the same place in
+    the attention groups, each of which has requests of its own. `context`: DCP ranks, which shard the tokens of caches
+    that all of them would otherwise hold.
     """
 
     tp: Group = ALONE  # dense layers
@@ -289,8 +295,8 @@ class Groups:
 
     @property
     def draft_groups(self) -> Groups:
-        """The groups that the layers of a draft see: what computes for the requests of an attention group alone is
-        shared by the ranks of the group alone."""
+        """Returns the groups for the layers of a draft model. It computes for one attention group's requests, so only
+        that group's ranks share its layers."""
         if self.dp.size == 1:
             return self
         shared = self.attention
@@ -299,13 +305,13 @@ class Groups:
 
     @property
     def layer_groups(self) -> tuple[Group, ...]:
-        """The groups over which layers exchange something, each once."""
+        """Returns the groups over which layers communicate, each once."""
         groups = (self.tp, self.vocabulary, self.attention, self.experts, self.dp, self.context)
         return tuple({id(group): group for group in groups if group.size > 1}.values())
 
     def quantize_with(self, create: Callable[[Group], QuantizedSums]) -> None:
-        """Quantize large sums of hidden states over `tp`, `attention` and `dp`, where they have several ranks; `create`
-        makes what a group takes for them. Before the first graph is captured."""
+        """Quantizes large all-reduces of hidden states over `tp`, `attention` and `dp` if they have several ranks;
+        `create` makes a group's quantized collectives. Call before the first graph is captured."""
         for group in {id(group): group for group in (self.tp, self.attention, self.dp)}.values():
             if group.size > 1:
                 group.quantize_with(create(group))
@@ -321,9 +327,10 @@ def groups_of(
     attention_group: dist.ProcessGroup | None = None,
     requests_group: dist.ProcessGroup | None = None,
 ) -> Groups:
-    """The groups of one rank. `process_group`: of the ranks of its stage, `stages_group` and `tokens_group`: of the
-    ranks of all stages that have its place, `context_group`: of those that share out tokens, `attention_group`: of
-    those that share heads, `requests_group`: of those with its place among these; without them nothing can be sent."""
+    """Returns the groups of one rank. Process groups: `process_group` of its stage, `stages_group` and `tokens_group`
+    of ranks with its place in all stages, `context_group` of its DCP ranks, `attention_group` of ranks that share
+    heads, `requests_group` of ranks with its place in the attention groups; without them the groups cannot
+    communicate."""
     tp_rank = ranks.tp_rank(rank)
     everyone = attention = Group(tp_rank, ranks.tp_size, process_group)
     if ranks.attn_dp_size > 1:
@@ -366,12 +373,13 @@ def init(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     join_timeout_s: float = JOIN_TIMEOUT_S,
 ) -> Groups:
-    """Join the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo; `init_method`
-    as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing for one rank.
+    """Joins the other ranks; collective. `backend`: nccl (the current CUDA device is this rank's) or gloo;
+    `init_method` as in torch.distributed, e.g. tcp://127.0.0.1:29500. Does nothing for one rank.
 
-    The leader's machine has the store of a tcp:// address, and listens there alone. `timeout_s`: of collectives over
-    tensors; `join_timeout_s`: of the meeting of several machines. Raises what torch.distributed raises when a rank of
-    this machine does not come, and UserError for one of another, or an address that cannot be had."""
+    The leader's machine serves the store of a tcp:// address, and listens on that address only. `timeout_s`: of
+    collectives over tensors; `join_timeout_s`: for the machines to meet. Raises what torch.distributed raises if a rank
+    of this machine does not come, and UserError for one of another machine or for an address that cannot be used.
+    """
     global _state, _num_broadcasts
     if not 0 <= rank < ranks.world_size:
         raise ValueError(f"rank {rank} is not in 0..{ranks.world_size - 1}")
@@ -426,7 +434,7 @@ def init(
 
 
 def _store(address: str, here: bool, limit: timedelta) -> dist.TCPStore:
-    """The store at HOST:PORT in which ranks of several machines meet. here: this rank has it."""
+    """Returns the store at HOST:PORT in which ranks of several machines meet. here: this rank serves it."""
     host, _, port = address.rpartition(":")
     if not here:
         try:
@@ -444,8 +452,8 @@ def _store(address: str, here: bool, limit: timedelta) -> dist.TCPStore:
 
 
 def _meet(store: dist.Store, address: str, rank: int, count: int, limit_s: float, backend: str) -> None:
-    """Waits until all ranks have come to the store. Raises UserError, which names those that have not, or that compute
-    on another kind of device."""
+    """Waits until all ranks have come to the store. Raises UserError that names those missing, or those on another
+    backend."""
     keys = [f"here/{other}" for other in range(count)]
     store.set(keys[rank], backend)
     try:
@@ -470,7 +478,7 @@ def _meet(store: dist.Store, address: str, rank: int, count: int, limit_s: float
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at that address alone. Raises UserError."""
+    """Returns a socket that listens on this address only. Raises UserError."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM)[0]
         opened = socket.socket(family, kind)
@@ -488,7 +496,7 @@ def _listener(host: str, port: int) -> socket.socket:
 def _group_alike(
     ranks: RankLayout, rank: int, key: Callable[[int], Hashable], backend: str, limit: timedelta
 ) -> dist.ProcessGroup | None:
-    """Make the group of the ranks with this one's `key`. All ranks make the groups of all."""
+    """Creates the group of ranks with this one's `key`. All ranks create all groups, as torch.distributed requires."""
     everyone = range(ranks.world_size)
     mine: dist.ProcessGroup | None = None
     for place in dict.fromkeys(map(key, everyone)):
@@ -500,7 +508,7 @@ def _group_alike(
 
 
 def shutdown() -> None:
-    """Leave the groups. Harmless when there are none."""
+    """Leaves the groups; does nothing if there are none."""
     global _state
     if _state is not _ONE_PROCESS:
         dist.destroy_process_group()
@@ -508,66 +516,69 @@ def shutdown() -> None:
 
 
 def groups() -> Groups:
-    """The groups of this process."""
+    """Returns the groups of this process."""
     return _state.groups
 
 
 def host_group() -> dist.ProcessGroup:
-    """All ranks, for what stays in host memory: gloo, without a time limit. There is none for one rank."""
+    """Returns the gloo group of all ranks for host memory, which has no time limit. Fails with one rank."""
     assert _state.host_group is not None, "one rank has nobody to talk to"
     return _state.host_group
 
 
 def num_ranks() -> int:
-    """The number of ranks of all stages."""
+    """Returns the number of ranks in all stages."""
     return _state.ranks.world_size
 
 
 def rank() -> int:
-    """The rank of this process among all."""
+    """Returns the rank of this process among all."""
     return _state.rank
 
 
 def is_leader() -> bool:
-    """Returns whether this process answers requests and decides what a clock decides."""
+    """Returns whether this process answers requests and makes time-dependent decisions."""
     return _state.rank == _state.ranks.leader
 
 
 def tp_rank() -> int:
+    """Returns this process's tensor parallel rank."""
     return _state.groups.tp.rank
 
 
 def tp_size() -> int:
+    """Returns the tensor parallel size."""
     return _state.groups.tp.size
 
 
 def all_reduce(x: torch.Tensor) -> torch.Tensor:
-    """Sum over all ranks, by NCCL or gloo."""
+    """Returns the sum over the tensor parallel ranks, by NCCL or gloo."""
     return _state.groups.tp.library_all_reduce(x)
 
 
 def meet() -> None:
-    """Wait for the other ranks without a time limit: behind what takes each its own time."""
+    """Waits for all ranks without a time limit, after work that takes each a different time."""
     least(0)
 
 
 def answer_beat() -> None:
-    """Meets the ranks of all machines. Raises what torch.distributed raises when one does not come in time."""
+    """Meets the ranks of all machines. Raises what torch.distributed raises if one does not come in time."""
     dist.all_reduce(torch.zeros(1), group=_state.beat_group)
 
 
 def least(value: int) -> int:
-    """The smallest of the ranks' values."""
+    """Returns the smallest of the ranks' values."""
     return all_reduce_min([value])[0]
 
 
 def all_ranks_say(yes: bool) -> bool:
-    """Whether all ranks say so."""
+    """Returns whether `yes` is true on all ranks."""
     return least(int(yes)) == 1
 
 
 def all_reduce_min(values: Sequence[int]) -> list[int]:
-    """The smallest of the ranks' values at each position; all ranks give the same number of them. Host memory only."""
+    """Returns the minimum over the ranks at each position; all ranks pass the same number of values. Host memory
+    only."""
     if num_ranks() == 1 or not values:
         return list(values)
     smallest = torch.tensor(values, dtype=torch.int64)
@@ -576,7 +587,7 @@ def all_reduce_min(values: Sequence[int]) -> list[int]:
 
 
 def all_reduce_max(values: Sequence[int]) -> list[int]:
-    """The greatest of the ranks' values at each position, as `all_reduce_min`."""
+    """Returns the maximum over the ranks at each position, as `all_reduce_min`."""
     return [-value for value in all_reduce_min([-value for value in values])]
 
 
@@ -584,9 +595,9 @@ _num_broadcasts = 0
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
-    """The leader's `data` on every rank; the others pass None. Host memory only. Blocks until the leader calls. Between
-    machines with a secret it is signed together with its number; raises ConnectionError for what is signed otherwise.
-    """
+    """Returns the leader's `data` on every rank; the others pass None. Host memory only. Blocks until the leader calls.
+    With a secret, messages between machines are signed with a running number; raises ConnectionError for a wrong
+    signature."""
     global _num_broadcasts
     if num_ranks() == 1:
         assert data is not None
@@ -607,8 +618,8 @@ def _signature(key: bytes, number: int, data: bytes) -> bytes:
 
 
 def _broadcast(data: bytes | None) -> bytes:
-    """Sends the leader's bytes to all ranks. Short data travels with its length in one message: every step waits for
-    this."""
+    """Sends the leader's bytes to all ranks. Every step waits for this, so short data travels in the same message as
+    its length."""
     head = np.zeros(_HEAD_BYTES, np.uint8)
     if data is not None:
         head[:_LENGTH_BYTES] = np.frombuffer(len(data).to_bytes(_LENGTH_BYTES, "little"), np.uint8)

@@ -1,4 +1,5 @@
-"""Sums over ranks that a block leaves to what follows it: at once where they are asked for, or on their way before."""
+"""Deferred all-reduces of a block's partial sums: started where the total is needed, or earlier and only received
+there."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 
 
 class Summands(Protocol):
-    """What adds up the summands that the ranks have of a block's output: their group, or a sum on its way."""
+    """Performs the all-reduce of the partial sums that a block returned: their group, or an all-reduce already on its
+    way."""
 
     def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor: ...
 
@@ -19,15 +21,17 @@ class Summands(Protocol):
 
 
 class SumOnItsWay:
-    """The sum of a summand that was sent off; who asks for it gives the same summand."""
+    """An all-reduce that was already sent. Callers pass the same partial sums again, which are ignored."""
 
     def __init__(self, receive: Callable[[], torch.Tensor]) -> None:
         self._receive = receive
 
     def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
+        """Waits for the total and returns it."""
         return self._receive()
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Returns None: no kernel fuses a norm with an all-reduce on its way."""
         return None

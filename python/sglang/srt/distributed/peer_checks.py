@@ -1,8 +1,8 @@
 """Checks of what a group's GPUs do with one another's memory, before anything relies on it.
 
-Patterns that no other writer, reader or round has go through peers' memory, through each all-reduce of ours and through
-the library's. What comes out says what is wrong: values of the round before, values that the reader wrote itself,
-anything else.
+Patterns that are unique to a writer, reader and round go through peers' memory, through each of our all-reduce
+algorithms and through the library's. The result tells errors apart: values of the round before, values that the reader
+wrote itself, or anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang.srt.distributed.custom_all_reduce import StalledPeer
 ROUNDS = 4
 PATTERN_WORDS = 4096
 REDUCED_SIZES = (16, 4096, 32768)
-"""fp32 values: 64 B, 16 KiB, 128 KiB."""
+"""Numbers of fp32 values that are all-reduced: 64 B, 16 KiB, 128 KiB."""
 LIBRARY = "nccl"
 OTHERS = "the other ranks"
 """The party that a rank waits for when it can name no single rank."""
@@ -26,8 +26,8 @@ OTHERS = "the other ranks"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`kind`: stale, own, wrong, hang, failed, library (its all-reduce), waited (for others). `pair`: ranks, of whom
-    the first writes; one rank alone where it is not known whom it waited for."""
+    """One error. `kind`: stale, own, wrong, hang, failed, library (its all-reduce), waited (for others). `pair`: ranks
+    (writer, reader), or a single rank if it is unknown for whom it waited."""
 
     kind: str
     pair: tuple[int, ...]
@@ -35,36 +35,36 @@ class Finding:
 
 
 class Links(Protocol):
-    """The links that join the ranks of a group."""
+    """The links between the GPUs of a group."""
 
     ways: Sequence[str]
-    """The ways of `reduce`: ours, then the library's."""
+    """The algorithms of `reduce`: ours, then the library's."""
 
     def write(self, peer: int, words: torch.Tensor) -> None:
-        """int32 [PATTERN_WORDS] into the peer's memory, where this rank's place is. Returns when it has gone."""
+        """Writes int32 [PATTERN_WORDS] into the peer's memory, at this rank's place. Returns when the copy has
+        ended."""
 
     def read(self, writer: int) -> torch.Tensor:
-        """Return this rank's memory at the place of `writer` (this rank's own: nobody writes there)."""
+        """Returns this rank's memory at the place of `writer` (at its own place nobody writes)."""
 
     def reduce(self, way: str, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks of fp32 values. Raises StalledPeer."""
+        """Returns the sum of fp32 values over the ranks. Raises StalledPeer."""
 
     def barrier(self) -> None:
-        """Wait for the hosts of all ranks: writes before it are visible to all behind it."""
+        """Waits for the hosts of all ranks; writes before it are visible after it."""
 
     def agree(self, ok: bool) -> bool:
         """Returns whether `ok` holds on all ranks."""
 
 
 def pattern(writer: int, reader: int, turn: int) -> torch.Tensor:
-    """int32 [PATTERN_WORDS], of one writer, reader and round only."""
+    """Returns int32 [PATTERN_WORDS], unique to the writer, reader and round."""
     word = torch.arange(PATTERN_WORDS, dtype=torch.int32)
     return (word << 16) ^ (1 + writer + 16 * reader + 256 * turn)
 
 
 def check(links: Links, rank: int, ranks: int, say: Callable[[str, int | None], None]) -> Iterator[Finding]:
-    """Return what is wrong as this rank sees it. `say(what is done, peer)` comes before anything that may not
-    return."""
+    """Yields the errors that this rank sees. `say(action, peer)` is called before anything that may not return."""
     good = True
     for turn in range(1, ROUNDS + 1):
         for finding in _memory(links, rank, ranks, turn, say):
@@ -107,7 +107,7 @@ def _memory(
 
 
 def _diagnosis(words: torch.Tensor, writer: int, reader: int, ranks: int, turn: int) -> Finding:
-    """Diagnose words that lie where `writer` should have written."""
+    """Returns what is wrong with the words found where `writer` should have written."""
     misplaced = [peer for peer in range(ranks) if torch.equal(words, pattern(reader, peer, turn))]
     if misplaced:
         return Finding(
@@ -135,7 +135,8 @@ def _reduce(links: Links, way: str, rank: int, ranks: int, say: Callable[[str, i
 
 
 def partial_sum(rank: int, size: int, turn: int) -> torch.Tensor:
-    """fp32 [size]: a digit of base 8 for each rank, so that a sum below 2**24 shows what each rank has given."""
+    """Returns fp32 [size] with one base-8 digit per rank, so that a sum below 2**24 shows what each rank
+    contributed."""
     digit = (torch.arange(size) + 3 * turn + rank) % 7 + 1
     return (digit * 8**rank).float()
 

@@ -1,4 +1,4 @@
-"""The links between the GPUs of a group, as `peer_checks` looks at them."""
+"""The GPU links of a group that `peer_checks` tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALGORITHMS = ("packed", "one_shot", "two_shot")
 
 
 class GpuLinks:
-    """Links over the default group, which is gloo's. Patterns lie where the collectives have data."""
+    """Implements `Links` over the default group, which is gloo's. Patterns lie where the collectives keep data."""
 
     def __init__(self, rank: int, ranks: int, device: int) -> None:
         from sm120_sgl_kernel import installed_collectives

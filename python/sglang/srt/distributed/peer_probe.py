@@ -2,9 +2,9 @@
 
     problem = probe(group, device)      # None, or why the GPUs cannot write into one another's memory
 
-A GPU that hangs in a write takes its process with it. So every rank starts a child with another context, which goes
-through `peer_checks` and says on its standard output what it is about to do (lines of JSON). A child that does not go
-on is killed, and the last line says where it was.
+A GPU that hangs in a write takes its process with it. So every rank starts a child process, which runs `peer_checks`
+and prints what it is about to do (lines of JSON). A child that makes no progress is killed, and its last line says
+where it was.
 """
 
 from __future__ import annotations
@@ -39,20 +39,22 @@ from sglang.srt.errors import UserError
 LINKS = "sglang.srt.distributed.peer_links:GpuLinks"
 _PR_SET_PDEATHSIG = 1
 _SPARE_S = 10.0
-"""The time by which a child that waits for others gives up before it is killed: it is not the one that hangs."""
+"""Seconds by which a child that waits for others gives up before it is killed, to tell it from one that hangs."""
 
 _START = "its start"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. `total`: of a child; `step`: of a write or a sum of ours, which takes milliseconds and ends its waits by
-    itself before. A start and the library's first sum may take long, and waiting for others as long as these."""
+    """Time limits in seconds. `total`: of a child, and of its start, the library's first all-reduce and waits for
+    others; `step`: of a write or one of our all-reduces, which take milliseconds and have a shorter deadline of their
+    own."""
 
     total: float = 120.0
     step: float = 30.0
 
     def of_step(self, doing: str) -> float:
+        """Returns the time limit of an action."""
         return self.total if doing in (OTHERS, _START, f"the all-reduce by {LIBRARY}") else self.step
 
 
@@ -64,8 +66,8 @@ CAUSES = (
 
 
 def probe(group: dist.ProcessGroup, device: int, links: str = LINKS, limits: Limits | None = None) -> str | None:
-    """Returns why peers' memory must not be relied on, as a message for a person, or None if everything arrived. The
-    result is the same on every rank; collective. Raises UserError if the library's own all-reduce is wrong or hangs."""
+    """Returns why peers' memory must not be used, as a message for a person; None if every check passed. Collective,
+    with the same result on every rank. Raises UserError if the library's own all-reduce is wrong or hangs."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     folder = tempfile.mkdtemp(prefix="sglang-probe-") if rank == 0 else ""
     store = Path(exchange(group, folder.encode())[0].decode()) / "store"
@@ -79,7 +81,8 @@ def probe(group: dist.ProcessGroup, device: int, links: str = LINKS, limits: Lim
 
 
 def verdict(findings: Sequence[Finding]) -> str | None:
-    """Raises UserError for what the library does."""
+    """Returns one message for all findings; None if there are none. Raises UserError for a fault of the library's
+    all-reduce."""
     library = [finding for finding in findings if finding.kind == "library"]
     if library:
         raise UserError(
@@ -110,7 +113,7 @@ def _probe_in_child(rank: int, ranks: int, device: int, store: Path, links: str,
 
 
 def _messages(child: subprocess.Popen[str], limits: Limits) -> tuple[list[dict[str, Any]], bool]:
-    """The child's messages, and whether it has ended by itself. It ends here in any case."""
+    """Returns the child's messages, and whether it ended by itself; it is killed otherwise."""
     arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
@@ -137,7 +140,7 @@ def _messages(child: subprocess.Popen[str], limits: Limits) -> tuple[list[dict[s
 
 
 def _read(messages: Sequence[dict[str, Any]], error: str, rank: int) -> list[Finding]:
-    """Read the result of a child. `error`: the last line of what it died of, where it was not killed."""
+    """Returns a child's findings. `error`: last line of its stderr if it died by itself."""
     findings: list[Finding] = []
     doing, peer = _START, None
     for message in messages:
@@ -161,7 +164,7 @@ def _read(messages: Sequence[dict[str, Any]], error: str, rank: int) -> list[Fin
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The child."""
+    """Runs the checks in the child process."""
     parser = argparse.ArgumentParser()
     kinds = {"rank": int, "ranks": int, "device": int, "store": str, "links": str, "timeout": float}
     for argument, kind in kinds.items():

@@ -1,4 +1,4 @@
-"""Makes an all-reduce over the GPUs' memory for a group of ranks, if the links between them can be trusted."""
+"""Creates an all-reduce over peers' GPU memory for a group, if its links can be trusted."""
 
 from __future__ import annotations
 
@@ -45,11 +45,9 @@ def connect(
     links: str = LINKS,
     e4m3_bytes: int = 0,
 ) -> tuple[PeerLinks, CustomAllReduce | None]:
-    """Probes the links of a group, then opens its workspaces. `group`: of the hosts; `deadline_s`: of a rank that is
-    waited for; `e4m3_bytes`: as of
-    CustomAllReduce. Without an all-reduce the links say why, alike on every rank, and rank 0 logs it. Collective.
-
-    Raises UserError where NCCL itself cannot be trusted."""
+    """Probes the links of a group, then opens its workspaces. `group`: of the hosts; `deadline_s`: of waits for a rank;
+    `e4m3_bytes`: as in CustomAllReduce. Returns the links and the all-reduce; if it is None, the links say why, alike
+    on every rank, and rank 0 logs it. Collective. Raises UserError if NCCL itself cannot be trusted."""
     problem, reducer = _library_problem(group, load_library), None
     if not problem:
         problem = probe(group, device, links) or ""
@@ -81,8 +79,8 @@ def _library_problem(group: dist.ProcessGroup, load_library: Callable[[], Collec
 def fused_by_flashinfer(
     group: Group, host_group: dist.ProcessGroup, hidden_size: int, dtype: str, others: CustomAllReduce | None
 ) -> str:
-    """Let FlashInfer add up where a norm follows, over links that were probed, and `others` elsewhere. Returns why not,
-    alike on every rank, or "". Collective."""
+    """Uses FlashInfer for all-reduces followed by a norm, over probed links, and `others` for the rest. Returns why
+    not, alike on every rank, or "". Collective."""
     fusion, problem = create_fusion(group.communicator(), host_group, hidden_size, getattr(torch, dtype), others)
     if fusion is not None:
         group.reduce_with(fusion)

@@ -1,4 +1,4 @@
-"""Two microbatches of a step that alternate: while a collective of one is on its way, the other computes.
+"""Alternates two microbatches of a step: while a collective of one is on its way, the other computes.
 
     first    A1 ~~sum~~ A2 ~~sum~~ A3 ...        Ai: what the microbatch computes up to its i-th collective
     second      B1 ~~sum~~ B2 ~~sum~~ B3 ...     launched in the order A1, B1, A2, B2, ...
@@ -29,25 +29,26 @@ import torch
 T = TypeVar("T")
 Collective = Callable[[], torch.Tensor]
 Blocks = Generator[None, None, T]
-"""Computes a block after the other, and returns what comes of all."""
+"""A generator that yields after every block, and returns the result of all."""
 
 
 class Lane(Protocol):
-    """Where collectives travel, beside what is computed."""
+    """Where collectives run beside the computation."""
 
     def send(self, collective: Collective) -> Collective:
-        """Launches it behind everything that is launched so far. Returns what gives its result to launches from then
-        on."""
+        """Launches a collective after everything launched so far. Returns a function that makes later launches wait for
+        the result and returns it."""
 
     def here(self) -> Callable[[], AbstractContextManager[object]]:
-        """What makes a thread launch where the caller does."""
+        """Returns a factory of context managers: a thread that enters one launches to the stream that is current
+        now."""
 
     def clear(self) -> None:
-        """Forget what nobody waits for: a microbatch has failed."""
+        """Drops collectives that nobody waits for, after a microbatch has failed."""
 
 
 class StreamLane:
-    """A stream of its own, whose kernels go first where the GPU has room for some."""
+    """A CUDA stream of high priority for collectives."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._stream = torch.cuda.Stream(torch.device(device), priority=-1)
@@ -81,8 +82,8 @@ class StreamLane:
 
 
 class LateLane:
-    """For CPUs, where a launch is the computation: a collective takes place when it is waited for, as late as one may
-    arrive, and behind those that were sent before it."""
+    """A lane for CPUs, where launching is computing: a collective runs when it is waited for, i.e. as late as possible,
+    after all that were sent before it."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
@@ -106,29 +107,30 @@ class LateLane:
 
 
 class MicrobatchesDiffer(RuntimeError):
-    """The microbatches do not exchange the same things in the same order, so that one might overtake the other."""
+    """Raised when the microbatches do not send the same collectives in the same order, so that one might overtake the
+    other."""
 
 
 class OtherMicrobatchFailed(RuntimeError):
-    """Ends a microbatch whose other one has failed."""
+    """Ends a microbatch because the other one has failed."""
 
 
 class PingPong:
-    """Runs two calls in turns. One `run` at a time."""
+    """Runs two microbatches alternately; one `run` or `run_blocks` at a time."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="second microbatch")
         self.active = False
-        """True inside `run` and `run_blocks`: collectives are to go through `travel`."""
+        """True inside `run` and `run_blocks`: collectives go through `travel`."""
         self.by_block = False
-        """True inside `run_blocks`: sums that blocks leave are to go through `start`."""
+        """True inside `run_blocks`: deferred all-reduces of blocks go through `start`."""
         self.exact = False
-        """True: what travels so is never quantized."""
+        """True: all-reduces inside are never quantized."""
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """The results of both, whose collectives go through `travel`. Raises what the first of them that fails
-        raises; the other ends at its next collective."""
+        """Runs both calls in threads and returns their results; collectives inside go through `travel`. Raises the
+        exception of the one that fails first; the other ends at its next collective."""
         self._begin()
         self._ended = [False, False]
         self._go = (
@@ -149,8 +151,8 @@ class PingPong:
         return result, other.result()
 
     def run_blocks(self, first: Blocks[T], second: Blocks[T]) -> tuple[T, T]:
-        """The results of both, of as many blocks. Raises what the first of them that fails raises, and ends the
-        other."""
+        """Runs both generators block by block, which must have the same number of blocks, and returns their results.
+        Raises the exception of the one that fails first, and closes the other."""
         self._begin()
         self.by_block = True
         microbatches, results = (first, second), dict[int, T]()
@@ -175,8 +177,8 @@ class PingPong:
         self.active = True
 
     def start(self, what: object, collective: Collective) -> Collective:
-        """Lets a collective travel, and returns what gives its result to launches from then on. what: as of
-        `travel`."""
+        """Sends a collective and returns a function that waits for its result. what: as in `travel`. Raises
+        MicrobatchesDiffer if the second microbatch sends another collective than the first did."""
         running = self._running
         mine, first = self._sent[running], self._sent[0]
         mine.append(what)
@@ -187,8 +189,8 @@ class PingPong:
         return self._lane.send(collective)
 
     def travel(self, what: object, collective: Collective) -> torch.Tensor:
-        """Returns the collective's result. what: names it, the same for both microbatches. Called by the one that
-        runs."""
+        """Returns the collective's result, and lets the other microbatch compute meanwhile. what: identifies the
+        collective, equal in both microbatches. Called by the microbatch that runs."""
         running, receive = self._running, self.start(what, collective)
         if self.by_block:
             return receive()
@@ -198,7 +200,7 @@ class PingPong:
         return receive()
 
     def _yield_to_other(self, running: int) -> None:
-        """The other microbatch, unless it has ended, goes on until it gives way in turn."""
+        """Lets the other microbatch run until it yields in turn; returns at once if it has ended."""
         other = 1 - running
         if not self._ended[other]:
             self._running = other
@@ -226,7 +228,7 @@ class PingPong:
             raise
 
     def _end(self, microbatch: int) -> None:
-        """The other one has all turns from now on."""
+        """Marks a microbatch as ended and lets the other run to its end."""
         other = 1 - microbatch
         self._ended[microbatch] = True
         if not self._ended[other]:

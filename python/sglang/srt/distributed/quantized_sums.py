@@ -33,25 +33,25 @@ _ALIGNED = 16
 
 
 class Codec(Protocol):
-    """How values become bytes. A message is uint8 [ranks, share * WIRE]: of each share of `share` groups the values,
-    then the scales."""
+    """Converts values to bytes and back. A message is uint8 [ranks, share * WIRE]: for each rank the values of `share`
+    groups, then their scales."""
 
     def encode(self, x: torch.Tensor, message: torch.Tensor) -> None:
-        """x [N], N of whole groups -> the message; groups behind its last one are zeros."""
+        """Encodes x [N], N a multiple of GROUP, into the message; groups behind the last become zeros."""
 
     def decode(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """The message -> out [N]."""
+        """Decodes the message into out [N]."""
 
     def add(self, message: torch.Tensor, out: torch.Tensor) -> None:
-        """A message of summands of one share, by rank -> out [N], their sum in fp32, rounded to out's type; groups of
-        the share behind N are left out."""
+        """Sums the ranks' partial sums of one share in fp32 into out [N], rounded to its dtype; groups behind N are
+        left out."""
 
     def add_encoded(self, message: torch.Tensor, total: torch.Tensor) -> None:
-        """The same sum, not rounded but encoded as a message of one share: uint8 [1, share * WIRE]."""
+        """Sums as `add`, but encodes the total as a message of one share, uint8 [1, share * WIRE]."""
 
 
 def _scales(values: torch.Tensor) -> torch.Tensor:
-    """fp32 [..., GROUP] -> the exponents of the scales, plus 127: uint8 [...]."""
+    """Returns the scale exponents plus 127 as uint8 [...] of fp32 values [..., GROUP]."""
     bits = values.abs().amax(-1).view(torch.int32)
     exponent = bits >> 23
     scale = (exponent - 8 + ((bits & 0x7FFFFF) > 0x600000)).clamp(min=1)  # 448 is 1.75 times 2**8
@@ -59,26 +59,26 @@ def _scales(values: torch.Tensor) -> torch.Tensor:
 
 
 def _powers(scales: torch.Tensor) -> torch.Tensor:
-    """fp32: what a scale stands for."""
+    """Returns the fp32 powers of two that the scales stand for."""
     powers = (scales.to(torch.int32) << 23).view(torch.float32)
     return powers.masked_fill(scales == _NO_NUMBERS, torch.nan)
 
 
 def _encoded(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 [..., GROUP] -> (e4m3 as uint8 [..., GROUP], scales uint8 [...])."""
+    """Returns (e4m3 values as uint8 [..., GROUP], scales uint8 [...]) of fp32 values [..., GROUP]."""
     scales = _scales(values)
     inverse = ((254 - scales.to(torch.int32)).clamp(min=0) << 23).view(torch.float32)
     return (values * inverse[..., None]).to(torch.float8_e4m3fn).view(torch.uint8), scales
 
 
 def _parts(message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of a message [ranks, share * WIRE]: values [ranks, share, GROUP], scales [ranks, share]."""
+    """Returns views of a message [ranks, share * WIRE]: values [ranks, share, GROUP] and scales [ranks, share]."""
     share = message.shape[1] // WIRE
     return message[:, : share * GROUP].unflatten(1, (share, GROUP)), message[:, share * GROUP :]
 
 
 class TorchCodec:
-    """The reference, in plain torch."""
+    """The reference codec in plain torch."""
 
     def encode(self, x: torch.Tensor, message: torch.Tensor) -> None:
         values, scales = _parts(message)
@@ -104,13 +104,13 @@ class TorchCodec:
 
 
 def _decoded(message: torch.Tensor) -> torch.Tensor:
-    """fp32 [ranks, share, GROUP]."""
+    """Returns the message's values, fp32 [ranks, share, GROUP]."""
     values, scales = _parts(message)
     return values.contiguous().view(torch.float8_e4m3fn).float() * _powers(scales.contiguous())[..., None]
 
 
 def _added(message: torch.Tensor) -> torch.Tensor:
-    """fp32 [share, GROUP]: in the order of the ranks."""
+    """Returns the sum in rank order, fp32 [share, GROUP]."""
     total = torch.zeros(message.shape[1] // WIRE, GROUP, device=message.device)
     for partial_sum in _decoded(message):
         total += partial_sum
@@ -118,9 +118,8 @@ def _added(message: torch.Tensor) -> torch.Tensor:
 
 
 def error_bound(partial_sums: torch.Tensor) -> torch.Tensor:
-    """Bound of the error of a quantized sum, values of fp16 beyond its range and of bf16's own rounding apart.
-
-    summands: fp64 [ranks, N], N of whole groups -> fp64 [N]."""
+    """Returns the bound fp64 [N] of the error of a quantized sum of partial_sums fp64 [ranks, N], N a multiple of
+    GROUP. It does not cover fp16 overflow and bf16's own rounding."""
     sizes = partial_sums.abs()
     of_group = sizes.unflatten(1, (-1, GROUP)).amax(-1).repeat_interleave(GROUP, 1)
     summed = (RELATIVE_ERROR * sizes + GROUP_ERROR * of_group).sum(0)
@@ -131,18 +130,18 @@ def error_bound(partial_sums: torch.Tensor) -> torch.Tensor:
 
 
 class PeerSums(Protocol):
-    """A kernel that adds up in peers' memory, with the same bits."""
+    """A kernel that sums quantized values in peers' memory, with the same bits."""
 
     def can_sum_in_e4m3(self, x: torch.Tensor) -> bool: ...
 
     def all_reduce_e4m3(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, written over `x`."""
+        """Returns the sum over the ranks, written over `x`."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedSums:
-    """Collectives of a group for large messages. Those of `least_bytes` and `least_rows` and more are quantized: all
-    ranks see the same shape, so that they decide alike. The library sends pieces of `piece_bytes`."""
+    """Quantized collectives of a group for large messages: those of at least `least_bytes` and `least_rows`, which all
+    ranks decide alike from the shape. The library sends pieces of `piece_bytes`."""
 
     group: dist.ProcessGroup
     codec: Codec
@@ -152,7 +151,7 @@ class QuantizedSums:
     peers: PeerSums | None = None
 
     def covers(self, x: torch.Tensor) -> bool:
-        """x [..., rows, H]. Returns whether its sum travels in eight bits."""
+        """Returns whether a sum of x [..., rows, H] is quantized."""
         return (
             x.dim() >= 2
             and x.dtype in DTYPES
@@ -162,7 +161,7 @@ class QuantizedSums:
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, written over `x` if that is contiguous."""
+        """Returns the sum over the ranks, written over `x` if it is contiguous."""
         x = x.contiguous()
         if self.peers is not None and self.peers.can_sum_in_e4m3(x):
             return self.peers.all_reduce_e4m3(x)
@@ -171,7 +170,7 @@ class QuantizedSums:
         return x
 
     def _sum(self, piece: torch.Tensor) -> None:
-        """Written over the values."""
+        """Sums a piece in place."""
         ranks = dist.get_world_size(self.group)
         received = self._exchanged(piece, -(-piece.numel() // (GROUP * ranks * _ALIGNED)) * _ALIGNED)
         total = received.new_empty((1, received.shape[1]))
@@ -179,15 +178,16 @@ class QuantizedSums:
         self.codec.decode(self._gathered(total), piece)
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """x [ranks, N, ...]: a summand for each rank -> [N, ...], the sum of those for this one, which is rounded once:
-        to x's type."""
+        """Returns this rank's sum [N, ...] over the ranks' x [ranks, N, ...], which hold a partial sum for each rank.
+        The total is rounded once, to x's dtype."""
         out = torch.empty_like(x[0], memory_format=torch.contiguous_format)
         received = self._exchanged(x.contiguous().view(-1), out.numel() // GROUP)
         self.codec.add(received, out.view(-1))
         return out
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[N, ...] of each rank -> [ranks * N, ...], alike on all ranks: this rank's part is rounded as well."""
+        """Gathers [N, ...] of each rank into [ranks * N, ...], equal on all ranks: this rank's own part is quantized as
+        well."""
         ranks = dist.get_world_size(self.group)
         out = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
         message = torch.empty((1, x.numel() // GROUP * WIRE), dtype=torch.uint8, device=x.device)
@@ -196,7 +196,7 @@ class QuantizedSums:
         return out
 
     def _exchanged(self, flat: torch.Tensor, share: int) -> torch.Tensor:
-        """[ranks, share * WIRE]: this rank's share of every rank's values."""
+        """Returns this rank's share of every rank's values, [ranks, share * WIRE]."""
         message = torch.empty((dist.get_world_size(self.group), share * WIRE), dtype=torch.uint8, device=flat.device)
         self.codec.encode(flat, message)
         received = torch.empty_like(message)

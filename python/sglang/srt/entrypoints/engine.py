@@ -33,14 +33,16 @@ Result = dict[str, Any]
 
 
 class Engine:
-    """Processes that generate, and an event loop in a thread of its own that talks to them.
+    """The inference engine in this process: child processes that generate, and an event loop in a thread that talks to
+    them.
 
     All methods may be called from any thread, the `async_` ones from any event loop. A refused request raises
     RequestError (a ValueError) with the reason.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **flags: Any) -> None:
-        """Start, and return when requests can be served. Give flags (`model_path=...`) or complete `server_args`.
+        """Starts the engine, and returns when requests can be served. Takes flags (`model_path=...`) or complete
+        `server_args`.
 
         Raises UserError for a wrong flag or model, EngineError if a process fails.
         """
@@ -75,12 +77,12 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Result | list[Result] | Iterator[Result]:
-        """Continue `prompt` (or `input_ids`). One prompt gives a dict, a list or `n` > 1 a list of dicts, `stream` an
-        iterator of dicts with all text so far. `image_data` and `video_data` are URLs, data URLs or base64: one, a
-        list for one prompt, or for a batch an entry a prompt. `options` are further fields of GenerateRequest:
-        return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs,
-        return_hidden_states, rid, priority, ...; and require_reasoning: the output begins with thoughts, as
-        --reasoning-parser says."""
+        """Continues `prompt` (or `input_ids`). Returns a dict for one prompt, a list of dicts for a list or `n` > 1,
+        and with `stream` an iterator of dicts with all text so far. `image_data` and `video_data` are URLs, data URLs
+        or base64: one, a list for one prompt, or for a batch one entry a prompt. `options` are further fields of
+        GenerateRequest: return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob,
+        return_text_in_logprobs, return_hidden_states, rid, priority, ...; and require_reasoning: the output begins with
+        thoughts in the format of --reasoning-parser."""
         req = self._request(prompt, sampling_params, input_ids, (image_data, video_data), stream, **options)
         return self._iterate(req) if stream else self._run(native_results(self._manager, req))
 
@@ -95,20 +97,20 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Result | list[Result] | AsyncIterator[Result]:
-        """Generates as `generate` does; with `stream`, awaiting it gives an asynchronous iterator."""
+        """Generates like `generate`; with `stream`, awaiting it gives an asynchronous iterator."""
         req = self._request(prompt, sampling_params, input_ids, (image_data, video_data), stream, **options)
         return self._aiterate(req) if stream else await self._arun(native_results(self._manager, req))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """End a request, or all; its caller gets what there is, with finish reason `abort`."""
+        """Ends a request, or all; its caller gets the output so far, with finish reason `abort`."""
         self._run(self._abort(rid, abort_all))
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache. False: not possible while requests run."""
+        """Empties the prefix cache. Returns False while requests run."""
         return self._run(self._manager.control("flush_cache")).ok
 
     def get_server_info(self) -> dict[str, Any]:
-        """All flags as resolved, the plan, and `internal_states` of the schedulers."""
+        """Returns all resolved flags, the plan, and `internal_states` of the schedulers."""
         return {
             **self.server_args.public_dict(),
             **self._manager.scheduler_info,
@@ -117,10 +119,11 @@ class Engine:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """Returns the model's tokenizer, None with --skip-tokenizer-init."""
         return self._manager.tokenizer
 
     def shutdown(self) -> None:
-        """End the processes; running requests fail. Harmless when repeated."""
+        """Ends the processes; running requests fail. May be repeated."""
         if self._closed:
             return
         self._closed = True
@@ -162,7 +165,7 @@ class Engine:
         return req
 
     def _require_reasoning(self, req: GenerateRequest) -> None:
-        from sglang.srt.entrypoints.http_errors import ApiError  # with what only serves HTTP
+        from sglang.srt.entrypoints.http_errors import ApiError  # imported late, as it loads HTTP modules
         from sglang.srt.entrypoints.http_state import ServerState
         from sglang.srt.entrypoints.native_reasoning import require_reasoning
 
@@ -179,7 +182,7 @@ class Engine:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # an interrupted caller wants no result any more
+        except BaseException:  # an interrupted caller no longer wants the result
             future.cancel()
             raise
 

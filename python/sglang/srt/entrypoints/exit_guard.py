@@ -1,7 +1,7 @@
-"""Hears signals whatever the main thread does, and ends the process when its end takes too long.
+"""Receives signals even if the main thread hangs, and ends the process if its shutdown takes too long.
 
-A thread of its own reads the signals from a pipe: Python runs handlers in the main thread alone, which may hang. The
-end comes from a timer that needs no lock of Python's: it prints the stacks of all threads, and exits with status 1.
+A thread of its own reads the signals from a pipe, as Python runs handlers in the main thread only. A timer that needs
+no lock of Python's prints the stacks of all threads and exits with status 1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable
 
 END_LIMIT_S = 4.5
-"""Seconds from the end of the drain until the process is gone; those who stop servers are told five."""
+"""Seconds from the end of the drain until the process is gone; the documentation promises five."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class ExitGuard:
-    """One a process; made in its main thread."""
+    """Watches signals and the end of this process. Make one a process, in its main thread."""
 
     def __init__(self, on_signal: Callable[[], None]) -> None:
-        """on_signal(): called in a thread of its own, for each signal."""
+        """on_signal(): called for each signal, in the guard's thread."""
         self.drain_s = 0.0
         """Seconds that work may go on after the first signal."""
         self._on_signal = on_signal
@@ -40,13 +40,13 @@ class ExitGuard:
         threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True).start()
 
     def take_signals(self) -> None:
-        """Has the system write signals to the pipe. Again in the main thread when an event loop has begun: those take
-        them for themselves."""
+        """Has the system write signals to the pipe. Call it again in the main thread after an event loop has started,
+        as loops take the signals over."""
         signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
 
     def end_within(self, seconds: float) -> None:
-        """Ends the process unless it has come to its end in this time. Of several calls the earliest end counts:
-        whoever presses Ctrl-C again and again does not put it off."""
+        """Ends the process if it still runs after this time. The earliest of several limits counts, so that repeated
+        Ctrl-C does not postpone it."""
         with self._lock:
             now = time.monotonic()
             if now + seconds < self._deadline:
@@ -55,7 +55,7 @@ class ExitGuard:
 
     def _listen(self, reading: int) -> None:
         while True:
-            if os.read(reading, 1)[0] in _SIGNALS:  # the pipe gets all that have handlers
+            if os.read(reading, 1)[0] in _SIGNALS:  # the pipe gets all signals with handlers
                 self._num_signals += 1
                 self.end_within(END_LIMIT_S + (self.drain_s if self._num_signals == 1 else 0.0))
                 with contextlib.suppress(RuntimeError):  # the event loop has ended
@@ -63,4 +63,4 @@ class ExitGuard:
 
 
 def _noticed(*_: object) -> None:
-    """Is there so that the system's own action, the end of the process, does not happen."""
+    """Does nothing, but keeps the system's default action (ending the process) from happening."""

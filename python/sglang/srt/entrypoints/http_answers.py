@@ -1,4 +1,4 @@
-"""Schemas of whole JSON answers, by route, for `/openapi.json`: the fields that all answers have, and their types."""
+"""Schemas of whole JSON answers by route, for `/openapi.json`: the fields that all answers have, and their types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OBJECT: Schema = {"type": "object"}
 
 
 def _record(**fields: Any) -> Schema:
-    """An object with at least these fields; a plain string is a constant."""
+    """Returns the schema of an object with at least these fields; a plain string is a constant."""
     properties = {name: {"const": field} if isinstance(field, str) else field for name, field in fields.items()}
     return {"type": "object", "required": list(fields), "properties": properties}
 

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, error handlers, and what surrounds them."""
+"""The ASGI application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FORMS = (
     http_storage,
 )
 OFTEN = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
-"""Paths that are looked for first."""
+"""Paths of the most frequent routes, which are matched first."""
 _STATUS_CLIENT_CLOSED = 499
 """Status that the log shows when the client has disconnected; nobody receives it."""
 
@@ -66,7 +66,7 @@ async def _on_http_exception(request: Request, error: Any) -> Response:
 
 
 def _example(request: Request, methods: str) -> str:
-    """The command for a route that changes something, which SGLang may let clients GET."""
+    """Returns a curl command for a route that changes something, which SGLang may let clients GET."""
     return f": curl -X POST {state_of(request).args.url()}{request.url.path}" if methods == "POST" else ""
 
 
@@ -75,19 +75,19 @@ async def _on_disconnect(request: Request, error: Any) -> Response:
 
 
 async def _on_bug(request: Request, error: Any) -> Response:
-    """The server middleware logs the traceback."""
+    """Answers 500. The server's middleware logs the traceback."""
     return error_response(request.url.path, ApiError(500, "internal server error; the server's log has the details"))
 
 
 def create_api(state: ServerState) -> FastAPI:
-    """The routes alone, without key check and CORS."""
-    no_pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}  # they load their scripts from elsewhere
+    """Makes the application with routes and error handlers, without key check and CORS."""
+    no_pages: dict[str, Any] = {"docs_url": None, "redoc_url": None}  # these pages load scripts from other servers
     api = FastAPI(title="sm120-sglang", version=__version__, redirect_slashes=False, **no_pages)
     api.state.server = state
     api.state.created = int(time.time())
     routers = (*(form.router for form in FORMS), page_routes.router, http_refused.router)
     routes = [route for router in routers for route in router.routes]
-    # A request is compared with one route after the other, and with those of an included router twice.
+    # Routes are matched one after the other, and those of an included router twice, so they are added flat and sorted.
     api.router.routes.extend(sorted(routes, key=lambda route: getattr(route, "path", "") not in OFTEN))
     api.add_exception_handler(ApiError, _on_api_error)
     api.add_exception_handler(RequestError, _on_request_error)
@@ -101,7 +101,7 @@ def create_api(state: ServerState) -> FastAPI:
 
 
 def create_app(state: ServerState) -> ASGIApp:
-    """The complete application for `state`. Of a slash at the end of a path the gate takes no notice."""
+    """Makes the complete application for `state`. The gate ignores a slash at the end of a path."""
     api = create_api(state)
     args = state.args
     gate = RequestGate(TraceHeaders(api) if args.enable_trace else api, args.api_key, args.admin_api_key)

@@ -1,7 +1,7 @@
-"""Reading JSON bodies: validated here, so that every mistake becomes a 400 in the route's own error shape.
+"""Reading and validation of JSON bodies, so that every mistake becomes a 400 in the route's own error shape.
 
-Bodies are msgspec structs: decoding ends at the first mistake and builds nothing for fields that are not declared, so
-that what a body costs is bounded by what it holds.
+Bodies are msgspec structs: decoding stops at the first mistake and builds nothing for undeclared fields, so the cost of
+a body is bounded by its size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sglang.srt.upstream_interface import Unsupported
 from sglang.srt.utils.json_nesting import NESTED_TOO_DEEPLY, count_brackets, count_commas, nests_too_deeply
 
 MAX_BRACKETS = 1 << 19
-"""Lists and objects in a body, counted as opening brackets wherever they stand: each costs a hundred bytes and more."""
+"""Lists and objects in a body, counted as opening brackets anywhere: each costs a hundred bytes or more."""
 MAX_COMMAS = 1 << 22
-"""Values in a body, counted as commas wherever they stand."""
+"""Values in a body, counted as commas anywhere."""
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -35,7 +35,7 @@ B = TypeVar("B", bound=Body)
 
 
 async def read_body(request: Request, model: type[B]) -> B:
-    """The request's body as `model`. Raises ApiError 400, or 413 for more values than anyone needs."""
+    """Reads the request's body as `model`. Raises ApiError 400, or 413 for too many values."""
     raw = await _take_body(request)
     if not raw:
         raise bad_request("the request has no body; send a JSON object")
@@ -43,20 +43,20 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 
 async def read_optional_body(request: Request, model: type[B]) -> B:
-    """Reads the body as `read_body` does; a request without a body gets the defaults."""
+    """Reads the body like `read_body`; a request without a body gets the defaults."""
     raw = await _take_body(request)
     return parse_body(raw, model) if raw else model()
 
 
 async def _take_body(request: Request) -> bytes:
-    """The body, once. `Request.body` would keep it until the answer has ended."""
+    """Returns the body once. `Request.body` would keep it until the answer has ended."""
     raw = b"".join([part async for part in request.stream() if part])
     request.scope[BODY_BYTES] = len(raw)
     return raw
 
 
 def parse_body(raw: bytes, model: type[B]) -> B:
-    """Raises ApiError."""
+    """Decodes a body. Raises ApiError."""
     num_brackets = count_brackets(raw)
     if num_brackets > MAX_BRACKETS or count_commas(raw) > MAX_COMMAS:
         raise ApiError(413, f"the body has more than {MAX_BRACKETS} brackets or {MAX_COMMAS} commas; send less at once")
@@ -72,19 +72,18 @@ def parse_body(raw: bytes, model: type[B]) -> B:
 
 @functools.cache
 def _decoder(model: type[B]) -> msgspec.json.Decoder[B]:
-    """Returns a decoder that is not strict: it reads `"0.5"` as a number and `1` as a boolean, as clients of the
-    interface may send them."""
+    """Returns a lenient decoder: it reads `"0.5"` as a number and `1` as a boolean, as some clients send them."""
     return msgspec.json.Decoder(model, strict=False)
 
 
 def body_schema(model: type[Body], required: bool = True) -> dict[str, Any]:
-    """The OpenAPI description of a body; `body_definitions` has what it refers to."""
+    """Returns the OpenAPI description of a body; `body_definitions` has the schemas that it refers to."""
     schema = {"$ref": _REF.format(name=model.__name__)}
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def body_definitions(models: Sequence[type[msgspec.Struct]]) -> dict[str, Any]:
-    """The named schemas of these structs and of all that they contain."""
+    """Returns the named schemas of these structs and of all that they contain."""
     _, definitions = msgspec.json.schema_components(models, ref_template=_REF)
     return definitions
 

@@ -1,4 +1,4 @@
-"""Errors that leave the server: one exception type, one table of HTTP statuses, and the error shapes of the routes."""
+"""Errors sent to clients: one exception type, the HTTP statuses, and the error shapes of the routes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _DECODE_ERROR = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<where>[^`]*)`)?", r
 class ApiError(Exception):
     """A refused or failed request: HTTP `status` and a `message` for the client.
 
-    `code` is the machine-readable reason (the status when there is no better one), `param` the offending field.
-    `details`: what Anthropic's clients read beside the message.
+    `code` is the machine-readable reason (the status if there is no better one), `param` the offending field.
+    `details`: further fields that Anthropic's clients read.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ApiError(Exception):
         self.details = details
 
     def fields(self) -> dict[str, Any]:
-        """The five fields of an OpenAI-style error object."""
+        """Returns the five fields of an OpenAI-style error object."""
         return {
             "object": "error",
             "message": self.message,
@@ -69,6 +69,7 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
+    """Returns an ApiError with status 400."""
     return ApiError(400, message, param=param)
 
 
@@ -79,14 +80,14 @@ class ErrorShape(NamedTuple):
     schema: str
     body: Callable[[ApiError], dict[str, Any]]
     event: Callable[[ApiError], dict[str, Any]]
-    """The same for a failure after the first chunk has left, between `event_head` and `event_end`."""
+    """Like `body`, for a failure after the first chunk was sent; written between `event_head` and `event_end`."""
     event_head: bytes = b"data: "
     event_end: bytes = b"\n\n"
 
 
 def _native_body(error: ApiError) -> dict[str, Any]:
-    """Returns the error's body for native routes. Server errors and timeouts (status 500 and above) have their fields
-    at top level, as SGLang's clients expect."""
+    """Returns the error's body for native routes. For server errors and timeouts (status 500 and above) the fields are
+    at the top level, as SGLang's clients expect."""
     return error.fields() if error.status >= 500 else _native(error)
 
 
@@ -110,7 +111,7 @@ _SHAPES = (
     ErrorShape("/api/", "OllamaError", _ollama, _ollama, b"", b"\n"),
     ErrorShape("", "NativeError", _native_body, _native),
 )
-"""The first that fits a path."""
+"""Error shapes; the first whose prefix matches a path applies."""
 
 
 def _shape(path: str) -> ErrorShape:
@@ -118,12 +119,12 @@ def _shape(path: str) -> ErrorShape:
 
 
 def error_body(path: str, error: ApiError) -> dict[str, Any]:
-    """The JSON body of `error` on the route `path`."""
+    """Returns the JSON body of `error` on the route `path`."""
     return _UNAUTHORIZED if _is_plain_401(path, error.status) else _shape(path).body(error)
 
 
 def error_schema_name(path: str, status: int) -> str:
-    """The name that `/openapi.json` gives to the shape of `error_body`."""
+    """Returns the name of `error_body`'s shape in `/openapi.json`."""
     if _is_plain_401(path, status):
         return "Unauthorized"
     shape = _shape(path)
@@ -134,7 +135,7 @@ _UNAUTHORIZED = {"error": "Unauthorized"}
 
 
 def _is_plain_401(path: str, status: int) -> bool:
-    """A missing key looks the same on all routes but Anthropic's."""
+    """Returns whether this is a missing key, whose error looks the same on all routes but Anthropic's."""
     return status == 401 and _shape(path).body is not _anthropic
 
 
@@ -143,7 +144,7 @@ def error_response(path: str, error: ApiError) -> Response:
 
 
 def error_event(path: str, error: ApiError) -> bytes:
-    """The piece of a stream that tells of a failure after the first chunk has left."""
+    """Returns the part of a stream that reports a failure after the first chunk was sent."""
     shape = _shape(path)
     return shape.event_head + msgspec.json.encode(shape.event(error)) + shape.event_end
 
@@ -153,7 +154,7 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 def from_decode_error(error: Exception, inside: str = "") -> ApiError:
-    """Broken JSON or a wrong field, said in one line. `inside` names the field that was decoded, if not the body."""
+    """Describes broken JSON or a wrong field in one line. `inside` names the decoded field, if it is not the body."""
     match = _DECODE_ERROR.fullmatch(str(error))
     assert match is not None
     where = (

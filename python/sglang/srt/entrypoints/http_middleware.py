@@ -1,4 +1,4 @@
-"""Middleware that every HTTP request passes before it reaches a route, on plain ASGI."""
+"""Plain ASGI middleware that every HTTP request passes before it reaches a route."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from sglang.srt.utils.free_memory import release_free_memory, trim_allocator
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES
-"""Limit for the total size of the bodies that are held, complete or not: those of calls that were not submitted yet,
-and what answers need of others."""
+"""Limit of the total size of bodies in memory, complete or not: those of calls that were not submitted yet, and the
+parts of others that their answers need."""
 MAX_HEAD_BYTES = 1 << 18
 """Limit for the request line and all headers of a request."""
 
 LARGE_BODY_BYTES = 1 << 18
-"""Size of a body after which memory that the C library keeps is given back to the system, also by a busy server."""
+"""Size of a body after which memory kept by the C library is returned to the system, even on a busy server."""
 TRIM_DELAY_S = 1.0
 """Delay in seconds before memory is given back: one trim serves several bodies."""
 
 _OPEN_PATHS = ("/", "/health", "/ready", "/metrics")
-"""They need no API key: probes and scrapers have none, and the page asks for it."""
+"""Paths that need no API key: probes and scrapers have none, and the page asks for it."""
 _OPEN_PREFIX = "/page/"
 ADMIN_PATHS = frozenset(
     {"/abort_request", "/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"}
     | {"/add_external_corpus", "/remove_external_corpus", "/list_external_corpora", "/hicache/storage-backend"}
 )
-"""Routes by which a client acts on those of others, or has code loaded; as in SGLang."""
+"""Routes by which a client affects other clients, or loads code; the same as in SGLang."""
 _ANY_TYPE_PATHS = ("/api/",)
-"""Prefixes of Ollama's routes, whose bodies are JSON whatever their type is said to be: `curl -d` says otherwise."""
+"""Prefixes of Ollama's routes, whose bodies are JSON whatever their content type: `curl -d` sends another one."""
 _UNAUTHORIZED = ApiError(401, "the API key is missing or wrong")
 _NO_ADMIN = ApiError(
     403, "this route needs the key that the server was given with --admin-api-key, in place of its other key"
@@ -50,13 +50,13 @@ def is_open(path: str) -> bool:
 
 
 def takes_any_type(path: str) -> bool:
-    """Returns whether a body is read as JSON whatever content type the request names."""
+    """Returns whether a body is read as JSON whatever its content type."""
     return path.startswith(_ANY_TYPE_PATHS)
 
 
 class HeadGate:
-    """Refuses heads that are too large, and those without a `Host` or with several, of which a proxy may have read
-    another one."""
+    """Refuses request heads that are too large, and those with no or several `Host` headers, which a proxy may
+    interpret differently."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -82,8 +82,8 @@ class HeadGate:
 
 
 class RequestGate:
-    """Checks the API key, and the type and size of request bodies. Takes slashes off the ends of paths: a redirect
-    would have to believe the client's `Host`."""
+    """Checks the API key, and the type and size of request bodies. Strips slashes from the ends of paths, because a
+    redirect would have to trust the client's `Host`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class RequestGate:
         if refusal is not None:
             await error_response(scope["path"], refusal)(scope, receive, send)
             return
-        length = headers.get(b"content-length", b"0").lstrip(b"0")  # int() refuses thousands of digits, zeros as well
+        length = headers.get(b"content-length", b"0").lstrip(b"0")  # int() refuses thousands of digits, also zeros
         if length.isdigit() and int(length) > self._max_body_bytes:
             await error_response(scope["path"], self._too_large())(scope, receive, send)
             return
@@ -135,7 +135,7 @@ class RequestGate:
                 self._trim_later()
 
     def release(self, num_bytes: int) -> None:
-        """Counts so many bytes of a body no longer."""
+        """Subtracts `num_bytes` of a body from the total."""
         self._num_bytes -= num_bytes
         if num_bytes >= LARGE_BODY_BYTES:
             self._had_large_body = True
@@ -146,9 +146,9 @@ class RequestGate:
             self._trimming = asyncio.get_running_loop().call_later(TRIM_DELAY_S, self._trim)
 
     def _trim(self) -> None:
-        """Returns free memory to the system. While requests run, this waits for a large body and goes without a
-        collection: a trim stops allocations for milliseconds, a collection everything. What bodies leave in cycles
-        (errors with their tracebacks) would stay."""
+        """Returns free memory to the system. While requests run, it does so only after a large body and without a
+        garbage collection: a trim blocks allocations for milliseconds, a collection everything. Without requests it
+        collects first, as errors with tracebacks leave bodies in reference cycles."""
         self._trimming = None
         if self._had_large_body or not self._num_requests:
             self._had_large_body = False
@@ -156,7 +156,7 @@ class RequestGate:
             asyncio.get_running_loop().run_in_executor(None, release)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
-        """Returns why the request's key does not suffice."""
+        """Returns why the request's key is not sufficient, None if it is."""
         is_admin = self._admin_key is not None and scope["path"] in ADMIN_PATHS
         expected = self._admin_key if is_admin else self._key
         if expected is None or scope["method"] == "OPTIONS" or is_open(scope["path"]):
@@ -174,7 +174,7 @@ class RequestGate:
         return ApiError(413, f"the request body is larger than {self._max_body_bytes} bytes")
 
     def admit(self, num_new: int, num_bytes: int) -> None:
-        """Counts the next `num_new` bytes of a body that has `num_bytes` with them. Raises ApiError."""
+        """Adds `num_new` bytes of a body, which has `num_bytes` with them, to the total. Raises ApiError."""
         self._num_bytes += num_new
         if num_bytes > self._max_body_bytes:
             raise self._too_large()
@@ -183,7 +183,7 @@ class RequestGate:
 
 
 class _BoundedBody:
-    """`receive`, also for bodies of unannounced length (chunked transfer)."""
+    """A `receive` that counts a body's bytes, also for bodies of unannounced length (chunked transfer)."""
 
     def __init__(self, gate: RequestGate, receive: Receive) -> None:
         self._gate = gate
@@ -192,7 +192,7 @@ class _BoundedBody:
         self._num_held = 0
 
     def hold_only(self, num_bytes: int) -> None:
-        """Counts no more than `num_bytes` of the body from now on."""
+        """Counts at most `num_bytes` of the body from now on."""
         num_released = max(0, self._num_held - num_bytes)
         self._num_held -= num_released
         self._gate.release(num_released)
@@ -207,8 +207,8 @@ class _BoundedBody:
 
 
 def _is_json(path: str, headers: dict[bytes, bytes]) -> bool:
-    """Returns whether the body's content type is JSON, or there is no body. A web page may send a body without a
-    content type to any server."""
+    """Returns whether the body's content type is JSON, or there is no body. Web pages may send a body without content
+    type to any server, so that is not accepted."""
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type == b"application/json" or takes_any_type(path):
         return True
@@ -221,7 +221,7 @@ _TRACE_HEADERS = (b"traceparent", b"tracestate")
 
 
 class TraceHeaders:
-    """Keeps the client's trace for the spans of its requests."""
+    """Stores the client's trace context for the spans of its requests."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -41,7 +41,7 @@ FLUSH_LIMIT_S = 3600.0
 FLUSH_POLL_S = 0.05
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_", PREFIX)
-"""Prefixes of the ids in answers and their headers before the request's id: clients abort by the id that they see."""
+"""Prefixes before the request's id in answers and headers; clients abort by the id that they see."""
 
 
 class GenerateBody(Body, kw_only=True):
@@ -70,6 +70,7 @@ class GenerateBody(Body, kw_only=True):
     """The output begins with thoughts, which are counted; a grammar holds behind them."""
 
     def to_request(self) -> GenerateRequest:
+        """Returns the call. Raises RequestError for wrong media."""
         call = GenerateRequest(
             text=self.text,
             input_ids=self.input_ids,  # type: ignore[arg-type]  # mixed lists are refused with the other checks
@@ -138,7 +139,7 @@ async def generate(request: Request) -> Response:
 
 
 def _call(engine: OpenAIService, body: GenerateBody) -> tuple[GenerateRequest, SessionParams | None]:
-    """The call, and the session that it goes on in, if it does."""
+    """Returns the call, and the session that it continues, if any."""
     call = body.to_request()
     if body.require_reasoning:
         require_reasoning(engine, call)
@@ -146,7 +147,7 @@ def _call(engine: OpenAIService, body: GenerateBody) -> tuple[GenerateRequest, S
 
 
 async def _whole_json(manager: TokenizerManager, call: GenerateRequest) -> bytes:
-    """The JSON of the whole answer."""
+    """Returns the JSON of the whole answer."""
     async with await manager.submit(call) as stream:
         outputs = await stream.collect()
     writer = NativeEvents(manager, call, stream, incremental=True)
@@ -293,8 +294,8 @@ async def warm_up(manager: TokenizerManager) -> None:
 
 
 async def generate_one_token(manager: TokenizerManager, replica: int | None = None) -> None:
-    """Generates one token, or computes an embedding if that is what the server is for. replica: its index; None: any.
-    Raises RequestError."""
+    """Generates one token, or an embedding on a server of embeddings. replica: its index; None: any. Raises
+    RequestError."""
     embed = manager.args.is_embedding
     params = None if embed else {"max_new_tokens": 1, "temperature": 0.0}
     call = GenerateRequest(input_ids=[0], sampling_params=params, embed=embed, replica=replica)
@@ -303,7 +304,7 @@ async def generate_one_token(manager: TokenizerManager, replica: int | None = No
 
 
 async def shows_life(manager: TokenizerManager, limit_s: float) -> bool:
-    """Returns whether any output comes from the engine: the token asked for here or, when that has to queue,
+    """Returns whether the engine sends any output within the limit: the token requested here or, if that has to wait,
     anybody's."""
     started = time.monotonic()
     token = asyncio.ensure_future(generate_one_token(manager))

@@ -1,4 +1,4 @@
-"""Additions to `/openapi.json` beyond the routes themselves: bodies, refusals and event streams."""
+"""Additions to `/openapi.json` that FastAPI does not derive from routes: bodies, refusals and event streams."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglang.srt.entrypoints.http_middleware import ADMIN_PATHS, is_open, takes_a
 
 _STREAMING = ("/generate", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _LINES = ("/api/chat", "/api/generate")
-"""Routes that stream lines of JSON."""
+"""Routes that stream JSON lines."""
 _PROBES = ("/health", "/ready", "/ping", "/health_generate")
 _PLAIN_TEXT = ("/metrics", "/flush_cache", "/start_profile", "/stop_profile")
 _EMPTY = (*_PROBES, "/abort_request", "/close_session")
-"""Routes whose status is the whole answer."""
+"""Routes whose answer is only a status."""
 _STORED_RESPONSE = "/v1/responses/{response_id}"
 _NOT_FOUND = (
     "/v1/models/{model_id}",
@@ -39,7 +39,7 @@ _REFUSING = (
     _STORED_RESPONSE + "/cancel",
     _STORED_RESPONSE + "/input_items",
 )
-"""Routes without a body that the engine's state may be in the way of."""
+"""Routes without a body that may be refused because of the engine's state."""
 
 _ERRORS = {
     400: "The request is wrong: the message says what to change.",
@@ -89,7 +89,7 @@ _ERROR_SCHEMAS: dict[str, Any] = {
 
 
 def describe_api(api: FastAPI, bodies: Sequence[type[msgspec.Struct]]) -> None:
-    """Make `api` describe the requests and responses that its routes handle by hand."""
+    """Adds the requests and responses that the routes handle by hand to the description of `api`."""
     routes_only = api.openapi
 
     def openapi() -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _responses(path: str, method: str, has_body: bool) -> dict[str, Any]:
 
 
 def _statuses(path: str, method: str, has_body: bool) -> set[int]:
-    """The errors that this operation may answer with."""
+    """Returns the error statuses of this operation."""
     statuses = {503} if path in _PROBES else {500, 503}
     if path == "/metrics":
         statuses = set()

@@ -1,11 +1,11 @@
-"""Check of the web pages that may use the server, and of the names by which it is asked.
+"""Checks which web pages may use the server, and under which host names it answers.
 
-A browser lets every page that it shows send requests to this machine, and says in the header `Origin` whose page it is.
-A server with an API key need not care: the page would need the key. One without a key answers its own pages, those of
-this machine and those that --allowed-origins names; clients that are no browsers send no `Origin`.
+A browser lets every page send requests to this machine; the header `Origin` names the page's server. A server with an
+API key need not check it, as the page would need the key. One without a key answers its own pages, those of this
+machine and those that --allowed-origins names; clients that are not browsers send no `Origin`.
 
-A page's GET of its own server has no `Origin`, either, and its owner may let that server's name point to this machine
-(DNS rebinding). So a server without a key answers under addresses, under names that no public name server has, and
+A page's GET to its own server has no `Origin` either, and its owner may make that server's name point to this machine
+(DNS rebinding). So a server without a key answers only under addresses, under names that no public name server has, and
 under the hosts of --allowed-origins.
 """
 
@@ -27,14 +27,14 @@ _MAX_SHOWN = 100
 
 
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".home.arpa")
-"""Reserved: names below them never lead out of the network (RFC 6761, 6762, 8375, and ICANN's `internal`)."""
+"""Reserved domains, whose names never lead out of the network (RFC 6761, 6762, 8375, and ICANN's `internal`)."""
 
 
 def with_origins_checked(
     app: ASGIApp, api_key: str | None, allowed: Iterable[str], own_names: Iterable[str] = ()
 ) -> ASGIApp:
-    """`app` with CORS headers; without `api_key` foreign pages and hosts are refused. `allowed`: origins, or `*` for
-    all. own_names: of this machine."""
+    """Returns `app` with CORS headers; without `api_key`, other pages and hosts are refused. `allowed`: origins, or `*`
+    for all. own_names: of this machine."""
     allowed = list(allowed)
     if api_key is not None or ANY in allowed:
         return CORSMiddleware(app, allow_origins=[ANY], allow_methods=["*"], allow_headers=["*"])
@@ -47,8 +47,8 @@ def with_origins_checked(
 
 
 class _OriginGate:
-    """Refuses the requests of pages that are neither of this machine nor allowed, preflight requests as well, and those
-    to hosts of other names."""
+    """Refuses requests (and preflight requests) of pages that are neither of this machine nor allowed, and those to
+    other host names."""
 
     def __init__(
         self, app: ASGIApp, allowed: frozenset[str], local: re.Pattern[str], host_names: frozenset[str]
@@ -78,8 +78,8 @@ class _OriginGate:
 
 
 def _is_own_page(origin: str, scope: Scope) -> bool:
-    """Returns whether the page comes from the address that it sends requests to. A name in place of an
-    address does not count: its owner may let it point here."""
+    """Returns whether the page comes from the address that it sends requests to. A name does not count, as its owner
+    may make it point here."""
     host = next(iter(_hosts(scope)), "")
     return origin in (f"http://{host}", f"https://{host}") and _is_address(host)
 
@@ -89,7 +89,7 @@ def _hosts(scope: Scope) -> list[str]:
 
 
 def _host_name(host: str) -> str:
-    """Returns the name or address in a `Host`, without port and brackets."""
+    """Returns the name or address in a `Host` header, without port and brackets."""
     name = host if host.endswith("]") else re.sub(r":\d*$", "", host)
     return name.removeprefix("[").removesuffix("]").removesuffix(".").lower()
 

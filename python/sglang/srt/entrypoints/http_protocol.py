@@ -1,4 +1,4 @@
-"""uvicorn's HTTP/1.1 protocol, corrected where a client can defeat it."""
+"""uvicorn's HTTP/1.1 protocol, with limits and corrections against misbehaving clients."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sglang.srt.entrypoints.http_middleware import MAX_HEAD_BYTES
 from sglang.srt.entrypoints.http_stream import BODY_WRITER
 
 _ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""An interim answer, which clients skip."""
+"""An interim response, which clients ignore."""
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class ChunkWriter:
-    """BodyWriter of a response with chunked transfer encoding, which responses without a length have."""
+    """BodyWriter of a response with chunked transfer encoding, as all responses without a length have."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -37,14 +37,14 @@ class ChunkWriter:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Limits the time in which a request must have come, the size of its head and the time in which a client reads
-    nothing of its answer, and tells every unanswered request of a connection that the client is gone.
+    """Limits the time for a request to arrive, the size of its head and the time for which a client may not read its
+    answer, and tells every unanswered request of a connection that the client is gone.
 
-    uvicorn waits for ever for the rest of a request, and tells the latest request only. When requests are pipelined
-    that is one that has not begun; the one that runs would go on for nobody, and fail when it writes.
+    uvicorn waits for ever for the rest of a request, and notifies only the latest request. With pipelined requests that
+    is one that has not begun; the running one would go on for nobody, and fail when it writes.
 
-    A client may end what it sends and still read. The first packet of one that leaves is the same; so an interim answer
-    is sent, which the system of a client that has left answers with a reset.
+    A client may close its sending side and still read. A client that leaves sends the same first packet; so an interim
+    response is sent, to which the system of a client that has left answers with a reset.
     """
 
     head_limit_s: ClassVar[float] = 30.0
@@ -52,7 +52,7 @@ class HttpProtocol(HttpToolsProtocol):
     unread_limit_s: ClassVar[float] = 300.0
     half_closed_poll_s: ClassVar[float] = 0.1
     max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
-    """Of what has come since a request began, or since the last piece of its body: `HeadGate` counts a whole head."""
+    """Limit of the bytes since a request began, or since the last piece of its body: `HeadGate` checks a whole head."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._unanswered: deque[RequestResponseCycle] = deque()
@@ -67,14 +67,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
-        if self._deadline is None:  # the next request of a connection
+        if self._deadline is None:  # the next request of the connection begins
             self._arm(self.head_limit_s)
         super().data_received(data)
         if self._head_bytes > self.max_head_bytes:
             self._refuse(_TOO_LARGE)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers are none: they come behind a body, whose request has been checked."""
+        """Ignores trailers: they follow a body, whose request has been checked already."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -98,7 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """The client does not take what is sent; a stream waits here, however long."""
+        """Starts the time limit for a client that does not read; a stream waits here without other limits."""
         self._unread_deadline = self.loop.call_later(self.unread_limit_s, self.transport.abort)
         super().pause_writing()
 
@@ -107,18 +107,18 @@ class HttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """True: the connection stays open for the answers of complete requests."""
+        """Returns True to keep the connection open for the answers of complete requests."""
         waiting = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if not waiting or not self._in_head or self._head_bytes or waiting[0].scope["http_version"] != "1.1":
             return False
         self._disarm()
-        if not waiting[0].response_started:  # otherwise the next part of the answer does the same
+        if not waiting[0].response_started:  # otherwise the next part of the answer has the same effect
             self.transport.write(_ARE_YOU_THERE)
         self._half_closed = self.loop.call_later(self.half_closed_poll_s, self._look_for_reset)
         return True
 
     def _look_for_reset(self) -> None:
-        """The event loop does not, as it reads nothing more."""
+        """Checks for a reset, which the event loop does not notice because it reads nothing more."""
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
@@ -156,7 +156,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._unread_deadline = None
 
     def _late(self) -> None:
-        """The request has not come in time. While an earlier one is answered nothing more is read of the next."""
+        """Ends a request that has not arrived in time. While an earlier one is being answered, only stops reading the
+        next."""
         self._deadline = None
         if self.pipeline or (self._in_head and self._is_answering):
             self._arm(self.body_limit_s)

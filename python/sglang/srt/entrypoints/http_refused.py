@@ -1,4 +1,4 @@
-"""SGLang's routes that this server does not have: what they ask for, and what to do instead."""
+"""SGLang's routes that this server does not have: each refusal says what to do instead."""
 
 from __future__ import annotations
 

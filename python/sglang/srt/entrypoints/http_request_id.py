@@ -1,4 +1,4 @@
-"""An id for each HTTP request, in the headers that clients of both APIs read and report."""
+"""Ids of HTTP requests, in the response headers that clients of both APIs read and report."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 PREFIX = "req_"
 _KEY = "sglang.rid"
 _HEADERS = (b"request-id", b"x-request-id")
-"""Of Anthropic and of OpenAI."""
+"""Header names of Anthropic and of OpenAI."""
 _GIVEN = re.compile(rb"[!-~]{1,128}")
-"""An id of the client's that is repeated."""
+"""A client's id that is accepted."""
 
 
 class RequestIds:
-    """Answers with the client's `x-request-id`, or with one that names the request in the log and for its abort."""
+    """Adds the client's `x-request-id`, or a new id, to the response; it names the request in the log and for
+    aborts."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,5 +41,5 @@ class RequestIds:
 
 
 def rid_of(request: Request) -> str:
-    """Returns the id that the engine shall use for the call of this request."""
+    """Returns the id for this request's call in the engine."""
     return str(request.scope.get(_KEY) or uuid.uuid4().hex)

@@ -1,4 +1,4 @@
-"""The server process: binds the port, starts the engine, serves, and ends in order.
+"""The server process: binds the port, starts the engine, serves, and shuts down in order.
 
 bind -> serve 503 -> start the engine -> warm up -> serve -> SIGTERM: refuse, finish what runs, exit 0
                                                         |      `-> SIGTERM again: fail what runs, exit 0
@@ -39,25 +39,26 @@ READY_LINE = "The server is fired up and ready to roll!"
 ENGINE_DIED = 1
 """Exit status after an engine process has died."""
 WARMUP_LIMIT_S = 600.0
-"""The first request may compile kernels."""
+"""Limit for the first request, which may compile kernels."""
 FAILURE_GRACE_S = 1.0
-"""Time for clients and probes to see that the engine is gone, before the process ends."""
+"""Seconds for clients and probes to notice that the engine is gone before the process ends."""
 CLOSE_LIMIT_S = 2
-"""Time for connections whose answers are complete."""
+"""Seconds for connections whose answers are complete."""
 PROCESSES_END_S = 1.5
-"""Time for the engine's processes to end by themselves."""
+"""Seconds for the engine's processes to end by themselves."""
 KEEP_ALIVE_S = 60
 LISTEN_BACKLOG = 2048
 GC_OBJECTS = 20_000
-"""New containers that start a collection of the young ones. A batch of outputs has hundreds and leaves no cycles; with
-Python's 700 the server would look at every stream many times a second."""
+"""New containers that start a collection of the youngest generation. A batch of outputs has hundreds and leaves no
+cycles; with Python's default of 700 the server would scan every stream many times a second."""
 FEW_OPEN_FILES = 1024
 MAX_OPEN_FILES = 1 << 16
-"""Connections, above all. A shell's usual limit of 1,024 is soft, and a few clients reach it."""
+"""Limit of open files, mostly connections. The usual limit of 1,024 is soft, and a few clients reach it."""
 
 
 def launch_server(args: ServerArgs) -> None:
-    """Serve until told to stop. Returns after an orderly end; raises UserError, or SystemExit if the engine died."""
+    """Serves until told to stop. Returns after an orderly shutdown; raises UserError, or SystemExit if the engine
+    died."""
     logging.getLogger("uvicorn").setLevel((args.log_level_http or "warning").upper())
     access = logging.getLogger("uvicorn.access")
     access.setLevel(logging.INFO)
@@ -76,7 +77,7 @@ def launch_server(args: ServerArgs) -> None:
 
 
 def without_query(record: logging.LogRecord) -> bool:
-    """Takes the query out of a line of uvicorn's access log: clients put their keys there."""
+    """Removes the query from a line of uvicorn's access log, because clients may put keys there."""
     if isinstance(record.args, tuple):
         record.args = tuple(
             arg.partition("?")[0] if isinstance(arg, str) and arg.startswith("/") else arg for arg in record.args
@@ -85,7 +86,7 @@ def without_query(record: logging.LogRecord) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises UserError if the address cannot be had."""
+    """Returns a listening socket. Raises UserError if the address is not available."""
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -107,8 +108,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _allow_open_files() -> None:
-    """Raises the limit of open files as far as the process may, up to MAX_OPEN_FILES. Logs a warning when that is
-    few."""
+    """Raises the soft limit of open files, up to MAX_OPEN_FILES. Logs a warning if the result is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -122,7 +122,7 @@ def _allow_open_files() -> None:
 
 
 def _use_uvloop() -> None:
-    """Its event loop is about twice as fast as asyncio's own; the server runs without it, too."""
+    """Uses uvloop, which is about twice as fast as asyncio's event loop, if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -131,7 +131,7 @@ def _use_uvloop() -> None:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn without its own signal handling: the engine has to drain first."""
+    """uvicorn without its own signal handling, because the engine has to drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class _HttpServer(uvicorn.Server):
 
 
 class _Server:
-    """One life of the server. Ends by itself (`_stop`) or through the engine's failure (`_died`)."""
+    """One run of the server. Ends by itself (`_stop`) or through the engine's failure (`_died`)."""
 
     def __init__(self, args: ServerArgs, listener: socket.socket) -> None:
         self.args = args
@@ -150,7 +150,7 @@ class _Server:
             uvicorn.Config(
                 create_app(self.state),
                 http=HttpProtocol,
-                ws="none",  # whatever is installed
+                ws="none",  # even if a WebSocket library is installed
                 log_config=None,
                 access_log=args.log_requests,
                 lifespan="off",
@@ -167,7 +167,8 @@ class _Server:
         self.guard = ExitGuard(self._pass_signal_on)
 
     async def run(self) -> int:
-        """The exit status. Raises UserError if the engine cannot start for a reason that the user can correct."""
+        """Runs the server and returns its exit status. Raises UserError if the engine cannot start for a reason that
+        the user can correct."""
         self._loop = asyncio.get_running_loop()
         self.guard.take_signals()
         serving = asyncio.ensure_future(self._http.serve(sockets=[self.listener]))
@@ -201,7 +202,7 @@ class _Server:
         return 0
 
     def _pass_signal_on(self) -> None:
-        """Called from the guard's thread."""
+        """Hands a signal to the event loop. Called from the guard's thread."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._on_signal)
 
@@ -210,7 +211,7 @@ class _Server:
         (self._stop if self._num_signals == 1 else self._stop_now).set()
 
     async def _or_stop(self, work: Coroutine[Any, Any, object]) -> bool:
-        """Wait for `work`, whose error passes, or for the first signal. False: the signal came first."""
+        """Waits for `work` (raising its error) or for the first signal. Returns False if the signal came first."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self._stop.wait())
         try:
@@ -240,10 +241,10 @@ class _Server:
                 outcome: BaseException | None = error
             else:
                 outcome = None
-            with contextlib.suppress(RuntimeError):  # the loop has ended: a signal came first
+            with contextlib.suppress(RuntimeError):  # the loop has ended because of a signal
                 loop.call_soon_threadsafe(resolve, outcome)
 
-        # A daemon thread: a signal must be able to end the program while this waits.
+        # A daemon thread, so that a signal can end the program while it waits.
         threading.Thread(target=work, name="engine-start", daemon=True).start()
         await done
         assert self.handle is not None
@@ -251,14 +252,14 @@ class _Server:
 
         def report(replica: int, message: str) -> None:
             assert self.handle is not None
-            if self.handle.failure is not None:  # also if the event loop hangs
+            if self.handle.failure is not None:  # covers an event loop that hangs
                 self.guard.end_within(FAILURE_GRACE_S + END_LIMIT_S)
             loop.call_soon_threadsafe(self._on_engine_failure, replica, message)
 
         self.handle.watch(report)
 
     def _on_engine_failure(self, replica: int, message: str) -> None:
-        """Called once for each replica, when a process of it has died; its monitor has logged the traceback."""
+        """Handles the failure of a replica, once for each; its monitor has logged the traceback."""
         assert self.handle is not None
         if not self.handle.manager.lose_replica(replica, message):
             self.state.failure = message
@@ -281,7 +282,7 @@ class _Server:
             raise EngineError(f"--speculative-ngram-external-corpus-path: {error.message}") from error
         self.guard.drain_s = envs.SGLANG_DRAIN_TIMEOUT
         self.handle.manager.mark_up()
-        gc.freeze()  # what start-up made stays: collections under load need not look at it again
+        gc.freeze()  # keeps collections under load from scanning the objects of start-up
         gc.set_threshold(GC_OBJECTS, 10, 10)
         logger.info("Listening on %s", self.args.url())
         logger.info(READY_LINE)

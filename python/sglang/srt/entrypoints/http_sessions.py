@@ -83,13 +83,13 @@ async def close_session(request: Request) -> Response:
 async def session_stream(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams, incremental: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """Streams as `native_stream` does, for a sequence that continues one of the session's."""
+    """Streams like `native_stream`, for a request that continues one of the session's."""
     turn = await begin_turn(manager, store, call, params)
     rolls_back = store.is_streaming(params.id)
     output_ids: list[int] = []
     try:
         async for result in native_stream(manager, call, incremental):
-            if "index" in result:  # the defaults of server and model may ask for several as well
+            if "index" in result:  # server or model defaults may set n > 1
                 raise RequestError("session_params needs a single sample: a request has one output to go on from.")
             new: list[int] = result["output_ids"]
             output_ids = output_ids + new if incremental else new
@@ -105,7 +105,7 @@ async def session_stream(
 async def session_result(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams
 ) -> dict[str, Any]:
-    """The last of `session_stream`, which has everything."""
+    """Returns the last dict of `session_stream`, which is complete."""
     result: dict[str, Any] = {}
     async for result in session_stream(manager, store, call, params, incremental=False):  # noqa: B007
         pass
@@ -115,7 +115,7 @@ async def session_result(
 async def begin_turn(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams
 ) -> Turn:
-    """Makes `call` one of token ids, those of the session first. Raises RequestError."""
+    """Prepends the session's tokens to `call`, which then has token ids only. Raises RequestError."""
     if call.is_batch or isinstance(call.rid, list):
         raise RequestError("session_params needs a single prompt.")
     previous = _previous(store, params)
@@ -123,7 +123,7 @@ async def begin_turn(
     try:
         return await _begun(manager, store, call, params, previous, new, new_media)
     finally:
-        _release(manager, new_media)  # which the turn holds itself by now
+        _release(manager, new_media)  # the turn holds them by now
 
 
 def _release(manager: TokenizerManager, media: list[MediaItem]) -> None:
@@ -164,7 +164,7 @@ async def _begun(
 
 
 def _previous(store: SessionStore, params: SessionParams) -> Turn | None:
-    """The turn to go on from; None: the session's beginning. Raises RequestError."""
+    """Returns the turn to continue; None: the session's beginning. Raises RequestError."""
     if store.is_streaming(params.id):
         given = [name for name in _REWRITING if getattr(params, name)]
         if given:
@@ -180,8 +180,8 @@ _REWRITING = ("replace", "drop_previous_output", "offset")
 
 
 async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> tuple[list[int], list[MediaItem]]:
-    """Returns the token ids of the prompt that was sent, without the token that begins a text where it continues
-    one, and its images, held for the caller."""
+    """Returns the token ids of the given prompt, without a BOS token unless it begins the text, and its images, which
+    the caller must release."""
     ids, media = await manager.preparer.prompt_ids(call, add_special_tokens=begins)
     bos = None if manager.tokenizer is None else manager.tokenizer.bos_token_id
     return (ids, media) if begins or ids[0] != bos else (ids[1:], moved(media, -1))

@@ -1,4 +1,4 @@
-"""The running server as its routes see it."""
+"""State of the running server that its routes use."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from sglang.srt.server_args import ServerArgs
 
 
 class ServerState:
-    """`engine` is None until the processes run; requests are refused before and while it is not up."""
+    """State of one server. `engine` is None until the processes run; requests are refused while it is not up."""
 
     def __init__(self, args: ServerArgs) -> None:
-        """Raises UserError for a --chat-template that is no such file."""
+        """Reads the --chat-template file. Raises UserError if that fails."""
         self.args = args
         self.engine: OpenAIService | None = None
         self.failure: str | None = None
@@ -36,7 +36,7 @@ class ServerState:
         return self.args.served_model_name or self.args.model_path
 
     def connect(self, manager: TokenizerManager) -> None:
-        """Called while the engine's processes start; blocks. Raises UserError for a broken chat template."""
+        """Connects to the engine while its processes start (blocks). Raises UserError for a broken chat template."""
         tokenizer = manager.tokenizer
         if manager.media is not None:
             self.sessions.media_files = manager.media.files
@@ -53,7 +53,7 @@ class ServerState:
         )
 
     def close(self) -> None:
-        """Ends what `connect` has started."""
+        """Ends the processes that `connect` has started."""
         if self._templates is not None:
             self._templates.close()
 
@@ -68,7 +68,7 @@ class ServerState:
         return self.engine.manager.status_message or "the server is shutting down"
 
     def require_engine(self) -> OpenAIService:
-        """Raises ApiError 503 while there is no engine to answer."""
+        """Returns the engine. Raises ApiError 503 while it cannot answer."""
         reason = self.unavailable()
         if reason is not None or self.engine is None:
             raise ApiError(503, reason or "the server is starting")
@@ -76,9 +76,11 @@ class ServerState:
 
 
 def state_of(request: Request) -> ServerState:
+    """Returns the state of the server that got a request."""
     state: ServerState = request.app.state.server
     return state
 
 
 def engine_of(request: Request) -> OpenAIService:
+    """Returns the engine for a request. Raises ApiError 503 while it cannot answer."""
     return state_of(request).require_engine()

@@ -1,7 +1,7 @@
 """Routes that attach a store of cached prefixes to a running server, and detach it.
 
-A store is a directory, or a class that is imported: who names one may write files and run code here. So the routes that
-change something exist for holders of a key only, and that which imports a class for those of the administrator's.
+A store is a directory, or a class that is imported: a client that names one may write files and run code here. So
+routes that change something require a key, and importing a class requires the administrator's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ router = APIRouter(tags=["native"])
 
 MAX_CONFIG_CHARS = 1 << 16
 ATTACH_LIMIT_S = 120.0
-"""Time to hash a checkpoint's list of files and to reach a store."""
+"""Seconds to hash a checkpoint's list of files and to reach a store."""
 
 
 class StorageBackendBody(Body, kw_only=True):
@@ -43,7 +43,7 @@ async def _ask(request: Request, kind: str, args: dict[str, Any] | None = None) 
 
 
 def _refuse_without_key(request: Request) -> None:
-    """The key itself was checked before."""
+    """Refuses on servers without a key; the request's own key was checked before."""
     args = state_of(request).args
     if args.api_key is None and args.admin_api_key is None:
         raise ApiError(

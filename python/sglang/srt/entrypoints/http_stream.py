@@ -1,7 +1,7 @@
 """Streaming responses and disconnect handling on plain ASGI.
 
-A stream costs one write a chunk; no task groups, no task that wakes up for a chunk and no validation of it, because a
-busy server sends tens of thousands of chunks a second.
+A stream costs one write a chunk, without task groups, a task to wake or validation, because a busy server sends tens of
+thousands of chunks a second.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 BODY_WRITER = "sglang.body_writer"
-"""Scope key of the connection's own BodyWriter: chunks of a stream need not pass every middleware, nor be awaited."""
+"""Scope key of the connection's own BodyWriter, which saves chunks the way through all middleware, and awaits."""
 
 DONE = b"data: [DONE]\n\n"
 
 
 class StreamForm(NamedTuple):
-    """`keep_alive`: what is sent during a long silence, so that no proxy closes the connection; empty: nothing."""
+    """Format of a stream. `keep_alive`: sent during a long silence, so that no proxy closes the connection; empty:
+    nothing."""
 
     media_type: bytes
     keep_alive: bytes
@@ -44,7 +45,7 @@ NDJSON = StreamForm(b"application/x-ndjson", b"")
 
 
 class ClientDisconnected(Exception):
-    """The client went away before its response began."""
+    """Raised when the client left before its response began."""
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -53,13 +54,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def _cancel(task: asyncio.Task[Any]) -> None:
-    """Cancel and wait, so that the work's own clean-up has finished on return."""
+    """Cancels the task and waits until its clean-up has finished."""
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client disconnects. Raises ClientDisconnected then."""
+    """Returns the result of `work`. Cancels it and raises ClientDisconnected when the client disconnects."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -84,7 +85,7 @@ class BodyWriter(Protocol):
 
 
 class _AsgiWriter:
-    """BodyWriter of any server."""
+    """BodyWriter that works with any server."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -101,16 +102,17 @@ class _AsgiWriter:
 
 
 class Outputs(Protocol[T_co]):
-    """Outputs that must be closed, such as those of a GenerationStream."""
+    """A source of outputs that must be closed, such as a GenerationStream."""
 
     async def forward(self, take: Callable[[T_co], bool]) -> bool:
-        """Calls `take` with each until the end, then returns True, or until `take` returns False, and returns that."""
+        """Calls `take` with each output until the end, then returns True; or until `take` returns False, then returns
+        False."""
 
     async def aclose(self) -> None: ...
 
 
 class Generated(Generic[T]):
-    """The outputs of an asynchronous generator."""
+    """Outputs from an asynchronous generator."""
 
     def __init__(self, generator: AsyncGenerator[T, None]) -> None:
         self._generator = generator
@@ -130,11 +132,11 @@ def _never(_: object) -> bool:
 
 
 class EventStream(Response, Generic[T]):
-    """A response that is sent as it comes, of server-sent events if `form` does not say otherwise.
+    """A response that is sent as it is produced, as server-sent events unless `form` says otherwise.
 
-    `first` holds events that exist already. `outputs` brings the rest, `write` turns each into complete events
-    (possibly none), in a thread where `is_long`, and `end` makes the events before `done`, which closes every stream.
-    `outputs` is closed at the end, also when the client disconnects. What it raises becomes an error event, which
+    `first` holds events that exist already. `outputs` yields the rest, `write` turns each into complete events
+    (possibly none), in a thread where `is_long`, and `end` returns the events before `done`, which closes every stream.
+    `outputs` is closed at the end, also when the client disconnects. An error of it becomes an error event, which
     `fail` writes: by default in the shape of the route `path`.
     """
 
@@ -180,7 +182,7 @@ class EventStream(Response, Generic[T]):
                 await _cancel(pump)
 
     async def _keep_alive(self, writer: BodyWriter) -> None:
-        """Breaks each silence of this length once the stream has begun."""
+        """Sends the keep-alive after each long silence once the stream has begun."""
         num_sent = 0
         while self._form.keep_alive:
             await asyncio.sleep(envs.SGLANG_SSE_KEEP_ALIVE)

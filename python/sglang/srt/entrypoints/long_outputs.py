@@ -1,4 +1,4 @@
-"""Outputs that take long to write are written in a thread, so that the event loop goes on."""
+"""Writes large outputs in a thread, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ def has_many_logprobs(output: GenerateOutput) -> bool:
 
 
 def is_long(output: GenerateOutput) -> bool:
+    """Returns whether writing an output would block the event loop noticeably."""
     return len(output.text) > LONG_OUTPUT or has_many_logprobs(output)
 
 
 async def written(outputs: Sequence[GenerateOutput], write: Callable[[], T]) -> T:
-    """What `write` returns for these outputs, which are all of a call."""
+    """Returns the result of `write()` for all outputs of a call, computed in a thread if they are long."""
     is_quick = len(outputs) <= FEW_OUTPUTS and not any(map(is_long, outputs))
     return write() if is_quick else await asyncio.to_thread(write)

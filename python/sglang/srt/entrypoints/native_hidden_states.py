@@ -1,4 +1,4 @@
-"""`meta_info.hidden_states` of `/generate` as JSON: millions of numbers, during which the event loop goes on."""
+"""`meta_info.hidden_states` of `/generate` as JSON, in pieces: millions of numbers must not block the event loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Result = dict[str, Any]
 Results = TypeVar("Results", Result, list[Result], Result | list[Result])
 
 _VALUES_AT_ONCE = 1 << 16
-"""Numbers that are written before other callbacks run: a few milliseconds."""
+"""Numbers that are written before other callbacks may run: a few milliseconds."""
 
 
 async def hidden_states_as_json(work: Awaitable[Results]) -> Results:
-    """Returns the results of `work`, with hidden states in a form that JSON can be written from."""
+    """Returns the results of `work`, with hidden states in a form that JSON can contain."""
     results = await work
     for result in results if isinstance(results, list) else [results]:
         await _write(result)
@@ -26,6 +26,7 @@ async def hidden_states_as_json(work: Awaitable[Results]) -> Results:
 
 
 async def stream_with_json(results: AsyncGenerator[Result, None]) -> AsyncGenerator[Result, None]:
+    """Yields the dicts of a stream, with hidden states in a form that JSON can contain."""
     async with aclosing(results):
         async for result in results:
             await _write(result)
@@ -41,7 +42,7 @@ async def _write(result: Result) -> None:
 
 
 async def _rows(rows: np.ndarray) -> bytes:
-    """Writes rows [N, H] as N JSON lists with commas between them."""
+    """Returns rows [N, H] as N JSON lists separated by commas."""
     parts = []
     step = max(1, _VALUES_AT_ONCE // rows.shape[1])
     for first in range(0, len(rows), step):

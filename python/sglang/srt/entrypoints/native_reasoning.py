@@ -1,4 +1,4 @@
-"""`require_reasoning` of `/generate`: the output begins with thoughts, and a grammar holds behind them."""
+"""`require_reasoning` of `/generate`: the output begins with thoughts, and a grammar applies after them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
 def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
-    """Changes `call`: its thoughts are counted, and have a share of the output if a grammar waits behind them. Raises
+    """Changes `call`: its thoughts are counted, and limited to a share of the output if a grammar follows them. Raises
     ApiError 400."""
     reasoning = service.formats.reasoning
     if reasoning is None:
@@ -34,7 +34,8 @@ def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
 
 
 def _behind_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
-    """Sampling parameters whose grammar begins behind the thoughts; unchanged if they have none, or are none."""
+    """Returns sampling parameters whose grammar begins after the thoughts; unchanged if they have none, or are
+    malformed."""
     kinds = [name for name in GRAMMARS if isinstance(params, dict) and isinstance(params.get(name), str)]
     if len(kinds) != 1:
         return params

@@ -1,4 +1,4 @@
-"""The formats that the server reads: the flags, with `auto` resolved by the model; whole texts parsed on request."""
+"""Resolves the output formats of the server's flags (`auto` by the model), and parses whole texts on request."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def model_formats(args: ServerArgs, manager: TokenizerManager, template: TemplatePool) -> ModelFormats:
+    """Returns the formats of the served model, and logs those that `auto` found."""
     calls, reasoning = args.tool_call_parser, args.reasoning_parser
     architecture = manager.model_config.architecture
     tokenizer = manager.tokenizer
@@ -47,7 +48,7 @@ def model_formats(args: ServerArgs, manager: TokenizerManager, template: Templat
 
 
 def with_tags_of(tokenizer: Tokenizer, name: str | None) -> str | None:
-    """Returns the name of the format `name` with the tags as the tokenizer has them."""
+    """Returns the name of the format whose tags are spelled as in the tokenizer."""
     other, tag = OTHER_TAGS.get(name or "", (name, ""))
     return other if tag and tokenizer.token_id(tag) is not None else name
 
@@ -60,11 +61,11 @@ def _report(flag: str, name: str | None) -> None:
 
 
 PARSED_PIECE = 1 << 15
-"""Characters that are parsed before another client's text may be tokenized."""
+"""Characters that are parsed before other requests may be tokenized."""
 
 
 async def parse_calls(manager: TokenizerManager, formats: ModelFormats, body: ParseCallsRequest) -> dict[str, Any]:
-    """The answer of `/parse_function_call`. Raises ApiError 400 for a format that is not known."""
+    """Returns the answer of `/parse_function_call`. Raises ApiError 400 for an unknown format."""
     name = _name("tool_call_parser", body.tool_call_parser, formats.calls_name, TOOL_CALL_FORMATS)
     parser = OutputParser(calls=TOOL_CALL_FORMATS[name], tools=tool_schemas(body.tools))
     parsed = await _parse(manager, parser, body.text)
@@ -78,7 +79,7 @@ async def parse_calls(manager: TokenizerManager, formats: ModelFormats, body: Pa
 async def separate_reasoning(
     manager: TokenizerManager, formats: ModelFormats, body: SeparateReasoningRequest
 ) -> dict[str, Any]:
-    """The answer of `/separate_reasoning`. Raises ApiError 400 for a format that is not known."""
+    """Returns the answer of `/separate_reasoning`. Raises ApiError 400 for an unknown format."""
     name = _name("reasoning_parser", body.reasoning_parser, formats.reasoning_name, REASONING_FORMATS)
     form = REASONING_FORMATS[name]
     inside = not isinstance(form, MessageFormat) and form.inside

@@ -1,4 +1,4 @@
-"""How a call becomes a stream of events, whatever the form of the API."""
+"""Turns a call into a stream of events, for all forms of the API."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 
 
 async def _first_output(stream: GenerationStream, limit_s: float | None) -> GenerateOutput | None:
-    """None: there was none in this time; it is still to come."""
+    """Returns the first output; None if there was none in this time and it is still to come."""
     try:
         return await asyncio.wait_for(anext(stream, None), limit_s)
     except asyncio.TimeoutError:
@@ -31,11 +31,11 @@ class StreamWriter(Protocol):
     """Turns the outputs of one call into events."""
 
     def write(self, output: GenerateOutput) -> bytes:
-        """The events for one output, possibly none (empty)."""
+        """Returns the events for one output, possibly none (empty)."""
         ...
 
     def end(self) -> bytes:
-        """The events after the last output."""
+        """Returns the events after the last output."""
         ...
 
 
@@ -49,10 +49,10 @@ async def stream_events(
     form: StreamForm = SSE,
     begins_with_output: bool = False,
 ) -> Response:
-    """A streamed response, for which the request's body is let go of. What goes wrong before the first event raises, so
-    that it gets an HTTP status, unless that takes so long that the connection must be kept alive; `fail` writes what
-    goes wrong later, if not as the route's error events. begins_with_output: nothing is sent before the first output,
-    however long that takes."""
+    """Returns a streamed response, releasing the request's body. An error before the first event is raised, so that it
+    gets an HTTP status, unless the wait is so long that the connection must be kept alive; `fail` writes later errors,
+    by default as the route's error events. begins_with_output: sends nothing before the first output, however long that
+    takes."""
     lets_go(request, call)
     limit_s = envs.SGLANG_SSE_KEEP_ALIVE if form.keep_alive and not begins_with_output else None
 

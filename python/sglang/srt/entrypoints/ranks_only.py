@@ -1,4 +1,4 @@
-"""A machine that has ranks of a server whose clients are answered elsewhere (--node-rank above 0)."""
+"""Runs the ranks of a machine on which clients are not answered (--node-rank above 0)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ENGINE_DIED = 1
 
 
 def run_ranks(args: ServerArgs) -> None:
-    """Runs this machine's ranks until a signal comes, or until one of them ends, as they do with the ranks of other
-    machines: then exits with status 1. Raises UserError if they cannot start for a reason that the user can correct."""
+    """Runs this machine's ranks until a signal comes, or until a rank ends (which happens when those of other machines
+    do): then exits with status 1. Raises UserError if they cannot start for a reason that the user can correct."""
     stop = threading.Event()
     guard = ExitGuard(stop.set)
     failures: list[str] = []
@@ -33,7 +33,7 @@ def run_ranks(args: ServerArgs) -> None:
         logger.info("The ranks of machine %d of %d start; machine 0 answers.", args.node_rank, args.nnodes)
         stop.wait()
         if failures:
-            handle.wait_ready()  # says why, where they did not get so far
+            handle.wait_ready()  # raises the reason if they never became ready
     except EngineError as error:
         failures.append(str(error))
     finally:

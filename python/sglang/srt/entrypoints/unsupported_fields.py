@@ -1,6 +1,6 @@
-"""Request fields with a meaning that this server lacks. They are refused by name: without them the answer is another.
+"""Refuses request fields whose meaning this server lacks, by name, because ignoring them would change the answer.
 
-Names that nobody defines are ignored. So is a value that asks for nothing (null, false, empty, or a field's default).
+Names that no API defines are ignored. So is a value that asks for nothing (null, false, empty, or a field's default).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.upstream_interface import Unsupported, unsupported_fields
 
 _MAX_NEUTRAL_BYTES = 256
-"""A longer value asks for something."""
+"""A longer value counts as asking for something."""
 
 
 NATIVE = unsupported_fields("native")
@@ -43,7 +43,7 @@ _ABSENT = b"null"
 
 @functools.cache
 def _decoder(names: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
-    """Reads the values of these fields as they are written and skips all others."""
+    """Returns a decoder that keeps the raw values of these fields and skips all others."""
     fields = [(name, msgspec.Raw, msgspec.Raw(_ABSENT)) for name in names]
     return msgspec.json.Decoder(msgspec.defstruct("UnsupportedFields", fields))
 
@@ -56,7 +56,7 @@ def _is_neutral(text: bytes, field: Unsupported) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """null, false, "", and lists of nothing else, one value a prompt."""
+    """Returns whether a value is null, false, "", or a list of only these."""
     if isinstance(value, list):
         return all(_is_empty(entry) for entry in value)
     return value is None or value is False or value == "" or value == {}

@@ -1,4 +1,4 @@
-"""The frame of all formats: markers announce a call, a grammar reads it, everything else is text."""
+"""Common frame of all call formats: markers announce a call, a grammar reads it, everything else is text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CallGrammar = Callable[[Reader, Output], Steps[None]]
 class CallFormat:
     """The form in which a model writes calls.
 
-    Each begins with one of `begin`. `sections`: what stands around a row of calls; a call may also come without.
+    Each call begins with one of `begin`. `sections`: marks around a row of calls; a call may also come without them.
     `bare`: first characters of an output that is a call without any marker.
     """
 
@@ -28,17 +28,17 @@ class CallFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that the parser must see, also where the tokenizer has them as special tokens."""
+        """Returns texts that the parser must see even if they are special tokens of the tokenizer."""
         return self.begin + tuple(mark for section in self.sections for mark in section)
 
     @property
     def opening(self) -> tuple[str, ...]:
-        """Texts with which a call begins."""
+        """Returns the texts with which a call begins."""
         return self.begin + tuple(first for first, _ in self.sections)
 
     def read(self, reader: Reader, output: Output, end_of_thoughts: str = "") -> Steps[None]:
-        """Text and calls, to the end of the text. `end_of_thoughts`: a call has ended the thoughts, and this mark of
-        their end may still come."""
+        """Reads text and calls to the end of the text. `end_of_thoughts`: a call has ended the thoughts, and this mark
+        of their end may still follow."""
         if end_of_thoughts:
             yield from self._read_to(reader, output, markers_of(*self.markers, end_of_thoughts), end_of_thoughts)
         opening, opening_or_end = markers_of(*self.opening), markers_of(*self.markers)
@@ -53,7 +53,7 @@ class CallFormat:
             yield from self.read_marker(reader, output, marker)
 
     def _read_to(self, reader: Reader, output: Output, markers: Markers, end: str) -> Steps[None]:
-        """Text and calls before the marker `end`, which is consumed, or to the end of the text."""
+        """Reads text and calls before the marker `end`, which is consumed, or to the end of the text."""
         while (marker := (yield from reader.until(markers, output.text))) is not None:
             if marker != end:
                 yield from self.read_marker(reader, output, marker)
@@ -65,7 +65,7 @@ class CallFormat:
             return
 
     def read_marker(self, reader: Reader, output: Output, marker: str) -> Steps[None]:
-        """Read what begins with `marker`, which comes next."""
+        """Reads the part that begins with `marker`, which comes next."""
         reader.mark()
         reader.skip(len(marker))
         if any(marker == last for _, last in self.sections):
@@ -75,7 +75,7 @@ class CallFormat:
             yield from attempt(reader, output, self.grammar if marker in self.begin else self._section())
 
     def _section(self) -> CallGrammar:
-        """The grammar of a section's beginning with a call."""
+        """Returns the grammar of a section that begins with a call."""
         call = markers_of(*self.begin)
 
         def section(reader: Reader, output: Output) -> Steps[None]:
@@ -88,7 +88,7 @@ class CallFormat:
 
 
 def attempt(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[None]:
-    """Reads what may be a call; the mark is at its beginning."""
+    """Reads a possible call; the mark is at its beginning."""
     try:
         yield from grammar(reader, output)
     except NotACall:
@@ -98,7 +98,7 @@ def attempt(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[None]
 
 
 def one_of_row(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[bool]:
-    """Reads a call among others, and marks its end. Returns whether it is a call; what is skipped becomes text."""
+    """Reads one call of several, and marks its end. Returns whether it is a call; skipped calls become text."""
     try:
         yield from grammar(reader, output)
     except SkippedCall:
@@ -112,7 +112,7 @@ def one_of_row(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[bo
 
 
 def row_in_brackets(reader: Reader, output: Output, grammar: CallGrammar) -> Steps[None]:
-    """Calls with commas between them, from the opening bracket on."""
+    """Reads calls separated by commas, from the opening bracket on."""
     yield from expect(reader, "[")
     while True:
         yield from reader.space()
@@ -123,5 +123,5 @@ def row_in_brackets(reader: Reader, output: Output, grammar: CallGrammar) -> Ste
         reader.skip(1)
         if following == "]":
             break
-    if not is_call:  # the bracket belongs to the text in front of it
+    if not is_call:  # the bracket is text, like what precedes it
         raise NotACall

@@ -1,4 +1,4 @@
-"""Values that a format writes as plain text, turned into JSON by the tool's schema."""
+"""Converts values that a format writes as plain text to JSON, by the tool's schema."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ _JSON_TYPES: dict[type, tuple[str, ...]] = {
 
 
 def parameter_types(parameters: Mapping[str, Any], name: str) -> Types:
-    """The types of the parameter `name`, of a schema that may say anything, also nonsense."""
+    """Returns the types of the parameter `name`. The schema may be anything, even invalid."""
     schemas = _Schemas(parameters)
     return schemas.types(parameters, lambda part: schemas.types(_property(part, name), _named_types, all), any)
 
 
 class _Schemas:
-    """The schemas within `root`, of which `MAX_SCHEMAS` are looked at; the others allow any type."""
+    """Evaluates schemas within `root`, at most `MAX_SCHEMAS` of them; any type counts as allowed by the others."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._num_left = MAX_SCHEMAS
 
     def types(self, schema: Any, of_one: Callable[[Any], Types], named_by: Callable[[Iterable[Types]], bool]) -> Types:
-        """Those that a schema allows with all that it joins.
+        """Returns the types that a schema and all that it joins allow.
 
-        of_one: what a schema itself allows. named_by: of alternatives, `any` or `all` must name types for them to
-        count: a function's parameter may stand in some only."""
+        of_one: returns the types that a schema itself allows. named_by: `any` or `all` of the alternatives must name
+        types for them to count: a function's parameter may occur in only some.
+        """
         self._num_left -= 1
         if self._num_left < 0 or not isinstance(schema, dict):
             return ANY
@@ -65,7 +66,7 @@ class _Schemas:
 
 
 def joined_schemas(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The schema and those that it refers to, joins or chooses from, at most `MAX_SCHEMAS`."""
+    """Returns the schema and those that it refers to, joins or chooses from, at most `MAX_SCHEMAS`."""
     pending: list[Any] = [schema]
     schemas: list[Mapping[str, Any]] = []
     for _ in range(MAX_SCHEMAS):
@@ -86,7 +87,7 @@ def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _property(schema: Any, name: str) -> Any:
-    """The schema of a property; None if there is none."""
+    """Returns the schema of a property; None if there is none."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and name in properties:
         return properties[name]
@@ -94,19 +95,19 @@ def _property(schema: Any, name: str) -> Any:
 
 
 def _both(first: Types, second: Types) -> Types:
-    """What both allow; what one of them allows where they contradict each other."""
+    """Returns the types that both allow; if there are none, those that one of them allows."""
     if not first or not second:
         return first or second
     return _with_integer(first) & _with_integer(second) or first
 
 
 def _with_integer(types: Types) -> Types:
-    """Every integer is a number."""
+    """Adds integer if number is allowed."""
     return types | {"integer"} if "number" in types else types
 
 
 def _named_types(schema: Any) -> Types:
-    """The types that the schema itself names; empty: none."""
+    """Returns the types that the schema itself names; empty: none."""
     if not isinstance(schema, dict):
         return ANY
     named = schema.get("type")
@@ -119,7 +120,7 @@ def _named_types(schema: Any) -> Types:
 
 
 def referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    """Returns what the reference within `root` leads to; None if that is nothing."""
+    """Returns the target of the reference within `root`; None if there is none."""
     value: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
         value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
@@ -127,7 +128,7 @@ def referenced(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _python_object(text: str, types: Types) -> str | None:
-    """An object or array in Python's spelling, if the types allow it."""
+    """Returns JSON for an object or array in Python's spelling, if the types allow it."""
     if not text.startswith(("{", "[")):
         return None
     fits = "object" if text.startswith("{") else "array"
@@ -135,7 +136,7 @@ def _python_object(text: str, types: Types) -> str | None:
 
 
 def as_json(text: str, types: Types) -> str:
-    """`text` as JSON of one of the types. What is not of such a type becomes a string, for the client to judge."""
+    """Returns `text` as JSON of one of the types. Text that fits none becomes a string, for the client to judge."""
     stripped = text.strip()
     stripped = _WORDS.get(stripped, stripped)
     try:
@@ -143,7 +144,7 @@ def as_json(text: str, types: Types) -> str:
     except (msgspec.DecodeError, RecursionError):
         return _python_object(stripped, types) or f'"{escaped(text)}"'
     fits = _JSON_TYPES[type(value)]
-    if isinstance(value, float) and value.is_integer():  # 5.0 is an integer, too
+    if isinstance(value, float) and value.is_integer():  # 5.0 counts as an integer
         fits += _JSON_TYPES[int]
     if types and types.isdisjoint(fits):
         return f'"{escaped(text)}"'

@@ -1,4 +1,4 @@
-"""Detects the formats of a model by what its chat template makes of a conversation: `--tool-call-parser auto`."""
+"""Detects the output formats of a model from its chat template: `--tool-call-parser auto`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _THINK = "qwen3"
 
 
 def tool_call_format(architecture: str, render: Render) -> str | None:
-    """The name of the format that reads a call which the template has written, and leaves the least as text; None if
+    """Returns the name of the format that reads a call rendered by the template and leaves least of it as text; None if
     there is none."""
     if architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture][0]
@@ -69,13 +69,13 @@ def _format_of_call(call_id: str, render: Render) -> str | None:
 
 
 def _common_length(text: str, other: str) -> int:
-    """Characters with which both begin."""
+    """Returns the number of leading characters that both have in common."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))
 
 
 def reasoning_format(architecture: str, template: str, calls: str | None) -> str | None:
-    """The name of the format whose marks the template's source has. calls: the model's format of calls."""
+    """Returns the name of the format whose marks occur in the template's source. calls: the model's format of calls."""
     if architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture][1]
     for name in ("apertus2509", "gemma4", "gpt-oss", "hunyuan-opensource", "inkling", "kimi", "minimax-m3", "mistral"):

@@ -1,4 +1,4 @@
-"""Events of a model's output, piece by piece: between the generation stream and every form of the API."""
+"""Events of a model's output, piece by piece: the parsers produce them, and every form of the API consumes them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from typing import NamedTuple
 
 
 class TextDelta(NamedTuple):
+    """The next piece of the answer's text."""
+
     text: str
 
 
 class ReasoningDelta(NamedTuple):
+    """The next piece of thoughts."""
+
     text: str
 
 
 class CallStart(NamedTuple):
-    """Calls count from 0 within one output. The arguments follow."""
+    """The start of a call; its arguments follow. Calls count from 0 within one output."""
 
     call: int
     name: str
@@ -30,7 +34,7 @@ class ArgumentsDelta(NamedTuple):
 
 
 class CallEnd(NamedTuple):
-    """`complete`: the pieces of the arguments make a JSON object. `source`: the call as the model wrote it."""
+    """The end of a call. `complete`: its arguments are a JSON object. `source`: the call as the model wrote it."""
 
     call: int
     complete: bool
@@ -42,6 +46,8 @@ Event = TextDelta | ReasoningDelta | CallStart | ArgumentsDelta | CallEnd
 
 @dataclass(slots=True)
 class ToolCall:
+    """A whole call."""
+
     name: str
     arguments: str
 
@@ -56,7 +62,7 @@ class ParsedOutput:
 
 
 def collect(events: Iterable[Event]) -> ParsedOutput:
-    """The whole of an output's events. A stream has sent a broken call before it breaks; here it is text."""
+    """Returns a whole output from its events. A broken call, which a stream has partly sent, is text here."""
     output = ParsedOutput()
     texts: list[str] = []
     reasoning: list[str] = []

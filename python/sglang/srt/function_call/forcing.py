@@ -35,12 +35,11 @@ _NESTED = frozenset(("minimax_m3_xml",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForcedCalls:
-    """`begin` and `end` stand around a call's arguments, `begin` with NAME for the function's name, or with ESCAPED in
-    a JSON string; `number`: a number and this text follow it. `style`: how the arguments are written. `section` stands
-    around a row of calls, `between` between them. `single`: nothing follows a call. `header`: stands before `begin`
-    where nothing but calls is allowed; elsewhere it is part of the text. `values`: what stands around an argument, NAME
-    for its name, where each is tagged.
-    """
+    """The parts of a format's calls for a grammar. `begin` and `end` stand around a call's arguments; `begin` contains
+    NAME for the function's name, or ESCAPED for it in a JSON string. `number`: a number and this text follow it.
+    `style`: how the arguments are written. `section` stands around a row of calls, `between` between them. `single`:
+    nothing follows a call. `header`: stands before `begin` if only calls are allowed; elsewhere it is part of the text.
+    `values`: marks around a tagged argument, with NAME for its name."""
 
     begin: str
     header: str = ""
@@ -53,7 +52,8 @@ class ForcedCalls:
     single: bool = False
 
     def at_least_one(self, tools: Mapping[str, Format], one: bool) -> Format:
-        """Calls and nothing else. tools: name -> schema of the arguments. one: exactly one call."""
+        """Returns the format of calls and nothing else. tools: name -> schema of the arguments. one: exactly one
+        call."""
         row = {
             "type": "tags_with_separator",
             "tags": self._tags(tools, self.header),
@@ -64,7 +64,7 @@ class ForcedCalls:
         return self._section(row) if self.section is not None else row
 
     def among_text(self, tools: Mapping[str, Format], one: bool) -> Format:
-        """Any text; a call that begins in it is a call of one of the tools."""
+        """Returns the format of any text in which each call is a call of one of the tools."""
         if self.section is not None:
             tags, trigger = [self.at_least_one(tools, one)], self.section[0]
         else:
@@ -79,21 +79,21 @@ class ForcedCalls:
 
     @property
     def has_tags(self) -> bool:
-        """Returns whether arguments have their names in tags, and not in JSON."""
+        """Returns whether names of arguments are in tags instead of JSON."""
         return self.values is not None or self.style in _ARGUMENTS
 
     @property
     def has_nested_tags(self) -> bool:
-        """Returns whether the entries of objects and arrays are tags, too."""
+        """Returns whether the entries of objects and arrays are tags too."""
         return self.style in _NESTED
 
     @property
     def escapes_names(self) -> bool:
-        """Returns whether functions' names are parts of JSON and stand nowhere else."""
+        """Returns whether functions' names occur only within JSON."""
         return NAME not in self.header + self.begin
 
     def written(self, name: str, arguments: Sequence[str]) -> str:
-        """Returns a call as a grammar has it. arguments: their names, for any word as values; none for JSON."""
+        """Returns a call as a grammar allows it. arguments: their names, with arbitrary values; empty for JSON."""
         number = f"0{self.number}" if self.number else ""
         before, after = self.section or ("", "")
         return before + _with_name(self.header + self.begin, name) + number + self._words(arguments) + self.end + after
@@ -120,7 +120,7 @@ class ForcedCalls:
 
 
 def _with_name(text: str, name: str) -> str:
-    """In one pass, as a name may have the words in it that stand for names."""
+    """Inserts a name in one pass, as it may itself contain the placeholders."""
     return _PLACE.sub(lambda place: escaped(name) if place[0] == ESCAPED else name, text)
 
 
@@ -159,7 +159,7 @@ def _dsml(section: str, mark: str = "｜DSML｜", style: str = "deepseek_xml") -
 
 
 def _invoke(section: str, tag: str = "", style: str = "minimax_xml") -> ForcedCalls:
-    """`tag` stands in front of every tag."""
+    """Returns the format of MiniMax's kind of calls. `tag` stands before every tag."""
     return ForcedCalls(
         begin=f'{tag}<invoke name="NAME">' + ("" if tag else "\n"),
         style=style,
@@ -241,7 +241,8 @@ lfm2, minicpm5 and pythonic."""
 
 
 def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str, start: Start = Start.HEADER) -> bool:
-    """Returns whether an output that follows `prompt` may begin with thoughts. start: in a format of messages."""
+    """Returns whether an output after `prompt` may begin with thoughts. start: where it begins in a format of
+    messages."""
     if isinstance(reasoning, ReasoningFormat):
         return reasoning.starts_inside(prompt) or not prompt.rstrip().endswith(reasoning.end)
     return reasoning is not None and start is not Start.TEXT
@@ -250,8 +251,8 @@ def may_think(reasoning: ReasoningFormat | MessageFormat | None, prompt: str, st
 def after_thoughts(
     answer: Format, reasoning: ReasoningFormat | MessageFormat | None, prompt: str, start: Start = Start.HEADER
 ) -> Format:
-    """An output whose answer, behind its thoughts, is as `answer` says. `prompt`: its end. start: in a format of
-    messages."""
+    """Returns the format of an output whose answer after its thoughts has the format `answer`. `prompt`: its end.
+    start: in a format of messages."""
     if reasoning is None or not may_think(reasoning, prompt, start):
         return answer
     any_text = {"type": "any_text"}
@@ -272,18 +273,18 @@ _SPACE = {"type": "regex", "pattern": "\\n{0,2}"}
 
 
 def as_message(answer: Format, messages: MessageFormat) -> Format:
-    """A constrained answer as a message of such a format."""
+    """Returns a constrained answer as a message of this format."""
     return _sequence(_constant(messages.answer_header), answer)
 
 
 def as_next_message(message: Format, messages: MessageFormat) -> Format:
-    """A message behind a body that it ends first."""
+    """Returns a message after a body, which it ends first."""
     return _sequence(_constant(messages.after_body), message)
 
 
 def answer_format(kind: str, source: Any) -> Format | None:
-    """The part of a structural tag that means the same as a grammar of `kind` json_schema, regex or ebnf, or as a whole
-    structural tag; None for tags of the older form. `source` is text, or JSON read."""
+    """Returns the part of a structural tag equivalent to a grammar of `kind` json_schema, regex or ebnf, or a whole
+    structural tag; None for tags of the older form. `source` is text, or parsed JSON."""
     if kind == "structural_tag":
         inner = source.get("format") if isinstance(source, dict) else None
         return inner if isinstance(inner, dict) else None

@@ -69,7 +69,7 @@ class _Messages:
         self.bodies = Bodies(reader, output, separate, _END, _ANY)
 
     def read(self, marker: str) -> Steps[None]:
-        """A message from behind `marker` on, at which the mark is."""
+        """Reads a message after `marker`; the mark is before it."""
         reader, output = self._reader, self._output
         try:
             header = yield from _header(reader, marker)
@@ -84,7 +84,7 @@ class _Messages:
 
 
 def _header(reader: Reader, marker: str) -> Steps[_Header]:
-    """Read from behind the first marker to the body."""
+    """Reads a header after its first marker, up to the body."""
     role = ""
     if marker != CHANNEL:
         role = marker + ((yield from reader.word(_AFTER_ROLE, MAX_HEADER)) or "")

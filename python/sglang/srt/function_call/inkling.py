@@ -51,8 +51,8 @@ class Inkling(MessageFormat):
 
 
 def _begun_call(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
-    """A call whose header stands at the beginning, behind the prompt's mark. Text waits for no more characters than the
-    longest name has."""
+    """Reads a call whose header follows the prompt's mark. Text is held back for at most the characters of the longest
+    name."""
     longest = max(map(len, output.tools), default=0)
     if not longest:
         return
@@ -66,7 +66,7 @@ def _begun_call(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
 
 
 def _message(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
-    """A message from behind its first mark on. A header that names no kind of content is text."""
+    """Reads a message after its first mark. A header without a known kind of content is text."""
     header = yield from reader.word(_ANY, MAX_HEADER)
     kind = yield from reader.one_of(_KIND)
     if kind is None:
@@ -77,7 +77,7 @@ def _message(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
 
 
 def _content(reader: Reader, output: Output, bodies: Bodies, kind: str) -> Steps[None]:
-    """What stands behind the mark of its kind."""
+    """Reads the content after the mark of its kind."""
     if kind == CALL:
         try:
             yield from reader.space()

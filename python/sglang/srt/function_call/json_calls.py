@@ -1,4 +1,4 @@
-"""Calls whose arguments are a JSON object."""
+"""Readers of calls whose arguments are a JSON object."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ BETWEEN_BARE_CALLS = re.compile(r"[\s;]*")
 
 
 def read_call_object(reader: Reader, output: Output) -> Steps[None]:
-    """`{"name": ..., "arguments": {...}}`, from the brace on: keys in any order, `parameters` or `args` as well as
-    `arguments`, others ignored. The arguments stream if the name comes first. SkippedCall behind an object that is no
-    call."""
+    """Reads `{"name": ..., "arguments": {...}}` from the brace on: keys in any order, `parameters` or `args` as well as
+    `arguments`, others ignored. Arguments are streamed if the name comes first. Raises SkippedCall after an object that
+    is not a call."""
     name: str | None = None
     arguments: str | None = "{}"
     have_arguments = False
@@ -61,7 +61,7 @@ def read_call_object(reader: Reader, output: Output) -> Steps[None]:
 
 
 def _whole_arguments(reader: Reader) -> Steps[str | None]:
-    """Consumes any JSON value. Returns the object that it is, or that it has as text; None if there is none."""
+    """Consumes any JSON value. Returns it if it is an object, or text of one; else None."""
     parts: list[str] = []
     following = yield from reader.peek()
     if following == '"':
@@ -75,7 +75,7 @@ def _whole_arguments(reader: Reader) -> Steps[str | None]:
 
 
 def call_objects(end: str) -> CallGrammar:
-    """A call object, or an array of them, before the text `end`, which may be missing."""
+    """Reads a call object, or an array of them, before the text `end`, which may be missing."""
     end_marker = Markers(end)
 
     def grammar(reader: Reader, output: Output) -> Steps[None]:
@@ -89,7 +89,7 @@ def call_objects(end: str) -> CallGrammar:
 
 
 def calls_in_brackets(end: str) -> CallGrammar:
-    """`[f(a=1), g()]`, or an array of call objects, before the text `end`, which may be missing."""
+    """Reads `[f(a=1), g()]`, or an array of call objects, before the text `end`, which may be missing."""
     end_marker = Markers(end)
 
     def call(reader: Reader, output: Output) -> Steps[None]:
@@ -104,7 +104,7 @@ def calls_in_brackets(end: str) -> CallGrammar:
 
 
 def calls_by_key(end: str) -> CallGrammar:
-    """`[{"f": {...arguments...}}, ...]` before the text `end`, which may be missing."""
+    """Reads `[{"f": {...arguments...}}, ...]` before the text `end`, which may be missing."""
     end_marker = Markers(end)
 
     def call(reader: Reader, output: Output) -> Steps[None]:
@@ -130,12 +130,12 @@ def calls_by_key(end: str) -> CallGrammar:
 
 
 def call_array(reader: Reader, output: Output) -> Steps[None]:
-    """`[{"name": ..., "arguments": {...}}, ...]`."""
+    """Reads `[{"name": ..., "arguments": {...}}, ...]`."""
     yield from row_in_brackets(reader, output, read_call_object)
 
 
 def bare_call_objects(reader: Reader, output: Output) -> Steps[None]:
-    """Call objects with semicolons or white space between them."""
+    """Reads call objects separated by semicolons or white space."""
     yield from reader.space()
     while True:
         yield from one_of_row(reader, output, read_call_object)
@@ -145,8 +145,8 @@ def bare_call_objects(reader: Reader, output: Output) -> Steps[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedArguments:
-    """A header with the function's name, the text `arguments`, a JSON object, `after` and `end`, either of which may be
-    missing. `name`: a pattern for the header, with one group. `counted`: a number may stand in place of the name."""
+    """Reads a header with the function's name, the text `arguments`, a JSON object, `after` and `end`; the last two may
+    be missing. `name`: a pattern of the header with one group. `counted`: a number may replace the name."""
 
     name: str
     arguments: str
@@ -177,7 +177,7 @@ class NamedArguments:
 
 
 def _function_of(arguments: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The only function that takes these arguments; None if there is none, or more than one."""
+    """Returns the only function that takes these arguments; None if there is none, or more than one."""
     if not is_object(arguments):
         return None
     keys = frozenset(msgspec.json.decode(arguments))
@@ -192,7 +192,7 @@ def _takes(parameters: Mapping[str, Any], keys: frozenset[str]) -> bool:
 
 
 def array_or_named(named: NamedArguments) -> CallGrammar:
-    """An array of call objects, or one call with its name in front."""
+    """Reads an array of call objects, or one call with its name before it."""
 
     def grammar(reader: Reader, output: Output) -> Steps[None]:
         if (yield from reader.space()) == "[":

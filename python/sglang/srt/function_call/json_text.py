@@ -1,4 +1,4 @@
-"""JSON as models write it, character by character."""
+"""Readers of JSON as models write it, character by character."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CLOSER = {"{": "}", "[": "]"}
 
 
 def escaped(text: str) -> str:
-    """`text` as a part of a JSON string; pieces may be escaped one by one."""
+    """Returns `text` as part of a JSON string; pieces may be escaped one by one."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def read_string(reader: Reader, sink: Sink) -> Steps[None]:
-    """A JSON string with its quotes, from the first on. Raw line breaks and the like are escaped. NotACall at the
-    text's end."""
+    """Passes on a JSON string with its quotes, escaping raw line breaks and the like. Raises NotACall at the text's
+    end."""
     sink('"')
     reader.skip(1)
     while True:
@@ -45,8 +45,8 @@ def read_string(reader: Reader, sink: Sink) -> Steps[None]:
 
 
 def read_value(reader: Reader, sink: Sink) -> Steps[None]:
-    """A JSON object, array or string, from its first character on, with brackets that match; the rest is not checked.
-    NotACall where something cannot be JSON, or at the text's end."""
+    """Passes on a JSON object, array or string with matching brackets; does not check the rest. Raises NotACall where
+    something cannot be JSON, or at the text's end."""
     closers: list[str] = []
     while True:
         following = (yield from reader.run(_OUTSIDE, sink)) if closers else (yield from reader.peek())
@@ -79,7 +79,7 @@ def skip_value(reader: Reader) -> Steps[None]:
 
 
 def string_value(reader: Reader) -> Steps[str]:
-    """The text that a JSON string stands for. NotACall if none comes next."""
+    """Returns the text of a JSON string. Raises NotACall if none comes next."""
     if (yield from reader.peek()) != '"':
         raise NotACall
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""Calls of Gemma 4: `call:f{city:<|"|>Paris<|"|>,days:3}`, which is JSON with bare keys and quotes of its own.
+"""Reader of Gemma 4's calls: `call:f{city:<|"|>Paris<|"|>,days:3}`, which is JSON with bare keys and its own quotes.
 
 Models also write JSON's or Python's quotes, and `=` between a key and its value.
 """
@@ -31,7 +31,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def keyed_calls(reader: Reader, output: Output) -> Steps[None]:
-    """Reads a call from behind its marker on, and those that follow without one."""
+    """Reads a call after its marker, and following ones without a marker."""
     if (yield from reader.past_space(_CALL)) is None:
         raise NotACall
     while True:
@@ -53,7 +53,7 @@ def _call(reader: Reader, output: Output) -> Steps[None]:
 
 
 class _Arguments:
-    """Passes the arguments of a call on as JSON."""
+    """Passes on the arguments of a call as JSON."""
 
     def __init__(self, reader: Reader, sink: Sink) -> None:
         self._reader = reader
@@ -62,7 +62,7 @@ class _Arguments:
         """Quotes that no other one follows in the rest of the text: they are looked for once."""
 
     def read(self, opener: str, depth: int, schema: Mapping[str, Any]) -> Steps[None]:
-        """An object or an array, from its opening bracket on. schema: of an object that has one."""
+        """Reads an object or array from its opening bracket on. schema: of an object, if known."""
         reader, closer = self._reader, _CLOSERS[opener]
         reader.skip(1)
         self._sink(opener)
@@ -85,7 +85,7 @@ class _Arguments:
         self._sink(closer)
 
     def _key(self) -> Steps[str]:
-        """Consumes a key, which may have quotes, and what stands between it and its value."""
+        """Consumes a key, which may be quoted, and the separator before its value."""
         reader = self._reader
         is_quoted = (yield from reader.one_of(_QUOTES[0])) is not None
         key = yield from reader.word(_QUOTES[0] if is_quoted else _KEY_END, MAX_HEADER)
@@ -100,14 +100,14 @@ class _Arguments:
         return key[1:-1] if _IN_QUOTES.fullmatch(key) else key
 
     def _quote(self) -> Steps[str | None]:
-        """The quote that comes next, which stays."""
+        """Returns the quote that comes next, without consuming it."""
         for quotes in _QUOTES:
             if (quote := (yield from self._reader.next_of(quotes))) is not None:
                 return quote
         return None
 
     def _value(self, types: Types, depth: int) -> Steps[None]:
-        """Without quotes a value is a number, a word of JSON, or text."""
+        """Reads a value. Without quotes it is a number, a word of JSON, or text."""
         following = yield from self._reader.space()
         quote = yield from self._quote()
         if following and following in _CLOSERS:
@@ -123,7 +123,7 @@ class _Arguments:
             self._sink(as_json("".join(parts).strip(), types))
 
     def _string(self) -> Steps[None]:
-        """A text between the format's own quotes."""
+        """Reads a text between the format's own quotes."""
         quote = markers_of(_QUOTE)
         self._reader.skip(len(_QUOTE))
         self._sink('"')
@@ -135,7 +135,7 @@ class _Arguments:
         self._sink('"')
 
     def _quoted(self, quote: str) -> Steps[bool]:
-        """A text between quotes as JSON or Python have them. False, and nothing is consumed, if it does not end."""
+        """Reads a text in JSON's or Python's quotes. Returns False, consuming nothing, if it does not end."""
         if quote in self._never_closed:
             return False
         reader, parts = self._reader, [quote]

@@ -1,4 +1,4 @@
-"""Calls of Llama 4: in the manner of Python, or as the JSON objects that its own chat template writes."""
+"""Reader of Llama 4's calls: in Python's syntax, or as the JSON objects that its own chat template writes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _END = Markers("<|python_end|>")
 
 
 def llama4_calls(reader: Reader, output: Output) -> Steps[None]:
-    """`[f(a=1, b="x"), g()]`, or `{"name": ..., "parameters": {...}}` once or several times, before the end mark, which
-    may be missing. The template writes the marks around nothing, and the objects behind them."""
+    """Reads `[f(a=1, b="x"), g()]`, or `{"name": ..., "parameters": {...}}` once or several times, before the end mark,
+    which may be missing. The template writes the marks with nothing between them, and the objects after them."""
     yield from reader.past_space(_END)
     if (yield from reader.space()) != "{":
         yield from row_in_brackets(reader, output, read_call)

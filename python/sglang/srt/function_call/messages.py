@@ -1,4 +1,4 @@
-"""Formats in which an output is a row of messages, each with a header that says what it is and whom it addresses."""
+"""Formats in which an output is a row of messages, each with a header that gives its kind and recipient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BETWEEN_THOUGHTS = "\n"
 
 
 class Start(Enum):
-    """Where an output begins: with a message's header, or in the body of one that the prompt has begun."""
+    """Where an output begins: at a message's header, or in a body that the prompt has begun."""
 
     HEADER = auto()
     TEXT = auto()
@@ -20,9 +20,9 @@ class Start(Enum):
 
 
 class MessageFormat(ABC):
-    """Both a call format and a reasoning format. `markers`: texts that the parser must see; `around_thoughts`: what
-    stands around thoughts; `next_message`: what the model writes between the end of a message and the header of the
-    next one; `answer_header`: the header of the answer."""
+    """A format of messages, for both calls and thoughts. `markers`: texts that the parser must see; `around_thoughts`:
+    marks of thoughts; `next_message`: text between the end of a message and the next header; `answer_header`: header of
+    the answer."""
 
     markers: tuple[str, ...]
     around_thoughts: tuple[str, str]
@@ -31,7 +31,7 @@ class MessageFormat(ABC):
 
     @property
     def after_body(self) -> str:
-        """Returns what stands between a body and the header of the next message."""
+        """Returns the text between a body and the next header."""
         return self.around_thoughts[1] + self.next_message
 
     def start_behind(self, prompt: str) -> Start:
@@ -44,12 +44,12 @@ class MessageFormat(ABC):
 
     @abstractmethod
     def read(self, reader: Reader, output: Output, separate: bool, start: Start) -> Steps[None]:
-        """Reads a whole output. separate: whether thoughts are kept apart from the text."""
+        """Reads a whole output. separate: thoughts are kept apart from the text."""
 
 
 class Bodies:
-    """The bodies of messages that are no calls. `ends`: markers that end one; `edges`: these, and those that begin the
-    next message without any."""
+    """Reads bodies of messages that are not calls. `ends`: markers that end one; `edges`: these, and those that begin
+    the next message."""
 
     def __init__(self, reader: Reader, output: Output, separate: bool, ends: Markers, edges: Markers) -> None:
         self._reader, self._output, self._separate = reader, output, separate
@@ -57,6 +57,7 @@ class Bodies:
         self._num_thoughts = 0
 
     def read(self, is_thought: bool) -> Steps[None]:
+        """Reads a body up to its end."""
         reader, output = self._reader, self._output
         output.in_reasoning = is_thought
         if is_thought and self._separate:

@@ -1,4 +1,4 @@
-"""The formats of the served model's calls and thoughts."""
+"""Output formats of the served model: calls and thoughts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelFormats:
         return None if self.reasoning_name is None else REASONING_FORMATS[self.reasoning_name]
 
     def counted_id(self, name: str, number: int) -> str:
-        """An id for the call `number` of a conversation, which may be any model's."""
+        """Returns an id in the format's form for call `number` of a conversation."""
         return f"functions.{name}:{number}" if self.calls_name in NUMBERED_IDS else f"call{number:0{SHORT_ID - 4}}"
 
     def has_id(self, call_id: Any, name: str, number: int) -> bool:
@@ -46,7 +46,7 @@ class ModelFormats:
 
     @property
     def messages(self) -> MessageFormat | None:
-        """Returns the format of the messages that an output consists of; None: it is one text."""
+        """Returns the format of the messages that an output consists of; None if it is plain text."""
         return next((form for form in (self.calls, self.reasoning) if isinstance(form, MessageFormat)), None)
 
     @property
@@ -55,12 +55,11 @@ class ModelFormats:
 
 
 def has_hidden(markers: tuple[str, ...], shown: Callable[[str], str]) -> bool:
-    """Returns whether one of the markers is not there any more in what a detokenizer that skips special tokens shows of
-    it."""
+    """Returns whether a detokenizer that skips special tokens removes one of the markers."""
     return any(marker not in shown(marker) for marker in markers)
 
 
 def tool_schemas(tools: list[dict[str, Any]] | None) -> Mapping[str, Mapping[str, Any]]:
-    """Name -> schema of the parameters, for the functions of a request."""
+    """Returns the schema of the parameters by name, for the functions of a request."""
     functions = [tool["function"] for tool in tools or ()]
     return {function["name"]: function.get("parameters") or {} for function in functions}

@@ -67,7 +67,7 @@ class Muse(MessageFormat):
 
 
 def _message(reader: Reader, output: Output, bodies: Bodies, begun: str) -> Steps[None]:
-    """A message from behind `begun` of its header on; the mark is at its beginning."""
+    """Reads a message after the part `begun` of its header; the mark is at its beginning."""
     try:
         header = yield from reader.word(_BODY, MAX_HEADER)
         if header is None:

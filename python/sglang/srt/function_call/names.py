@@ -1,5 +1,5 @@
-"""Which names of functions and arguments a format's calls can have: those that its parser reads from a call as it is
-written."""
+"""Names of functions and arguments that a format's calls can have: those that its parser reads back from a written
+call."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_function_names(calls_name: str, names: Iterable[str]) -> None:
 
 
 def check_argument_names(calls_name: str, names: Iterable[str]) -> None:
-    """Raises ValueError for names, of those from `tagged_names`, that arguments in this format cannot have."""
+    """Raises ValueError for names (from `tagged_names`) that arguments in this format cannot have."""
     _check("parameter", calls_name, names, _reads_argument)
 
 
@@ -86,8 +86,8 @@ def _reads_argument(calls_name: str, name: str) -> bool:
 
 
 def tagged_names(calls_name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """The names in the schema of a function's arguments that a call in this format writes as tags: there are none in
-    JSON, and all of nested objects', too, where those are tags as well."""
+    """Yields the names in a function's schema that calls in this format write as tags: none for JSON; for nested tags
+    also the names in nested objects."""
     forced = FORCED_CALLS.get(calls_name)
     if forced is None or not forced.has_tags:
         return
@@ -111,7 +111,7 @@ def tagged_names(calls_name: str, schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _is_read(calls_name: str, name: str, arguments: Sequence[str]) -> bool:
-    """Returns whether a call of this function, with arguments of these names, is read as it is written."""
+    """Returns whether the parser reads back a written call of this function with arguments of these names."""
     form, forced = TOOL_CALL_FORMATS[calls_name], FORCED_CALLS.get(calls_name)
     tools = {name: {"properties": {argument: {"type": "string"} for argument in arguments}}}
     text = _NOT_FORCED[calls_name].replace(NAME, name) if forced is None else forced.written(name, arguments)

@@ -1,6 +1,5 @@
-"""Calls of MiniMax-M3: arguments are tags with their names, and so are the entries of objects and arrays in them. In
-front of every tag stands the same special token. A value may have one in it: its own end tag counts where another tag
-follows.
+"""Reader of MiniMax-M3's calls: arguments are tags with their names, and so are the entries of objects and arrays. The
+same special token stands before every tag. A value may contain one: its own end tag counts only if another tag follows.
 
 ]<]minimax[>[<invoke name="f">]<]minimax[>[<city>Paris]<]minimax[>[</city>]<]minimax[>[</invoke>
 """
@@ -28,7 +27,7 @@ _STRING = frozenset(("string",))
 
 
 def nested_tags(reader: Reader, output: Output) -> Steps[None]:
-    """Read a call from behind `<invoke name="` on."""
+    """Reads a call after `<invoke name="`."""
     name = yield from reader.word(_NAME_END, MAX_HEADER)
     if name is None:
         raise NotACall
@@ -41,7 +40,8 @@ def nested_tags(reader: Reader, output: Output) -> Steps[None]:
 
 
 def _entries(reader: Reader, sink: Sink, schema: Mapping[str, Any], parent: str, depth: int) -> Steps[None]:
-    """The tags up to the end of `parent`, as a JSON object, or as an array if the first one is that of an entry."""
+    """Passes on the tags up to the end of `parent`, as a JSON object, or as an array if the first tag is that of an
+    array's entry."""
     first, closer = True, ""
     while True:
         yield from reader.space()
@@ -78,7 +78,7 @@ def _tag(reader: Reader, parent: str) -> Steps[str | None]:
 
 
 def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, depth: int) -> Steps[None]:
-    """Pass on the text between the tags of `key`, as JSON."""
+    """Passes on the text between the tags of `key`, as JSON."""
     inner = _schema_of(schema, key)
     types = parameter_types({"properties": {key: inner}, **_definitions(schema)}, key)
     end = f"{TAG}{_CLOSE}{key}>"
@@ -106,7 +106,8 @@ def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, dept
 
 
 def _leaf(text: str, types: Types) -> str:
-    """A value without entries; an empty one is the empty value of a type that has no other spelling."""
+    """Returns a value without entries as JSON; an empty one becomes the empty value of a type without another
+    spelling."""
     if not text.strip() and types and "string" not in types:
         for kind, empty in (("object", "{}"), ("array", "[]"), ("null", "null")):
             if kind in types:
@@ -115,12 +116,12 @@ def _leaf(text: str, types: Types) -> str:
 
 
 def _is_array(schema: Mapping[str, Any]) -> bool:
-    """Returns whether entries may be those of an array. An object may have a property of the same name."""
+    """Returns whether entries may be an array's. An object may have a property of the same name."""
     return not any(_ITEM in _properties(part) for part in joined_schemas(schema, schema))
 
 
 def _schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The schema of an entry; several that are joined there, or that are alternatives, are alternatives."""
+    """Returns the schema of an entry; several that are joined or alternatives become alternatives."""
     parts = joined_schemas(schema, schema)
     inner = [_properties(part)[key] for part in parts if key in _properties(part)]
     if not inner and key == _ITEM:

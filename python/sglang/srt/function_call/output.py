@@ -1,8 +1,8 @@
-"""Collects the events that a grammar reports, and keeps the rules that all formats share.
+"""Collects the events that grammars report, and applies the rules that all formats share.
 
-A call begins when its name is one of the request's tools and its arguments open. What looks like a call and does not
-come that far is text, markers and all. From there on it is a call, whatever follows: its arguments are passed on as
-they come. White space next to a call belongs to the format, not to the text.
+A call begins when its name is one of the request's tools and its arguments open. A beginning that does not get so far
+is text, markers included. After that it is a call, whatever follows: its arguments are passed on as they come. White
+space next to a call belongs to the format, not to the text.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MAX_HEADER = 512
 
 
 class NotACall(Exception):
-    """The text at the reading position does not fit the format. Ends the attempt, not the parsing."""
+    """Raised when the text does not fit the format. Ends the attempt, not the parsing."""
 
 
 class SkippedCall(NotACall):
-    """A call that was read to its end, and that this request cannot run: of a function that it does not offer, or with
-    arguments that are no object."""
+    """Raised after a complete call that this request cannot run: the function is not offered, or its arguments are not
+    an object."""
 
 
 class SpaceHold:
-    """Passes text on, but white space only when something else follows it."""
+    """Passes text on, holding white space back until other text follows."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
@@ -50,7 +50,7 @@ class SpaceHold:
             self._space.append(text[length:])
 
     def take(self) -> str:
-        """The white space that waits, which is then forgotten."""
+        """Returns the held white space and forgets it."""
         space, self._space = "".join(self._space), []
         return space
 
@@ -80,7 +80,7 @@ class Output:
         self._space_before_call = ""
 
     def take_events(self) -> list[Event]:
-        """Return the new events; neighbours of the same kind are one event."""
+        """Returns the new events; adjacent events of the same kind are joined."""
         if not (self._whole_thoughts and self.in_reasoning):
             self._join_pieces()
         events, self._events = self._events, []
@@ -100,7 +100,7 @@ class Output:
     # --- text ---------------------------------------------------------------------------------------------------------
 
     def text(self, text: str) -> None:
-        """White space waits until it is known whether a call follows."""
+        """Adds text. White space waits until it is known whether a call follows."""
         self._space.push(text)
 
     def exact_text(self, text: str) -> None:
@@ -113,22 +113,22 @@ class Output:
             self._add(ReasoningDelta, text)
 
     def drop_space(self) -> None:
-        """The white space just read belongs to the format."""
+        """Drops the white space just read, which belongs to the format."""
         self._space.take()
 
     def begin_reasoning(self, sink: Sink | None) -> None:
-        """`sink` takes what looks like a call within the thoughts and is none."""
+        """Begins thoughts. `sink` takes text within them that looks like a call but is none."""
         self.in_reasoning = True
         self._thoughts = sink
 
     def end_reasoning(self, length: int = 0) -> None:
-        """length: characters read since the end of the thoughts."""
+        """Ends thoughts. length: characters read since their end."""
         self.in_reasoning = False
         self._thoughts = None
         self.reasoning_end = self._reader.offset - length
 
     def flush_space(self) -> None:
-        """No call follows. White space after the last one is dropped."""
+        """Notes that no call follows. White space after a last call is dropped."""
         space = self._space.take()
         if self.text_since_call:
             self.exact_text(space)
@@ -140,7 +140,7 @@ class Output:
         return self._call is not None
 
     def start_call(self, name: str) -> None:
-        """Raises NotACall for a function that the request does not offer."""
+        """Begins a call. Raises NotACall for a function that the request does not offer."""
         if name not in self.tools:
             raise NotACall
         if self.in_reasoning:
@@ -161,14 +161,14 @@ class Output:
         return ArgumentsDelta(self.num_calls, text)
 
     def succeed(self) -> None:
-        """Accept the text since the mark: it is a call, or markup without content."""
+        """Accepts the text since the mark: it is a call, or markup without content."""
         source = self._reader.since_mark()
         self._reader.unmark()
         if self._call is not None:
             self._end_call(source)
 
     def fail(self) -> None:
-        """Reject the text since the mark: it is a call if one has begun, else text, or a thought."""
+        """Rejects the text since the mark: it is a call if one has begun, else text or a thought."""
         source = self._reader.since_mark()
         self._reader.unmark()
         if self._call is not None:

@@ -1,11 +1,11 @@
-"""One output of a model, from its text to events.
+"""Parses one output of a model from text to events.
 
     parser = OutputParser(calls=TOOL_CALL_FORMATS["glm45"], tools={"weather": {...schema...}})
     for text in pieces:
         events = parser.push(text)
     events = parser.finish()
 
-The events of an output, neighbours of the same kind joined, are the same however it was cut into pieces.
+With adjacent events of the same kind joined, the events do not depend on how the output was cut into pieces.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class OutputParser:
 
     @property
     def reasoning_end(self) -> int:
-        """Characters up to the end of the last thoughts that have ended; 0: there were none."""
+        """Returns the characters up to the end of the last complete thoughts; 0: there were none."""
         return self._output.reasoning_end
 
     def push(self, text: str) -> list[Event]:
-        """Add the next piece of the output; return the events that have become certain."""
+        """Adds the next piece of the output; returns the events that have become certain."""
         self._reader.feed(text)
         next(self._steps)
         return self._output.take_events()
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the output."""
+        """Returns the remaining events at the end of the output."""
         self._reader.end()
         next(self._steps, None)
         return self._output.take_events()
@@ -98,5 +98,5 @@ class OutputParser:
 
 
 def parse(parser: OutputParser, text: str) -> ParsedOutput:
-    """A whole output at once."""
+    """Returns the events of a whole output."""
     return collect([*parser.push(text), *parser.finish()])

@@ -1,4 +1,4 @@
-"""Values as Python writes them, passed on as JSON, character by character."""
+"""Converts Python literals to JSON, character by character."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _PLAIN = {quote: re.compile(rf"[^\\\n{quote}]*") for quote in "'\""}
 
 
 def object_as_json(text: str) -> str | None:
-    """An object or array that Python has written, as JSON; None if `text` is none."""
+    """Returns an object or array in Python's syntax as JSON; None if `text` is neither."""
     value = _whole(text, read_literal)
     return value if value is not None and is_container(value) else None
 
 
 def string_as_json(text: str) -> str:
-    """A text in quotes, as JSON; what its escapes mean is JSON's rule, else Python's, else they are text."""
+    """Returns a quoted text as JSON. Escapes have JSON's meaning, else Python's, else they are text."""
     readers = (read_string, read_literal) if text.startswith('"') else (read_literal,)
     values = (_whole(text, read) for read in readers)
     return next((value for value in values if value is not None and _is_text(value)), f'"{escaped(text[1:-1])}"')
 
 
 def _whole(text: str, read: Callable[[Reader, Sink], Steps[None]]) -> str | None:
-    """What `read` makes of all of `text`; None if it is something else."""
+    """Returns the result of `read` for all of `text`; None if it does not fit."""
     reader, parts = Reader(), list[str]()
     reader.feed(text)
     reader.end()
@@ -69,7 +69,7 @@ def _is_text(value: str) -> bool:
 
 
 def read_literal(reader: Reader, sink: Sink) -> Steps[None]:
-    """A literal, passed on as JSON."""
+    """Reads a literal and passes it on as JSON."""
     closers: list[tuple[str, str]] = []
     comma = False
     while True:

@@ -1,4 +1,4 @@
-"""A call in the manner of Python: `f(a=1, b="x")`."""
+"""Reader of a call in Python's syntax: `f(a=1, b="x")`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _KEY_END = Markers("=", "\n", "(", "[", "{", '"', "'", ",", ")")
 
 
 def read_call(reader: Reader, output: Output) -> Steps[None]:
+    """Reads a call, passing its arguments on as JSON. Raises NotACall for other text."""
     name = yield from reader.word(_NAME_END, MAX_HEADER)
     if name is None or (yield from reader.peek()) != "(":
         raise NotACall

@@ -1,7 +1,7 @@
 """Reads text that arrives in pieces.
 
-Grammars are generators over a `Reader`: they yield where they need more text and go on when it is there. What a method
-consumes and passes on depends on the text alone, never on where the pieces were cut.
+Grammars are generators over a `Reader`: they yield when they need more text and go on when it has come. What a method
+consumes and passes on depends on the text alone, never on how it was cut into pieces.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SOME_SPACE = re.compile(rf"\s{{0,{MAX_SPACE + 1}}}")
 
 
 class Markers:
-    """Strings to look for together. None may be a part of another, but at its end: the first that is complete would win
-    by chance."""
+    """Strings to search for together. None may occur inside of another, except at its end: whichever is complete first
+    would win by chance."""
 
     def __init__(self, *texts: str) -> None:
         for text in texts:
@@ -46,37 +46,37 @@ class Markers:
         return self._pattern.match(text, start, end) if self._pattern is not None else None
 
     def certain_end(self, text: str, start: int, end: int) -> int:
-        """Returns the index at which the longest end of the text begins that may be the beginning of a marker; `end` if
-        there is none."""
+        """Returns the start of the longest end of the text that may be the beginning of a marker; `end` if there is
+        none."""
         for cut in range(max(start, end - self._longest), end):
             if text[cut] in self._firsts and text[cut:end] in self._beginnings:
                 return cut
         return end
 
     def may_begin(self, text: str, start: int, end: int) -> bool:
-        """Returns whether the rest of the text is nothing or the beginning of a marker."""
+        """Returns whether the rest of the text is empty or the beginning of a marker."""
         return end - start <= self._longest and (start == end or text[start:end] in self._beginnings)
 
 
 @functools.lru_cache(maxsize=1024)
 def markers_of(*texts: str) -> Markers:
-    """`Markers` that are needed again and again, for every argument of a call."""
+    """Returns cached `Markers`, for those needed for every argument of a call."""
     return Markers(*texts)
 
 
 @dataclass(slots=True)
 class _Mark:
-    """A place that was read. `pieces`: the text from there on that is gone from the reader; the rest is there, from the
-    index `start` on."""
+    """A position that was marked. `pieces`: text from there on that the reader no longer holds; the rest begins at
+    index `start`."""
 
     start: int
     pieces: list[str] = field(default_factory=list)
 
 
 class Reader:
-    """The text that is there, from the reading position on. `mark` and `since_mark` keep what a grammar consumes, for
-    the case that it turns out to be something else; marks may be nested, and the innermost one counts. With a fence,
-    the text seems to end where one of its markers begins."""
+    """The available text from the reading position on. `mark` and `since_mark` keep what a grammar consumes, in case it
+    turns out to be something else; marks may be nested, and the innermost one counts. With a fence, the text seems to
+    end where one of its markers begins."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -101,14 +101,14 @@ class Reader:
         self._find_end()
 
     def end(self) -> None:
-        """No text follows."""
+        """Notes that no more text follows."""
         self._whole = True
         self._find_end()
 
     # --- a part of the text -------------------------------------------------------------------------------------------
 
     def fence(self, markers: Markers) -> None:
-        """Ends the text before the first of the markers until `lift_fence`; they are the same in every call."""
+        """Ends the text before the first of the markers until `lift_fence`; pass the same markers in every call."""
         self._fence = markers
         self._find_end()
 
@@ -130,7 +130,7 @@ class Reader:
 
     @property
     def offset(self) -> int:
-        """Characters consumed so far."""
+        """Returns the characters consumed so far."""
         return self._offset + self._position
 
     # --- memory of what was read --------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Reader:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def peek(self) -> Steps[str]:
-        """The next character, which stays; "" at the end."""
+        """Returns the next character without consuming it; "" at the end."""
         while self._position >= self._end:
             if self._ended:
                 return ""
@@ -167,11 +167,11 @@ class Reader:
         return self._text[self._position]
 
     def skip(self, count: int) -> None:
-        """Consumes characters that are known to be there."""
+        """Consumes `count` characters, which must be available."""
         self._position += count
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Steps[str]:
-        """Passes on all characters that `pattern` takes, a class with a star, and returns the next, as `peek`."""
+        """Passes on all characters that `pattern` (a starred class) matches, and returns the next one like `peek`."""
         while True:
             match = pattern.match(self._text, self._position, self._end)
             assert match is not None
@@ -185,11 +185,11 @@ class Reader:
             yield
 
     def space(self) -> Steps[str]:
-        """Consumes white space and returns the next character, as `peek`."""
+        """Consumes white space and returns the next character like `peek`."""
         return (yield from self.run(SPACE, ignore))
 
     def next_of(self, markers: Markers) -> Steps[str | None]:
-        """The marker that comes next, which stays; None if it is none of them."""
+        """Returns the marker that comes next without consuming it; None if there is none."""
         while True:
             match = markers.match(self._text, self._position, self._end)
             if match is not None:
@@ -199,13 +199,13 @@ class Reader:
             yield
 
     def one_of(self, markers: Markers) -> Steps[str | None]:
-        """Consumes the marker that comes next; None, and nothing is consumed, if it is none of them."""
+        """Consumes and returns the marker that comes next; None, consuming nothing, if there is none."""
         marker = yield from self.next_of(markers)
         self.skip(len(marker or ""))
         return marker
 
     def past_space(self, markers: Markers) -> Steps[str | None]:
-        """Consumes white space and the marker behind it; None, and nothing is consumed, if none of them is there."""
+        """Consumes white space and a following marker, which it returns; None, consuming nothing, if there is none."""
         while True:
             match, is_known = self._behind_space(markers, self._position)
             if match is not None:
@@ -216,7 +216,7 @@ class Reader:
             yield
 
     def _behind_space(self, markers: Markers, start: int) -> tuple[re.Match[str] | None, bool]:
-        """The marker behind the white space at `start`, and whether it is certain that there is one, or none."""
+        """Returns the marker after the white space at `start`, and whether the answer is certain."""
         space = _SOME_SPACE.match(self._text, start, self._end)
         assert space is not None
         match = markers.match(self._text, space.end(), self._end)
@@ -225,10 +225,11 @@ class Reader:
         return match, match is not None or not waits
 
     def until(self, markers: Markers, sink: Sink, behind: Mapping[str, Markers] | None = None) -> Steps[str | None]:
-        """Passes on the text before the next marker and returns the marker, which stays; None if the text ends.
+        """Passes on the text before the next marker and returns the marker without consuming it; None if the text ends.
 
-        behind: marker -> markers of which one must follow it, white space aside, or the end of the text; else it is
-        text."""
+        behind: marker -> markers one of which (or the end of the text) must follow it, apart from white space;
+        otherwise it is text.
+        """
         while True:
             match = markers.search(self._text, self._position, self._end)
             cut = match.start() if match is not None else self._end
@@ -250,7 +251,7 @@ class Reader:
             yield
 
     def _counts(self, match: re.Match[str], behind: Mapping[str, Markers]) -> bool | None:
-        """Whether the marker is one by what follows it; None: more text will show it."""
+        """Returns whether what follows makes this match a marker; None: more text is needed."""
         if match[0] not in behind:
             return True
         follower, is_known = self._behind_space(behind[match[0]], match.end())
@@ -259,8 +260,8 @@ class Reader:
         return follower is not None or (self._ended and not self._text[match.end() : self._end].strip())
 
     def word(self, markers: Markers, limit: int) -> Steps[str | None]:
-        """Consumes and returns the text before the next marker, which stays. None, and nothing is consumed, if it is
-        longer than `limit` or the text ends. Looks no further than that: many attempts in one text cost no more than a
+        """Consumes and returns the text before the next marker, which stays. Returns None, consuming nothing, if it is
+        longer than `limit` or the text ends. Looks no further than `limit`, so many attempts in one text cost only a
         multiple of its length."""
         while True:
             start = self._position
@@ -285,4 +286,4 @@ class Reader:
 
 
 def ignore(_: str) -> None:
-    """The sink of what nobody needs."""
+    """Discards text."""

@@ -1,4 +1,4 @@
-"""The thoughts before an answer."""
+"""Thoughts before an answer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang.srt.function_call.reader import Reader, Sink, Steps, ignore, markers
 class ReasoningFormat:
     """Thoughts between `begin` and `end`. `inside`: the prompt ends within them, unless it shows otherwise.
 
-    `in_text`: thoughts stay in the text, with `begin` in front also where the prompt has it, so that clients can send
+    `in_text`: thoughts stay in the text, preceded by `begin` even if that is in the prompt, so that clients can send
     them back. `lone_end`: an answer without thoughts may begin with `end`.
 
-    Some models call without closing their thoughts: a call in thoughts that never end is one and ends them. What a
-    model writes of calls before it thinks on, and closes its thoughts later, is a thought. Calls right before the end
-    mark are calls, unless the answer begins with one: then they were what the model thought of.
+    Some models call without closing their thoughts: a call in thoughts that never end is a call and ends them. A call
+    that is followed by more thoughts, which are closed later, is a thought. Calls right before the end mark are calls,
+    unless the answer begins with one: then they were only considered.
     """
 
     begin: str = "<think>"
@@ -44,17 +44,17 @@ class ReasoningFormat:
         return self.inside and not prompt.endswith(self.end)
 
     def last_mark(self, text: str) -> str:
-        """The mark behind which an answer that has begun with `text` goes on; `end` where there is none: such an answer
-        is no thought."""
+        """Returns the mark after which an answer beginning with `text` goes on; `end` if it has none: such an answer is
+        not a thought."""
         return self.begin if text.rfind(self.begin) > text.rfind(self.end) else self.end
 
     def read(
         self, reader: Reader, output: Output, inside: bool, separate: bool = True, calls: CallFormat | None = None
     ) -> Steps[bool]:
-        """The thoughts, if there are any. White space next to their marks belongs to the format. Returns whether a call
-        ends them, which comes next; the end mark that may still come behind it belongs to the format.
+        """Reads the thoughts, if any. White space next to their marks belongs to the format. Returns whether a call
+        ends them, which comes next; an end mark after that call belongs to the format.
 
-        separate: False leaves them in the text, marks and all. calls: how a call may begin within them.
+        separate: False leaves them in the text, marks included. calls: the format of calls within them.
         """
         reader.mark()
         yield from reader.space()
@@ -77,7 +77,7 @@ class ReasoningFormat:
         sink = SpaceHold(output.reasoning).push if separate else output.exact_text
         output.begin_reasoning(sink)
         end = yield from self._thoughts(reader, output, sink, calls)
-        if not output.in_reasoning:  # a call ends them
+        if not output.in_reasoning:  # a call has ended the thoughts
             return separate
         if end is not None:
             reader.skip(len(end))
@@ -89,7 +89,7 @@ class ReasoningFormat:
         return False
 
     def _thoughts(self, reader: Reader, output: Output, sink: Sink, calls: CallFormat | None) -> Steps[str | None]:
-        """Passes them on, up to their end mark, which is returned and stays, to a call, or to the end of the text."""
+        """Passes thoughts on up to their end mark (returned, not consumed), a call, or the end of the text."""
         markers = markers_of(self.end, *(calls.opening if calls is not None else ()))
         while True:
             marker = yield from reader.until(markers, sink)
@@ -105,9 +105,10 @@ class ReasoningFormat:
             reader.unmark()
 
     def _is_called(self, reader: Reader, trial: Output, calls: CallFormat, marker: str) -> Steps[bool]:
-        """Returns whether what `marker` begins is a call that ends the thoughts; else consumes what is a thought.
+        """Returns whether `marker` begins a call that ends the thoughts; otherwise consumes it as a thought.
 
-        trial: takes the events, which nobody needs."""
+        trial: takes the events, which are discarded.
+        """
         end, following = markers_of(self.end), markers_of(self.end, *calls.markers)
         trial.begin_reasoning(ignore)
         reader.fence(end)
@@ -116,7 +117,7 @@ class ReasoningFormat:
         if trial.in_reasoning:
             return False
         while True:
-            if not _are_whole(trial):  # what was read may have the end mark in it
+            if not _are_whole(trial):  # the text read may contain the end mark
                 reader.rewind()
                 reader.mark()
                 break
@@ -130,7 +131,7 @@ class ReasoningFormat:
         return (yield from reader.until(end, ignore)) is None
 
     def _answer_calls(self, reader: Reader, calls: CallFormat) -> Steps[bool]:
-        """Returns whether a call may begin behind the end mark, which comes next and stays."""
+        """Returns whether a call may begin after the end mark, which comes next and is not consumed."""
         reader.mark()
         reader.skip(len(self.end))
         yield from reader.space()
@@ -140,5 +141,5 @@ class ReasoningFormat:
 
 
 def _are_whole(output: Output) -> bool:
-    """Returns whether the new calls have arguments that end."""
+    """Returns whether the arguments of all new calls are complete."""
     return all(event.complete for event in output.take_events() if isinstance(event, CallEnd))

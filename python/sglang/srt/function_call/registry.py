@@ -1,4 +1,4 @@
-"""The formats by the names that `--tool-call-parser` and `--reasoning-parser` take."""
+"""Output formats by the names that `--tool-call-parser` and `--reasoning-parser` take."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _glm(tag: str) -> CallFormat:
 
 
 def _hunyuan(suffix: str = "") -> CallFormat:
-    """`suffix`: what ends the name of every tag."""
+    """Returns Hunyuan's format. `suffix`: the end of every tag's name."""
     return CallFormat(
         sections=((f"<tool_calls{suffix}>", f"</tool_calls{suffix}>"),),
         begin=(f"<tool_call{suffix}>",),
@@ -62,7 +62,7 @@ def _hunyuan(suffix: str = "") -> CallFormat:
 _KIMI_K2 = CallFormat(
     sections=tuple(
         (f"<|{calls}_section_begin|>", f"<|{calls}_section_end|>")
-        for calls in ("tool_calls", "tool_call")  # the model writes the second one now and then
+        for calls in ("tool_calls", "tool_call")  # the model sometimes writes the second one
     ),
     begin=("<|tool_call_begin|>",),
     grammar=NamedArguments(
@@ -89,7 +89,7 @@ _DEEPSEEK_V31 = _deepseek(NamedArguments(name=_NAME, arguments="<｜tool▁sep�
 
 
 def _dsml(section: str, mark: str = "｜DSML｜") -> CallFormat:
-    """`mark` stands in front of the name of every tag."""
+    """Returns DeepSeek's DSML format. `mark` stands before the name of every tag."""
     return CallFormat(
         sections=((f"<{mark}{section}>", f"</{mark}{section}>"),),
         begin=(f'<{mark}invoke name="',),

@@ -1,4 +1,4 @@
-"""Arguments as tagged values, one behind the other, for grammars that force calls: what `tagged_calls` reads."""
+"""Grammar of tagged arguments, one after the other, for forced calls; `tagged_calls` reads them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def verify_count(schemas: Iterable[Mapping[str, Any]]) -> None:
 
 
 def tagged_arguments(schema: Mapping[str, Any], key: str, end: str) -> Format:
-    """Returns the arguments of a call. schema: of an object; key: the text before a value, with NAME for the argument's
-    name; end: that behind it.
+    """Returns the grammar of a call's arguments. schema: of an object; key: the text before a value, with NAME for the
+    argument's name; end: the text after it.
 
-    Arguments come in the schema's order, those that are not required perhaps. What may be a string is any text up to
+    Arguments come in the schema's order; optional ones may be missing. A value that may be a string is any text up to
     `end`, unless the schema lists its values: as raw text has no quotes, `pattern` and lengths of strings are not
-    enforced. Where the schema names no arguments and does not forbid any, each is any name and any text.
+    enforced. If the schema names no arguments and does not forbid any, any names and texts are allowed.
 
-    Raises ValueError where the definitions, of which each value that refers to some has a copy, are too long.
+    Raises ValueError if the definitions, which are copied to each value that refers to them, are too long.
     """
     properties = schema.get("properties")
     required = schema.get("required")
@@ -76,7 +76,7 @@ def _value(root: Mapping[str, Any], name: str, schema: Any, definitions: Format)
 
 
 def _refers(schema: Any) -> bool:
-    """Returns whether there is a reference anywhere in it."""
+    """Returns whether the schema contains a reference."""
     pending = [schema]
     while pending:
         entry = pending.pop()

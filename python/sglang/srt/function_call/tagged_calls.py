@@ -1,4 +1,4 @@
-"""Calls whose arguments are tagged values, one by one, in the manner of XML, but without its escapes."""
+"""Reader of calls whose arguments are tagged values, similar to XML but without escapes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ STRING = frozenset(("string",))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
-    """Reads from behind the call's marker on: name, `after_name`, then for each argument `key`, its name, one of
-    `after_key`, perhaps `value`, its value and `after_value`; at last `end`.
+    """Reads a call after its marker: name, `after_name`, then for each argument `key`, its name, one of `after_key`,
+    perhaps `value`, its value and `after_value`; at last `end`.
 
-    `after_end`: may follow `end`. `cdata`: what stands around a value that may have any tags in it.
+    `after_end`: may follow `end`. `cdata`: marks around a value that may contain any tags.
 
     `after_name` of "": a line break or a tag ends the name. `closing`: ends the name and the call. `after_key`: text ->
-    whether the value that follows is a string; None: the tool's schema says so. `lines`: values stand on lines of their
-    own. `json_body`: a JSON object may stand in place of all arguments. `next_tags`: where one of these stands, the
-    call has ended, if need be without `end`. `no_end`: texts that end a value on a line of its own, and on a line with
-    others, without `after_value`. `no_value`: texts that no value has; the call breaks off there.
+    whether the value that follows is a string; None: the tool's schema decides. `lines`: values are on lines of their
+    own. `json_body`: a JSON object may replace all arguments. `next_tags`: the call ends before one of these, also
+    without `end`. `no_end`: texts that end a value without `after_value`, on a line of its own and within a line.
+    `no_value`: texts that no value contains; the call breaks off there.
 
-    A value may have end tags in it: `after_value` counts where the next key or the end of the call follows, `end`
-    within a value where one of `next_tags` does, and both at the end of the text.
+    A value may contain end tags: `after_value` counts if the next key or the end of the call follows, `end` within a
+    value if one of `next_tags` follows, and both at the end of the text.
     """
 
     after_name: str = ""
@@ -79,7 +79,7 @@ class TaggedCalls:
         yield from reader.past_space(markers_of(self.end))
 
     def _name(self, reader: Reader) -> Steps[tuple[str, bool]]:
-        """The name, and whether the call ends with it."""
+        """Returns the name, and whether the call ends with it."""
         yield from reader.space()
         ends = markers_of(self.after_name, *self.closing) if self.after_name else markers_of("\n", "<")
         name = yield from reader.word(ends, MAX_HEADER)
@@ -143,7 +143,7 @@ class TaggedCalls:
 
 
 class _LineEnd:
-    """Passes text on without the line break at its end."""
+    """Passes text on without a line break at its end."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink

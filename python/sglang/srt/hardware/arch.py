@@ -1,4 +1,5 @@
-"""The features of the GPU. The only module that asks a device; everything else reads the traits that it returns."""
+"""Reads the features of the GPU. This is the only module that asks a device; everything else uses the traits it
+returns."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from sglang.srt.hardware.products import ARCHS, FAMILY_NAMES, NEEDS_TRITON, PROD
 logger = logging.getLogger(__name__)
 
 INSTRUCTIONS = frozenset({"fp8_mma", "block_scaled_mma", "mma_sync_block_scale"})
-"""Features without which kernels that use them do not compile."""
+"""Features that kernels need to compile."""
 
 
 class UnknownArch(UserError):
-    """The name is none of the architectures and products that we know."""
+    """Raised for a name that is neither a known architecture nor a known product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +32,15 @@ class ArchTraits:
 
     name: str  # "sm_120" ... or "cpu"
     capability: tuple[int, int] | None
-    smem_per_block: int  # what one block may ask for, after the opt-in
+    smem_per_block: int  # most that one block may have, after the opt-in
     smem_per_sm: int
     num_sms: int
     bandwidth: float
     memory: int
     features: frozenset[str]
     product: str | None = None  # key of PRODUCTS
-    gpus_per_machine: int = 0  # 0: as many as one has
-    unified_memory: bool = False  # the GPU's is the machine's
+    gpus_per_machine: int = 0  # 0: any number
+    unified_memory: bool = False  # the GPU's memory is the machine's
 
     @property
     def device(self) -> str:
@@ -51,11 +52,8 @@ CPU = ArchTraits("cpu", None, 0, 0, 0, 0.0, 0, frozenset())
 
 
 def arch_by_name(name: str) -> ArchTraits:
-    """Traits by architecture ("sm_120", with the numbers of its reference product, in any machine), by product
-    ("rtx-5090", in its own kind of machine) or "cpu".
-
-    Raises UnknownArch.
-    """
+    """Returns the traits of an architecture ("sm_120", with the numbers of its reference product, in any machine), of a
+    product ("rtx-5090", in its own kind of machine) or of "cpu". Raises UnknownArch."""
     if name == "cpu":
         return CPU
     product_key = ARCHS[name].reference_product if name in ARCHS else FAMILY_NAMES.get(name, name)
@@ -80,12 +78,12 @@ def arch_by_name(name: str) -> ArchTraits:
 
 
 def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
-    """Traits of this machine's GPU, or of the GPU that SGLANG_FORCE_ARCH names, or the CPU's.
+    """Returns the traits of this machine's GPU, of the GPU that SGLANG_FORCE_ARCH names, or of the CPU.
 
     `device` is "auto", "cuda" or "cpu". SGLANG_FORCE_ARCH (an architecture or a product) wins over "auto" and "cuda",
-    so that a GPU can run with another one's kernels and tiles. Features that the installed Triton or, for a forced
-    one, this GPU cannot use are left out. Raises UnknownArch for a bad name, and UserError when
-    CUDA is asked for and there is none.
+    so that a GPU can run with another one's kernels and tiles. Features that the installed Triton or, for a forced one,
+    this GPU cannot use are left out. Raises UnknownArch for a bad name, and UserError when CUDA is asked for and there
+    is none.
     """
     if device == "cpu":
         return CPU
@@ -99,8 +97,8 @@ def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
 
 
 def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
-    """Another GPU's traits, less the instructions that kernels would be compiled to and this GPU has not, in this
-    machine."""
+    """Returns a forced GPU's traits as they can run in this machine: without instructions that this GPU does not
+    have."""
     if not cuda_available():
         return forced
     measured = _measured_arch(device_index)
@@ -116,7 +114,7 @@ def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
 
 
 def _as_compiled(traits: ArchTraits) -> ArchTraits:
-    """Return the traits without the features that the installed Triton has no instructions for."""
+    """Returns the traits without the features for which the installed Triton has no instructions."""
     installed, needed = triton_version(), NEEDS_TRITON.get(traits.name, {})
     lacking = {feature for feature, least in needed.items() if installed is not None and installed < least}
     return replace(traits, features=traits.features - lacking)
@@ -124,7 +122,7 @@ def _as_compiled(traits: ArchTraits) -> ArchTraits:
 
 @functools.cache
 def triton_version() -> tuple[int, int] | None:
-    """Major and minor of the installed Triton; None if there is none."""
+    """Returns major and minor version of the installed Triton; None if there is none."""
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
@@ -162,7 +160,8 @@ def _measured_arch(device_index: int) -> ArchTraits:
 
 
 def _facts_for(capability: tuple[int, int]) -> ArchFacts:
-    """A capability that we do not list gets what the newest listed one of its major, not above it, guarantees."""
+    """Returns the facts of a compute capability. An unlisted one gets those of the newest listed one of the same major
+    version that is not above it."""
     same_major = [f for f in ARCHS.values() if f.capability[0] == capability[0] and f.capability <= capability]
     if same_major:
         return max(same_major, key=lambda f: f.capability)
@@ -170,13 +169,14 @@ def _facts_for(capability: tuple[int, int]) -> ArchFacts:
 
 
 def cuda_available() -> bool:
+    """Returns whether torch sees a CUDA device."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def device_name(device_index: int = 0) -> str:
-    """The driver's name of the GPU, or "cpu"."""
+    """Returns the driver's name of the GPU, or "cpu"."""
     if not cuda_available():
         return "cpu"
     import torch
@@ -185,7 +185,7 @@ def device_name(device_index: int = 0) -> str:
 
 
 def pci_address(device_index: int) -> str | None:
-    """The PCI address of a CUDA device, as sysfs writes it: "0000:c1:00.0". None: this torch does not say."""
+    """Returns the PCI address of a CUDA device as sysfs writes it, "0000:c1:00.0"; None: this torch does not say."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(device_index)
@@ -205,16 +205,16 @@ def gpus_reach_one_another(devices: Sequence[int]) -> bool:
 
 
 def device_count() -> int:
-    """CUDA devices that this process may use."""
+    """Returns the number of CUDA devices that this process may use."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def free_memory_bytes(device_index: int | None = 0, unified: bool = False) -> int:
-    """Bytes that can still be allocated: on the GPU, or with None in main memory (Linux; cgroup limits count).
-    `unified`: the GPU's memory is the machine's. The driver then counts as taken what the page cache would give back,
-    for example of a checkpoint that was downloaded a moment ago."""
+    """Returns the bytes that can still be allocated on the GPU, or with `device_index` None in main memory (Linux;
+    cgroup limits count). `unified`: the GPU's memory is the machine's; the driver then counts the page cache as taken,
+    although it would be freed."""
     if device_index is None:
         return _free_main_memory()
     import torch
@@ -224,7 +224,7 @@ def free_memory_bytes(device_index: int | None = 0, unified: bool = False) -> in
 
 
 def _free_main_memory(root: Path = Path("/")) -> int:
-    """Of a container what its limit leaves: cached files, such as a checkpoint that was read, give way."""
+    """Returns the free bytes of main memory; in a container what its limit leaves, where cached files count as free."""
     meminfo = _numbers(root / "proc/meminfo", ":")
     available = meminfo["MemAvailable"] * 1024
     group = root / "sys/fs/cgroup"
@@ -238,13 +238,13 @@ def _free_main_memory(root: Path = Path("/")) -> int:
 
 
 def _numbers(path: Path, separator: str) -> dict[str, int]:
-    """Lines of a name, the separator and a number; none of a file that is not there."""
+    """Reads lines of a name, the separator and a number; returns {} for a missing file."""
     lines = path.read_text().splitlines() if path.exists() else []
     pairs = (line.split(separator, 1) for line in lines)
     return {name: int(value.split()[0]) for name, value in pairs}
 
 
 def is_sm120_supported(device_index: int = 0) -> bool:
-    """Upstream's meaning, for ported code: the device's major capability is 12 (sm_120 and sm_121)."""
+    """Returns whether the device's major capability is 12 (sm_120 and sm_121). Has upstream's name, for ported code."""
     capability = current_arch(device_index).capability
     return capability is not None and capability[0] == 12

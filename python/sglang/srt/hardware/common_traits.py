@@ -9,8 +9,8 @@ from sglang.srt.hardware.arch import ArchTraits
 
 
 def common_traits(traits: Sequence[ArchTraits]) -> ArchTraits:
-    """Returns the least of each number and the features that all have. The product is the one with the fewest SMs, of
-    equals the one with the least bandwidth. All are of one architecture."""
+    """Returns the traits that one plan for all these GPUs, of one architecture, can count on: the least of each number
+    and the common features. The product is the one with the fewest SMs, then with the least bandwidth."""
     least = min(traits, key=lambda each: (each.num_sms, each.bandwidth, each.memory, each.product or ""))
     return replace(
         least,

@@ -1,7 +1,7 @@
-"""The CPUs near a GPU, by sysfs, and how a rank's process stays on them.
+"""Finds the CPUs near a GPU in sysfs, and keeps a rank's process on them.
 
-Pages are allocated on the node whose CPU touches them first, so pinned buffers of a process that stays near its GPU
-are near it, too; across sockets every copy would take the link between them.
+Pages are allocated on the node whose CPU touches them first, so the pinned buffers of a process that stays near its GPU
+are near it, too; otherwise every copy would cross the link between the sockets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ SYSFS = Path("/sys")
 
 
 def node_of(pci_address: str, sysfs: Path = SYSFS) -> int | None:
-    """The NUMA node of a PCI device ("0000:c1:00.0"). None: there is one only, or the firmware does not say."""
+    """Returns the NUMA node of a PCI device ("0000:c1:00.0"); None: there is one node only, or the firmware does not
+    say."""
     try:
         node = int((sysfs / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -26,7 +27,7 @@ def node_of(pci_address: str, sysfs: Path = SYSFS) -> int | None:
 
 
 def cpus_of(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
-    """The CPUs of a node; none if sysfs does not say."""
+    """Returns the CPUs of a node; empty if sysfs does not say."""
     try:
         return parse_cpu_list((sysfs / f"devices/system/node/node{node}/cpulist").read_text())
     except (OSError, ValueError):
@@ -34,7 +35,7 @@ def cpus_of(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
 
 
 def free_bytes_of(node: int, sysfs: Path = SYSFS) -> int | None:
-    """Bytes of a node's memory that are free or hold files, which give way. None if sysfs does not say."""
+    """Returns the bytes of a node's memory that are free or hold cached files; None if sysfs does not say."""
     try:
         lines = (sysfs / f"devices/system/node/node{node}/meminfo").read_text().splitlines()
         sizes = {words[2].rstrip(":"): int(words[3]) * 1024 for words in map(str.split, lines) if len(words) > 3}
@@ -44,7 +45,7 @@ def free_bytes_of(node: int, sysfs: Path = SYSFS) -> int | None:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """ "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
+    """Returns the numbers of a CPU list: "0-3,8" -> {0, 1, 2, 3, 8}. Raises ValueError."""
     cpus: set[int] = set()
     for piece in text.strip().split(","):
         if piece:
@@ -54,8 +55,8 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def stay_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
-    """Keep this process, and the threads and processes that it starts from now on, on the CPUs of the device's node;
-    returns the node. CPUs that it may not use stay so: where none of the node's are left, nothing changes."""
+    """Keeps this process, and the threads and processes that it starts from now on, on the CPUs of the device's node.
+    Returns the node; None where nothing changes: there is one node only, or the process may use none of its CPUs."""
     node = node_of(pci_address, sysfs)
     if node is None:
         return None

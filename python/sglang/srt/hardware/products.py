@@ -16,8 +16,8 @@ GIB = 1024**3
 FEATURES = frozenset(
     {"cp_async", "tma", "wgmma", "tcgen05", "fp8_mma", "block_scaled_mma", "mma_sync_block_scale", "pdl", "nvlink"}
 )
-"""Everything a kernel may require. There is no feature "Blackwell": sm_100 has tcgen05, sm_120 has not. Both multiply
-with block scales, sm_120 with `mma.sync` (mma_sync_block_scale)."""
+"""All features that a kernel may require. There is no feature "Blackwell": sm_100 has tcgen05, sm_120 does not. Both
+multiply with block scales, sm_120 with `mma.sync` (mma_sync_block_scale)."""
 
 _AMPERE = frozenset({"cp_async"})
 _ADA = _AMPERE | {"fp8_mma"}
@@ -39,12 +39,12 @@ class ArchFacts:
 
 @dataclass(frozen=True, slots=True)
 class GpuProduct:
-    """A card. `aliases` are fragments of the driver's device name, lower case, all of which must occur in it."""
+    """A card. `name_parts` are lower-case fragments of the driver's device name, all of which must occur in it."""
 
     arch: str
     num_sms: int
     bandwidth: float  # bytes/s
-    memory: int  # bytes, as the driver reports them: the data sheet's less what error correction and firmware take
+    memory: int  # bytes, as the driver reports them: error correction and firmware take some of the data sheet's
     name_parts: tuple[str, ...]
     nvlink: bool = False
     gpus_per_machine: int = 0  # 0: any number
@@ -63,8 +63,8 @@ ARCHS: dict[str, ArchFacts] = {
 }
 
 NEEDS_TRITON: dict[str, dict[str, tuple[int, int]]] = {"sm_121": {"block_scaled_mma": (3, 8)}}
-"""Architecture -> feature -> the first Triton that has instructions for it. Before that its products of packed
-four-bit operands do not compile."""
+"""Architecture -> feature -> the first Triton that has instructions for it. With older ones products of packed FP4
+operands do not compile."""
 
 # Searched in this order, so that the more specific name comes first.
 PRODUCTS: dict[str, GpuProduct] = {
@@ -89,12 +89,12 @@ PRODUCTS: dict[str, GpuProduct] = {
 }
 
 FAMILY_NAMES: dict[str, str] = {"rtx-pro-6000": "rtx-pro-6000-server", "dgx-spark": "gb10"}
-"""The usual name of a card without its edition -> the product that is meant: of several, the one with the least
-bandwidth."""
+"""Usual name of a card without its edition -> product; of several editions the one with the least bandwidth."""
 
 
 def product_of_device_name(device_name: str) -> str | None:
-    """Key of PRODUCTS for a driver's device name such as "NVIDIA GeForce RTX 5090", or None for an unknown card."""
+    """Returns the key of PRODUCTS for a driver's device name such as "NVIDIA GeForce RTX 5090"; None for an unknown
+    card."""
     lowered = device_name.lower()
     if "laptop" in lowered:
         return None  # the same name on another chip

@@ -1,4 +1,4 @@
-"""The connection of GPUs: the worst pair of a group, by the PCI tree that the kernel shows under /sys."""
+"""Finds how GPUs are linked: the worst pair of a group, by the PCI tree under /sys."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _DISTANCES = tuple(Topology)
 
 
 def pci_topology(addresses: Sequence[str | None], sysfs: Path = Path("/sys")) -> Topology:
-    """The links of GPUs at these PCI addresses ("0000:c1:00.0"), two or more, without NVLink. Unknown links count as
-    connected through the host's bridges."""
+    """Returns the links of two or more GPUs without NVLink at these PCI addresses ("0000:c1:00.0"). Unknown addresses
+    count as connected through the host's bridges."""
     pairs = itertools.combinations(addresses, 2)
     return max((_between(first, second, sysfs) for first, second in pairs), key=_DISTANCES.index)
 
@@ -38,8 +38,9 @@ def library_topology(
     reach: bool,
     sysfs: Path = Path("/sys"),
 ) -> Topology:
-    """The way of what NCCL sends between GPUs whose links are `topology`: main memory, and so at least the host's
-    bridges, where no GPU may write into another's memory (`reach` False) or the environment forbids it."""
+    """Returns the path of what NCCL sends between GPUs whose links are `topology`. It goes through main memory, and so
+    at least through the host's bridges, where no GPU may write into another's memory (`reach` False) or the environment
+    forbids it."""
     if reach and not _forbids_peers(environment):
         return topology
     return max((pci_topology(addresses, sysfs), Topology.HOST_BRIDGE), key=_DISTANCES.index)
@@ -75,6 +76,6 @@ def _numa_node(address: str, sysfs: Path) -> int | None:
 
 
 def _bridges(address: str, sysfs: Path) -> list[str]:
-    """The PCI bridges between a device and its root."""
+    """Returns the PCI bridges between a device and its root."""
     parts = Path(os.path.realpath(_device(address, sysfs))).parts
     return [part for part in parts[:-1] if _PCI_FUNCTION.fullmatch(part)]

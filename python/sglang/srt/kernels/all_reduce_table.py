@@ -1,8 +1,8 @@
-"""The all-reduce for a message: by how the GPUs are connected, how many they are, and its size.
+"""Table of all-reduce algorithms: by how the GPUs are linked, how many they are, and the size of the message.
 
-One table, in order; the first row that covers a message decides, and behind the last one is NCCL. Sizes are bytes of a
-rank's message. Times "of a card" are those published for eight RTX PRO 6000 Server on PCIe 5 (NCCL 2.29.2; SGLang
-0.5.14's one shot, whose writes and waits are those of `one_shot`).
+The first row that covers a message decides; NCCL serves messages that no row covers. Sizes are bytes of a rank's
+message. Times "of a card" are those published for eight RTX PRO 6000 Server on PCIe 5 (NCCL 2.29.2; SGLang 0.5.14's one
+shot, whose writes and waits are those of `one_shot`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ PCIE = frozenset({Topology.SWITCH, Topology.HOST_BRIDGE, Topology.CROSS_NUMA})
 
 @dataclass(frozen=True, slots=True)
 class SizeRange:
-    """`algorithm` serves messages up to `max_bytes` bytes of groups of these sizes, connected in one of these ways."""
+    """A row of the table: `algorithm` serves messages of up to `max_bytes` bytes, in groups of these sizes with these
+    links."""
 
     topologies: frozenset[Topology]
     ranks: frozenset[int]
@@ -69,7 +70,8 @@ SIZE_RANGES: tuple[SizeRange, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRange:
-    """From `least` bytes on, sums of groups of these sizes are worth sending as e4m3, where the user allows it."""
+    """A row of QUANTIZED: from `least` bytes on, quantized (e4m3) all-reduces pay in groups of these sizes, where the
+    user allows them."""
 
     topologies: frozenset[Topology]
     ranks: frozenset[int]
@@ -78,10 +80,10 @@ class QuantizedRange:
 
 
 PIECE_BYTES = 16 * MIB
-"""What a quantized sum sends at once over peers' memory: workspaces are made for as much."""
+"""Most bytes that a quantized all-reduce sends at once through peers' memory; workspaces have this size."""
 LIBRARY_PIECE_BYTES = 48 * MIB
-"""What it sends at once by the library, with buffers of about as many bytes: a piece takes the host 0.35 ms (an H100's,
-of two ranks), and 4,096 tokens of 5,120 values are one."""
+"""Most bytes that it sends at once by NCCL, with buffers of about this size. A piece takes the host 0.35 ms (two
+H100s); 4,096 tokens of 5,120 values are one piece."""
 _HALF_THE_BYTES = "predicted: two waits and two conversions, and 0.52 of the bytes"
 QUANTIZED: tuple[QuantizedRange, ...] = (
     QuantizedRange(_NVLINK, _ranks(2, 8), 32 * MIB, f"{_HALF_THE_BYTES}, which take little over NVLink"),
@@ -95,13 +97,13 @@ QUANTIZED: tuple[QuantizedRange, ...] = (
 
 
 LEAST_BY_LIBRARY: Mapping[int, int] = {2: 16 * MIB, 8: 8 * MIB}
-"""Most ranks -> the least sum in eight bits by NCCL. It is five launches where an exact one is one, 0.35 ms more of the
-host: below, that is more than the bytes save where sums pass through main memory (30 GB/s of two H100s)."""
+"""Most ranks -> fewest bytes of a quantized all-reduce by NCCL. It takes five launches instead of one, 0.35 ms more of
+the host: with fewer bytes that is more than they save through main memory (30 GB/s between two H100s)."""
 
 
 def quantized_from(topology: Topology | None, ranks: int, by_library: bool = False) -> tuple[int, str]:
-    """(Least bytes of a sum that may be quantized, why.) None: no GPUs. by_library: NCCL sends them, not a kernel in
-    peers' memory."""
+    """Returns (fewest bytes of an all-reduce that may be quantized, why). `topology` None: no GPUs. `by_library`: NCCL
+    sends the messages, not a kernel in peers' memory."""
     if topology is None:
         return 0, "ranks on CPUs"
     for row in QUANTIZED:
@@ -115,8 +117,8 @@ def quantized_from(topology: Topology | None, ranks: int, by_library: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class ExchangeRange:
-    """Parts are gathered and exchanged in peers' memory up to `max_bytes` bytes, up to `packed` as packed words; larger
-    ones by NCCL."""
+    """A row of EXCHANGES: gathers and all-to-all exchanges of up to `max_bytes` bytes go through peers' memory, up to
+    `packed` bytes as packed words; larger ones by NCCL."""
 
     topologies: frozenset[Topology]
     ranks: frozenset[int]
@@ -142,25 +144,25 @@ EXCHANGES: tuple[ExchangeRange, ...] = (
 
 
 def exchanges_for(topology: Topology, ranks: int) -> ExchangeRange | None:
-    """None: NCCL serves all gathers and exchanges."""
+    """Returns the row of a group; None: NCCL serves all gathers and exchanges."""
     return next((row for row in EXCHANGES if topology in row.topologies and ranks in row.ranks), None)
 
 
 LARGEST = max(row.max_bytes for row in SIZE_RANGES)
 NORMED_ROWS, NORMED_ROW_BYTES = 64, 4 * KIB
-"""Most rows, and most bytes of each, whose norm is worth doing in the same kernel, where a block has a whole row: on
-two H200s 6.2 us instead of 6.7 for 64 rows of 4 KiB, but 12.2 instead of 9.9 for 256, and 5.8 instead of 5.4 for one
-of 10 KiB."""
+"""Most rows, and most bytes of a row, for which the norm pays in the same kernel, where a block has a whole row: on two
+H200s it takes 6.2 us instead of 6.7 for 64 rows of 4 KiB, but 12.2 instead of 9.9 for 256, and 5.8 instead of 5.4 for
+one of 10 KiB."""
 
 
 def ranges_for(topology: Topology, ranks: int) -> tuple[SizeRange, ...]:
-    """The rows that a group may come to, by rising size. Empty: NCCL serves everything."""
+    """Returns the rows that count for a group, by ascending size. Empty: NCCL serves everything."""
     rows = [row for row in SIZE_RANGES if topology in row.topologies and ranks in row.ranks]
     return tuple(sorted(rows, key=lambda row: row.max_bytes))
 
 
 def algorithms(topology: Topology, ranks: int) -> str:
-    """The algorithms and their sizes with reasons, for `explain`."""
+    """Describes the algorithms of a group, their sizes and reasons, for `explain`."""
     rows = ranges_for(topology, ranks)
     served = "; ".join(f"{row.algorithm} up to {_size(row.max_bytes)} ({row.reason})" for row in rows)
     return f"{ranks} ranks over {topology.value}: {served}; nccl above"

@@ -104,7 +104,7 @@ def _attention(op: str) -> tuple[KernelSpec, ...]:
 
 EXTEND_ATTENTION = _attention("extend_attention")
 DECODE_ATTENTION = _attention("decode_attention")
-# In place of Triton's kernel, which all steps in graphs have, if it was not asked for.
+# Takes the place of Triton's kernel (which steps in CUDA graphs keep) for long prompts, unless a flag names a kernel.
 LONG_PROMPT_ATTENTION = (
     KernelSpec(
         "flashinfer",
@@ -115,7 +115,7 @@ LONG_PROMPT_ATTENTION = (
         graph_safe=False,
     ),
 )
-# Graphs hold absorbed attention: how many chunks a prefix has is known to the host only.
+# CUDA graphs hold absorbed attention, because only the host knows how many chunks a prefix has.
 LATENT_PROMPT_ATTENTION = (
     KernelSpec(
         "triton",
@@ -128,7 +128,7 @@ LATENT_PROMPT_ATTENTION = (
     ),
     KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),
 )
-# In place of Triton's kernel as well, under the conditions of LONG_PROMPT_ATTENTION.
+# Takes the place of Triton's kernel as LONG_PROMPT_ATTENTION does.
 LONG_LATENT_PROMPT = (
     KernelSpec(
         "flashinfer",
@@ -140,7 +140,7 @@ LONG_LATENT_PROMPT = (
     ),
 )
 PREFILL_ATTENTION = (
-    # Of encoders of images. Measured beside Triton's on an H100: benchmark/results/images.md.
+    # Serves image encoders. Measured beside Triton's on an H100: benchmark/results/images.md.
     KernelSpec(
         "torch_flash",
         f"{_ATTENTION}.flash_varlen:flash_attention",

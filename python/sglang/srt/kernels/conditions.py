@@ -1,5 +1,8 @@
-"""When a kernel serves: the features of a GPU that it takes, what it refuses, from which sizes on it is the faster one,
-and what `explain` says of it."""
+"""Conditions of kernels: the GPU features that they need, what they refuse, from which sizes on they are faster, and
+remarks for `explain`.
+
+A refusal takes (need, arch) and returns the reasons against the kernel; an empty list: none.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,12 @@ NVLINK = frozenset({"nvlink"})
 
 
 def all_of(*refusals: Refuse) -> Refuse:
+    """Returns a refusal with the reasons of all `refusals`."""
     return lambda need, arch: [reason for refuse in refusals for reason in refuse(need, arch)]
 
 
 def lacks(*traits: str) -> Refuse:
-    """The kernel has none of these."""
+    """Returns a refusal of needs that have any of these traits."""
     return lambda need, arch: [f"no support for {trait.replace('_', ' ')}" for trait in traits if trait in need.traits]
 
 
@@ -36,10 +40,13 @@ def biased_heads(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def only_dtypes(*dtypes: str) -> Refuse:
+    """Returns a refusal of activations of other dtypes."""
     return lambda need, arch: [] if need.q_dtype in dtypes else [f"no {need.q_dtype} (has {', '.join(dtypes)})"]
 
 
 def only_quant(*schemes: str | None) -> Refuse:
+    """Returns a refusal of other quantization schemes; None stands for unquantized weights."""
+
     def refuse(need: Need, arch: ArchTraits) -> list[str]:
         if need.quant in schemes:
             return []
@@ -50,23 +57,26 @@ def only_quant(*schemes: str | None) -> Refuse:
 
 
 def only_latent(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses attention other than latent attention."""
     return [] if "mla" in need.traits else ["serves latent attention (MLA) only"]
 
 
 def only_full_heads(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses latent attention."""
     return ["does not serve latent attention (MLA)"] if "mla" in need.traits else []
 
 
 def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses head dims for which FlashInfer has no kernels."""
     if need.head_dim != need.v_head_dim:
         return [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
     return [] if need.head_dim in (64, 128, 256) else [f"head dim {need.head_dim} (has 64, 128, 256)"]
 
 
 def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuse what Triton's kernel computes as fast. SM12x, by the tables of measured and predicted times: 8,192 tokens
-    take FA2 half the time with these head dims, and 1.3 times with 64. Hopper: FA3, whose heads of 128 dims were served
-    beside Triton's; it takes 16-bit caches alone."""
+    """Refuses prompts that Triton's kernel computes as fast. SM12x, by measured and predicted times: FA2 takes half the
+    time for 8,192 tokens with these head dims, and 1.3 times with 64. Hopper: FA3 was measured beside Triton's with
+    heads of 128 dims; it takes 16-bit caches only."""
     hopper = "wgmma" in arch.features
     dims = (128,) if hopper else (128, 256)
     faster = f"faster with head dim {' or '.join(map(str, dims))}, not {need.head_dim}"
@@ -75,41 +85,42 @@ def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuse what it was not measured with: prompts of DeepSeek-V3's and Kimi K2's heads on SM12x and Hopper."""
+    """Refuses what FlashInfer was not measured with: other heads than DeepSeek-V3's and Kimi K2's, and GPUs other than
+    SM12x and Hopper."""
     dims = (need.head_dim, need.v_head_dim)
     reasons = [] if dims == (192, 128) else [f"expanded heads of {dims[0]}/{dims[1]} dims (has 192/128)"]
     return reasons + _faster_there(arch)
 
 
 def _faster_there(arch: ArchTraits) -> list[str]:
-    """SM12x and Hopper, where FlashInfer's prompts were measured beside Triton's."""
+    """Refuses GPUs other than SM12x and Hopper, where FlashInfer's prompts were measured beside Triton's."""
     measured = {"mma_sync_block_scale", "wgmma"} & arch.features
     return [] if measured else ["measured to be faster than Triton's on SM12x and Hopper only"]
 
 
 def torch_flash_heads(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuse heads that torch's flash kernels are not made for."""
+    """Refuses heads that torch's flash kernels do not support."""
     if need.head_dim % 8 or need.head_dim > 256:
         return [f"head dim {need.head_dim} (has multiples of 8 up to 256)"]
     return only_equal_head_dims(need, arch)
 
 
 def torch_flash_is_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuse heads with which Triton's kernel is the faster one. With wgmma, of an H100: it takes 0.75 to 0.88 of the
-    time for 16,384 patches, but 1.7 times as long with 72 dims, whose rows lie in no multiples of 32 bytes. Elsewhere
-    64 dims, by FA2's measured times on SM12x; with more it takes half of Triton's there."""
+    """Refuses heads with which Triton's kernel is faster. With wgmma (H100): Triton's takes 0.75 to 0.88 of the time
+    for 16,384 patches, but 1.7 times as long with 72 dims, whose rows are not aligned to 32 bytes. Elsewhere 64 dims,
+    by FA2's measured times on SM12x; with more dims torch's takes half of Triton's time there."""
     faster = (64, 80, 96, 128) if "wgmma" in arch.features else (64,)
     return [f"Triton's is faster with head dim {need.head_dim}"] if need.head_dim in faster else []
 
 
 def flashinfer_latents(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuse the sizes that FA2's latent kernels are not made for."""
+    """Refuses latents of sizes that FA2's kernels do not support."""
     latent = (need.head_dim, need.v_head_dim)
     return [] if latent == MLA_LATENT else [f"latents of {latent[0]} dims, {latent[1]} of them values (has 576, 512)"]
 
 
 def only_packed(need: Need, arch: ArchTraits) -> list[str]:
-    """Float8 latents of sparse layers are packed, in one form."""
+    """Refuses sparse latents in other forms than the packed one of 576 dims in e4m3."""
     if need.kv_dtype != "fp8_e4m3":
         return [f"no {need.kv_dtype} cache (has fp8_e4m3 and 16 bits)"]
     latent = (need.head_dim, need.v_head_dim)
@@ -117,33 +128,37 @@ def only_packed(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses caches of other than 16-bit dtypes."""
     return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
 
 
 def no_fp8_cache(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses FP8 caches."""
     return [f"no {need.kv_dtype} cache (--kv-cache-dtype bf16 works)"] if need.kv_dtype.startswith("fp8") else []
 
 
 def no_fp4_cache(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses FP4 caches."""
     return ["no fp4_e2m1 cache (has fp8_e4m3, fp8_e5m2, 16 bits)"] if need.kv_dtype == "fp4_e2m1" else []
 
 
 def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses heads whose values differ in size from the keys."""
     return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
 
 
 HYBRIDS = {"hybrid_gdn": "gated-delta-net", "hybrid_mamba2": "Mamba-2"}
-"""Traits of models with recurrent layers: what these layers are."""
+"""Traits of models with recurrent layers, and the names of these layers."""
 HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], tuple[str, str]], ...] = (
     ("tcgen05", ("hybrid_gdn",), ("triton", "trtllm_mha")),
     ("mma_sync_block_scale", tuple(HYBRIDS), ("triton", "flashinfer")),
 )
-"""Backends of the full-attention layers of models with recurrent layers, for GPUs with a feature. The first row counts;
-others take what every model may have. torch_native serves everywhere."""
+"""(GPU feature, traits, backends) of the full-attention layers of models with recurrent layers. The first row that
+matches counts; without one, any backend may serve. torch_native serves everywhere."""
 
 
 def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
-    """The names that the need may have, and why; None: any."""
+    """Returns the attention backends that a hybrid model may have on this GPU, and why; None: any."""
     for feature, traits, (first, second) in HYBRID_LINEAR_ATTN_BACKENDS:
         for trait in need.traits.intersection(traits):
             if feature in arch.features:
@@ -153,6 +168,8 @@ def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str,
 
 
 def not_for_hybrids(name: str) -> Refuse:
+    """Returns a refusal of hybrid models that may not have the backend `name` on this GPU."""
+
     def refuse(need: Need, arch: ArchTraits) -> list[str]:
         allowed = hybrid_linear_attn_backend(need, arch)
         return [] if allowed is None or name in allowed[0] else [allowed[1]]
@@ -161,30 +178,33 @@ def not_for_hybrids(name: str) -> Refuse:
 
 
 def hybrid_choice(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about the backends of hybrid models."""
     allowed = hybrid_linear_attn_backend(need, arch)
     return "" if allowed is None else allowed[1]
 
 
 def no_e4m3_conversion(need: Need, arch: ArchTraits) -> list[str]:
-    """Triton converts e4m3 on GPUs that multiply it, e5m2 on all."""
+    """Refuses e4m3 caches on GPUs that cannot multiply e4m3: Triton cannot convert it there, while it converts e5m2
+    everywhere."""
     if need.kv_dtype == "fp8_e4m3" and "fp8_mma" not in arch.features:
         return [f"cannot convert fp8_e4m3 on {arch.name} (fp8_e5m2 works)"]
     return []
 
 
 def e4m3_or_16_bits(need: Need, arch: ArchTraits) -> list[str]:
-    """Entries of sparse attention have scales of their own, for which e4m3 is the format."""
+    """Refuses e5m2 caches: entries of sparse attention have scales of their own, for which e4m3 is the format."""
     return ["no fp8_e5m2 cache (has fp8_e4m3, 16 bits)"] if need.kv_dtype == "fp8_e5m2" else []
 
 
 def packed_latents(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about packed FP8 latents."""
     return "latents of 656 bytes: e4m3 with a scale for 128 columns, rotary columns in bfloat16" * (
         need.kv_dtype == "fp8_e4m3"
     )
 
 
 def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
-    """Weights or scales of e4m3, on GPUs that do not have the type."""
+    """Refuses weights or scales in e4m3 on GPUs without e4m3 arithmetic."""
     scheme = SCHEMES.get(need.quant or "")
     if scheme is not None and "e4m3" in (scheme.element, scheme.scale) and "fp8_mma" not in arch.features:
         return [f"no e4m3 arithmetic on {arch.name}, which {need.quant} needs"]
@@ -192,28 +212,30 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def dequantized_in_registers(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about weights that are dequantized in registers."""
     return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
 
 
 MIXED_ROWS = 48
-"""Pairs an expert from which sgl-kernel's products serve."""
+"""Average number of (token, expert) pairs an expert from which on sgl-kernel's products serve."""
 
 
 def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about which kernel serves MXFP4 x MXFP8 experts."""
     triton = dequantized_in_registers(need, arch)
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 
 FEW_LEAST_K = 512
-"""Columns that kernels for few rows take at least; a test holds the four to the launchers'."""
+"""Fewest columns that kernels for few rows take; a test holds these four numbers to the launchers'."""
 FEW_MULTIPLE = 16
-"""The divisor of the columns that they serve."""
+"""Number that must divide these columns."""
 SKINNY_LEAST_N, SKINNY_MOST_ROWS = 2048, 16
-"""Rows of the weight and tokens of a step that skinny_gemm serves."""
+"""Fewest rows of the weight, and most tokens of a step, that skinny_gemm serves."""
 
 
 def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
-    """Describe which of the products of unquantized weights is served by which kernel, and why."""
+    """Describes which kernel serves which products of unquantized weights, and why."""
     served: list[str] = []
     left: list[str] = []
     small: list[str] = []
@@ -237,17 +259,18 @@ def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
 
 
 SCALED_MM_ROWS = 1024
-"""Tokens of a step from which torch's scaled products serve: fewer would not fill their large tiles."""
+"""Tokens of a step from which on torch's scaled products serve: fewer would not fill their large tiles."""
 SCALED_MM_SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block")
 SCALED_MM_FEATURES = WGMMA
 
 
 def library_fails(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses what a check found defective in the library's kernel on this GPU."""
     return [need.library_problem] if need.library_problem else []
 
 
 def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
-    """Describe which of the products of e4m3 weights is served by which kernel."""
+    """Describes which kernel serves which products of e4m3 weights."""
     step = 128 if need.quant == "fp8_block" else 16
     odd = [f"{rows}x{cols}" for rows, cols, _ in need.shapes if rows % 16 or cols % step]
     text = f"torch.nn.functional.scaled_mm for steps of {SCALED_MM_ROWS:,} tokens and more, triton for fewer"
@@ -255,10 +278,12 @@ def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:
+    """Returns the remark about weights that are dequantized before each product."""
     return "weights dequantized for each product; activations stay in 16 bits" if need.quant else ""
 
 
 def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
+    """Refuses to dequantize FP4 weights where the GPU multiplies them natively."""
     if need.quant in ("nvfp4", "mxfp4") and "block_scaled_mma" in arch.features:
         return ["weight-only; native FP4 is available"]
     return []

@@ -14,23 +14,24 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 COMPILED_S = 0.05
-"""What takes less was compiled before, and was read from Triton's cache."""
+"""Kernels that take less time were not compiled but read from Triton's cache."""
 
 
 @dataclass(slots=True)
 class LateCompiles:
-    """A watch over one process: names of kernels that were compiled, with seconds."""
+    """A watch over this process: the kernels that were compiled late, with seconds."""
 
     kernels: list[tuple[str, float]] = field(default_factory=list)
     _started: float = 0.0
 
     def begins(self, **_: Any) -> bool:
-        """Called by Triton before it compiles a kernel or reads it from its cache. Returns False: it shall."""
+        """Notes the time; Triton calls it before it compiles a kernel or reads it from its cache. Returns False, so
+        that Triton goes on."""
         self._started = time.perf_counter()
         return False
 
     def ends(self, *, fn: Any, **_: Any) -> None:
-        """Called by Triton afterwards."""
+        """Records and logs a late compilation; Triton calls it afterwards."""
         seconds = time.perf_counter() - self._started
         if seconds < COMPILED_S:
             return
@@ -43,7 +44,7 @@ class LateCompiles:
 
 
 def watch() -> LateCompiles | None:
-    """Watches the kernels of this process from now on; None where Triton is not installed."""
+    """Watches the kernels of this process from now on. Returns None where Triton is not installed."""
     try:
         from triton import knobs
     except ImportError:

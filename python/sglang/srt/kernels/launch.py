@@ -44,21 +44,22 @@ _step_downs: list[StepDown] = []
 
 
 def step_downs() -> list[dict[str, str]]:
-    """All step-downs of this process (those remembered from earlier ones included), for /server_info."""
+    """Returns all fallbacks to smaller tiles of this process, including those remembered from earlier ones, for
+    /server_info."""
     return [asdict(s) for s in _step_downs]
 
 
 class FallbackTiles(Generic[T]):
-    """Tiles of one call site, best first. One per call site and process; not thread safe.
+    """The tiles of one call site, best first. One instance per call site and process; not thread safe.
 
     A failed attempt has launched nothing of the kernel that failed: Triton compiles it and compares its needs with the
-    GPU beforehand, which is no operation of a stream, so that it may happen while a CUDA graph is captured. Launches
-    that came before it in the same attempt are done again, so an attempt must not depend on how often it is made.
+    GPU beforehand. That is no stream operation, so it may happen during CUDA graph capture. Launches that came earlier
+    in the same attempt are repeated, so an attempt must be repeatable.
     """
 
     def __init__(self, op: str, tiles: Sequence[T], *modules: str, key: Callable[[Any], str] = tile_key) -> None:
-        """`modules` hold the kernel: their source is part of what a remembered failure is tied to. `key`: the name of
-        a tile in logs and in what is remembered."""
+        """Takes the tiles, and the `modules` that hold the kernel: a remembered failure counts only for their present
+        source. `key`: makes the name of a tile for logs and for what is remembered."""
         assert tiles, f"{op}: a list of fallback tiles needs at least one tile"
         self.op = op
         self.tiles = tuple(tiles)
@@ -75,8 +76,8 @@ class FallbackTiles(Generic[T]):
         return self.tiles[self._at]
 
     def run(self, attempt: Callable[[T], R]) -> R:
-        """`attempt(tile)`, with a smaller tile after each that Triton refuses. Raises the last error when no tile is
-        left."""
+        """Returns `attempt(tile)`, retried with the next smaller tile whenever Triton refuses one. Raises the last
+        error when no tile is left."""
         while True:
             tile = self.tile
             try:
@@ -97,7 +98,7 @@ class FallbackTiles(Generic[T]):
     def _recall(self) -> None:
         self._recalled = True
         for step in _remembered(_cache_key(*self._modules)):
-            # Ladders of an op may share tiles: only what failed where this one stands is its own.
+            # Tile configs of an op may share tiles: only a failure of the tile in use here counts.
             if step.op == self.op and step.failed == self._keys[self._at] and step.used in self._keys[self._at + 1 :]:
                 self._at = self._keys.index(step.used)
                 if step in _step_downs:
@@ -112,8 +113,8 @@ _fallbacks: dict[tuple[str, tuple[str, ...]], FallbackTiles[Tiles]] = {}
 
 
 def fallbacks_of(op: str, config: TileConfig, *modules: str) -> FallbackTiles[Tiles]:
-    """The list of fallback tiles of a tile config. Call sites of one op that step from the same tile down share it, so
-    that each tile fails once a process."""
+    """Returns the fallback tiles of a tile config. Call sites of one op with equal tiles share them, so that each tile
+    fails once in a process."""
     key = op, config.names
     if key not in _fallbacks:
         _fallbacks[key] = FallbackTiles(op, config.candidates, *modules, key=tiles_key)
@@ -135,7 +136,7 @@ def _cache_file() -> Path:
 
 @functools.cache
 def _cache_key(*modules: str) -> str:
-    """Kernel source, Triton version and GPU: a change of any of them makes a failure worth trying again."""
+    """Returns a key of kernel source, Triton version and GPU: if any of them changes, a failed tile is tried again."""
     source = b"".join(map(_source, modules))
     try:
         triton_version = importlib.metadata.version("triton")
@@ -166,7 +167,8 @@ def _remembered(key: str) -> list[StepDown]:
 
 
 def _remember(key: str, step: StepDown) -> None:
-    """A launch that has found its tile does not fail for a file that cannot be written."""
+    """Remembers a fallback for later processes. A launch that has found its tile must not fail because of an unwritable
+    file."""
     try:
         _write(key, step)
     except OSError as error:
@@ -174,11 +176,12 @@ def _remember(key: str, step: StepDown) -> None:
 
 
 def _write(key: str, step: StepDown) -> None:
-    """Adds `step` to the file. Ranks step down together: they take turns to read, change and replace it."""
+    """Adds `step` to the file. Ranks fall back at the same time, so a lock makes them read, change and replace the file
+    in turn."""
     path = _cache_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the file is closed
         content = _read_cache()
         steps = content.setdefault(key, [])
         if asdict(step) in steps:  # another rank was first

@@ -1,4 +1,5 @@
-"""The lock files: what every tile of every kernel costs on an architecture, measured by compiling. No torch or Triton.
+"""Reads the lock files: what every tile of every kernel costs on an architecture, measured by compiling. No torch or
+Triton.
 
 `sm120.lock.json` holds sm_120 and sm_121, `sm90.lock.json` sm_90. A row is one (op, variant, tile): the hash of what
 was compiled, and for each "triton version/architecture" the shared memory, registers, spilled bytes, stack bytes and
@@ -20,7 +21,7 @@ from sglang.srt.kernels.tiles import LEAST_TOKENS, attention_tiles
 
 LOCK_DIR = Path(__file__).parent
 LOCKS: Mapping[str, tuple[str, ...]] = {"sm120": ("sm_120", "sm_121"), "sm90": ("sm_90",)}
-"""Lock file -> the architectures that it verifies. Any other is judged by sm_120's rows, whose limit is the lowest."""
+"""Lock file -> the architectures that it verifies. Others are judged by sm_120's rows, whose limit is the lowest."""
 PROXY_ARCH = "sm_120"
 
 _LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves", LEAST_TOKENS})
@@ -37,13 +38,13 @@ _FEATURES: Mapping[str, tuple[str, ...]] = {
 }
 """Last part of a variant's key -> the traits that need it."""
 _SAME_CODE = {"float16": "bfloat16"}
-"""Dtypes that compile to the same code but for the type of the instructions."""
+"""Dtypes whose code differs from that of another dtype only in the instructions' type."""
 
-WIDENED_TAIL = "/widened"
-"""The end of the keys of variants for GPUs without `block_scaled_mma`, where those with it have others."""
+DEQUANTIZED_TAIL = "/widened"
+"""End of the keys of variants that dequantize to 16 bits, for GPUs without `block_scaled_mma`."""
 
 SAME_LAUNCHES: Mapping[str, str] = {"nvfp4_a16": "nvfp4"}
-"""Schemes whose products are those of another one where that is widened: its rows stand for both."""
+"""Schemes whose products are the same as another scheme's on GPUs that dequantize it: its rows stand for both."""
 
 Measurement = tuple[int, int, int, int, tuple[str, ...]]
 """Shared bytes, registers, spilled bytes, stack bytes, matrix instructions."""
@@ -51,7 +52,7 @@ Measurement = tuple[int, int, int, int, tuple[str, ...]]
 
 @dataclass(slots=True)
 class Row:
-    """`by_target["3.9.0/sm_120"]` is a Measurement; `code` the hash of what was compiled."""
+    """One row of a lock file. `by_target["3.9.0/sm_120"]` is a Measurement; `code` the hash of what was compiled."""
 
     code: str
     by_target: dict[str, Measurement] = field(default_factory=dict)
@@ -65,7 +66,8 @@ LedgerRows = dict[RowKey, Row]
 
 
 def tile_key(tile: Tile) -> str:
-    """ "M64 N32 w4 s2": the parameters that the compiler sees. Tiles that differ in others share a row."""
+    """Returns the tile's name, "M64 N32 w4 s2", made of the parameters that the compiler sees. Tiles that differ only
+    in launch parameters share a row."""
     blocks = [(name.removeprefix("BLOCK_"), value) for name, value in tile.items() if name.startswith("BLOCK_")]
     others = [
         (_SHORT.get(name, name), value)
@@ -76,20 +78,21 @@ def tile_key(tile: Tile) -> str:
 
 
 def variant_keys(need: Need) -> tuple[str, ...]:
-    """The variants whose cost counts for `need`: of its shape and dtypes, without features and with its traits'."""
+    """Returns the keys of the kernel variants whose cost counts for `need`: those of its shape and dtypes without
+    features, and with the features that its traits need."""
     q, kv = (_SAME_CODE.get(dtype, dtype) for dtype in (need.q_dtype, need.kv_dtype))
     featured = [name for name, traits in _FEATURES.items() if not need.traits.isdisjoint(traits)]
     return tuple(f"{need.head_dim}x{need.v_head_dim}/{q}/{kv}/{name}" for name in (*_PLAIN, *featured))
 
 
 def judged_as(arch: ArchTraits) -> str:
-    """The architecture whose rows stand for `arch`: its own if we verify it."""
+    """Returns the architecture whose rows stand for `arch`: its own if a lock file verifies it, else PROXY_ARCH."""
     verified = any(arch.name in archs for archs in LOCKS.values())
     return arch.name if verified else PROXY_ARCH
 
 
 def read_lock(name: str, directory: Path = LOCK_DIR) -> LedgerRows:
-    """Rows of one lock file; empty if there is none."""
+    """Returns the rows of one lock file; empty if there is none."""
     path = directory / f"{name}.lock.json"
     if not path.exists():
         return {}
@@ -106,7 +109,7 @@ def read_lock(name: str, directory: Path = LOCK_DIR) -> LedgerRows:
 
 @dataclass(frozen=True, slots=True)
 class FittingTiles:
-    """Tiles in order of preference that fit; for those that do not, why."""
+    """The tiles that fit, in order of preference, and reasons against the others."""
 
     tiles: tuple[Tile, ...]
     reasons: tuple[str, ...] = ()
@@ -126,13 +129,13 @@ def _worst_of(measurements: list[Measurement]) -> TileRecord | None:
 
 FP4_CACHE = "fp4_e2m1"
 _BLOCK_COLS = {"linear": 128, "fused_moe": 256}
-"""Columns of weights that every block of the op divides."""
+"""Number of columns whose multiples every block of the op divides."""
 
 
 def _launches(need: Need, pieces: Sequence[str]) -> bool:
-    """Returns whether weights of the need's shapes can be launched as a row with these pieces of a key describes: with
-    columns that no block divides ("ragged"), or rows and columns that 16 does not ("odd", "odd_rows"), and with its
-    biases. Stores into four-bit caches have a kernel, and rows, of their own."""
+    """Returns whether weights of the need's shapes launch the kernel variant that these pieces of a row's key describe:
+    "ragged" (columns that no block divides), "odd" and "odd_rows" (columns or rows that 16 does not divide), and with
+    or without biases. Stores into FP4 caches have a kernel, and rows, of their own."""
     if (FP4_CACHE in pieces) != (need.kv_dtype == FP4_CACHE and need.op == "qk_norm_rope_store"):
         return False
     shapes, product = need.shapes, pieces[0]
@@ -162,7 +165,7 @@ class Ledger:
     @staticmethod
     @functools.cache
     def load() -> Ledger:
-        """The shipped lock files."""
+        """Returns the shipped lock files, merged."""
         merged: LedgerRows = {}
         for name in LOCKS:
             for key, row in read_lock(name).items():
@@ -171,14 +174,14 @@ class Ledger:
 
     @functools.cached_property
     def _group_by_op(self) -> dict[str, list[tuple[str, Row]]]:
-        """Op -> key and row of each of its launches."""
+        """The key and row of each launch of an op, by op."""
         rows: dict[str, list[tuple[str, Row]]] = {}
         for (op, key, _), row in self.rows.items():
             rows.setdefault(op, []).append((key, row))
         return rows
 
     def measurements(self, need: Need, tile: Tile, arch: ArchTraits) -> Iterator[Measurement]:
-        """The measurements of every variant that counts for `need`, for every Triton version."""
+        """Yields the measurements of every variant that counts for `need`, of every Triton version."""
         name, target = tile_key(tile), "/" + judged_as(arch)
         for key in variant_keys(need):
             row = self.rows.get((need.op, key, name))
@@ -186,7 +189,7 @@ class Ledger:
                 yield from (value for version, value in row.by_target.items() if version.endswith(target))
 
     def record(self, need: Need, tile: Tile, arch: ArchTraits) -> TileRecord | None:
-        """The worst case of the tile over variants and Triton versions, or None if it is not in the ledger.
+        """Returns the worst case of the tile over variants and Triton versions; None if it is not in the ledger.
 
         The two float8 formats take the same memory: for a lower candidate only the costlier one, e4m3, is on record.
         """
@@ -196,8 +199,8 @@ class Ledger:
         return _worst_of(measurements)
 
     def worst(self, need: Need, arch: ArchTraits) -> TileRecord | None:
-        """The worst case over the rows of an op that picks its launch by size itself: those whose keys have the need's
-        scheme as a piece, or that have none, and that stand for launches of its shapes."""
+        """Returns the worst case over the rows of an op that chooses its launches by size: the rows whose key has the
+        need's quantization scheme (or none) and that stand for launches of its shapes. None without rows."""
         target, quant = "/" + judged_as(arch), need.quant
         wanted = set() if quant is None else {SAME_LAUNCHES.get(quant, quant)}
         by_widening: dict[bool, list[Measurement]] = {False: [], True: []}
@@ -205,12 +208,12 @@ class Ledger:
             pieces = key.split("/")
             if SCHEMES.keys() & set(pieces) == wanted and _launches(need, pieces):
                 measured = [m for name, m in row.by_target.items() if name.endswith(target)]
-                by_widening[WIDENED_TAIL in key] += measured
+                by_widening[DEQUANTIZED_TAIL in key] += measured
         dequantized = "block_scaled_mma" not in arch.features or quant in SAME_LAUNCHES
         return _worst_of(by_widening[True] if by_widening[True] and dequantized else by_widening[False])
 
     def fitting_tiles(self, need: Need, arch: ArchTraits) -> FittingTiles:
-        """The candidate tiles of `need` whose measured shared memory one block of `arch` can have."""
+        """Returns the candidate tiles of `need` whose measured shared memory fits into a block of `arch`."""
         group = need.heads[0] // max(1, need.heads[1])
         candidates = attention_tiles(need.op, need.head_dim, need.v_head_dim, need.kv_dtype, arch.features, group)
         if not candidates:

@@ -14,17 +14,15 @@ OPTIONAL_PACKAGES = ("flashinfer", "sm120_sgl_kernel", "triton")
 
 
 def installed_packages() -> frozenset[str]:
-    """Returns those of OPTIONAL_PACKAGES that this Python can import; looks, does not import."""
+    """Returns those of OPTIONAL_PACKAGES that this Python could import, without importing them."""
     return frozenset(name for name in OPTIONAL_PACKAGES if importlib.util.find_spec(name) is not None)
 
 
 def resolve(
     need: Need, arch: ArchTraits, ledger: Ledger, packages: frozenset[str], forced: str | None = None
 ) -> Choice:
-    """The first candidate of the op's table that can serve `need`; with `forced`, that one or nothing.
-
-    Raises NoKernel (a start-up error) with every reason, and what would work.
-    """
+    """Chooses the first candidate of the op's table that can serve `need`; with `forced` (a kernel's name) only that
+    one. Raises NoKernel with every reason, and what would work."""
     candidates = TABLES[need.op]
     if forced is not None:
         return _resolve_forced(need, arch, ledger, packages, candidates, forced)
@@ -65,7 +63,7 @@ def _resolve_forced(
 def _fit(
     spec: KernelSpec, need: Need, arch: ArchTraits, ledger: Ledger, packages: frozenset[str]
 ) -> Rejection | tuple[Tile, ...]:
-    """The tiles that fit, best first (empty for an untiled kernel), or why the kernel cannot be used."""
+    """Returns the tiles that fit, best first (empty for a kernel without tiles), or why the kernel cannot be used."""
     reasons = spec.why_not(need, arch, packages)
     if reasons or not spec.tiled:
         return Rejection(spec.name, tuple(reasons)) if reasons else ()

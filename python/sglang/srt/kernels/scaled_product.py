@@ -1,4 +1,4 @@
-"""The ways to compute a product with weights of a number format. Data only: no torch, no Triton."""
+"""The kinds of matrix products with quantized weights. Data only: no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PAIR_GROUP = 32
 
 @dataclass(frozen=True, slots=True)
 class ScaledProduct:
-    """The way to compute a product with weights of a scheme: the constants of `scaled_dot.multiply`, and what x is
-    quantized to."""
+    """How a product with weights of a quantization scheme is computed: the constants of `scaled_dot.multiply`, and the
+    format to which the activations x are quantized."""
 
     kind: str
     element: str = ""
@@ -31,19 +31,19 @@ class ScaledProduct:
 
     @property
     def in_pairs(self) -> bool:
-        """Returns whether planes hold pairs of columns (see ExpertWeights)."""
+        """Returns whether weight planes hold pairs of columns (see ExpertWeights)."""
         return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_GROUP
 
     @property
     def tile_kind(self) -> str:
-        """The kind by which tiles are chosen."""
+        """The kind by which matrix tiles are chosen."""
         if self.kind == "mx" and self.element == "e2m1":
             return "mx4" if self.group == 16 else "mx_e2m1"
         return self.kind
 
     @property
     def pair_kind(self) -> str:
-        """The same where weights are streamed without matrix instructions."""
+        """The kind by which tiles are chosen where weights are streamed without matrix instructions."""
         if self.kind == "mx":
             return "packed" if self.element == "e2m1" else "mxfp8"
         if self.kind == "planes":
@@ -55,8 +55,8 @@ PLAIN = ScaledProduct("plain")
 
 
 def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduct:
-    """The product that GPUs with these features (of ArchTraits) compute for a scheme. See `quant_scheme.widening` for
-    the parts that are not native."""
+    """Returns the product that GPUs with these features (of ArchTraits) compute for a scheme; None: 16-bit weights. See
+    `quant_scheme.widening` for what is not native."""
     if scheme is None:
         return PLAIN
     group, packed = scheme.group[1], "block_scaled_mma" in features

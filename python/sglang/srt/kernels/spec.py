@@ -1,4 +1,4 @@
-"""The types of needs (of a call site), kernels (their offers) and choices. No torch, no device."""
+"""The types of needs (what a call site asks for), kernels (what they offer) and choices. No torch, no device."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Tile = Mapping[str, int]
 
 @dataclass(frozen=True, slots=True)
 class PeerLinks:
-    """The links between a group's GPUs, as probed. `problem`: why no rank may write into another's memory, or none.
-    `fusion_problem`: why FlashInfer's kernels, if they were asked for, cannot."""
+    """The probed links between a group's GPUs. `problem`: why no rank may write into another's memory; "": each may.
+    `fusion_problem`: why FlashInfer's fused kernels, if they were asked for, cannot run."""
 
     topology: Topology
     problem: str = ""
     fusion_problem: str = ""
     library: Topology | None = None
-    """The way of NCCL's sums, which are the large ones, where it is another than the links'."""
+    """The path that NCCL's (large) all-reduces take, where it differs from the links."""
 
     @property
     def library_topology(self) -> Topology:
@@ -33,20 +33,23 @@ class PeerLinks:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The request of a call site. Head dims 0 where the op has none; dtypes as in ModelConfig, KV dtype of the cache.
+    """What a call site asks of a kernel. Head dims are 0 where the op has none; `q_dtype` as in ModelConfig, `kv_dtype`
+    that of the cache.
 
-    `traits` are properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask",
-    "mla", "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm",
-    "window_slack" (a window's cache keeps more than the window), "chunked" (windows are chunks), "relative_bias"
-    (scores get one by their distance), "expert_bias",
-    "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for), "token_shares" (ranks share out the
-    tokens, and merge what they make of theirs), "uneven_sizes" (some are no powers of two, of ops that say so).
-    `heads`: (query, kv) heads of a rank;
-    `rotary_dim`: dims of a head that rotate; `shapes`: (rows, cols, whether there is a bias) of a rank's weights: of
-    linear layers, and of the first and the second product of experts. `variant` tells two needs of one op apart.
-    `experts`: that a rank has room for, that a token goes to, and groups of ranks that have some of their own.
-    `ranks` and `links`: of an all-reduce, how many take part and what joins their GPUs (None: nobody has looked).
-    `library_problem`: the defect that a check of this GPU found in the library's kernel of the op.
+        traits: properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask", "mla",
+            "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm", "window_slack" (the
+            cache keeps more than the window), "chunked" (windows are chunks), "relative_bias" (scores get a bias by
+            distance), "expert_bias", "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for), "token_shares" (DCP:
+            ranks shard the tokens and merge their partial attention), "uneven_sizes" (some sizes are no powers of two;
+            only for ops that name it)
+        heads: (query, KV) heads of a rank
+        rotary_dim: dims of a head that rotate
+        shapes: (rows, cols, has a bias) of a rank's weights: of linear layers, or of the experts' first and second
+            product
+        variant: tells needs of one op apart
+        experts: (experts that a rank has room for, experts of a token, expert groups of ranks)
+        ranks, links: of an all-reduce: number of ranks, and how their GPUs are linked (None: not probed)
+        library_problem: the defect that a check on this GPU found in the library's kernel of the op
     """
 
     op: str
@@ -68,12 +71,13 @@ class Need:
 
     @property
     def key(self) -> str:
-        """Names the need among those of a model: linear layers have one for each scheme of their weights, and an op has
+        """Name of the need, unique within a model: linear layers have one for each quantization scheme, and an op has
         several where layers differ in shape."""
         parts = (self.op, self.quant if self.op == "linear" else None, self.variant)
         return "/".join(part for part in parts if part)
 
     def describe(self) -> str:
+        """Describes dims, dtypes and traits for people."""
         parts = [self.q_dtype]
         if self.head_dim:
             dims = f"{self.head_dim}" if self.head_dim == self.v_head_dim else f"{self.head_dim}/{self.v_head_dim}"
@@ -96,6 +100,7 @@ Refuse = Callable[[Need, ArchTraits], list[str]]
 
 
 def refuses_nothing(need: Need, arch: ArchTraits) -> list[str]:
+    """Returns no reasons: the default refusal."""
     return []
 
 
@@ -104,6 +109,7 @@ Remark = Callable[[Need, ArchTraits], str]
 
 
 def nothing_unusual(need: Need, arch: ArchTraits) -> str:
+    """Returns "": the default remark."""
     return ""
 
 
@@ -117,18 +123,19 @@ class KernelSpec:
     package: str | None = None  # optional distribution that must be installed
     tiled: bool = False  # takes a tile; one must be in the ledger and fit
     configs: str = (
-        ""  # "package.module:function" (Need, ArchTraits, bool) -> OpTileConfigs, of one that has tiles by tokens
+        ""  # "package.module:function" (Need, ArchTraits) -> OpTileConfigs, for kernels whose tiles depend on tokens
     )
-    kernel_module: str = ""  # of a tiled kernel: where its code is, if not at the entry
+    kernel_module: str = ""  # module of a tiled kernel's code, if it is not the entry's
     refuse: Refuse = refuses_nothing
     graph_safe: bool = True  # may run inside a CUDA graph
-    graph_prefill: bool = False  # attention: prefill too, because it takes nothing but shapes from the host
-    not_here: str | None = None  # exists elsewhere; why it is not part of this server
-    asked_as: str = ""  # another name of it in flags; of several kernels with one name the one that can serves
+    graph_prefill: bool = False  # attention: prefill graphs may contain it, because it needs only shapes from the host
+    not_here: str | None = None  # why a kernel of other servers is not part of this one
+    asked_as: str = ""  # its other name in flags; of several kernels with one name the first that can serves
     remark: Remark = nothing_unusual
 
     def why_not(self, need: Need, arch: ArchTraits, packages: frozenset[str]) -> list[str]:
-        """Every reason against this kernel, the hardware's first. Tiles are looked at afterwards."""
+        """Returns every reason against this kernel, the hardware's first; empty if there is none. Tiles are checked
+        afterwards."""
         missing = sorted(self.requires - arch.features)
         reasons = [f"needs {', '.join(missing)}, which {arch.name} does not have"] if missing else []
         reasons += self.refuse(need, arch)
@@ -141,6 +148,8 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
+    """A kernel that was not chosen, with the reasons."""
+
     kernel: str
     reasons: tuple[str, ...]
 
@@ -150,7 +159,7 @@ class Rejection:
 
 @dataclass(frozen=True, slots=True)
 class TileRecord:
-    """The ledger's facts about a tile on one architecture: worst case over the kernel's variants. Bytes."""
+    """The ledger's facts about a tile on one architecture, in bytes: the worst case over the kernel's variants."""
 
     smem: int
     registers: int
@@ -167,21 +176,22 @@ class Choice:
     spec: KernelSpec
     tile: Tile | None = None
     record: TileRecord | None = None
-    smaller_tiles: tuple[Tile, ...] = ()  # what a launch may step down to, in order
+    smaller_tiles: tuple[Tile, ...] = ()  # fallbacks of a launch, in order
     rejected: tuple[Rejection, ...] = ()
-    note: str | None = None  # why it was chosen, where that is not the table
-    remark: str = ""  # how, where that is unusual
+    note: str | None = None  # why it was chosen, if not by the table's order
+    remark: str = ""  # how it serves, if that is unusual
 
     @property
     def name(self) -> str:
         return self.spec.name
 
     def load(self) -> Any:
-        """The kernel's callable (or backend class). Imports its module."""
+        """Returns the kernel's callable (or backend class). Imports its module."""
         return _imported(self.spec.entry)
 
     def make_tile_configs(self, arch: ArchTraits) -> Any:
-        """The OpTileConfigs of a kernel that has tiles by tokens. Imports a module of data: no torch."""
+        """Returns the OpTileConfigs of a kernel whose tiles depend on the number of tokens. Imports a module of data
+        only, without torch."""
         return _imported(self.spec.configs)(self.need, arch)
 
 
@@ -191,7 +201,7 @@ def _imported(name: str) -> Any:
 
 
 class NoKernel(UserError):
-    """No candidate serves the need: a start-up error that says why, for each, and what would work."""
+    """Raised where no candidate serves a need: a start-up error that says why each cannot, and what would work."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ _NGRAMS = "sglang.srt.layers.ngrams"
 
 
 def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, ...]:
-    """`refusals`: what both forms refuse."""
+    """Returns the Triton and the torch kernel of an op. `refusals`: what both of them refuse."""
     refuse = all_of(no_e4m3_conversion, *refusals)
     return (
         KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton", refuse=refuse),
@@ -95,7 +95,8 @@ def _indexer(op: str, graph_safe: bool = True) -> tuple[KernelSpec, ...]:
 def _compressed(
     triton_entry: str, native_entry: str, *refusals: Refuse, graph_safe: bool = True
 ) -> tuple[KernelSpec, ...]:
-    """An op of compressed attention. `refusals`: what both forms refuse; `graph_safe`: in plain torch."""
+    """Returns the kernels of an op of compressed attention. `refusals`: what both of them refuse; `graph_safe`: that of
+    plain torch."""
     refuse = all_of(HALF, lacks("uneven_sizes"), *refusals)
     return (
         KernelSpec("triton", f"{_COMPRESSED}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=refuse),
@@ -147,7 +148,7 @@ LINEAR = (
     ),
     KernelSpec("cublas", f"{_NATIVE}:linear", CP_ASYNC, refuse=only_quant(None)),
     KernelSpec("torch_native", f"{_NATIVE}:linear", refuse=only_quant(None)),
-    # Without wgmma Triton's tiles are what the GPU has, or nobody has measured that the library is faster.
+    # Without wgmma Triton's tiles use all that the GPU has, or nobody has measured that the library is faster.
     KernelSpec(
         "torch_scaled_mm",
         "sglang.srt.layers.quantization.scaled_mm:quantized_linear",
@@ -174,7 +175,7 @@ LINEAR = (
 
 
 def _recurrent(triton_entry: str, native_entry: str) -> tuple[KernelSpec, ...]:
-    """An op of layers with a recurrent state, where only 16-bit activations are worth a kernel."""
+    """Returns the kernels of an op of recurrent layers, for which Triton serves 16-bit activations only."""
     return (
         KernelSpec("triton", f"{_RECURRENT}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=HALF),
         KernelSpec("torch_native", f"{_RECURRENT}.native:{native_entry}", graph_safe=False),
@@ -188,10 +189,11 @@ GATED_DELTA_RULE = (
 )
 FLASHINFER_FUSION = "flashinfer_fusion"
 MOST_RANKS = 8
-"""The limit of sgl-kernel's all-reduce; a test holds it to the library's number."""
+"""Most ranks of sgl-kernel's all-reduce; a test holds it to the library's number."""
 
 
 def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
+    """Returns the reasons against all-reduces through peers' memory."""
     if need.links is not None and need.links.problem:
         return [need.links.problem]
     if not ranges_for(topology_of(need, arch), need.ranks):
@@ -200,7 +202,7 @@ def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def topology_of(need: Need, arch: ArchTraits) -> Topology:
-    """The connection of the GPUs of an all-reduce. If it was not probed: that of machines with so many such cards."""
+    """Returns the links of an all-reduce's GPUs; if they were not probed, those usual for such cards in one machine."""
     if need.links is not None:
         return need.links.topology
     if "nvlink" in arch.features:
@@ -209,12 +211,13 @@ def topology_of(need: Need, arch: ArchTraits) -> Topology:
 
 
 def algorithms_by_size(need: Need, arch: ArchTraits) -> str:
+    """Describes the all-reduce algorithms of the group by message size."""
     assumed = " (assumed)" if need.links is None else ""
     return algorithms(topology_of(need, arch), need.ranks) + assumed
 
 
 def flashinfer_fuses(need: Need, arch: ArchTraits) -> list[str]:
-    """Reasons against FlashInfer's sums."""
+    """Returns the reasons against FlashInfer's fused all-reduces."""
     if FLASHINFER_FUSION not in need.traits:
         return ["only with --enable-flashinfer-allreduce-fusion (over PCIe not measured to win)"]
     return [need.links.fusion_problem] if need.links is not None and need.links.fusion_problem else []
@@ -243,7 +246,7 @@ ALL_REDUCE = (
 )
 
 ROUTERS = ("softmax", "sigmoid", "sqrtsoftplus", "hash")
-"""The ways in which tokens find their experts: by a score, or by a table of token ids."""
+"""Kinds of routers: by one of the score functions, or by a hash table of token ids."""
 
 TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_inputs": _elementwise("decode_inputs", "decode_inputs"),
@@ -358,4 +361,4 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
 }
 
 FP8_GEMM_BACKENDS = ("triton", "torch_scaled_mm", "torch_dequantized")
-"""The names that --fp8-gemm-backend takes; the resolver says which of them can run."""
+"""Values of --fp8-gemm-backend; the resolver says which of them can run."""

@@ -24,7 +24,7 @@ ANY = float("inf")
 
 
 def tiles_key(tiles: Tiles) -> str:
-    """The tiles as logs, `explain` and remembered failures name them."""
+    """Returns the name of the tiles in logs, `explain` and remembered failures."""
     return " / ".join(map(tile_key, tiles))
 
 
@@ -32,9 +32,10 @@ def tiles_key(tiles: Tiles) -> str:
 class TileConfig:
     """The tiles that steps of up to `max_tokens` tokens launch.
 
-    `variant` names the one of the kernel's ways that computes them. `candidates` begin with the tiles that are
-    launched; those behind them are what a launch may step down to, in order. A way that takes no tile has none. `why`
-    says where the tiles come from.
+    variant: the kernel's code path that computes such steps
+    candidates: the tiles to launch, then smaller ones that a launch may fall back to, in order; empty for a variant
+        without tiles
+    why: where the tiles come from
     """
 
     max_tokens: float
@@ -48,11 +49,11 @@ class TileConfig:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the candidates. Tile configs with equal ones are launched alike."""
+        """The names of the candidates; tile configs with equal names launch the same."""
         return tuple(map(tiles_key, self.candidates))
 
     def describe(self) -> str:
-        """The tiles in words, as "tiles M16 N32 K256 w4 s4"."""
+        """Describes the variant and its tiles for people: "tiles M16 N32 K256 w4 s4"."""
         return " ".join([self.variant, *self.names[:1]])
 
 
@@ -61,12 +62,13 @@ TileConfigs = tuple[TileConfig, ...]
 
 
 def config_for(configs: TileConfigs, tokens: int) -> TileConfig:
-    """The first tile config that reaches so far, or the last one."""
+    """Returns the first tile config whose `max_tokens` is at least `tokens`, or the last one."""
     return next((config for config in configs if tokens <= config.max_tokens), configs[-1])
 
 
 def max_tokens_where(holds: Callable[[int], bool]) -> float:
-    """The most tokens for which `holds` is true, which it is for all fewer ones; 0: for none; ANY: for all."""
+    """Returns the largest number of tokens for which `holds` is true; 0: for none; ANY: for all. `holds` must be true
+    up to some number and false above it."""
     if not holds(1):
         return 0
     if holds(MOST):
@@ -79,7 +81,7 @@ def max_tokens_where(holds: Callable[[int], bool]) -> float:
 
 
 def joined(configs: Iterable[TileConfig]) -> TileConfigs:
-    """Neighbours that are launched alike as one."""
+    """Returns the tile configs with neighbours that launch the same merged into one."""
     kept: list[TileConfig] = []
     for config in configs:
         if kept and (kept[-1].variant, kept[-1].names) == (config.variant, config.names):
@@ -108,15 +110,15 @@ Shape = tuple[int, int, bool]
 @dataclass(frozen=True, slots=True)
 class OpTileConfigs:
     """The tile configs of one op. Linear layers have some for each shape of a weight, other ops the same ones for all
-    (None). `source` says where they come from, if that is worth a line; `warnings` what was passed over for them."""
+    (None). `source` says where they come from, if that is worth a line; `warnings` what was skipped to find them."""
 
     by_shape: Mapping[Shape | None, TileConfigs] = field(default_factory=dict)
     source: str = ""
     warnings: tuple[str, ...] = ()
 
     def describe(self) -> list[str]:
-        """One line for all shapes with equal tile configs, such as "4096x4096: to 2 tokens few rows N2 ...; beyond
-        tiles"."""
+        """Returns a line for each group of shapes with equal tile configs, such as "4096x4096: to 2 tokens few rows N2
+        ...; beyond tiles"."""
         shapes: dict[str, list[str]] = {}
         for shape, configs in self.by_shape.items():
             named = shapes.setdefault(_describe(configs), [])
@@ -125,7 +127,8 @@ class OpTileConfigs:
         return [f"{', '.join(names)}{': ' if names else ''}{configs}" for configs, names in shapes.items()]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """`max_tokens` None: however many tokens; candidates as `tiles_key` names them."""
+        """Returns the tile configs for JSON. `max_tokens` None: any number of tokens; candidates as `tiles_key` names
+        them."""
         return [
             {
                 "shape": shape and list(shape[:2]),

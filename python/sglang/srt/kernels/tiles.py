@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 AttentionTile = dict[str, int]
 
 LEAST_TOKENS = "least_tokens"
-"""Key of a tile that steps of fewer tokens do not take: they take the next one of its row."""
+"""Key of a tile for the fewest tokens of a step that takes it; smaller steps take the next tile of its row."""
 
 HEAD_DIMS: tuple[tuple[int, int], ...] = (
     (64, 64), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 128), (192, 192), (256, 256), (288, 256),
@@ -24,7 +24,7 @@ HEAD_DIMS: tuple[tuple[int, int], ...] = (
 MLA_LATENT = (576, 512)
 """One key head whose first 512 columns are the value."""
 MLA_NARROW = (320, 256)
-"""The same of Mistral 4, whose latents are half as long."""
+"""Mistral 4's latents, which are half as long."""
 MLA_LATENTS = (MLA_LATENT, MLA_NARROW)
 
 
@@ -40,6 +40,7 @@ class TileRow:
     prefer: Mapping[str, tuple[AttentionTile, ...]] = field(default_factory=dict)
 
     def candidates(self, features: Collection[str]) -> Iterator[AttentionTile]:
+        """Yields the tiles for a GPU with these features, best first."""
         for feature, tiles in self.prefer.items():
             if feature in features:
                 yield from tiles
@@ -51,19 +52,20 @@ def _qkv(m: int, n: int, warps: int, stages: int) -> AttentionTile:
 
 
 def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int = 4) -> AttentionTile:
-    """ctas_per_sm: programs that share an SM, waves: how many rounds of those a large batch is cut into."""
+    """Returns a decode tile. `ctas_per_sm`: programs that share an SM; `waves`: rounds of these into which a large
+    batch is split."""
     tile = {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages}
     return tile | {"ctas_per_sm": ctas_per_sm, "waves": waves}
 
 
 def _gather(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, least_tokens: int = 1) -> AttentionTile:
-    """BLOCK_N selected entries at a time, in steps of `least_tokens` tokens and more."""
+    """Returns a tile that reads BLOCK_N selected entries at a time, for steps of at least `least_tokens` tokens."""
     tile = {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm}
     return tile | ({LEAST_TOKENS: least_tokens} if least_tokens > 1 else {})
 
 
 def _scores(m: int, n: int, warps: int, stages: int, ctas_per_sm: int) -> AttentionTile:
-    """m: heads of one or more tokens."""
+    """Returns a tile of an indexer's scores. `m`: heads of one or more tokens."""
     return {"BLOCK_M": m, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm}
 
 
@@ -72,7 +74,7 @@ _FP8 = (1,)
 _ANY = (1, 2)
 _FP4 = (0,)
 _FP4_128, _FP4_256 = ((80, 80), (96, 96), (128, 128)), ((160, 160), (192, 128), (192, 192), (256, 256))
-"""Four-bit keys and values of other dims take the tiles of the next power of two, to which their groups are filled."""
+"""FP4 keys and values of other dims take the tiles of the next power of two, to which their groups are padded."""
 _NARROW = ((72, 72), (80, 80), (96, 96))
 _WIDEST = ((288, 256),)
 _LATENT = ((512, 512), MLA_LATENT)
@@ -83,7 +85,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
     wgmma_192 = {"wgmma": (_qkv(128, 64, 8, 2),)}
     image_tiles, odd_tiles = (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), (_qkv(32, 32, 8, 2), _qkv(16, 16, 4, 2))
     rows = (
-        # Two buffers of keys: the one program that its registers let an SM have would idle while they arrive.
+        # Two buffers of keys, because registers let an SM have only one program, which would idle while keys arrive.
         TileRow(op, ((64, 64),), kv_bytes, (_qkv(128, 64, 8, 3), _qkv(64, 32, 4, 2)), wgmma),
         TileRow(op, ((80, 80), (96, 96)), kv_bytes, (_qkv(128, 32, 8, 2), _qkv(64, 32, 8, 2)), wgmma),
         # Rows of 72 elements lie in no multiples of 16 and are loaded in pieces, which costs registers; image encoders,
@@ -112,7 +114,7 @@ def _extend_rows(op: str, kv_bytes: tuple[int, ...]) -> tuple[TileRow, ...]:
 ROWS: tuple[TileRow, ...] = (
     *_extend_rows("extend_attention", _ANY),
     *_extend_rows("prefill_attention", _HALF),
-    # Two stages hold as much as three there, and spill nothing.
+    # With 16-bit keys two stages keep as many bytes in flight as three, and spill nothing.
     TileRow(
         "decode_attention", ((64, 64),), _HALF,
         (_split(16, 64, 4, 2, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 2, 3, 4),)},
@@ -125,7 +127,7 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", (*_NARROW, (192, 128)), _ANY,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 3, 4),)},
     ),
-    # One stage there: the programs that share an SM are enough, and short pieces do not wait for a pipeline to fill.
+    # With `wgmma` one stage: enough programs share an SM, and short pieces do not wait for a pipeline to fill.
     TileRow(
         "decode_attention", ((128, 128),), _HALF,
         (_split(16, 64, 4, 3, 2), _split(16, 32, 4, 3, 4)), {"wgmma": (_split(16, 64, 4, 1, 4),)},
@@ -142,7 +144,7 @@ ROWS: tuple[TileRow, ...] = (
         "decode_attention", ((256, 256),), _HALF,
         (_split(16, 32, 4, 3, 2), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 64, 4, 1, 2),)},
     ),
-    # Half as many float8 keys at a time and three programs an SM: spills nothing, and as many bytes are on their way.
+    # Half as many float8 keys at a time and three programs an SM spill nothing, with as many bytes in flight.
     TileRow(
         "decode_attention", ((256, 256),), _FP8,
         (_split(16, 16, 4, 3, 3), _split(16, 16, 4, 2, 2)), {"wgmma": (_split(16, 32, 4, 3, 2),)},
@@ -204,7 +206,7 @@ ROWS: tuple[TileRow, ...] = (
         "block_attention", ((128, 128),), _FP8,
         (_gather(16, 64, 4, 3, 2), _gather(16, 32, 4, 3, 3)), {"wgmma": (_gather(16, 32, 4, 3, 3),)},
     ),
-    # Keys and values that are made of latents: always 16 bits.
+    # Keys and values expanded from latents always have 16 bits.
     TileRow(
         "latent_prompt_attention", ((192, 128),), _HALF,
         (_qkv(64, 64, 8, 2), _qkv(64, 32, 8, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)},
@@ -214,7 +216,7 @@ ROWS: tuple[TileRow, ...] = (
         (_qkv(64, 64, 8, 2), _qkv(64, 32, 4, 2)), {"wgmma": (_qkv(128, 64, 8, 2),)},
     ),
     TileRow("latent_prompt_attention", ((256, 256),), _HALF, (_qkv(64, 32, 8, 2), _qkv(32, 32, 4, 2))),
-    # Four-bit keys and values are widened in registers. Sizes are predictions: shared memory and registers are on
+    # FP4 keys and values are dequantized in registers. Sizes are predictions: shared memory and registers are on
     # record, times are not measured.
     TileRow("extend_attention", ((64, 64),), _FP4, (_qkv(64, 32, 4, 2), _qkv(32, 32, 8, 2))),
     TileRow("extend_attention", _FP4_128, _FP4, (_qkv(64, 32, 8, 2), _qkv(32, 32, 8, 2))),
@@ -229,6 +231,8 @@ ROWS: tuple[TileRow, ...] = (
 
 
 def find_row(op: str, head_dim: int, v_head_dim: int, kv_bytes: int) -> TileRow | None:
+    """Returns the row of tiles for the op and shape; None: the kernels do not support them. `kv_bytes`: as in
+    TileRow."""
     for row in ROWS:
         if row.op == op and (head_dim, v_head_dim) in row.head_dims and kv_bytes in row.kv_bytes:
             return row
@@ -242,8 +246,8 @@ KV_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_
 def attention_tiles(
     op: str, head_dim: int, v_head_dim: int, kv_dtype: str, features: Collection[str], group: int = 0
 ) -> tuple[AttentionTile, ...]:
-    """Candidate tiles, best first; empty if the kernels do not support the shape or the dtype. `group`: query heads
-    that share a kv head, if known: blocks of more heads than that would be idle in part."""
+    """Returns candidate tiles, best first; empty if the kernels do not support the shape or the dtype. `group`: query
+    heads that share a KV head, 0 if unknown: blocks of more heads would be partly idle."""
     row = find_row(op, head_dim, v_head_dim, KV_BYTES.get(kv_dtype, -1))
     if row is None:
         return ()
@@ -251,7 +255,7 @@ def attention_tiles(
 
 
 def fp4_head_dims() -> tuple[tuple[int, int], ...]:
-    """(head_dim, v_head_dim) that have tiles for four-bit keys and values."""
+    """Returns the (head_dim, v_head_dim) that have tiles for FP4 keys and values."""
     return tuple(
         dims for row in ROWS if row.op == "decode_attention" and row.kv_bytes == _FP4 for dims in row.head_dims
     )

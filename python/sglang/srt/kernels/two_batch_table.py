@@ -1,10 +1,11 @@
-"""From how many tokens on a step with prompts runs as two microbatches, whose sums over ranks travel while the other
-microbatch computes: by how the GPUs are connected, how many they are, and what is computed.
+"""Table of thresholds for two-batch overlap: from how many tokens on a step with prompts runs as two microbatches,
+whose all-reduces overlap with the other microbatch's computation. It depends on how the GPUs are linked, how many they
+are, and what is computed.
 
-Below, a microbatch has too few tokens for the weights that it reads, as with experts both microbatches choose nearly
-all of them, or for the host, which launches everything twice. Everything is predicted (`explain --time`), with what the
-host was measured to take; a test holds the rows to the predictions. Rows are for microbatches that alternate block by
-block in one thread; as threads they need twice the tokens (`plan.microbatches`).
+Below the threshold a microbatch has too few tokens for the weights that it reads (with experts, both microbatches
+choose nearly all of them), or for the host, which launches everything twice. Everything is predicted (`explain
+--time`), with the host times that were measured; a test holds the rows to the predictions. Rows are for microbatches
+that alternate block by block in one thread; in two threads they need twice the tokens (`plan.two_batch_overlap`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from sglang.srt.kernels.all_reduce_table import PCIE
 
 @dataclass(frozen=True, slots=True)
 class TwoBatchThreshold:
-    """Steps of `least` tokens and more of groups of these sizes, connected in one of these ways, of models with or
-    without experts (None: both), whose sums travel in eight bits or not (None: either way). `unasked`: also where no
-    flag asks for it."""
+    """A row of the table: steps of at least `least` tokens run as two microbatches.
+
+    topologies, ranks: links and sizes of the groups of ranks for which it counts
+    experts, eight_bits: models with or without experts, with or without quantized all-reduces; None: both
+    unasked: without a flag that asks for it, too
+    """
 
     topologies: frozenset[Topology]
     ranks: frozenset[int]
@@ -29,8 +33,8 @@ class TwoBatchThreshold:
     unasked: bool
     reason: str
     exact: bool = False
-    """Sums of microbatches travel as they are, whatever the flag says for other steps: they hide as well as those in
-    eight bits, which the host takes longer to launch."""
+    """All-reduces of microbatches are not quantized, whatever the flag says for other steps: they overlap as well as
+    quantized ones, which the host takes longer to launch."""
 
 
 _TWO, _MORE = frozenset({2}), frozenset(range(3, 9))
@@ -48,12 +52,12 @@ TWO_BATCH_THRESHOLDS: tuple[TwoBatchThreshold, ...] = (
     TwoBatchThreshold(PCIE, _UP_TO_FOUR, True, True, 4096, True, _EXPERTS),
     TwoBatchThreshold(PCIE, _UP_TO_EIGHT, True, None, 2048, True, _EXPERTS),
 )  # fmt: skip
-"""Of two ranks microbatches keep sums exact: on H100s whose sums pass through main memory, a prompt of 8,192 tokens
-took 118 ms so, 131 with both, 153 in eight bits alone and 177 with neither."""
+"""With two ranks, microbatches keep all-reduces exact: on H100s whose all-reduces pass through main memory, a prompt of
+8,192 tokens took 118 ms this way, 131 with quantized all-reduces too, 153 with these alone and 177 with neither."""
 
 
 def two_batch_threshold(topology: Topology | None, ranks: int, experts: bool, eight_bits: bool) -> TwoBatchThreshold:
-    """The row of a group. topology None: ranks on CPUs, or nobody has looked."""
+    """Returns the row of a group. `topology` None: ranks on CPUs, or links that were not probed."""
     for row in TWO_BATCH_THRESHOLDS:
         if (
             topology in row.topologies

@@ -1,5 +1,5 @@
-"""Gated feed-forward blocks whose gate and up are one tensor in the checkpoint, their rows in turns (Inkling): one MLP,
-or several side by side, whose outputs are weighted and added up."""
+"""Gated feed-forward blocks whose checkpoint interleaves the rows of gate and up in one tensor (Inkling): one MLP, or
+several members side by side, whose outputs are weighted and summed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class AlternatingMLP:
-    """[T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
+    """A gated feed-forward block, [T, H] -> [T, H]. Without `reduce` it returns this rank's partial sums."""
 
     def __init__(self, scope: Scope, spec: Dense, reduce: bool = True) -> None:
         self.group = scope.groups.tp
@@ -39,6 +39,8 @@ class AlternatingMLP:
         self.factor = float(self.scale)
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         if not self.reduce:
             return None
         self.reduce = False
@@ -47,7 +49,7 @@ class AlternatingMLP:
     def __call__(
         self, x: Activations, batch: ForwardBatch | None = None, weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """weights: [T, members] fp32, of what each of them makes; None: all are 1."""
+        """Computes the block. weights [T, members] fp32: factors of the members' outputs; None: 1."""
         inner = self.activation(self.linear(values_of(x), self.up, None, None))
         if weights is not None:
             inner = (inner * weights[:, self.member_of]).to(inner.dtype)
@@ -58,7 +60,7 @@ class AlternatingMLP:
 
 
 def _weights(scope: Scope, spec: Dense, share: ShardRange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gate above up [2 * room, H] and down [H, room] of a rank's intermediate dims, and of which member each is
+    """Returns a rank's weights, gate above up [2 * room, H] and down [H, room], and each intermediate dim's member
     [room]."""
     gate_up, down = scope.sub("gate_up"), scope.sub("down")
     hidden, room, size = gate_up.matrix().cols, share.padded_count, spec.intermediate_size // spec.members
@@ -94,5 +96,5 @@ def _weights(scope: Scope, spec: Dense, share: ShardRange) -> tuple[torch.Tensor
 
 
 def _every_second(first: int, columns: int) -> Convert:
-    """Rows first, first + 2, ... of [.., rows, columns]."""
+    """Returns a conversion of [.., rows, columns] to its rows first, first + 2, ..."""
     return lambda stored: stored.reshape(-1, columns)[first::2]

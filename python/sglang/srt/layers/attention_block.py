@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class WholeNorm:
-    """RMSNorm over all of q and over all of k, whose heads the ranks share; `k_copies` ranks hold the same kv head."""
+    """RMSNorm over all q heads together and over all k heads together, which are sharded over ranks; `k_copies` ranks
+    hold the same KV head."""
 
     def __init__(self, scope: Scope, q_rows: ShardRange, k_rows: ShardRange, k_copies: int, eps: float) -> None:
         self.q_weight = share_param(scope.sub("q_norm"), "weight", q_rows, Init.ONES)
@@ -43,13 +44,13 @@ class WholeNorm:
         self.norm: QKWholeNormOp = scope.plan.entry("qk_whole_norm")
 
     def __call__(self, qkv: torch.Tensor) -> None:
-        """qkv [T, Q + K + V], in place."""
+        """Normalizes q and k of qkv [T, Q + K + V] in place."""
         self.norm(qkv, self.q_weight, self.k_weight, self.eps, self.totals, self.k_copies, self.reduce)
 
 
 class GQAttention:
-    """[T, H] -> [T, H]: one projection to q, k and v; head norms, rotary embedding and the store into the pool in one
-    op; attention; output projection."""
+    """Grouped-query attention, [T, H] -> [T, H]: one projection to q, k and v; head norms, RoPE and the store into the
+    KV cache in one op; attention; output projection."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.rope is not None
@@ -151,6 +152,8 @@ class GQAttention:
         )
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.o.defer_all_reduce()
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
@@ -169,7 +172,7 @@ class GQAttention:
         return self.o(out)
 
     def _biases(self, x: Activations, batch: ForwardBatch) -> torch.Tensor | None:
-        """Returns the biases [T, Hq, E] of the keys at each distance; None: there are none."""
+        """Returns the score biases [T, Hq, E] by distance; None for layers without any."""
         if self.relative is None:
             return None
         rows = self.relative(values_of(x))
@@ -180,7 +183,7 @@ class GQAttention:
     def _stored(
         self, x: Activations, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns q [T, Hq, D], k and v [T, Hkv, D], which are in the cache, and the output's gates."""
+        """Returns q [T, Hq, D], k and v [T, Hkv, D], which are in the cache now, and the output's gates."""
         cache, scales = self.cache, self.cache.group_scales()
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
         qkv = gates = self.qkv(x)
@@ -219,14 +222,13 @@ class GQAttention:
         return q, k, v, gates
 
     def _take_cache_scales(self) -> None:
-        """Reads the divisors of keys and values in a quantized cache; they are 1 where the checkpoint gives none.
-
-        Raises UserError for a scale that cannot be one."""
+        """Reads the scales of keys and values in a quantized cache, 1 if the checkpoint has none. Raises UserError for
+        an invalid scale."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
 def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, heads * D], in place: each head times the softplus of its gate [T, heads]."""
+    """Multiplies each head of x [T, heads * D] in place by the softplus of its gate [T, heads], and returns x."""
     heads = x.unflatten(-1, (gate.shape[-1], -1))
     heads *= torch.nn.functional.softplus(gate.float()).to(x.dtype)[..., None]
     return x
@@ -235,8 +237,8 @@ def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 def growth_of_queries(
     batch: ForwardBatch, growth: float, length: int, offset: int = 0, smooth: bool = False
 ) -> torch.Tensor:
-    """Returns the factors [T, 1] fp32 of a step's queries by their positions; the first layer makes them. Source:
-    Llama 4's attention temperature (arXiv 2501.19399); Ministral 3 has it without an offset, Inkling smooth."""
+    """Returns the attention temperature factors [T, 1] fp32 of queries by position, computed once per step. Source:
+    Llama 4 (arXiv 2501.19399); Ministral 3 uses it without an offset, Inkling smooth."""
     name = f"attn_temperature.{growth}.{length}.{offset}.{smooth}"
     if name not in batch.step_cache:
         ends = batch.positions + offset
@@ -249,7 +251,8 @@ def growth_of_queries(
 
 
 class BlockAttention(GQAttention):
-    """Attention of a draft whose rows come in blocks of one request each; see `GQA.block`. Each row is [H] of R * B."""
+    """Attention of a block draft, whose rows come in blocks of one request each (`GQA.block`), [R * B, H] -> [R * B,
+    H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert not (spec.output_gate or spec.head_gate or spec.sinks or spec.cache_shared)
@@ -257,7 +260,7 @@ class BlockAttention(GQAttention):
         self.block = spec.block
 
     def keep(self, x: Activations, batch: ForwardBatch) -> None:
-        """Stores keys and values of x [T, H] at the tokens of the batch."""
+        """Stores keys and values of x [T, H] at the batch's tokens."""
         self._stored(x, batch)
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
@@ -270,7 +273,7 @@ class BlockAttention(GQAttention):
 
 
 def _with_gates(projections: list[tuple[str, ShardRange]], heads: ShardRange, dim: int) -> list[tuple[str, ShardRange]]:
-    """q_proj has a gate behind every head of q: the gates of this rank's heads go behind q, k and v."""
+    """Appends the gates of this rank's heads behind q, k and v; q_proj stores each head's gate after the head."""
     (part, rows), *others = projections
 
     def pieces(behind: int) -> list[tuple[str, ShardRange]]:
@@ -283,12 +286,12 @@ def _with_gates(projections: list[tuple[str, ShardRange]], heads: ShardRange, di
 
 
 def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
-    """The parameter [1] that holds a checkpoint's scale of an fp8 cache; 1 in those that have none."""
+    """Returns a parameter [1] for a checkpoint's fp8 cache scale, 1 if the checkpoint has none."""
     return scope.param(leaf, (1,), {PartKey(): TensorPart((1,), optional=True)}, Init.ONES, torch.float32)
 
 
 def cache_scale_value(scale: torch.Tensor | None) -> float:
-    """Returns the divisor of an fp8 cache; 1 without a scale. Raises UserError for a scale that cannot be one."""
+    """Returns the scale of an fp8 cache, 1 without one. Raises UserError for an invalid scale."""
     value = 1.0 if scale is None else float(scale.item())
     if not 0.0 < value < float("inf"):
         raise UserError(f"the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16")

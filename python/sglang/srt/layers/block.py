@@ -1,4 +1,4 @@
-"""Context that a block of a decoder layer is built in, beside its scope and its description."""
+"""The context in which a block of a decoder layer is built, beside its scope and description."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from sglang.srt.plan.model_description import ModelDescription
 
 @dataclass(frozen=True, slots=True)
 class Site:
+    """The layer number, the model's description and its RoPE tables."""
+
     layer_id: int
     model: ModelDescription
     rotary: RotaryTables

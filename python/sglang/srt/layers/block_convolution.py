@@ -1,9 +1,10 @@
-"""Convolutions over the rows of a draft's blocks, around a layer's block; see `plan.drafts.heads.Convolution`.
+"""Convolutions over the rows of a draft's blocks, before and after a layer's attention or MLP; see
+`plan.drafts.heads.Convolution`.
 
     out[i, c] = sum over taps t of (base[t, c] + kernels[i, t, c // group]) x[i - t, c]    rows before the block are 0
 
-`kernels` are a product of the row before the layer's block, for both sides. What comes out of the layer's block enters
-linearly, so that ranks may convolve their summands before they are added up.
+`kernels` are computed from the input row, for both convolutions. The second convolution is linear in the output, so
+ranks may convolve their partial sums before the all-reduce.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ if TYPE_CHECKING:
 
 
 class ConvolvedBlock:
-    """A layer's block between two convolutions. Implements residual.Block; x [R * B, H] of R requests."""
+    """A layer's block between two convolutions, x [R * B, H] of R requests. Implements residual.Block."""
 
     row_format = None
 
     def __init__(self, scope: Scope, spec: Convolution, block: Any, hidden_size: int, rows: int) -> None:
-        """block: a residual.Block, in the place of attention one that keeps; rows: B, of a request's block."""
+        """block: a residual.Block; for attention one with `keep`. rows: B, rows of a request's block."""
         self.block, self.spec, self.rows = block, spec, rows
         self.base = scope.param("base_kernel", (2, spec.taps, hidden_size))
         shard = WeightShard("", whole(spec.rows(hidden_size)), whole(hidden_size))
         self.projection = Unquantized().create_weights(scope.sub("kernel_projection"), [shard], None)
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the inner block return partial sums from now on; returns the group to sum over, or None."""
         return self.block.defer_all_reduce()
 
     def keep(self, x: Activations, batch: ForwardBatch) -> None:
-        """Stores keys and values of tokens before the block, which are not convolved."""
+        """Stores keys and values of accepted tokens, which are not convolved."""
         self.block.keep(x, batch)
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
@@ -50,7 +52,8 @@ class ConvolvedBlock:
         return self._convolved(out, kernels[:, :, 1], self.base[1])
 
     def _convolved(self, x: torch.Tensor, kernels: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """x [R * B, H], kernels [R, B, taps, groups], base [taps, H] -> [R * B, H], added up in fp32."""
+        """Returns the convolution [R * B, H] of x [R * B, H] with kernels [R, B, taps, groups] and base [taps, H],
+        summed in fp32."""
         rows = x.view(-1, self.rows, x.shape[-1] // self.spec.group, self.spec.group).float()
         total = torch.zeros_like(rows)
         for tap in range(min(self.spec.taps, self.rows)):

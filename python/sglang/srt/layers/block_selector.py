@@ -1,8 +1,8 @@
-"""The indexer of block-sparse attention: one small head for each KV head scores blocks of neighbouring tokens.
+"""The indexer of block-sparse attention: one small head per KV head scores blocks of neighbouring tokens.
 
-A token leaves one key in a cache of its own, on the pages of its keys and values. The score of a block is the largest
-product of the query and a key in it; each KV head attends to the blocks with the largest scores, its own block always
-among them. A rank scores for the KV heads that it has. Source: MiniMax-M3.
+Each token stores one index key, in a cache with the same pages as its keys and values. A block's score is the largest
+product of the query with a key in it; each KV head attends to the blocks with the largest scores, always including the
+query's own block. A rank scores for its own KV heads. Source: MiniMax-M3.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 class BlockSelector:
-    """Stores the index keys of a step's tokens, and leaves the selection of those that attend sparsely in
-    `SparseRows`."""
+    """Stores the index keys of a step's tokens, and puts the selection for its sparse tokens into `SparseRows`."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.indexer is not None and spec.rope is not None
@@ -46,7 +45,7 @@ class BlockSelector:
         self.select: BlockIndexerOp = indexers(scope.plan)
 
     def __call__(self, x: Activations, batch: ForwardBatch, rows: SparseRows | None) -> None:
-        """x [T, H]. Keys of all T tokens are stored, also where nothing is selected."""
+        """Stores the keys of all T tokens of x [T, H], and selects blocks for those in `rows`, if any."""
         spec, cache = self.spec, self.cache
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
         q, _, _ = self.norm_rope_store(

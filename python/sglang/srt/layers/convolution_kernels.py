@@ -1,4 +1,4 @@
-"""Interface of the kernels of short convolutions."""
+"""The interface of short convolution kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.layers.ngrams.kernels import KeepLast
 
 
 class Convolve(Protocol):
-    """`native_convolution.convolve` says what the arguments are."""
+    """Signature of `native_convolution.convolve`."""
 
     def __call__(
         self,
@@ -26,5 +26,7 @@ class Convolve(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionKernels:
+    """The kernels of a short convolution: the convolution, and keeping each request's last rows for the next step."""
+
     convolve: Convolve
     keep: KeepLast

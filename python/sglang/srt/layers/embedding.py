@@ -19,13 +19,13 @@ from sglang.srt.sampling.sampling_params import NO_TOKEN
 
 
 def _vocab_rows(group: Group, vocab_size: int) -> ShardRange:
-    """The rows of the vocabulary that a rank holds: the last ranks may hold fewer."""
+    """Returns the vocabulary rows of a rank; the last ranks may hold fewer."""
     return padded_share(vocab_size, -(-vocab_size // group.size), group.rank)
 
 
 def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int, stored: int = 0) -> torch.Tensor:
-    """This rank's rows [ceil(V / ranks), H]. Rows past the vocabulary (of the last ranks) stay zero. stored: rows that
-    checkpoints have, with padding behind those of the vocabulary; 0: there is none, and some have none anyway."""
+    """Returns this rank's rows [ceil(V / ranks), H]; rows past the vocabulary stay zero. stored: rows in checkpoints
+    that pad the vocabulary; 0: without padding. Unpadded checkpoints are always accepted."""
     rows = _vocab_rows(scope.groups.vocabulary, vocab_size)
     part = TensorPart((vocab_size, hidden_size), (rows.run,), (slice(0, rows.count),))
     if stored > vocab_size:
@@ -37,8 +37,8 @@ def _vocab_weight(scope: Scope, vocab_size: int, hidden_size: int, stored: int =
 
 
 class VocabParallelEmbedding:
-    """ids [T] -> [T, H], times `scale` as the weight's type has it. With `norm_eps` each row of the weight is normed
-    when the parameters are filled, without weights of the norm; `plain` gives the rows as they were before."""
+    """Token embedding, ids [T] -> [T, H], times `scale` rounded to the weight's dtype. With `norm_eps` each row is
+    normalized once after loading, without a norm weight; `plain` returns the original rows."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class VocabParallelEmbedding:
         norm_eps: float | None = None,
         stored: int = 0,
     ) -> None:
-        """stored: as of `_vocab_weight`."""
+        """stored: as in `_vocab_weight`."""
         self.scale = float(torch.tensor(scale, dtype=scope.dtype))
         self.group = scope.groups.vocabulary
         self.weight = _vocab_weight(scope, vocab_size, hidden_size, stored)
         self.lengths: torch.Tensor | None = None
-        """[rows, 1] fp32: what each row was divided by."""
+        """[rows, 1] fp32: divisor of each normalized row."""
         if norm_eps is not None:
             self.lengths = self.weight.new_empty((len(self.weight), 1), dtype=torch.float32)
             scope.finish.append(functools.partial(_norm_rows, self.weight, self.lengths, norm_eps))
@@ -62,7 +62,7 @@ class VocabParallelEmbedding:
         self.rows: EmbeddingRowsOp | None = scope.plan.entry("embedding_rows") if self.group.size > 1 else None
 
     def multiply_by(self, scope: Scope) -> None:
-        """Makes the norm one with weights, of this scope, which are multiplied into the rows as well."""
+        """Multiplies the rows, after loading, by the norm weight of this scope."""
         norm = scope.param("weight", (self.weight.shape[1],), init=Init.ONES)
 
         def multiply() -> None:
@@ -71,12 +71,13 @@ class VocabParallelEmbedding:
         scope.finish.append(multiply)
 
     def __call__(self, ids: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
-        """exchange: the ranks that share the vocabulary have tokens of their own, which come together by it."""
+        """Returns the rows of the tokens. exchange: gathers the tokens of ranks that share the vocabulary but have
+        tokens of their own."""
         out = self._rows(ids, exchange)
         return out if self.scale == 1.0 else out * self.scale
 
     def plain(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [T] -> [T, H] as the checkpoint has them: without the norm and without the scale."""
+        """Returns [T, H] for ids [T] as in the checkpoint: without the norm and the scale."""
         if self.lengths is None:
             return self._rows(ids, None)
         if self.rows is None:
@@ -95,7 +96,7 @@ class VocabParallelEmbedding:
 
 
 NORMED_AT_ONCE = 1 << 14
-"""Rows of an embedding that are normed at once: 400 MB in fp32 of 6,656 columns."""
+"""Rows of an embedding that are normalized at once: 400 MB in fp32 for 6,656 columns."""
 
 
 def _norm_rows(weight: torch.Tensor, lengths: torch.Tensor, eps: float) -> None:
@@ -107,37 +108,38 @@ def _norm_rows(weight: torch.Tensor, lengths: torch.Tensor, eps: float) -> None:
 
 
 def _times(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """rows [T, H], lengths [T, 1] fp32 -> [T, H] in the type of the rows."""
+    """Returns rows [T, H] times lengths [T, 1] fp32, in the dtype of the rows."""
     return (rows * lengths).to(rows.dtype)
 
 
 FEWEST_SHARDED_ROWS = 16
-"""Number of rows from which a step leaves each rank its own columns of the logits until it is known which of them are
-needed. Counted, not measured: 16 rows of 151,936 columns over two ranks are 4.9 MB on their way to each of them."""
+"""Rows from which a step keeps logits sharded by vocabulary until it is known what is needed of them. Calculated, not
+measured: gathering 16 rows of 151,936 columns over two ranks sends 4.9 MB to each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowShare:
-    """Whole rows of a step's logits on this rank, and how what each rank computes of its own comes together."""
+    """This rank's share of a step's rows of logits, with complete columns, and the gathering of results computed from
+    them."""
 
     group: Group
     logits: torch.Tensor  # [n, V] fp32
     rows: slice
-    """Which of the step's rows these are; they may be none."""
+    """The step's rows that these are; may be empty."""
     each: int
-    """Rows of a rank, the last ones of which may have fewer."""
+    """Rows per rank; the last ranks may have fewer."""
     count: int
     """Rows of the step."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, ...] of this rank's rows -> [count, ...] of all."""
+        """Gathers x [n, ...] of this rank's rows into [count, ...] of all rows. Collective."""
         padded = F.pad(x, (*(0, 0) * (x.dim() - 1), 0, self.each - len(x)))
         return self.group.all_gather(padded, dim=0)[: self.count]
 
 
 class LMHead:
-    """hidden [R, H] -> logits [R, V] fp32 on every rank, times `scale` and bent to within +-`cap` where it is not 0.
-    Shares the embedding's weight when `tied_to` is given; otherwise a checkpoint may have it quantized."""
+    """The output head, hidden [R, H] -> logits [R, V] fp32 on every rank, times `scale`, and soft-capped to +-`cap` if
+    that is not 0. Shares the embedding's weight if `tied_to` is given; otherwise its weight may be quantized."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class LMHead:
         scale: float = 1.0,
         stored: int = 0,
     ) -> None:
-        """stored: as of `_vocab_weight`."""
+        """stored: as in `_vocab_weight`."""
         hidden_size = scope.plan.weights.head.cols
         self.vocab_size = vocab_size
         self.cap, self.scale = cap, scale
@@ -156,7 +158,7 @@ class LMHead:
         rows = _vocab_rows(self.group, vocab_size)
         self.rows = rows
         shard = WeightShard("", exact_share(vocab_size, rows.run), whole(hidden_size))
-        # The sums as they are: rounded to bf16, logits of 16 to 32 would lie on a grid of 0.125.
+        # Logits are not rounded to bf16, where values from 16 to 32 would be multiples of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:
             weight = _vocab_weight(scope, vocab_size, hidden_size, stored) if tied_to is None else tied_to.weight
@@ -167,27 +169,28 @@ class LMHead:
         return self.whole(self._columns(hidden))
 
     def plain(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, H] -> [R, V] as a call, but neither multiplied nor bent."""
+        """Returns logits [R, V] without scale and cap."""
         assert self.product is not None
         return self.whole(self.product(hidden))
 
     def of_step(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the logits as a call does; where there are many rows, only this rank's columns (`is_shard`)."""
+        """Returns the logits as a call does, but with many rows only this rank's columns (`is_shard`)."""
         columns = self._columns(hidden)
         return columns if len(columns) >= FEWEST_SHARDED_ROWS else self.whole(columns)
 
     def _columns(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, C] of this rank; what lies behind its rows of the vocabulary is padding."""
+        """Returns this rank's columns [R, C]; those behind its vocabulary rows are padding."""
         assert self.product is not None
         logits = self.product(hidden)
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.cap == 0.0 else torch.tanh(logits / self.cap) * self.cap
 
     def is_shard(self, logits: torch.Tensor) -> bool:
+        """Returns whether the logits hold only this rank's columns."""
         return self.group.size > 1 and logits.shape[-1] < self.vocab_size
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """[R, V] on every rank, of what `of_step` returned."""
+        """Returns complete logits [R, V] on every rank, from a result of `of_step`. Collective."""
         if not self.is_shard(logits):
             return logits
         missing = self.rows.padded_count - logits.shape[-1]
@@ -195,8 +198,8 @@ class LMHead:
         return self.group.all_gather(logits)[:, : self.vocab_size]
 
     def whole_share(self, shard: torch.Tensor, width: int) -> RowShare:
-        """Whole rows of logits, of which each rank gets a share: so much less travels than to make every rank's whole.
-        `width` rows at a time stay together."""
+        """Exchanges sharded logits so that each rank gets complete rows for a share of the rows, which sends less than
+        gathering all. Groups of `width` rows stay on one rank. Collective."""
         ranks, count = self.group.size, len(shard)
         each = -(-count // (width * ranks)) * width
         missing = self.rows.padded_count - shard.shape[-1]
@@ -208,8 +211,8 @@ class LMHead:
         return RowShare(self.group, logits[: rows.stop - rows.start], rows, each, count)
 
     def first_largest(self, shard: torch.Tensor) -> torch.Tensor:
-        """The first of each row's largest logits of all ranks, [R] int64, or NO_TOKEN, as the sampler has it: eight
-        bytes a row and rank travel."""
+        """Returns the index [R] int64 of each row's first largest logit over all ranks, or NO_TOKEN as the sampler
+        does. Sends eight bytes per row and rank. Collective."""
         if self.rows.count:
             mine = shard[:, : self.rows.count]
             tokens = mine.argmax(dim=-1, keepdim=True)  # of a NaN, if there is one

@@ -1,7 +1,7 @@
-"""The device's view of one step: which tokens it computes, for which requests, and where they lie in the caches.
+"""The device's view of one step: the tokens it computes, their requests, and their cache slots.
 
-A step has up to two kinds of rows. Requests that decode bring one token each and come first; behind them come requests
-with a run of new tokens over a cached prefix: prompts, chunks of prompts, or draft tokens to verify.
+A step has up to two kinds of rows. Decoding requests with one token each come first; then come requests with a run of
+new tokens over a cached prefix: prompts, chunks of prompts, or draft tokens to verify.
 
     tokens    0 .. D-1                D .. T-1
     rows      decode: DecodeRows      extend: ExtendRows, ragged by start_loc
@@ -29,49 +29,48 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T new tokens of the requests of one step; device tensors unless the name ends in `_cpu`."""
+    """The T new tokens of one step's requests; device tensors unless the name ends in `_cpu`."""
 
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, of each token in its sequence
     token_slots: tuple[TokenSlots, ...]
-    """One for each row table; a block takes that of its cache: `slots_of`."""
+    """Slots per row table; a block uses those of its cache's table (`slots_of`)."""
     decode: DecodeRows | None = None
     extend: ExtendRows | None = None
     metadata: Mapping[AttentionSite, SiteMetadata] = field(default_factory=dict)
-    """Metadata that the kernels of each attention site read of this step (`AttentionSites.metadata`)."""
+    """Attention metadata of this step by attention site (`AttentionSites.metadata`)."""
 
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
 
     exchange: RowExchange | None = None
-    """Of the tokens of all attention groups, where each has requests of its own."""
+    """Gathers the tokens of all attention groups, with data-parallel attention."""
 
     embedding_rows: InputRows | None = None
 
     mrope_positions: torch.Tensor | SectionPositions | None = None
-    """Positions that turn heads, where images make them others than `positions`: [T] int64, or one for each section
-    where the frequencies of rotary embeddings have sections."""
+    """RoPE positions of models whose images make them differ from `positions`: [T] int64, or one per section for
+    M-RoPE."""
 
     state_records: list[StateRecord] | None = None
-    """Records of a step whose tokens may be taken back, otherwise None. Layers with recurrent states then leave these
-    as they are and record here what is needed to advance them by a part of the tokens."""
+    """Records of a step with draft tokens, which may be rejected; otherwise None. Layers then leave their recurrent
+    states unchanged, and record here what is needed to advance them by the accepted tokens."""
 
     aux_hidden_states: list[torch.Tensor] = field(default_factory=list)
-    """Residual streams [T, H] behind the layers that a draft reads (`Drafter.aux_layers`), in their order."""
+    """Residual streams [T, H] after the layers that a draft reads (`Drafter.aux_layers`), in their order."""
 
     layer_outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Residual streams [T, H] behind some layers, by the layer's number, until they become `aux_hidden_states`."""
+    """Residual streams [T, H] by layer number, until they become `aux_hidden_states`."""
 
     step_cache: dict[str, torch.Tensor] = field(default_factory=dict)
     """Tensors that several layers read and the first one of them computes, by name."""
 
     shared_selection: Any = None
-    """Where passes of a draft read one selection: what layers with an indexer leave for later passes, or take, as a
-    `shared_selection.SharedSelection`, whose module imports this one; else None."""
+    """A `shared_selection.SharedSelection` (typed Any, because that module imports this one), if the passes of a draft
+    share an indexer's selection."""
 
     compressed: Any = None
-    """Data that layers of compressed attention read of the step: a `compressed.step.CompressedStep`, whose module
-    imports this one."""
+    """A `compressed.step.CompressedStep` (typed Any for the same reason) for layers of compressed attention."""
 
     loads: LayerWaits | None = None
     """Pages that are still being loaded: each layer waits for its own. None: the step reads no such pages."""
@@ -82,7 +81,9 @@ class ForwardBatch:
 
     @property
     def rotary_positions(self) -> torch.Tensor | SectionPositions:
+        """Returns the positions for RoPE."""
         return self.positions if self.mrope_positions is None else self.mrope_positions
 
     def slots_of(self, cache: CacheStore) -> TokenSlots:
+        """Returns the tokens' slots in a cache."""
         return self.token_slots[cache.table]

@@ -1,5 +1,5 @@
-"""The stream of models with gated residual streams (Qwen3.8-Flash-Next): several vectors a token, normed and mixed anew
-before every block, whose output is added to each of them by a gate of its own."""
+"""Gated residual streams (Qwen3.8-Flash-Next): several vectors per token, which are normalized and mixed into the input
+of every block, and to each of which the block's output is added through a gate."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sglang.srt.plan.weight_names import PartKey
 PLACES = {MIXER: "attn_mix", FFN: "mlp_mix"}
 """Names of the modules around a block, by the name of the norm before the block."""
 DOWN, INJECT = "input_mix_weight_down", "block_inject_weight"
-"""Checkpoints' names of the two halves of the first product."""
+"""Checkpoint names of the two halves of the first projection."""
 
 
 class GatedStream:
-    """`streams` [T, N, H], to which `out` [T, H] of the last block is added by `placement` [T, N] (None: there is
-    none)."""
+    """The streams [T, N, H], to which the pending `out` [T, H] of the last block is to be added with the gates
+    `placement` [T, N]; both None if nothing is pending."""
 
     __slots__ = ("out", "placement", "streams")
 
@@ -36,7 +36,7 @@ class GatedStream:
         self.placement: torch.Tensor | None = None
 
     def summed(self) -> torch.Tensor:
-        """Returns the streams with the last block's output in them."""
+        """Returns the streams after adding the last block's output."""
         if self.out is not None:
             assert self.placement is not None
             place(self.streams, self.out, self.placement)
@@ -45,7 +45,7 @@ class GatedStream:
 
 
 class GatedJoin:
-    """The way of the streams into a block and out of it. `inject` False: behind the last block."""
+    """Connects a block to the streams. `inject` False: the final mix after the last block."""
 
     def __init__(
         self, scope: Scope, norm: Scope, model: ModelDescription, spec: GatedStreams, inject: bool = True
@@ -67,7 +67,7 @@ class GatedJoin:
         self.kernels: StreamKernels = scope.plan.entry("gated_streams")
 
     def attach(self, block: Block) -> None:
-        """The sum over the ranks stays with the block."""
+        """Does nothing: the block does its own all-reduce."""
 
     def before(self, stream: GatedStream) -> torch.Tensor:
         normed = self.kernels.place_and_norm(stream.streams, stream.out, stream.placement, self.weight, self.eps)
@@ -81,10 +81,10 @@ class GatedJoin:
 
 
 class WholeJoin:
-    """Gives a block the streams as they are, [T, N, H], and adds what it makes of them, which is as large."""
+    """Gives a block the streams unchanged, [T, N, H], and adds its output of the same shape."""
 
     def attach(self, block: Block) -> None:
-        """The block takes 16 bits and sums over the ranks itself."""
+        """Does nothing: the block takes 16-bit rows and does its own all-reduce."""
 
     def before(self, stream: GatedStream) -> Activations:
         return stream.summed()
@@ -109,15 +109,15 @@ class GatedResidual:
         return GatedJoin(mix, mix.sub("norm"), self.model, self.spec)
 
     def begin(self, embedded: torch.Tensor) -> GatedStream:
-        """Every stream begins as the embedding."""
+        """Starts every stream as a copy of the embedding."""
         return GatedStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
 
     def partial_sum(self, stream: Any) -> torch.Tensor:
-        """Raises UserError."""
+        """Raises UserError: image features added after layers are not supported."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 
     def aux_hidden_state(self, stream: GatedStream) -> torch.Tensor:
-        """A copy of all streams, [T, N * H]: drafts of this model read those behind its last layer."""
+        """Returns a copy of all streams, [T, N * H], which this model's drafts read after the last layer."""
         return stream.streams.flatten(1).clone()
 
     def to_intermediate(self, stream: GatedStream) -> torch.Tensor:

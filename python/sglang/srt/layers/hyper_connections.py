@@ -1,4 +1,4 @@
-"""The stream of models with hyper-connections: several vectors a token, mixed anew before and after every block.
+"""Hyper-connections: residual streams of several vectors per token, mixed before and after every block.
 
 Source: Hyper-Connections (arXiv 2409.19606), with the mixing matrix constrained as in DeepSeek-V4's report, section
 2.2.
@@ -24,12 +24,13 @@ PLACES: Mapping[str, tuple[str, str]] = {MIXER: ("attn_mix", "hc_attn"), FFN: ("
 """Names of a block's connection, by the name of the norm before the block: the module, and the prefix of its
 parameters' names in checkpoints."""
 HEAD = ("head_mix", "hc_head")
-"""Names of the connection behind the last layer: the module, and the prefix of its parameters' names in checkpoints."""
+"""Names of the connection after the last layer: the module, and the prefix of its parameters' names in checkpoints."""
 
 
 class HyperStream:
-    """`streams` [T, N, H], into which `out` [T, H] of the last block goes by `placement` (None: there is none). A
-    lagged placement stays until the next one is made: the next block's weights of the streams lie in it."""
+    """The streams [T, N, H], with the pending `out` [T, H] of the last block and the `placement` that adds it (None:
+    nothing is pending). A lagged placement is kept until the next one, since it contains the next block's input
+    weights."""
 
     __slots__ = ("out", "placement", "streams")
 
@@ -40,7 +41,7 @@ class HyperStream:
 
 
 class HyperJoin:
-    """A connection and the norm behind it. `pieces`: of the numbers that it makes of a token, those with a factor of
+    """A connection and the norm after it. `pieces`: sizes of the groups of its outputs per token that have a scale of
     their own."""
 
     def __init__(
@@ -66,7 +67,7 @@ class HyperJoin:
         self.connect: HyperConnectionOp = scope.plan.entry("hyper_connection")
 
     def attach(self, block: Block) -> None:
-        """The sum over the ranks stays with the block."""
+        """Does nothing: the block does its own all-reduce."""
 
     def before(self, stream: HyperStream) -> Activations:
         spec = self.spec
@@ -91,10 +92,10 @@ class HyperJoin:
 
 
 class WholeJoin:
-    """Gives a block the streams as they are, [T, N, H], and adds what it makes of them, which is as large."""
+    """Gives a block the streams unchanged, [T, N, H], and adds its output of the same shape."""
 
     def attach(self, block: Block) -> None:
-        """The block takes 16 bits and sums over the ranks itself."""
+        """Does nothing: the block takes 16-bit rows and does its own all-reduce."""
 
     def before(self, stream: HyperStream) -> Activations:
         stream.streams, stream.out = _whole(stream), None
@@ -105,7 +106,8 @@ class WholeJoin:
 
 
 class LaggedEnd:
-    """Behind the last block: the streams become one by that block's weights of them, which a norm follows."""
+    """The end of lagged streams: merges them with the weights that the last block's placement contains, then applies
+    the norm."""
 
     def __init__(self, scope: Scope, model: ModelDescription) -> None:
         self.eps = model.norm_eps
@@ -121,11 +123,13 @@ class LaggedEnd:
 
 
 def end_of(scope: Scope, model: ModelDescription, spec: HyperConnections) -> HyperJoin | LaggedEnd:
-    """Builds what makes normed rows [T, H] of the streams behind the last layer."""
+    """Builds the module that merges the streams after the last layer into normalized rows [T, H]."""
     return LaggedEnd(scope, model) if spec.lagged else HyperJoin(scope, HEAD, "norm", model, spec, (spec.streams,))
 
 
 class HyperResidual:
+    """Residual streams with hyper-connections. Implements ResidualStream."""
+
     def __init__(self, scope: Scope, model: ModelDescription, spec: HyperConnections) -> None:
         self.model, self.spec = model, spec
         self.end: HyperJoin | LaggedEnd | None = None
@@ -143,15 +147,15 @@ class HyperResidual:
         return HyperJoin(scope, PLACES[block], block, self.model, self.spec, (num, num, num * num))
 
     def begin(self, embedded: torch.Tensor) -> HyperStream:
-        """Every stream begins as the embedding."""
+        """Starts every stream as a copy of the embedding."""
         return HyperStream(embedded[:, None].expand(-1, self.spec.streams, -1).contiguous())
 
     def partial_sum(self, stream: HyperStream) -> torch.Tensor:
-        """Raises UserError."""
+        """Raises UserError: image features added after layers are not supported."""
         raise UserError(f"{self.model.architecture}: rows that images add behind layers are not served")
 
     def aux_hidden_state(self, stream: HyperStream) -> torch.Tensor:
-        """The mean of the streams, which DeepSeek's DSpark reads."""
+        """Returns the mean of the streams, which DeepSeek's DSpark reads."""
         return stream.streams.mean(dim=1)
 
     def to_intermediate(self, stream: HyperStream) -> torch.Tensor:
@@ -179,7 +183,7 @@ class HyperResidual:
 
 
 def _whole(stream: HyperStream) -> torch.Tensor:
-    """The streams [T, N, H] with what the last block made."""
+    """Returns the streams [T, N, H] after adding the last block's output."""
     if stream.out is None:
         return stream.streams
     assert stream.placement is not None

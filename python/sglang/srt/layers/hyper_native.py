@@ -1,4 +1,4 @@
-"""Hyper-connections in plain torch: the CPU's kernel, and the reference that others are tested against."""
+"""Hyper-connections in plain torch: the CPU kernel, and the reference for tests."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def hyper_connection(
     rounds: int,
     lagged: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Leads from one block of a model with N streams to the next one: adds the output of the block before to a token's
-    streams, and makes the input of the next block.
+    """Connects one block of a model with N streams to the next: adds the previous block's output to the streams, and
+    computes the next block's input.
 
     streams [T, N, H]; out [T, H] of the block before, and placement [T, N + N * N] fp32 that this op made before that
     block (None before the first one): stream k becomes placement[k] * out + sum over j of placement[N + j N + k] *
@@ -61,7 +61,8 @@ def hyper_connection(
 
 
 def weights_behind(placement: torch.Tensor | None, streams: torch.Tensor) -> torch.Tensor:
-    """Weights [T, N] of streams [T, N, H] in the input of the next block, which lie behind a lagged placement."""
+    """Returns the weights [T, N] of the streams [T, N, H] in the next block's input, stored at the end of a lagged
+    placement; without a placement only the first stream counts."""
     num = streams.shape[1]
     if placement is not None:
         return placement[:, num + num * num :]
@@ -71,7 +72,7 @@ def weights_behind(placement: torch.Tensor | None, streams: torch.Tensor) -> tor
 
 
 def placed(streams: torch.Tensor, out: torch.Tensor, placement: torch.Tensor) -> torch.Tensor:
-    """The streams [T, N, H] with what the block before made of the tokens: the first step of `hyper_connection`."""
+    """Returns the streams [T, N, H] after adding the previous block's output: the first step of `hyper_connection`."""
     num, wide = streams.shape[1], _wide(streams)
     to_streams, mix = placement[:, : num + num * num].to(wide).split((num, num * num), dim=1)
     values = torch.einsum("tjk,tjh->tkh", mix.unflatten(1, (num, num)), streams.to(wide))
@@ -83,8 +84,8 @@ def _wide(x: torch.Tensor) -> torch.dtype:
 
 
 def doubly_stochastic(logits: torch.Tensor, eps: float, rounds: int) -> torch.Tensor:
-    """logits [..., N, N] -> the softmax of each row, whose columns, rows, columns ... are divided by their sums:
-    columns `rounds` times."""
+    """Returns the row-wise softmax of logits [..., N, N] after Sinkhorn normalization: columns and rows are divided by
+    their sums in alternation, columns `rounds` times."""
     mix = logits.softmax(-1) + eps
     mix = mix / (mix.sum(-2, keepdim=True) + eps)
     for _ in range(rounds - 1):

@@ -1,8 +1,8 @@
-"""The indexer of sparse latent attention: few small heads score every token that a token may see.
+"""The lightning indexer of sparse latent attention: a few small heads score every visible token.
 
-A token leaves one key in a cache of its own. The score of a cached token is the sum over the indexer's heads of
-weight * relu(query . key), with a weight a head that the hidden state makes. Attention reads the tokens with the
-largest scores. Every rank computes all heads, so that all select alike.
+Each token stores one index key in a separate cache. The score of a cached token is the sum over the indexer's heads of
+weight * relu(query . key), with head weights computed from the hidden state. Attention reads the tokens with the
+largest scores. Every rank computes all heads, so that all select the same.
 
 Source: DeepSeek-V3.2 (arXiv 2512.02556), section 2.1.
 """
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 KEY_NORM_EPS = 1e-6
-"""Epsilon of the norm of keys, whatever `rms_norm_eps` says of the other norms (published code)."""
+"""Epsilon of the keys' norm in the published code, independent of `rms_norm_eps`."""
 
 
 class LightningIndexer:
-    """Stores the keys of a step's tokens, and leaves the selection of those that attend sparsely in `SparseRows`."""
+    """Stores the index keys of a step's tokens, and puts the selection for its sparse tokens into `SparseRows`."""
 
     def __init__(self, scope: Scope, spec: Indexer, site: Site) -> None:
         self.spec = spec
@@ -64,8 +64,8 @@ class LightningIndexer:
         batch: ForwardBatch,
         rows: SparseRows | None,
     ) -> None:
-        """x [T, H]; q_latent [T, q_rank]: the normed latent of attention's queries; rotation: of attention's rotary
-        part, as `RotaryTable.at` gives it. Keys of all T tokens are stored, also where nothing is selected."""
+        """Stores the keys of all T tokens, and selects for those in `rows`, if any. x [T, H]; q_latent [T, q_rank]: the
+        normalized query latent of attention; rotation: of attention's RoPE part, from `RotaryTable.at`."""
         cache, selecting = self.cache, rows if rows is not None and rows.selects else None
         q = None
         if selecting is not None:

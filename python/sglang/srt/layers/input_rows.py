@@ -1,7 +1,7 @@
-"""Inputs of a step that are no tokens: features of images in place of the embeddings of placeholders.
+"""Image features that replace the embeddings of placeholder tokens.
 
-A step that is launched kernel by kernel names the tokens that have some. A step in a graph has a row for each of its
-tokens, and a mask: which tokens are placeholders changes from one replay to the next, and shapes must not.
+A step launched kernel by kernel has an index of the placeholder tokens. A step in a graph has a row for every token and
+a mask, because the placeholders change from replay to replay while shapes must not.
 """
 
 from __future__ import annotations
@@ -13,34 +13,32 @@ import torch
 
 
 class InputRows(Protocol):
-    """Rows of width H for some of the T tokens of a step, and for the same tokens what is added to the stream behind
-    the first `num_levels` layers."""
+    """Feature rows of width H for some of a step's T tokens, and for the same tokens the deepstack rows that are added
+    to the residual stream after each of the first `num_levels` layers."""
 
     @property
     def width(self) -> int:
-        """H."""
+        """Returns H."""
 
     @property
     def num_levels(self) -> int: ...
 
     def put(self, embedded: torch.Tensor) -> torch.Tensor:
-        """embedded [T, H] -> the same with these rows in place of the embeddings of their tokens. May write to
-        `embedded`."""
+        """Returns embedded [T, H] with the features in place of their tokens' embeddings. May overwrite `embedded`."""
 
     def put_ids(self, ids: torch.Tensor, token: int) -> torch.Tensor:
-        """ids [T] -> the same with `token` in place of these tokens."""
+        """Returns ids [T] with `token` in place of these tokens."""
 
     def add_behind(self, layer: int, stream: torch.Tensor) -> None:
-        """Adds to the stream [T, H] behind a layer what the rows bring for it, in place."""
+        """Adds the layer's deepstack rows to the stream [T, H] in place."""
 
     def following(self, first_tokens: torch.Tensor, num_tokens: int) -> MaskedRows:
-        """Returns the rows that stand for the tokens behind those of a step of T = num_tokens: those of token i + 1 for
-        row i. No row has those of the prompts' `first_tokens` [P], which may name T, too. Nothing is added behind
-        layers."""
+        """Returns the features of the next tokens: row i holds those of token i + 1, for a step of T = num_tokens.
+        Those of the prompts' `first_tokens` [P], which may include T, are dropped. Has no deepstack rows."""
 
 
 class _Sizes:
-    """What both kinds of rows have."""
+    """The sizes of both kinds of rows."""
 
     __slots__ = ()
     rows: torch.Tensor
@@ -57,8 +55,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows(_Sizes):
-    """Implements InputRows: rows [N, H] in place of the embeddings of the tokens `index` [N], and [N, H] for each
-    level."""
+    """Implements InputRows with an index: rows [N, H] for the tokens `index` [N], and [N, H] per deepstack level."""
 
     index: torch.Tensor
     rows: torch.Tensor
@@ -75,7 +72,8 @@ class EmbeddingRows(_Sizes):
         stream.index_add_(0, self.index, self.behind_layers[layer])
 
     def following(self, first_tokens: torch.Tensor, num_tokens: int) -> MaskedRows:
-        """The number of rows that first tokens have is known to the device alone: they go to a row behind all."""
+        """Does as `InputRows.following`. Only the device knows how many rows are dropped, so these go to an extra last
+        row."""
         is_first = _chosen(first_tokens, num_tokens + 1)
         index = torch.where(is_first[self.index], num_tokens, self.index - 1)
         rows = self.rows.new_zeros((num_tokens + 1, self.width)).index_copy_(0, index, self.rows)
@@ -84,8 +82,8 @@ class EmbeddingRows(_Sizes):
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows(_Sizes):
-    """Implements InputRows: a row for each token, rows [T, H], which stands in place of its embedding where `mask` [T]
-    says so; and [T, H] for each level, zeros where it does not, so that these are added without looking."""
+    """Implements InputRows with a mask: rows [T, H] that replace embeddings where `mask` [T] is true; and [T, H] per
+    deepstack level, zero elsewhere so that they can be added unconditionally."""
 
     mask: torch.Tensor
     rows: torch.Tensor
@@ -101,12 +99,13 @@ class MaskedRows(_Sizes):
         stream.add_(self.behind_layers[layer])
 
     def following(self, first_tokens: torch.Tensor, num_tokens: int) -> MaskedRows:
-        """The first token of a step decodes or begins a prompt: what comes round to the last row is no image's."""
+        """Does as `InputRows.following`. A step's first token decodes or begins a prompt, so the row that wraps around
+        to the end is masked out."""
         is_first = _chosen(first_tokens, num_tokens + 1)
         return MaskedRows((self.mask & ~is_first[:-1]).roll(-1), self.rows.roll(-1, 0))
 
     def at(self, tokens: torch.Tensor) -> MaskedRows:
-        """Returns the rows of these tokens, [N] of T. Nothing is added behind layers."""
+        """Returns the rows of the tokens [N], without deepstack rows."""
         return MaskedRows(self.mask[tokens], self.rows[tokens])
 
 

@@ -1,16 +1,15 @@
 """Latent attention (MLA) of a decoder layer, from hidden states to hidden states.
 
-A token leaves one latent and one rotary key, which every rank keeps, or one of those that share out the tokens
-(`token_shares`); ranks share out the heads. W_UK and W_UV, the
-halves of `kv_b_proj`, are held in the model's type however the checkpoint stores them. With them attention goes one of
-two ways:
+Each token stores one latent and one rotary key, on every rank or, with DCP, on one (`token_shares`); heads are sharded
+over ranks. W_UK and W_UV, the halves of `kv_b_proj`, are held in the model's dtype even if the checkpoint quantizes
+them. Attention uses them in one of two ways:
 
     absorbed   W_UK takes the queries to the latent's dims, attention reads latents as they are (the values are their
                first columns), and W_UV makes the heads' outputs of what it returns: decoding, and short prompts
     expanded   keys and values are made of latents by W_UK and W_UV: prompts for which that pays
 
-Where the description has an indexer, or takes an earlier layer's selection, tokens with more than `top_k` tokens to see
-are absorbed, and attend to the selected ones (`SparseRows`).
+With an indexer, or an earlier layer's selection, tokens that see more than `top_k` tokens use absorbed attention over
+the selected ones (`SparseRows`).
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
@@ -43,12 +42,11 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of q's latent and of the kv latent, whatever `rms_norm_eps` says of the other norms
-(published code)."""
+"""Epsilon of the norms of the query and KV latents in the published code, independent of `rms_norm_eps`."""
 
 
 class LatentAttention(LatentHeads):
-    """[T, H] -> [T, H]."""
+    """Latent attention (MLA), [T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
         assert spec.rope is not None
@@ -79,9 +77,8 @@ class LatentAttention(LatentHeads):
         self.attend_expanded: LatentPromptOp = prompts(scope.plan)
 
     def _take_cache_scale(self) -> None:
-        """Reads the divisor of latents in an fp8 cache; it is 1 where the checkpoint does not give one.
-
-        Raises UserError for a scale that cannot be one."""
+        """Reads the scale of latents in an fp8 cache, 1 if the checkpoint has none. Raises UserError for an invalid
+        scale."""
         self.cache.k_scale = self.cache.v_scale = cache_scale_value(self.scale)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -136,7 +133,7 @@ class LatentAttention(LatentHeads):
         batch: ForwardBatch,
         rows: SparseRows | None,
     ) -> None:
-        """Leaves in `rows` what its tokens attend to: what the indexer selects, or an earlier pass did."""
+        """Puts into `rows` the selection of the indexer, or that of an earlier pass of a draft."""
         shared = batch.shared_selection
         if shared is None or self.layer_id not in shared:
             indexer(x, q_latent, rotation, batch, rows)
@@ -146,7 +143,7 @@ class LatentAttention(LatentHeads):
             rows.selection = shared.joined(self.layer_id, rows.entries)
 
     def _absorbed(self, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
-        """Whatever the step holds."""
+        """Computes absorbed attention for all rows of the step."""
         keys = entries[:, None]
         attended = self.attention(q, keys, keys[..., : self.spec.kv_lora_rank], batch)
         self.per_head(attended.unflatten(-1, (self.num_heads, -1)), self.w_uv, out)
@@ -160,7 +157,7 @@ class LatentAttention(LatentHeads):
         metadata: SiteMetadata,
         out: torch.Tensor,
     ) -> None:
-        """A step with prompts, behind the rows of `absorbed`, which decode."""
+        """Computes expanded attention for a step's prompts, and absorbed attention for its decoding rows `absorbed`."""
         if len(absorbed):
             attended = absorbed.new_empty((*absorbed.shape[:2], self.spec.kv_lora_rank))
             decode = metadata.sparse if metadata.decode is None else metadata.decode
@@ -184,7 +181,7 @@ class LatentAttention(LatentHeads):
 
 
 def _token_numbers(batch: ForwardBatch) -> torch.Tensor:
-    """[T] int64: 0, 1, 2, ..., made once a step."""
+    """Returns [T] int64: 0, 1, 2, ..., created once per step."""
     name = "token_numbers"
     if name not in batch.step_cache:
         batch.step_cache[name] = torch.arange(len(batch.input_ids), device=batch.input_ids.device)

@@ -1,4 +1,4 @@
-"""The projections of latent attention (MLA), which its forms have in common."""
+"""The projections that the variants of latent attention (MLA) share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang.srt.plan.ranks import ShardRange, whole
 
 
 class LatentHeads:
-    """`qkv_a`: hidden states [T, H] -> what queries are made of and the latent [T, rank + rope]; `q_b`: the normed
-    latent of the queries -> their heads; W_UK and W_UV, the halves of `kv_b_proj`; `o`: heads -> [T, H]."""
+    """The projections of MLA. `qkv_a`: hidden states [T, H] -> query latent and KV latent [T, rank + rope]; `q_b`:
+    normalized query latent -> query heads; W_UK and W_UV, the halves of `kv_b_proj`; `o`: heads -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
         self.spec = spec
@@ -25,7 +25,7 @@ class LatentHeads:
     def _build_projections(self, scope: Scope, hidden_size: int, heads: ShardRange) -> None:
         spec, rank = self.spec, self.spec.kv_lora_rank
         q_rows = heads.scale_dims(spec.qk_dim)
-        # What every rank computes whole stands beside the queries, which it shares out if they are not compressed.
+        # Every rank computes the latents completely; queries without a latent are sharded by head beside them.
         queries = {"q_a_proj": whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
         projections = {**queries, "kv_a_proj_with_mqa": whole(spec.latent_dim)}
         self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), spec.input_size or hidden_size, projections)
@@ -40,10 +40,12 @@ class LatentHeads:
         self.o = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
 
     def _take_up(self, weight: torch.Tensor) -> None:
-        """weight [heads * (nope + v), rank]: views of it, so that it is held once."""
+        """Sets views W_UK and W_UV of weight [heads * (nope + v), rank], so that it is stored once."""
         by_head = weight.unflatten(0, (self.num_heads, -1))
         self.w_uk = by_head[:, : self.spec.nope_dim]  # [heads, nope, rank]
         self.w_uv = by_head[:, self.spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.o.defer_all_reduce()

@@ -12,8 +12,8 @@ from sglang.srt.plan.weight_names import PartKey
 
 
 def norm_weight(scope: Scope, size: int, zero_centred: bool) -> torch.Tensor:
-    """Returns the weight [size] that a norm multiplies by. Where checkpoints store it minus 1 it is kept in fp32: small
-    numbers have more digits than those near 1."""
+    """Returns a norm's weight [size]. If checkpoints store it minus 1 it is kept in fp32, because small numbers have
+    more precision than those near 1."""
     if not zero_centred:
         return scope.param("weight", (size,), init=Init.ONES)
     part = TensorPart((size,), convert=lambda stored: stored.float() + 1.0)
@@ -21,7 +21,7 @@ def norm_weight(scope: Scope, size: int, zero_centred: bool) -> torch.Tensor:
 
 
 class RMSNorm:
-    """Norm over the hidden size; `residual` is the sum of everything before, carried beside the hidden states."""
+    """RMS norm over the hidden size, with the residual addition before it."""
 
     def __init__(self, scope: Scope, size: int, eps: float, zero_centred: bool = False) -> None:
         self.weight = norm_weight(scope, size, zero_centred)
@@ -30,7 +30,7 @@ class RMSNorm:
         self._add_norm: AddRMSNormOp = scope.plan.entry("fused_add_rmsnorm")
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [T, H] -> (norm of their sum, their sum). Without a residual `x` is the sum."""
+        """Returns (norm of x + residual, x + residual) for x, residual [T, H]. Without a residual `x` is the sum."""
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
         normed, total = self._add_norm(x, residual, self.weight, self.eps)
@@ -39,17 +39,17 @@ class RMSNorm:
     def add_partial_sums(
         self, x: torch.Tensor, residual: torch.Tensor | None, group: Summands
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes the norm, as a call does, of the sum of `x` over the group's ranks: in one kernel where the group
-        has one for it."""
+        """Does as a call, with the all-reduce of the partial sums `x` over the group, in one kernel if the group has
+        one."""
         at_once = group.all_reduce_add_rms_norm(x, residual, self.weight, self.eps)
         return self(group.all_reduce(x), residual) if at_once is None else at_once
 
     def quantized(
         self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: Summands | None
     ) -> tuple[Activations, torch.Tensor]:
-        """Computes the norm as a call does, or with a group as `add_partial_sums` does; where rows are many it also
-        quantizes them in the norm's launch. For sums over ranks that is as many launches as a sum with its norm, and
-        one that quantizes."""
+        """Does as a call, or with a group as `add_partial_sums`; with at least `wanted.least` rows it also quantizes
+        them in the norm's kernel. With an all-reduce that takes as many launches as an all-reduce fused with the norm,
+        plus one that quantizes."""
         if wanted is None or residual is None or len(x) < wanted.least:
             return self(x, residual) if group is None else self.add_partial_sums(x, residual, group)
         from sglang.srt.layers.triton_ops.norm_quantize import add_rmsnorm_quantize

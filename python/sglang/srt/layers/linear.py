@@ -1,7 +1,7 @@
 """Linear layers over the tensor-parallel ranks.
 
-A layer states its shards (which rows or columns of which checkpoint tensors this rank holds); the scope's QuantMethod
-creates the tensors that hold them and multiplies.
+A layer states its shards (the rows or columns of checkpoint tensors that this rank holds); the scope's QuantMethod
+creates the tensors and multiplies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang.srt.plan.weight_names import PartKey
 
 
 class Unquantized:
-    """One weight [out, in] in the model's dtype."""
+    """One weight [out, in] in the model's dtype. Implements QuantMethod."""
 
     def create_weights(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         weight = self.stacked(scope, shards)
@@ -38,7 +38,7 @@ class Unquantized:
         take(self.stacked(scope, [shard]))
 
     def stacked(self, scope: Scope, shards: list[WeightShard]) -> torch.Tensor:
-        """Allocates one parameter of the shards, one below the other."""
+        """Allocates one parameter with the shards stacked by rows."""
         parts: dict[PartKey, TensorPart] = {}
         begin, cols = 0, shards[0].cols
         for shard in shards:
@@ -49,7 +49,7 @@ class Unquantized:
 
 
 def even_share(total: int, group: Group, what: str) -> ShardRange:
-    """This rank's of shares that are all equal."""
+    """Returns this rank's share of equal shares. Raises ValueError if `total` cannot be divided."""
     if total % group.size:
         raise ValueError(
             f"{what} {total} cannot be divided over {group.size} tensor-parallel ranks; choose another --tp-size"
@@ -60,10 +60,10 @@ def even_share(total: int, group: Group, what: str) -> ShardRange:
 class ColumnParallelLinear:
     """Several projections of one input, side by side, each sharded by output: x [T, in] -> [T, sum of shares].
 
-    `weights`: what the description says of them; of attention's projections in features, with `bias`. `projections`
-    maps the checkpoint's part to this rank's share of its output features. Where several slices of one part lie apart
-    it is a list of both. `dequantized`: the weight is held in the model's type, however the checkpoint stores it; of a
-    Matrix its `quantized` says so.
+    `weights`: their description, or for attention the number of input features, with `bias`. `projections` maps a
+    checkpoint part to this rank's share of its output features; it is a list of pairs if a part has several separate
+    slices. `dequantized`: the weight is held in the model's dtype even if the checkpoint quantizes it; a Matrix states
+    this itself.
     """
 
     def __init__(
@@ -93,8 +93,9 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """Sharded by input over `group` (all ranks if None), summed over it: x [T, room for `cols`] -> [T, out]. `weights`:
-    as of ColumnParallelLinear, or out features. Without `reduce` the caller sums, and there is no bias."""
+    """A projection sharded by input over `group` (all ranks if None) and summed over it: x [T, padded `cols`] -> [T,
+    out]. `weights`: as in ColumnParallelLinear, or output features. Without `reduce` the caller sums, and there is no
+    bias."""
 
     def __init__(
         self,
@@ -121,8 +122,8 @@ class RowParallelLinear:
         self.apply = create(scope, [shard], None if self.multi_rank else self.bias)
 
     def defer_all_reduce(self) -> Group | None:
-        """Makes the layer return this rank's summand from now on; returns the group to sum over. Returns None if there
-        is nothing to leave, or a bias belongs to the sum."""
+        """Makes the layer return partial sums from now on; returns the group to sum over. Returns None if there is
+        nothing to defer, or a bias must be added to the sum."""
         if not self.multi_rank or self.bias is not None:
             return None
         self.multi_rank = False
@@ -137,7 +138,7 @@ class RowParallelLinear:
 
 
 class ReplicatedLinear:
-    """Every rank holds and computes all of the weights at `scope`: x [T, in] -> [T, out]."""
+    """A projection that every rank holds and computes completely: x [T, in] -> [T, out]."""
 
     def __init__(self, scope: Scope) -> None:
         weights = scope.matrix()

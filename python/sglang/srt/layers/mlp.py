@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class GatedMLP:
-    """down(f(gate x) * up x), or down(f(up x)): [T, H] -> [T, H]. Without `reduce` it is this rank's summand."""
+    """A feed-forward block, down(f(gate x) * up x) or without a gate down(f(up x)): [T, H] -> [T, H]. Without `reduce`
+    it returns this rank's partial sums."""
 
     def __init__(self, scope: Scope, spec: Dense, reduce: bool = True) -> None:
         tp, gate_up, down = scope.groups.tp, scope.sub("gate_up"), scope.sub("down")
@@ -33,6 +34,8 @@ class GatedMLP:
         self.row_format = self.gate_up.row_format
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.down.defer_all_reduce()
 
     def __call__(self, x: Activations, batch: ForwardBatch | None = None) -> torch.Tensor:
@@ -40,7 +43,7 @@ class GatedMLP:
 
 
 def gate_of(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-    """[T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
+    """Returns the activation op: [T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
     if activation in (SILU, GELU, RELU2):
         gate: GateOp = scope.plan.entry(activation.op)
         return gate

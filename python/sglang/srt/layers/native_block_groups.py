@@ -1,8 +1,8 @@
-"""Ops of block-sparse attention in plain torch: the CPU's kernels, and the reference that others are tested against.
+"""Ops of block-sparse attention in plain torch: the CPU kernels, and the reference for tests.
 
 Tokens are read in blocks of neighbours: positions 0 to B - 1 of a request are block 0, and so on. The tokens of a block
-have slots that follow one another from a multiple of B on, so that one number says where a block lies. Math is done in
-fp32, and in fp64 where the queries are. Source: MiniMax-M3.
+have consecutive slots from a multiple of B on, so one number gives a block's place. Math is done in fp32, or in fp64
+for fp64 queries. Source: MiniMax-M3.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sglang.srt.layers.ops import BlockAttentionOp, BlockIndexerOp
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, local_blocks: int) -> torch.Tensor:
-    """q [T, H, D], keys [S, 1, D] -> [T, H, blocks]: the largest q . k of a block's tokens that are seen; infinity for
-    the last `local_blocks` blocks that a token sees, -infinity for blocks that it does not see."""
+    """Returns block scores [T, H, blocks] for q [T, H, D], keys [S, 1, D]: the largest q . k of a block's visible
+    tokens; infinity for the last `local_blocks` blocks that a token sees, -infinity for blocks that it does not see."""
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     slots = rows.all().slots
     tokens, width = slots.shape
@@ -34,7 +34,7 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: in
 
 
 def block_indexer(plan: object) -> BlockIndexerOp:
-    """Every block is scored, also where no choice is to be made."""
+    """Returns the indexer op. It scores every block, even if all are selected."""
 
     def select(
         q: torch.Tensor,
@@ -44,8 +44,9 @@ def block_indexer(plan: object) -> BlockIndexerOp:
         top_blocks: int,
         local_blocks: int,
     ) -> Selection:
-        """`blocks` are those of `rows` for the heads of q -> for each token and head, [T * H] rows, the slots / block
-        of the `top_blocks` blocks with the largest `block_scores` in ascending order; of equal ones the first."""
+        """Returns for each token and head, [T * H] rows, the block numbers (slot / block) of the `top_blocks` blocks
+        with the largest `block_scores` in ascending order; of equal ones the first. `blocks` are those of `rows` for
+        the heads of q."""
         scores = block_scores(q, keys, rows, blocks.rate, local_blocks).flatten(0, 1)
         chosen = top_entries(scores, blocks.counts, top_blocks)
         return Selection(blocks.slots_of(chosen), blocks.counts.clamp(max=top_blocks))
@@ -54,7 +55,7 @@ def block_indexer(plan: object) -> BlockIndexerOp:
 
 
 def block_attention(plan: object) -> BlockAttentionOp:
-    """Some tokens after others: no copy of all that is selected."""
+    """Returns `attend_blocks`, which takes nothing from the plan."""
     return attend_blocks
 
 
@@ -71,13 +72,14 @@ def attend_blocks(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """q [T, Hq, D] -> out [T, Hq, Dv]: the softmax of each query head over the selected blocks of its KV head; all
-    tokens of them, but of the last one those up to the query's.
+    """Fills out [T, Hq, Dv] with the attention of q [T, Hq, D], each query head over the selected blocks of its KV
+    head. It covers all tokens of these blocks except those after the query in the last one.
 
-    Caches [S, Hkv, D] and [S, Hkv, Dv], whose real values are stored ones times k_scale and v_scale. `selection`: rows
-    of slots / block for each token and KV head, [T * Hkv], or for each token, [T], in which the last one is the block
-    that ends latest. lens [T] int32: tokens of the request up to the query's, itself included; 0: nothing is seen, and
-    the result is zero.
+    Caches [S, Hkv, D] and [S, Hkv, Dv] hold real values divided by k_scale and v_scale. `selection`: rows of block
+    numbers (slot / block) for each token and KV head, [T * Hkv], or for each token, [T]; the last one in a row must be
+    the block that contains the query. lens [T] int32: tokens of the request up to and including the query; 0: nothing
+    is seen, and the result is zero. Tokens are computed in pieces, so that the selected keys are never copied all at
+    once.
     """
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     kv_heads, tokens = k_cache.shape[1], len(q)

@@ -1,6 +1,6 @@
-"""Short convolutions in plain torch: those of the CPU, and the reference that others are tested against.
+"""Short convolutions in plain torch: the CPU kernels, and the reference for tests.
 
-Math is done in fp32, and in fp64 where the rows are.
+Math is done in fp32, or in fp64 for fp64 rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sglang.srt.layers.ngrams.native import keep_last, token_before, wide
 def convolve(
     rows: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, out: torch.Tensor
 ) -> None:
-    """rows [T, C] -> out [T, C]: rows plus their causal convolution by weight [C, taps], channel by channel. kept
-    [requests, R, C]: rows of the last R >= taps - 1 tokens of each request before the step, of position p at p % R."""
+    """Fills out [T, C] with rows [T, C] plus their causal depthwise convolution by weight [C, taps]. kept [requests, R,
+    C]: rows of the last R >= taps - 1 tokens of each request before the step, position p at p % R."""
     taps, factors = weight.shape[1], wide(weight)
     total, zero = wide(rows) * (1.0 + factors[:, -1]), rows.new_zeros(())
     for tap in range(1, taps):

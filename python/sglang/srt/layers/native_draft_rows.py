@@ -1,8 +1,6 @@
-"""Rows of steps that verify draft tokens and of drafts, in plain torch: the CPU's way, and the reference of
-`triton_ops.draft_rows`.
+"""Inputs of verify and draft steps in plain torch: the CPU kernels, and the reference for `triton_ops.draft_rows`.
 
-R requests bring W rows each, T = R W. Rows that are no token of a request are padding: they are of request slot 0, at
-position 0.
+R requests bring W rows each, T = R W. Rows without a token of their request are padding: request slot 0, position 0.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import torch
 
 
 class VerifyInputs(NamedTuple):
-    """Inputs of a step that verifies draft tokens."""
+    """Inputs of a verify step."""
 
     input_ids: torch.Tensor  # [T] int64
     rows: torch.Tensor  # [T] int64, the request slot of each row
@@ -21,7 +19,7 @@ class VerifyInputs(NamedTuple):
     locs: torch.Tensor  # [tables, T] int64, cache slots
     prefix_lens: torch.Tensor  # [R] int32, computed tokens
     seq_lens: torch.Tensor  # [R] int32, prefix_lens + W
-    ends: torch.Tensor  # [R] int32 >= 1, prefix_lens and the request's own rows
+    ends: torch.Tensor  # [R] int32 >= 1, prefix_lens + the request's own rows
     start_loc: torch.Tensor  # [R + 1] int32, 0, W, 2 W, ..
 
 
@@ -36,13 +34,13 @@ class DraftInputs(NamedTuple):
 
 
 class AcceptedDrafts(NamedTuple):
-    """What stands of a step that verified draft tokens."""
+    """The result of a verify step."""
 
-    counts: torch.Tensor  # [R] int32 >= 1, tokens that stand
+    counts: torch.Tensor  # [R] int32 >= 1, accepted tokens
     next_ids: torch.Tensor  # [T] int64, the token sampled at each row, 0 where there is none
-    last_rows: torch.Tensor  # [R] int64, of T: the last row that stands
-    lens: torch.Tensor  # [R] int32, computed tokens behind the step
-    tokens: torch.Tensor  # [R] int64, the last token that stands
+    last_rows: torch.Tensor  # [R] int64, of T: the last accepted row
+    lens: torch.Tensor  # [R] int32, computed tokens after the step
+    tokens: torch.Tensor  # [R] int64, the last accepted token
 
 
 def verify_inputs(
@@ -53,9 +51,9 @@ def verify_inputs(
     req_to_token: torch.Tensor,
     width: int,
 ) -> VerifyInputs:
-    """Builds the inputs of a step in which each of the requests `slots` [R] int64 brings its next `width` tokens, of
-    which the first `widths` [R] int32 are its own. lens [requests] int32: computed tokens; next_tokens [requests, k]
-    int64; req_to_token [tables, requests, context] int32."""
+    """Builds the inputs of a step in which each request of `slots` [R] int64 brings its next `width` tokens, of which
+    the first `widths` [R] int32 are its own. lens [requests] int32: computed tokens; next_tokens [requests, k] int64;
+    req_to_token [tables, requests, context] int32."""
     prefix_lens = lens[slots]
     row = torch.arange(width, device=slots.device)
     rows, positions, locs = _locate(slots, prefix_lens, row, row < widths[:, None], req_to_token)
@@ -68,8 +66,8 @@ def verify_inputs(
 def draft_inputs(
     slots: torch.Tensor, first: torch.Tensor, ends: torch.Tensor, req_to_token: torch.Tensor, width: int
 ) -> DraftInputs:
-    """Builds the inputs of `width` rows of each of the requests `slots` [R] int64 at positions from `first` [R] int32
-    on. Positions from `ends` [R] int32 on have no cache slot: their rows are padding."""
+    """Builds the inputs of `width` rows for each request of `slots` [R] int64, at positions from `first` [R] int32 on.
+    Rows at positions from `ends` [R] int32 on have no cache slot and become padding."""
     row = torch.arange(width, device=slots.device)
     inside = first[:, None] + row < ends[:, None]
     rows, positions, locs = _locate(slots, first, row, inside, req_to_token)
@@ -95,9 +93,9 @@ def accept_drafts(
     lens: torch.Tensor,
     forced: torch.Tensor | None = None,
 ) -> AcceptedDrafts:
-    """Decides which of the tokens [R, W] int64 that a step of `verify_inputs` sampled stand: the first, and each one
-    whose predecessor was drafted. Moves `lens` on by them; request slot 0 stays as it is. Rows without a token have a
-    negative one. forced [R] int32: counts that replace the decision, for measurements."""
+    """Accepts sampled tokens [R, W] int64 of a step from `verify_inputs`: the first, and each one for which all sampled
+    tokens before it equal the draft tokens. Increases `lens` by them, except for request slot 0. Rows without a token
+    hold a negative one. forced [R] int32: counts that replace the decision, for benchmarks."""
     count, width = tokens.shape
     counts = accepted(tokens, next_tokens[slots, 1:width], widths) if forced is None else forced
     row = torch.arange(count, device=tokens.device)
@@ -110,10 +108,10 @@ def accept_drafts(
 
 
 def accepted(tokens: torch.Tensor, draft_tokens: torch.Tensor, widths: torch.Tensor) -> torch.Tensor:
-    """Returns how many of the sampled tokens [R, W] stand, [R] int32: the first, and each one whose predecessor was
-    drafted.
+    """Returns the number [R] int32 of accepted tokens of those sampled, [R, W]: the first, and each one for which all
+    sampled tokens before it equal the draft tokens.
 
-    draft tokens [R, W - 1]; widths [R] int32: of a request's W rows, only the first `widths` are its own.
+    draft_tokens [R, W - 1]; widths [R] int32: only the first `widths` of a request's W rows are its own.
 
     >>> accepted(torch.tensor([[5, 6, 7]]), torch.tensor([[5, 9]]), torch.tensor([3]))
     tensor([2], dtype=torch.int32)

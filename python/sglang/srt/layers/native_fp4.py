@@ -1,7 +1,7 @@
-"""Rows of four-bit keys and values in plain torch: the CPU's form, and the definition that kernels are tested against.
+"""Four-bit keys and values in plain torch: the CPU kernels, and the reference for tests.
 
 A row of D numbers is D / 2 bytes of e2m1 codes, the even column in the low bits, and D / 16 bytes of e4m3 scales, one
-for 16 columns: the element and block format of NVFP4. The stored value is code * scale * tensor scale.
+per 16 columns: the element and block format of NVFP4. The stored value is code * scale * tensor scale.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GROUP = 16
 
 
 def quantize_fp4_rows(x: torch.Tensor, tensor_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., D] -> codes [..., D / 2] and scales [..., D / 16], both uint8: to nearest, ties to the even code. A scale
-    is the largest magnitude of its group divided by 6; what it is too small for saturates at 448 times 6."""
+    """Returns codes [..., D / 2] and scales [..., D / 16], both uint8, of x [..., D]: round to nearest, ties to the
+    even code. A scale is the largest magnitude of its group divided by 6; larger values saturate at 448 times 6."""
     groups = x.float().unflatten(-1, (-1, GROUP))
     # Divisors are tensors: by Python numbers a GPU multiplies with the reciprocal.
     six, whole = (torch.full((), value, device=x.device) for value in (E2M1_MAX, tensor_scale))
@@ -33,6 +33,6 @@ def quantize_fp4_rows(x: torch.Tensor, tensor_scale: float) -> tuple[torch.Tenso
 
 
 def dequantize_fp4_rows(codes: torch.Tensor, scales: torch.Tensor, tensor_scale: float) -> torch.Tensor:
-    """codes [..., D / 2] and scales [..., D / 16] -> [..., D] fp32."""
+    """Returns [..., D] fp32 from codes [..., D / 2] and scales [..., D / 16]."""
     values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (-1, GROUP))
     return (values * scales.view(torch.float8_e4m3fn).float()[..., None]).flatten(-2) * tensor_scale

@@ -1,5 +1,5 @@
-"""Draft tokens of what follows, looked up where the last tokens stood before, in plain torch: the CPU's way, and the
-reference of `triton_ops.ngram`."""
+"""N-gram draft tokens in plain torch, continuing the place where the last tokens occurred before: the CPU kernel, and
+the reference for `triton_ops.ngram`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def ngram_drafts(
     num_speculative_tokens: int,
     corpus: Corpus | None = None,
 ) -> torch.Tensor:
-    """history [rows, context_len] int32; slots, tokens [R] int64; lens [R] int32: the positions of `tokens`, which are
-    entered in the history with the draft tokens -> [R, num_speculative_tokens] int64.
+    """Returns draft tokens [R, num_speculative_tokens] int64, and writes them and `tokens` into the history. history
+    [rows, context_len] int32; slots, tokens [R] int64; lens [R] int32: the positions of `tokens`.
 
-    At most `longest` of the last tokens of a request are looked up in what stands before them, and in the corpus. The
-    place where the longest part of them stood counts, the latest of several, and in the corpus only if it is longer
-    there. What followed there is drafted; behind the request's last token its draft tokens go on with themselves. The
-    last token again where none stood before.
+    Finds the longest suffix of a request, of up to `longest` tokens, that occurred earlier in the request or in the
+    corpus; the latest place wins, and the corpus only with a longer match. The draft tokens are those that followed
+    there; past the request's last token they continue with the draft tokens themselves. Without any match they repeat
+    the last token.
     """
     if not len(slots):
         return tokens.new_empty((0, num_speculative_tokens))
@@ -56,7 +56,7 @@ def ngram_drafts(
 
 
 def _last_tokens(sequences: torch.Tensor, lens: torch.Tensor, longest: int) -> torch.Tensor:
-    """[R, longest]: the last token, the one before it, ...; -2 before the first."""
+    """Returns [R, longest]: the last token, the one before it, ...; -2 before the first."""
     position = lens[:, None] - torch.arange(longest, device=sequences.device)
     return torch.where(position >= 0, sequences.gather(1, position.clamp(min=0)), -2)
 
@@ -64,8 +64,7 @@ def _last_tokens(sequences: torch.Tensor, lens: torch.Tensor, longest: int) -> t
 def _longest_match(
     sequences: torch.Tensor, last: torch.Tensor, lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns for each request how many of its last tokens occurred before, and the latest position where they
-    ended."""
+    """Returns for each request the length of the longest matching suffix, and the latest position where it ended."""
     width = sequences.shape[1]
     index = torch.arange(width, device=sequences.device)
     alive = index < lens[:, None]
@@ -81,7 +80,7 @@ def _longest_match(
 def _corpus_match(
     texts: torch.Tensor, order: torch.Tensor, size: torch.Tensor, last: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in the corpus, by binary search."""
+    """Returns the same for the corpus, by binary search."""
     low = torch.zeros(len(last), dtype=torch.int64, device=texts.device)
     high = low + size
     for _ in range(len(order).bit_length()):
@@ -100,8 +99,8 @@ def _corpus_match(
 
 
 def _agreement(texts: torch.Tensor, end: torch.Tensor, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how many tokens up to `end` [R] are the last ones of the requests, and whether the texts are the smaller
-    ones where they differ, read backwards."""
+    """Returns the length of the suffix that texts ending at `end` [R] share with the requests, and whether the texts,
+    read backwards, sort before them."""
     longest = last.shape[1]
     position = end[:, None] - torch.arange(longest, device=texts.device)
     theirs = torch.where(position >= 0, texts[position.clamp(min=0)].to(torch.int64), -1)

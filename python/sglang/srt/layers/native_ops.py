@@ -1,4 +1,4 @@
-"""Every op of a decoder layer in plain torch: the CPU's kernels, and the reference that others are tested against.
+"""The ops of decoder layers in plain torch: the CPU kernels, and the reference for tests.
 
 Math is done in fp32 and cast back to the input's dtype; matrix products run in the dtype of their operands.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 WIDENED_ELEMENTS = 1 << 20
-"""Number of elements of a weight that a CPU widens to fp32 at a time: they stay in its caches."""
+"""Weight elements that a CPU converts to fp32 at a time, so that they stay in its caches."""
 
 
 def linear(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """x [..., K], w [N, K], bias [N] -> [..., N]. With `out_dtype` fp32 (x [R, K]) the sums are not rounded to x's
-    type; then w may be fp32, and only with such a w there may be a bias."""
+    """Returns x [..., K] times w [N, K] transposed plus bias [N], [..., N]. With `out_dtype` fp32 (x [R, K]) sums are
+    not rounded to x's dtype; then w may be fp32, and only with an fp32 w a bias is allowed."""
     if w.dtype != x.dtype:
         return F.linear(x.to(w.dtype), w, bias)
     if out_dtype in (None, x.dtype):
@@ -50,8 +50,8 @@ def linear(
 def quantized_linear(
     weight: LinearWeight, arch: ArchTraits | None = None, configs: TileConfigs = ()
 ) -> QuantizedProduct:
-    """(x [..., K], bias [N] or None) -> [..., N], with the weight [N, K] dequantized for each product. Activations stay
-    as they are: their quantization serves matrix units that a CPU does not have."""
+    """Returns the product op of a quantized weight [N, K], which is dequantized for each product. Activations are not
+    quantized, since that serves tensor cores that a CPU does not have."""
 
     def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         values = values_of(x)
@@ -61,7 +61,7 @@ def quantized_linear(
 
 
 def embedding_rows(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    """ids [T], weight [N, H]: rows of the tokens from `first` on -> [T, H], zeros for other tokens."""
+    """Returns [T, H] of ids [T] from weight [N, H], the rows of tokens from `first` on; zeros for other tokens."""
     row = ids - first
     select_rank = (row >= 0) & (row < weight.shape[0])
     return F.embedding(torch.where(select_rank, row, 0), weight) * select_rank[:, None]
@@ -74,16 +74,16 @@ def decode_inputs(
     next_tokens: torch.Tensor,
     req_to_token: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Builds the inputs of a step of B requests that bring a token each: slots, out_cache_loc [B] int64; seq_lens [B]
-    int32, with the new token; next_tokens [R] int64; req_to_token [1 + W, R, context] int32. Enters the new tokens'
-    slots in the first table -> input ids and positions [B], and their slots in the other tables [W, B], int64."""
+    """Builds the inputs of a decode step of B requests and writes the new slots into the first table. Returns input ids
+    and positions [B], and the slots in the other tables [W, B], int64. slots, out_cache_loc [B] int64; seq_lens [B]
+    int32, with the new token; next_tokens [R] int64; req_to_token [1 + W, R, context] int32."""
     positions = seq_lens.to(torch.int64) - 1
     req_to_token[0, slots, positions] = out_cache_loc.to(torch.int32)
     return next_tokens[slots], positions, req_to_token[1:, slots, positions].to(torch.int64)
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H], weight [H] -> [..., H]."""
+    """Returns the RMS norm [..., H] of x [..., H], times weight [H]."""
     x32 = x.float()
     scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return (x32 * scale * weight.float()).to(x.dtype)
@@ -92,24 +92,24 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [T, H] -> (norm of the sum [T, H], the sum [T, H])."""
+    """Returns (norm of x + residual, x + residual), each [T, H]."""
     residual = x + residual
     return rmsnorm(residual, weight, eps), residual
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [..., 2I] -> silu(first half) * second half [..., I]."""
+    """Returns silu(first half) * second half [..., I] of x [..., 2I]."""
     gate, up = x.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(x.dtype)
 
 
 def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
+    """Returns gelu(first half) * second half [..., I] of x [..., 2I], with the tanh form of gelu."""
     return gated(x, GELU)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_neox_style: bool) -> torch.Tensor:
-    """x [T, heads, D], cos and sin [T, rot_dim / 2] fp32 -> [T, heads, D] fp32; dims from rot_dim on pass unchanged.
+    """Returns x [T, heads, D] rotated, in fp32; cos and sin [T, rot_dim / 2] fp32; dims from rot_dim on are unchanged.
 
     Pairs that rotate together: (i, i + rot_dim / 2), or (2i, 2i + 1) unless `is_neox_style`.
     """
@@ -143,7 +143,7 @@ def qk_norm_rope_store(
     k_group_scales: torch.Tensor | None = None,
     v_group_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm of each q and k head (when weights are given), rotary embedding, and the store of k and v into the pool.
+    """Normalizes each q and k head (if weights are given), applies RoPE, and stores k and v into the cache.
 
     qkv [T, (Hq + Hkv) D + Hkv Dv], positions and out_cache_loc [T], cos_sin [max_pos, rot_dim] fp32 (cosines, then
     sines), weights [D], caches [slots, Hkv, D] and [slots, Hkv, Dv] -> q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv].
@@ -174,8 +174,8 @@ def qk_norm_rope_store(
 def q_norm_rope(
     q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Norm of each head of q, and rotary embedding, where another layer has the keys. q [T, Hq, D], positions [T],
-    cos_sin [max_pos, rot_dim] fp32, weight [D] -> [T, Hq, D]."""
+    """Returns q [T, Hq, D] with each head normalized and rotated, for layers that reuse another layer's keys. positions
+    [T], cos_sin [max_pos, rot_dim] fp32, weight [D]."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     return apply_rope(rmsnorm(q, weight, eps), cos, sin, is_neox_style=True).to(q.dtype)
 
@@ -183,8 +183,8 @@ def q_norm_rope(
 def value_norm(
     qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
 ) -> torch.Tensor:
-    """A norm without weights over each head of v. qkv [T, (Hq + 2 Hkv) D], rewritten -> itself; with `from_keys`
-    [T, (Hq + Hkv) D] -> [T, (Hq + 2 Hkv) D], whose values are the norms of the keys. Source: Gemma 4."""
+    """Normalizes each head of v without weights, in place, and returns qkv [T, (Hq + 2 Hkv) D]. With `from_keys` qkv is
+    [T, (Hq + Hkv) D], and values that are the normalized keys are appended. Source: Gemma 4."""
     width = num_kv_heads * head_dim
     values = qkv[:, -width:].unflatten(-1, (num_kv_heads, head_dim)).float()
     normed = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
@@ -207,7 +207,7 @@ def latent_norm_rope_store(
     scale: float = 1.0,
     is_neox_style: bool = True,
 ) -> torch.Tensor:
-    """Norm of the latent, rotary embedding of the queries' and the key's last dims, and the store of one entry a token.
+    """Normalizes the latent, applies RoPE to the last dims of queries and key, and stores one entry per token.
 
     q [T, H, nope + rot], rewritten; latent [T, rank + rot]; absorbed [N, H, rank + rot], whose last rot dims become
     those of q's first N rows; positions and out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; cache
@@ -227,10 +227,9 @@ def latent_norm_rope_store(
 
 
 def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tensor:
-    """parts [T, ranks * H, D] of this rank's tokens, for the heads of each rank, and lse [T, ranks * H] fp32, the
-    natural logarithms of the sums of their exponentials -> [ranks, T, H, D + extra], a message for each rank: behind
-    the columns of a part, 16 bytes with the logarithm, as the sum of three numbers of the parts' type. A part whose
-    logarithm is -inf counts as zeros, whatever it is."""
+    """Returns a message [ranks, T, H, D + extra] with each rank's heads of partial outputs parts [T, ranks * H, D] and
+    natural log-sum-exps lse [T, ranks * H] fp32. Behind a row's columns are 16 bytes with the log-sum-exp, as the sum
+    of three numbers of the parts' dtype. Parts with log-sum-exp -inf become zeros."""
     parts = parts.masked_fill((lse == float("-inf"))[..., None], 0)
     num_tokens, heads_of_all, dims = parts.shape
     shape = (num_tokens, ranks, heads_of_all // ranks)
@@ -245,8 +244,8 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tens
 
 
 def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-    """received [ranks, T, H, D + extra] from each rank, as `pack_parts` makes it -> out [T, H, D] over the tokens of
-    all ranks, zeros where nobody has one. sinks [H] fp32: one more logit a head, without a value."""
+    """Fills out [T, H, D] with the merged messages received [ranks, T, H, D + extra] of `pack_parts`; zeros if no rank
+    has a token. sinks [H] fp32: one more logit per head, without a value."""
     dims = out.shape[2]
     lse = received[..., dims : dims + 3].float().sum(-1)
     if sinks is not None:
@@ -259,14 +258,14 @@ def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.T
 
 
 def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """x [T, H, K], w [H, K, N] -> out [T, H, N]: one product a head. With W_UK it takes queries to the latent's dims,
-    with W_UV what attention made of latents to the values' dims."""
+    """Fills and returns out [T, H, N] = x [T, H, K] times w [H, K, N] per head. W_UK maps queries to latent dims, W_UV
+    maps attention outputs to value dims."""
     torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
     return out
 
 
 def latent_prompt_attention(plan: object) -> Callable[..., None]:
-    """The plan's kernel for prompts of latent attention; this one takes nothing of the plan."""
+    """Returns the kernel for prompts of latent attention, which takes nothing from the plan."""
     return expanded_latent_attention
 
 
@@ -283,8 +282,8 @@ def expanded_latent_attention(
     scale: float,
     cache_scale: float = 1.0,
 ) -> None:
-    """Fill the rows of out [T, H, v] from start_loc[0] on: causal attention of q [T, H, nope + rot] over keys and
-    values that are made of the cached prefixes' latents and of the new tokens' entries [T, rank + rot].
+    """Fills the rows of out [T, H, v] from start_loc[0] on with causal attention of q [T, H, nope + rot] over keys and
+    values expanded from the cached prefixes' latents and the new tokens' entries [T, rank + rot].
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
     * cache_scale; chunks: of the prefixes. Waits for the device.
@@ -310,18 +309,18 @@ def expanded_latent_attention(
 def load_cache(
     cache: torch.Tensor, loc: torch.Tensor, scale: float, group_scales: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """cache [slots, H, D] at loc [...] -> [..., H, D], times `scale` in fp32 when the cache is fp8. With group scales
-    [slots, H, D / 16] the cache is codes [slots, H, D / 2]."""
+    """Returns [..., H, D] of cache [slots, H, D] at loc [...], times `scale` in fp32 if the cache is fp8. With group
+    scales [slots, H, D / 16] the cache holds codes [slots, H, D / 2]."""
     if group_scales is not None:
         return dequantize_fp4_rows(_rows_at(cache, loc), _rows_at(group_scales, loc), scale)
     if cache.element_size() > 1:
         return _rows_at(cache, loc)
-    # Not every device can gather more of float8 than the bytes.
+    # Not every device can gather float8, but all can gather bytes.
     return _rows_at(cache.view(torch.uint8), loc).view(cache.dtype).float() * scale
 
 
 def _rows_at(cache: torch.Tensor, loc: torch.Tensor) -> torch.Tensor:
-    """cache [slots, ...] at loc [...] -> [..., ...]"""
+    """Returns cache [slots, ...] at loc [...]."""
     return cache.flatten(1).index_select(0, loc.flatten()).view(*loc.shape, *cache.shape[1:])
 
 
@@ -334,10 +333,8 @@ def qk_whole_norm(
     k_copies: int = 1,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """One norm over all heads of q and one over all of k, in place. qkv [T, Q + K + V], weights [Q] and [K].
-
-    `totals`: elements of q and k on all ranks, over which `reduce` sums; `k_copies` of them hold the same k.
-    """
+    """Normalizes all q heads together and all k heads together, in place. qkv [T, Q + K + V], weights [Q] and [K].
+    `totals`: elements of q and k on all ranks, over which `reduce` sums; `k_copies` ranks hold the same k."""
     num_q, num_k = q_weight.shape[0], k_weight.shape[0]
     q, k = qkv[:, :num_q], qkv[:, num_q : num_q + num_k]
     sums = torch.stack((q.float().square().sum(-1), k.float().square().sum(-1) / k_copies), dim=-1)
@@ -350,8 +347,8 @@ def qk_whole_norm(
 def store_cache(
     cache: torch.Tensor, x: torch.Tensor, loc: torch.Tensor, scale: float, group_scales: torch.Tensor | None = None
 ) -> None:
-    """cache[loc] = x / scale, saturating when the cache is fp8. cache [slots, H, D], x [T, H, D], loc [T]. With group
-    scales [slots, H, D / 16] the cache is codes [slots, H, D / 2]."""
+    """Stores x / scale [T, H, D] at loc [T] of cache [slots, H, D], saturating if the cache is fp8. With group scales
+    [slots, H, D / 16] the cache holds codes [slots, H, D / 2]."""
     if group_scales is not None:
         cache[loc], group_scales[loc] = quantize_fp4_rows(x, scale)
         return
@@ -374,13 +371,13 @@ def topk_softmax(
     groups: tuple[int, int] = (1, 1),
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E] -> weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and
-    expert ids [T, k] int32, largest first. `renormalize` is also the softmax over the chosen logits (GPT-OSS). With
-    `groups` (number, best) only the experts of the best groups of neighbours are chosen from; a group's score is that
-    of its best expert. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
+    """Returns weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and expert ids [T,
+    k] int32, largest first, for router_logits [T, E]. With `renormalize` the weights equal a softmax over the chosen
+    logits (GPT-OSS). `groups` (number, best): only experts of the best groups of neighbours are eligible; a group's
+    score is that of its best expert. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
 
-    Of all routings: `scale` multiplies the weights; `with_shared` appends expert E with weight 1 to every token's; from
-    token `num_valid` [1] int32 on, ids are -1 and weights 0.
+    For all routings: `scale` multiplies the weights; `with_shared` appends expert E with weight 1 to every token's;
+    from token `num_valid` [1] int32 on, ids are -1 and weights 0.
     """
     scores = torch.softmax(router_logits.float(), dim=-1)
     num_groups, top_groups = groups
@@ -405,10 +402,9 @@ def topk_sigmoid(
     expert_map: torch.Tensor | None = None,
     of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E], bias [E] -> weights [T, k] fp32: the sigmoids of the experts whose sigmoid plus bias is
-    largest, among the best `groups[1]` of `groups[0]` groups of neighbours; ids [T, k] int32, in the order of choice.
-
-    `of_images`: what tokens of images have in place of the bias.
+    """Returns weights [T, k] fp32, the sigmoids of the experts with the largest sigmoid plus bias [E] among the best
+    `groups[1]` of `groups[0]` groups of neighbours, and ids [T, k] int32 in that order, for router_logits [T, E].
+    `of_images`: replaces the bias for image tokens.
 
     A group's score is the sum of its two largest. Source: DeepSeek-V3 technical report, section 2.1.2.
     """
@@ -429,7 +425,7 @@ def topk_sqrtsoftplus(
     expert_map: torch.Tensor | None = None,
     of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses experts as `topk_sigmoid` does, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
+    """Selects experts as `topk_sigmoid` does, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
     scores = F.softplus(router_logits.float()).sqrt()
     bias = _correction(bias, of_images)
     return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
@@ -445,9 +441,8 @@ def topk_hash(
     num_valid: torch.Tensor | None = None,
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E], token_ids [T], table [V, k] int32 -> weights [T, k] fp32, ids [T, k] int32: the experts
-    that the table names for each token, weighted by their scores ("sigmoid" or "sqrtsoftplus"), which are normalized.
-    """
+    """Returns weights [T, k] fp32 and ids [T, k] int32 of the experts that table [V, k] int32 lists for each of
+    token_ids [T], weighted by their normalized scores ("sigmoid" or "sqrtsoftplus" of router_logits [T, E])."""
     logits = router_logits.float()
     scores = logits.sigmoid() if score == "sigmoid" else F.softplus(logits).sqrt()
     ids = table[token_ids].long()
@@ -455,7 +450,7 @@ def topk_hash(
 
 
 def _correction(bias: torch.Tensor | None, of_images: ImageCorrection | None) -> torch.Tensor | None:
-    """[E], or with images [T, E]."""
+    """Returns the score corrections [E], or [T, E] with images."""
     if of_images is None:
         return bias
     assert bias is not None, "tokens of text have one, too"
@@ -506,13 +501,13 @@ def _routed(
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """x [..., I] -> the square of what is positive [..., I]."""
+    """Returns relu(x) squared."""
     return F.relu(x).square()
 
 
 def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """x [..., 2I] (gate, up) -> (up + offset) * gate * sigmoid(alpha * gate) [..., I], clamped as `activation` says, or
-    up * gelu(gate)."""
+    """Returns (up + offset) * gate * sigmoid(alpha * gate) [..., I] of x [..., 2I] (gate, up), clamped as `activation`
+    says, or up * gelu(gate)."""
     if not activation.gated:
         return relu2(x)
     gate, up = x.float().chunk(2, dim=-1)
@@ -538,10 +533,11 @@ def fused_moe(
     configs: TileConfigs = (),
     features: Collection[str] = (),
 ) -> torch.Tensor:
-    """x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H, I], weights and ids [T, k] -> [T, H].
+    """Returns the experts' weighted outputs [T, H] for x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H,
+    I], weights and ids [T, k].
 
-    An id of -1 names no expert and adds nothing. The weights are dequantized; activations stay as they are, since their
-    quantization serves matrix units that a CPU does not have.
+    An id of -1 adds nothing. Weights are dequantized; activations are not quantized, since that serves tensor cores
+    that a CPU does not have.
     """
 
     def product(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
@@ -579,9 +575,9 @@ def context_attention(
     share: tuple[int, int] = (0, 1),
     tile: object = None,
 ) -> None:
-    """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of sequences with rows start_loc[i] ..
-    start_loc[i + 1], without a cache; `longest`, the rows of the longest one, is not read. share (i, n): fills the i-th
-    of n shares of the rows only, without causality."""
+    """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] without a cache; sequence i has rows
+    start_loc[i] to start_loc[i + 1]. `longest`, the rows of the longest sequence, is not read. share (i, n), without
+    causality: fills only the i-th of n ranges of rows."""
     starts = start_loc.tolist()
     first, last = (len(q) * (share[0] + i) // share[1] for i in (0, 1))
     assert share[1] == 1 or not is_causal

@@ -1,5 +1,5 @@
-"""Attention to selected blocks of tokens in plain torch: the CPU's kernel, and the reference that others are tested
-against. Math is done in fp32, and in fp64 where the queries are."""
+"""Attention to selected blocks of tokens in plain torch: the CPU kernel, and the reference for tests. Math is done in
+fp32, or in fp64 for fp64 queries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sglang.srt.layers.ops import SelectedBlockOp
 
 
 def selected_block_attention(plan: object) -> SelectedBlockOp:
-    """Some tokens after others: no copy of all that is selected."""
+    """Returns `attend_blocks`, which takes nothing from the plan."""
     return attend_blocks
 
 
 _MOST_ELEMENTS = 1 << 24
-"""Elements of keys that are gathered at once at most, unless one token has more."""
+"""Most key elements gathered at once, unless a single token has more."""
 
 
 def attend_blocks(
@@ -27,8 +27,8 @@ def attend_blocks(
     *,
     scale: float,
 ) -> None:
-    """q [T, Hq, D], caches [S, Hkv, D] and [S, Hkv, Dv] of 16 bits or more -> out [T, Hq, Dv]: softmax over the tokens
-    of the selected blocks and of the unfinished one. A token that sees none gives zeros."""
+    """Fills out [T, Hq, Dv] with the attention of q [T, Hq, D] over the tokens of the selected blocks and of the
+    unfinished one; caches [S, Hkv, D] and [S, Hkv, Dv] of 16 bits or more. A token that sees nothing gets zeros."""
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     num_kv = k_cache.shape[1]
     width = selection.blocks.shape[1] * selection.block + selection.block - 1

@@ -1,7 +1,7 @@
-"""Ops of sparse attention in plain torch: the CPU's kernels, and the reference that others are tested against.
+"""Ops of sparse attention in plain torch: the CPU kernels, and the reference for tests.
 
-An indexer scores every entry that a token sees with a few small heads and keeps the best (DeepSeek-V3.2, arXiv
-2512.02556, section 2.1); attention reads those alone. Math is done in fp32, and in fp64 where the queries are.
+An indexer scores every visible entry with a few small heads and selects the best (DeepSeek-V3.2, arXiv 2512.02556,
+section 2.1); attention reads only those. Math is done in fp32, or in fp64 for fp64 queries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ INDEX_DIM = 128
 """Columns of an index key."""
 E4M3_MAX = 448.0
 LEAST_PEAK = 1e-4
-"""Least value taken for the largest number that a group is divided by, so that zeros have a scale as well."""
+"""Lower bound of a group's largest magnitude when its scale is computed, so that zeros have a scale too."""
 
 LATENT_RANK, LATENT_ROPE, LATENT_GROUP = 512, 64, 128
 PACKED_LATENT_BYTES = 656
@@ -29,8 +29,8 @@ PACKED_LATENT_BYTES = 656
 
 @functools.cache
 def hadamard(size: int) -> torch.Tensor:
-    """[size, size] fp32, Sylvester's construction, orthogonal: divided by sqrt(size), a power of two. Its own
-    inverse."""
+    """Returns the orthogonal Hadamard matrix [size, size] fp32 (Sylvester's construction divided by sqrt(size), size a
+    power of two), which is its own inverse."""
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -38,8 +38,8 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 def hadamard_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [..., 128] -> x turned by Hadamard's matrix, which spreads outliers over all columns, as e4m3 [..., 128] and
-    scales [...] fp32: x turned is about e4m3 times scale."""
+    """Returns x [..., 128] times the Hadamard matrix, which spreads outliers over all columns, as e4m3 [..., 128] and
+    scales [...] fp32."""
     rotated = x.float() @ hadamard(x.shape[-1]).to(x.device)
     scales = rotated.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
     return (rotated / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
@@ -48,9 +48,9 @@ def hadamard_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def index_key_store(
     keys: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, out_cache_loc: torch.Tensor
 ) -> None:
-    """keys [T, 128] into cache [S, 1, 128] at out_cache_loc [T]; negative places are left out. With scales [S, 1] fp32
-    the cache is e4m3, and keys are turned by Hadamard's matrix before they are quantized, each by its largest number;
-    without, keys keep their values and take the cache's type."""
+    """Stores keys [T, 128] into cache [S, 1, 128] at out_cache_loc [T], skipping negative places. With scales [S, 1]
+    fp32 the cache is e4m3: keys are multiplied by the Hadamard matrix and quantized with one scale each. Without, they
+    are cast to the cache's dtype."""
     stored = out_cache_loc >= 0
     at, keys = out_cache_loc[stored], keys[stored]
     if scales is None:
@@ -72,8 +72,8 @@ def index_norm_rope(
     eps: float,
     is_neox_style: bool = True,
 ) -> torch.Tensor:
-    """keys [T, D] -> [T, D], with a norm of mean 0 (weight, bias [D] fp32) and the first rot dims rotated; queries
-    [N, H, D] of the tokens from `first_query` on are rotated in place. positions [T]; cos_sin [max_pos, rot] fp32."""
+    """Returns keys [T, D] after a layer norm (weight, bias [D] fp32) with their first rot dims rotated; rotates queries
+    [N, H, D] of the tokens from `first_query` on in place. positions [T]; cos_sin [max_pos, rot] fp32."""
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     normed = torch.nn.functional.layer_norm(keys.float(), weight.shape, weight, bias, eps).to(keys.dtype)
     if queries is not None:
@@ -85,9 +85,9 @@ def index_norm_rope(
 def index_queries(
     q: torch.Tensor, weights: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, H, 128] and head weights [T, H] -> queries [T, H, 128] of `dtype`, the index cache's, and weights [T, H]
-    fp32 into which `scale` and, of e4m3, the queries' scales are multiplied: all scales are positive, so that they may
-    follow the ReLU. e4m3 queries are turned by Hadamard's matrix, as keys are."""
+    """Returns queries [T, H, 128] in `dtype`, the index cache's, and head weights [T, H] fp32 times `scale`. e4m3
+    queries are multiplied by the Hadamard matrix as keys are, and their scales are folded into the weights, which is
+    exact because positive scales commute with the ReLU."""
     weights = weights.float() * scale
     if dtype != torch.float8_e4m3fn:
         return q.to(dtype), weights
@@ -98,9 +98,9 @@ def index_queries(
 def index_logits(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor | None, rows: EntryRows
 ) -> torch.Tensor:
-    """q [T, H, 128] and weights [T, H] of `index_queries`, keys [S, 1, 128] and scales [S, 1] of `index_key_store` ->
-    [T, rows.max_count]: of entry s with key k, sum over h of weights[h] * relu(q[h] . k); -inf for what a token does
-    not see."""
+    """Returns [T, rows.max_count]: for each entry with key k the sum over h of weights[h] * relu(q[h] . k); -inf for
+    entries that a token does not see. q [T, H, 128], weights [T, H] from `index_queries`; keys [S, 1, 128], scales [S,
+    1] from `index_key_store`."""
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     slots = rows.all().slots
     logits = torch.full(slots.shape, float("-inf"), dtype=math_dtype, device=q.device)
@@ -115,19 +115,20 @@ def index_logits(
 
 
 _MOST_ELEMENTS = 1 << 24
-"""Number of elements, entries times their columns, that are gathered at once at most."""
+"""Most elements, entries times columns, gathered at once."""
 
 
 def pieces(shape: torch.Size, dim: int) -> Iterator[slice]:
-    """Runs of tokens whose entries, shape [T, K] of `dim` columns, are so many at most; one token at least."""
+    """Yields runs of tokens whose entries, shape [T, K] of `dim` columns, stay below _MOST_ELEMENTS; at least one token
+    each."""
     tokens, entries = shape
     step = max(1, _MOST_ELEMENTS // max(1, entries * dim))
     yield from (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
 
 def top_entries(logits: torch.Tensor, counts: torch.Tensor, top_k: int) -> torch.Tensor:
-    """logits [T, N], of which the first counts [T] are -> [T, top_k] int32: the entries with the largest logits in
-    ascending order, of equal ones the first; -1 behind them. Where there are no more than top_k, all."""
+    """Returns [T, top_k] int32: the entries with the largest of the first counts [T] logits [T, N], in ascending order;
+    of equal ones the first; -1 after the last. Rows with at most top_k entries keep all."""
     seen = torch.arange(logits.shape[1], device=logits.device) < counts[:, None]
     order = logits.masked_fill(~seen, float("-inf")).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
     width = order.shape[1]
@@ -138,7 +139,7 @@ def top_entries(logits: torch.Tensor, counts: torch.Tensor, top_k: int) -> torch
 
 
 def sparse_indexer(plan: object) -> SparseIndexerOp:
-    """Every entry is scored, also where no choice is to be made."""
+    """Returns the indexer op. It scores every entry, even if all are selected."""
 
     def select(
         q: torch.Tensor,
@@ -148,7 +149,7 @@ def sparse_indexer(plan: object) -> SparseIndexerOp:
         rows: EntryRows,
         top_k: int,
     ) -> Selection:
-        """-> the slots [T, top_k] of the entries that `top_entries` keeps by `index_logits`."""
+        """Returns the slots [T, top_k] of the entries that `top_entries` keeps by `index_logits`."""
         entries = top_entries(index_logits(q, weights, keys, scales, rows), rows.counts, top_k)
         return Selection(rows.slots_of(entries), rows.counts.clamp(max=top_k))
 
@@ -156,8 +157,8 @@ def sparse_indexer(plan: object) -> SparseIndexerOp:
 
 
 def pack_latents(entries: torch.Tensor) -> torch.Tensor:
-    """entries [N, 576] of 16 bits or more -> [N, 656] uint8: the first 512 columns as e4m3, four scales in fp32 (the
-    largest of 128 columns is 448 times its scale), the last 64 columns in bfloat16."""
+    """Returns entries [N, 576] of 16 bits or more packed as [N, 656] uint8: the first 512 columns as e4m3, four fp32
+    scales (448 times a scale is the largest of its 128 columns), the last 64 columns in bfloat16."""
     latent, rotary = entries.float().split((LATENT_RANK, LATENT_ROPE), dim=-1)
     groups = latent.unflatten(-1, (-1, LATENT_GROUP))
     scales = groups.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
@@ -167,7 +168,7 @@ def pack_latents(entries: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_latents(packed: torch.Tensor) -> torch.Tensor:
-    """[N, 656] uint8 -> [N, 576] fp32."""
+    """Returns packed latents [N, 656] uint8 as [N, 576] fp32."""
     numbers, scales, rotary = (
         part.contiguous().view(dtype).float()
         for part, dtype in zip(
@@ -181,12 +182,12 @@ def unpack_latents(packed: torch.Tensor) -> torch.Tensor:
 
 
 def latent_pack_store(entries: torch.Tensor, cache: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
-    """entries [T, 576] into cache [S, 1, 656] uint8 at out_cache_loc [T], packed."""
+    """Stores entries [T, 576] packed into cache [S, 1, 656] uint8 at out_cache_loc [T]."""
     cache[out_cache_loc, 0] = pack_latents(entries)
 
 
 def sparse_attention(plan: object) -> SparseAttentionOp:
-    """Some tokens after others: no copy of all that is selected."""
+    """Returns `attend_selected`, which takes nothing from the plan."""
     return attend_selected
 
 
@@ -199,11 +200,10 @@ def attend_selected(
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """q [T, H, D] -> out [T, H, Dv]: softmax over all that is selected in one or two caches, whose entries are keys
-    with the first Dv columns as values. Caches are [S, 1, D] of 16 bits or more, or [S, 1, 656] uint8 (`pack_latents`,
-    D 576, Dv 512). sinks [H] fp32: one more logit a head, without a value. lse [T, H] fp32 takes the natural logarithm
-    of the sum of the exponentials, the sink's among them. A token without entries gives zeros, and -inf without a
-    sink."""
+    """Fills out [T, H, Dv] with the attention of q [T, H, D] over the selected entries of one or two caches; an entry
+    is a key, and its first Dv columns are the value. Caches are [S, 1, D] of 16 bits or more, or [S, 1, 656] uint8
+    (`pack_latents`, D 576, Dv 512). sinks [H] fp32: one more logit per head, without a value. lse [T, H] fp32 receives
+    the natural log-sum-exp, the sink included. A token without entries gets zeros, and lse -inf without a sink."""
     math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     width = sum(selection.slots.shape[1] for _, selection in sources)
     for piece in pieces(torch.Size((len(q), width)), q.shape[2]):
@@ -223,7 +223,8 @@ def attend_selected(
 def _selected(
     cache: torch.Tensor, selection: Selection, piece: slice, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entries [t, K, D] of some tokens, zeros where there are none, and which there are [t, K]."""
+    """Returns the selected entries [t, K, D] of some tokens, zeros where there is none, and the mask [t, K] of existing
+    ones."""
     slots = selection.slots[piece]
     kept = (slots >= 0) & (torch.arange(slots.shape[1], device=slots.device) < selection.counts[piece, None])
     entries = cache[torch.where(kept, slots, 0).long(), 0]

@@ -1,6 +1,6 @@
-"""Gated residual streams in plain torch: the CPU's kernels, and the reference that others are tested against.
+"""Gated residual streams in plain torch: the CPU kernels, and the reference for tests.
 
-Math is done in fp32, and in fp64 where the streams are.
+Math is done in fp32, or in fp64 for fp64 streams.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def place_and_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Adds to the streams [T, N, H], in place, the output of the block before, as `place` does (None: there is none),
-    and norms each stream by itself, times weight [N, H] fp32 -> [T, N, H]."""
+    """Adds the previous block's output to the streams [T, N, H] in place, as `place` does (None: there is none), and
+    returns each stream normalized by itself, times weight [N, H] fp32."""
     if out is not None:
         assert placement is not None
         place(streams, out, placement)
@@ -38,14 +38,14 @@ def place_and_norm(
 
 
 def bend(products: torch.Tensor, rank: int, streams: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """products [T, rank + N] of normed streams, or [T, rank] behind the last block -> silu of the first `rank` divided
-    by N, [T, rank], and twice the sigmoid of the others divided by N, [T, N or 0] fp32."""
+    """Returns silu(first `rank` columns / N) [T, rank], and 2 * sigmoid(other columns / N) [T, N] fp32, of products [T,
+    rank + N] of normalized streams; after the last block the latter are missing."""
     low, placed = (_wide(products) / streams).split((rank, products.shape[1] - rank), dim=1)
     return torch.nn.functional.silu(low).to(products.dtype), 2 * placed.sigmoid()
 
 
 def mix_streams(gates: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-    """gates [T, N * H], normed [T, N, H] -> the mean over the streams of sigmoid(gates) * normed, [T, H]."""
+    """Returns the mean over the streams of sigmoid(gates) * normed, [T, H]; gates [T, N * H], normed [T, N, H]."""
     return (_wide(gates).sigmoid().view(normed.shape) * _wide(normed)).mean(1).to(normed.dtype)
 
 

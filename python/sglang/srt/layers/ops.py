@@ -1,8 +1,8 @@
-"""Protocols of the ops that layers call: one for each op, which every kernel of the op in `kernels/tables.py` follows.
+"""Protocols of the ops that layers call, one per op; every kernel of the op in `kernels/tables.py` follows it.
 
-`plan.entry(op)` gives the chosen kernel's callable; the call site says which protocol it has. Tests hold the kernels'
-parameters to those here, and call sites to saying so. Shapes and meanings are those of the torch references in
-`native_ops`, `native_sparse_ops`, `hyper_native`, `compressed/native` and `recurrent/native`.
+`plan.entry(op)` returns the chosen kernel's callable, and the call site annotates its protocol. Tests check that the
+kernels have these parameters and that call sites are annotated. Each docstring names the torch reference that defines
+shapes and meaning.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 LSE_BYTES = 16
-"""Bytes behind the columns of a row of `pack_parts`, which hold a logarithm: rows stay aligned."""
+"""Bytes behind the columns of a `pack_parts` row that hold the log-sum-exp; 16 keep rows aligned."""
 Routing = tuple[torch.Tensor, torch.Tensor]
 """Weights [T, k] fp32 and expert ids [T, k] int32."""
 
 
 class DecodeInputsOp(Protocol):
+    """Signature of `native_ops.decode_inputs`."""
+
     def __call__(
         self,
         slots: torch.Tensor,
@@ -45,6 +47,8 @@ class DecodeInputsOp(Protocol):
 
 
 class VerifyInputsOp(Protocol):
+    """Signature of `native_draft_rows.verify_inputs`."""
+
     def __call__(
         self,
         slots: torch.Tensor,
@@ -57,12 +61,16 @@ class VerifyInputsOp(Protocol):
 
 
 class DraftInputsOp(Protocol):
+    """Signature of `native_draft_rows.draft_inputs`."""
+
     def __call__(
         self, slots: torch.Tensor, first: torch.Tensor, ends: torch.Tensor, req_to_token: torch.Tensor, width: int
     ) -> DraftInputs: ...
 
 
 class AcceptDraftsOp(Protocol):
+    """Signature of `native_draft_rows.accept_drafts`."""
+
     def __call__(
         self,
         tokens: torch.Tensor,
@@ -75,6 +83,8 @@ class AcceptDraftsOp(Protocol):
 
 
 class NgramDraftsOp(Protocol):
+    """Signature of `native_ngram.ngram_drafts`."""
+
     def __call__(
         self,
         history: torch.Tensor,
@@ -88,28 +98,40 @@ class NgramDraftsOp(Protocol):
 
 
 class EmbeddingRowsOp(Protocol):
+    """Signature of `native_ops.embedding_rows`."""
+
     def __call__(self, ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor: ...
 
 
 class RMSNormOp(Protocol):
+    """Signature of `native_ops.rmsnorm`."""
+
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 
 
 class AddRMSNormOp(Protocol):
+    """Signature of `native_ops.fused_add_rmsnorm`."""
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class GateOp(Protocol):
+    """Signature of `native_ops.silu_and_mul`, `gelu_and_mul` and `relu2`."""
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 class ClampedGateOp(Protocol):
+    """Signature of `native_ops.gated`."""
+
     def __call__(self, x: torch.Tensor, activation: Activation) -> torch.Tensor: ...
 
 
 class LinearOp(Protocol):
+    """Signature of `native_ops.linear`."""
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -120,7 +142,7 @@ class LinearOp(Protocol):
 
 
 class QuantizedProduct(Protocol):
-    """Computes the product with a quantized weight: x [..., K], bias [N] -> [..., N] of x's type or `out_dtype`."""
+    """Multiplies x [..., K] with a quantized weight, plus bias [N]; returns [..., N] in x's dtype or `out_dtype`."""
 
     def __call__(
         self, x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
@@ -128,10 +150,14 @@ class QuantizedProduct(Protocol):
 
 
 class QuantizedLinearOp(Protocol):
+    """Signature of `native_ops.quantized_linear`, which prepares the product with one weight."""
+
     def __call__(self, weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> QuantizedProduct: ...
 
 
 class GatedRMSNormOp(Protocol):
+    """Signature of `recurrent.native.gated_rmsnorm`."""
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -144,14 +170,20 @@ class GatedRMSNormOp(Protocol):
 
 
 class OutputGateOp(Protocol):
+    """Signature of `recurrent.native.attention_output_gate`."""
+
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
 
 
 class HeadGateOp(Protocol):
+    """Signature of `recurrent.native.attention_head_gate`."""
+
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor: ...
 
 
 class LatentStoreOp(Protocol):
+    """Signature of `native_ops.latent_norm_rope_store`."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -169,18 +201,26 @@ class LatentStoreOp(Protocol):
 
 
 class PackPartsOp(Protocol):
+    """Signature of `native_ops.pack_parts`."""
+
     def __call__(self, parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tensor: ...
 
 
 class MergePartsOp(Protocol):
+    """Signature of `native_ops.merge_parts`."""
+
     def __call__(self, received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None: ...
 
 
 class LatentAbsorbOp(Protocol):
+    """Signature of `native_ops.latent_absorb`."""
+
     def __call__(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor: ...
 
 
 class LatentPromptOp(Protocol):
+    """Signature of `native_ops.expanded_latent_attention`."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -198,14 +238,20 @@ class LatentPromptOp(Protocol):
 
 
 class LatentPromptFactory(Protocol):
+    """Creates a `LatentPromptOp` for a plan."""
+
     def __call__(self, plan: Plan) -> LatentPromptOp: ...
 
 
 class LatentPackStoreOp(Protocol):
+    """Signature of `native_sparse_ops.latent_pack_store`."""
+
     def __call__(self, entries: torch.Tensor, cache: torch.Tensor, out_cache_loc: torch.Tensor) -> None: ...
 
 
 class IndexNormRopeOp(Protocol):
+    """Signature of `native_sparse_ops.index_norm_rope`."""
+
     def __call__(
         self,
         keys: torch.Tensor,
@@ -221,18 +267,24 @@ class IndexNormRopeOp(Protocol):
 
 
 class IndexKeyStoreOp(Protocol):
+    """Signature of `native_sparse_ops.index_key_store`."""
+
     def __call__(
         self, keys: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, out_cache_loc: torch.Tensor
     ) -> None: ...
 
 
 class IndexQueriesOp(Protocol):
+    """Signature of `native_sparse_ops.index_queries`."""
+
     def __call__(
         self, q: torch.Tensor, weights: torch.Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class SparseIndexerOp(Protocol):
+    """Selects the `top_k` entries with the largest `native_sparse_ops.index_logits` for each token."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -245,10 +297,14 @@ class SparseIndexerOp(Protocol):
 
 
 class SparseIndexerFactory(Protocol):
+    """Creates a `SparseIndexerOp` for a plan."""
+
     def __call__(self, plan: Plan) -> SparseIndexerOp: ...
 
 
 class SparseAttentionOp(Protocol):
+    """Signature of `native_sparse_ops.attend_selected`."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -262,10 +318,14 @@ class SparseAttentionOp(Protocol):
 
 
 class SparseAttentionFactory(Protocol):
+    """Creates a `SparseAttentionOp` for a plan."""
+
     def __call__(self, plan: Plan) -> SparseAttentionOp: ...
 
 
 class SelectedBlockOp(Protocol):
+    """Signature of `native_pooled_blocks.attend_blocks`."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -279,10 +339,14 @@ class SelectedBlockOp(Protocol):
 
 
 class SelectedBlockFactory(Protocol):
+    """Creates a `SelectedBlockOp` for a plan."""
+
     def __call__(self, plan: Plan) -> SelectedBlockOp: ...
 
 
 class BlockIndexerOp(Protocol):
+    """Selects the blocks with the largest `native_block_groups.block_scores` for each token and head."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -295,10 +359,14 @@ class BlockIndexerOp(Protocol):
 
 
 class BlockIndexerFactory(Protocol):
+    """Creates a `BlockIndexerOp` for a plan."""
+
     def __call__(self, plan: Plan) -> BlockIndexerOp: ...
 
 
 class BlockAttentionOp(Protocol):
+    """Signature of `native_block_groups.attend_blocks`."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -316,10 +384,14 @@ class BlockAttentionOp(Protocol):
 
 
 class BlockAttentionFactory(Protocol):
+    """Creates a `BlockAttentionOp` for a plan."""
+
     def __call__(self, plan: Plan) -> BlockAttentionOp: ...
 
 
 class SharedKVStoreOp(Protocol):
+    """Signature of `compressed.native.shared_kv_norm_rope_store`."""
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -334,12 +406,16 @@ class SharedKVStoreOp(Protocol):
 
 
 class TailRotationOp(Protocol):
+    """Signature of `compressed.native.tail_rotation`."""
+
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, inverse: bool = False
     ) -> torch.Tensor: ...
 
 
 class HyperConnectionOp(Protocol):
+    """Signature of `hyper_native.hyper_connection`."""
+
     def __call__(
         self,
         streams: torch.Tensor,
@@ -357,6 +433,8 @@ class HyperConnectionOp(Protocol):
 
 
 class QKNormRopeStoreOp(Protocol):
+    """Signature of `native_ops.qk_norm_rope_store`."""
+
     def __call__(
         self,
         qkv: torch.Tensor,
@@ -380,18 +458,24 @@ class QKNormRopeStoreOp(Protocol):
 
 
 class QNormRopeOp(Protocol):
+    """Signature of `native_ops.q_norm_rope`."""
+
     def __call__(
         self, q: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> torch.Tensor: ...
 
 
 class ValueNormOp(Protocol):
+    """Signature of `native_ops.value_norm`."""
+
     def __call__(
         self, qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
     ) -> torch.Tensor: ...
 
 
 class QKWholeNormOp(Protocol):
+    """Signature of `native_ops.qk_whole_norm`."""
+
     def __call__(
         self,
         qkv: torch.Tensor,
@@ -405,6 +489,8 @@ class QKWholeNormOp(Protocol):
 
 
 class SoftmaxRoutingOp(Protocol):
+    """Signature of `native_ops.topk_softmax`."""
+
     def __call__(
         self,
         router_logits: torch.Tensor,
@@ -420,8 +506,8 @@ class SoftmaxRoutingOp(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ImageCorrection:
-    """What is added to the scores of tokens of images in place of the bias: `bias` [E] fp32, for those of the step's
-    `token_ids` [T] int64 that are `token`."""
+    """Score corrections of image tokens that replace the router's bias: `bias` [E] fp32 applies to the step's
+    `token_ids` [T] int64 that equal `token`."""
 
     bias: torch.Tensor
     token_ids: torch.Tensor
@@ -429,6 +515,8 @@ class ImageCorrection:
 
 
 class ScoreRoutingOp(Protocol):
+    """Signature of `native_ops.topk_sigmoid` and `topk_sqrtsoftplus`."""
+
     def __call__(
         self,
         router_logits: torch.Tensor,
@@ -445,6 +533,8 @@ class ScoreRoutingOp(Protocol):
 
 
 class HashRoutingOp(Protocol):
+    """Signature of `native_ops.topk_hash`."""
+
     def __call__(
         self,
         router_logits: torch.Tensor,
@@ -459,6 +549,8 @@ class HashRoutingOp(Protocol):
 
 
 class FusedMoEOp(Protocol):
+    """Signature of `native_ops.fused_moe`."""
+
     def __call__(
         self,
         x: Activations,
@@ -516,5 +608,5 @@ OPS: Mapping[str, type] = {
     "topk_hash": HashRoutingOp,
     "fused_moe": FusedMoEOp,
 }
-"""Protocols by the op's name in the tables. Attention backends, and ops whose protocol is beside their kernels, are not
-here."""
+"""Protocols by the op's name in the tables, without attention backends and ops whose protocol is beside their
+kernels."""

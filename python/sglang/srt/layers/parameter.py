@@ -1,9 +1,9 @@
-"""Parameters: where each tensor of a checkpoint goes.
+"""Parameters, and how checkpoint tensors map to them.
 
-A parameter is a plain tensor made of parts. Each part is one tensor of the checkpoint, of which this rank holds a
-slice: `qkv` of rank 1 is the second half of the rows of `q`, `k` and `v`, one below the other. The loader reads parts,
-so that sharding and merging are stated once, by the layer that owns the parameter. Of linear layers a QuantMethod
-makes the parameters: the seam where quantization formats enter.
+A parameter is a plain tensor made of parts. Each part is one checkpoint tensor, of which this rank holds a slice: `qkv`
+of rank 1 is the second half of the rows of `q`, `k` and `v`, stacked. The loader reads parts, so sharding and merging
+are stated once, by the layer that owns the parameter. A QuantMethod creates the parameters of linear layers, and is
+where quantization formats plug in.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class Init(Enum):
 
 
 def constant(value: float) -> Fill:
+    """Returns a function that fills a dummy parameter with `value`."""
+
     def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.fill_(value)
 
@@ -51,7 +53,7 @@ def constant(value: float) -> Fill:
 
 
 def random_codes(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    """Any code of an 8-bit type, or two of a 4-bit type; of e4m3 none that is NaN."""
+    """Fills a dummy parameter with random codes of an 8-bit type, or of two values of a 4-bit type; never e4m3 NaN."""
     codes = tensor.view(torch.uint8)
     codes.random_(0, 256, generator=generator)
     if tensor.dtype == torch.float8_e4m3fn:
@@ -79,12 +81,13 @@ class TensorPart:
 
     @property
     def sharded(self) -> bool:
+        """Returns whether this rank holds only a slice of the tensor."""
         return any(s.indices(n)[:2] != (0, n) for s, n in zip(self.source, self.shape, strict=False))
 
 
 @dataclass(slots=True)
 class Param:
-    """`name` is a dotted path whose last piece (weight, bias) is the checkpoint's too."""
+    """A parameter. `name` is a dotted path whose last component (weight, bias) is also the checkpoint's."""
 
     name: str
     tensor: torch.Tensor
@@ -93,13 +96,14 @@ class Param:
 
     @property
     def sharded(self) -> bool:
+        """Returns whether this rank holds only slices of the checkpoint's tensors."""
         return any(part.sharded for part in self.parts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class WeightShard:
-    """This rank's part [rows, cols] of the checkpoint weight `part` [out features, in features]; `piece` numbers
-    several of one weight."""
+    """This rank's part [rows, cols] of checkpoint weight `part` [out features, in features]; `piece` numbers several
+    slices of one weight."""
 
     part: str
     rows: ShardRange
@@ -108,15 +112,17 @@ class WeightShard:
 
     @property
     def padded(self) -> bool:
+        """Returns whether the shard has padding rows or columns."""
         return self.rows.padded or self.cols.padded
 
     @property
     def key(self) -> PartKey:
+        """Returns the key of the shard's part of a parameter."""
         return PartKey(self.part, piece=self.piece)
 
 
 def zeroed_behind(shards: Iterable[WeightShard], tensor: torch.Tensor) -> torch.Tensor:
-    """Sets the tensor to zero where shares have more room than this rank holds: no checkpoint tensor fills all of
+    """Zeroes the tensor, and returns it, if the shards are padded, since checkpoint tensors then do not fill all of
     it."""
     if any(shard.padded for shard in shards) and not tensor.is_meta:
         tensor.zero_()
@@ -126,7 +132,7 @@ def zeroed_behind(shards: Iterable[WeightShard], tensor: torch.Tensor) -> torch.
 def share_param(
     scope: Scope, leaf: str, share: ShardRange, init: Init, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A parameter [room of the share] of a checkpoint's vector; zeros behind what this rank holds."""
+    """Returns a parameter [padded share] for a checkpoint's vector, zero behind the values that this rank holds."""
     part = TensorPart((share.total,), (share.run,), (slice(0, share.count),))
     tensor = scope.param(leaf, (share.padded_count,), {PartKey(): part}, init, dtype)
     if not tensor.is_meta:
@@ -135,29 +141,30 @@ def share_param(
 
 
 class QuantMethod(Protocol):
-    """Method by which linear weights are stored and multiplied."""
+    """A method to store and multiply linear weights."""
 
     def create_weights(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
-        """Allocate the weights of `shards` stacked by rows in `scope`, and return x [T, in] -> [T, out] (+ bias)."""
+        """Allocates the weights of `shards`, stacked by rows, in `scope`; returns the product x [T, in] -> [T, out] (+
+        bias)."""
 
     def create_dequantized(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
-        """The same with weights that are held in the model's type, however the checkpoint stores them."""
+        """Does as `create_weights` with weights held in the model's dtype, even if the checkpoint quantizes them."""
 
     def create_head(self, scope: Scope, shard: WeightShard) -> Apply | None:
-        """The same of an output head, whose logits [T, out] are fp32; None: the checkpoint has it in 16 bits."""
+        """Does as `create_weights` for an output head with fp32 logits [T, out]; returns None if the checkpoint stores
+        the head in 16 bits."""
 
     def create_unpacked(self, scope: Scope, shard: WeightShard, take: Callable[[torch.Tensor], None]) -> None:
-        """Allocate the weight of `shard` in `scope`. `take` gets it as [rows, cols] in the model's type, however the
-        checkpoint stores it: for a block that multiplies it in a way of its own."""
+        """Allocates the weight of `shard` in `scope` and passes it to `take` as [rows, cols] in the model's dtype, even
+        if the checkpoint quantizes it; for blocks with a multiplication of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Environment that layers are built in: the plan, the groups of ranks, the place of the weights, and a path that
-    names them.
+    """The environment in which layers are built: plan, rank groups, device, weight names, and a path for names.
 
-    `on_other_ranks` collects the names of checkpoint tensors that other ranks hold, `caches` the stores that blocks ask
-    for, `finish` what is left to do once the parameters are filled (scales folded, weights repacked).
+    It collects in `on_other_ranks` the names of checkpoint tensors that other ranks hold, in `caches` the cache stores
+    that blocks need, and in `finish` functions to call after loading (fold scales, repack weights).
     """
 
     plan: Plan
@@ -172,27 +179,27 @@ class Scope:
     caches: list[CacheStore] = field(default_factory=list)
     finish: list[Callable[[], None]] = field(default_factory=list)
     first_layer: int = 0
-    """Caches are numbered from there: a draft's behind the layers of its target."""
+    """Number of the first layer's caches: a draft's follow those of its target."""
     readable: tuple[CacheStore, ...] = ()
-    """Stores of another model that layers may read: a draft those of its target."""
+    """Stores of another model that layers may read, such as the target's for a draft."""
 
     def sub(self, name: str | int) -> Scope:
-        """The scope of a child; parameters land in the same collection."""
+        """Returns the scope of a child; its parameters go into the same collection."""
         path = f"{self.path}.{name}" if self.path else str(name)
         return replace(self, path=path)
 
     def matrix(self) -> Matrix:
-        """Returns what a rank holds of the weights at this path, according to the description."""
+        """Returns the description of this rank's part of the weights at this path."""
         _, layer, name = self.path.split(".", 2)
         return self.plan.weights.matrix(int(layer), name)
 
     def module(self, part: str = "", expert: int = 0) -> str:
-        """Returns the checkpoint's name of the module that has this part."""
+        """Returns the checkpoint's name of the module with this part."""
         return self.weights.checkpoint_name(f"{self.path}.weight", PartKey(part, expert)).removesuffix(".weight")
 
     def cache(self, layer_id: int, name: str) -> CacheStore:
-        """The store of a cache that the layer's description names; empty until the pools are allocated. A layer may ask
-        for that of an earlier one."""
+        """Returns the store of a cache that the layer's description names; empty until the pools are allocated. May be
+        an earlier layer's."""
         layer_id += self.first_layer
         for store in (*self.readable, *self.caches):
             if (store.layer_id, store.name) == (layer_id, name):
@@ -210,9 +217,8 @@ class Scope:
         dtype: torch.dtype | None = None,
         pinned: bool = False,
     ) -> torch.Tensor:
-        """Allocate and record a parameter [shape]. Without `parts` it is one checkpoint tensor, held whole; where
-        there are none in them, something else fills it. With `pinned` it lies in main memory, where a GPU can read
-        it."""
+        """Allocates and registers a parameter [shape]. Without `parts` it is one checkpoint tensor held completely;
+        with empty `parts` other code fills it. pinned: allocates it in host memory that the GPU can read."""
         name = f"{self.path}.{leaf}"
         assert name not in self.params, f"parameter {name} exists already"
         dtype = dtype or self.dtype
@@ -225,7 +231,7 @@ class Scope:
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocates in pinned host memory. Raises UserError where there is not as much."""
+    """Allocates pinned host memory. Raises UserError if there is not enough."""
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
     except RuntimeError as error:

@@ -1,5 +1,5 @@
-"""Per-layer embeddings of tokens: looked up and projected once a step, gated into the stream at the end of each
-layer."""
+"""Per-layer token embeddings (Gemma 4): looked up and projected once per step, and gated into the residual stream at
+the end of each layer."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LAYER_INPUTS = "layer_inputs"
 
 
 class PerLayerInputs:
-    """ids [T] and their embeddings [T, H] -> [T, layers, size]: the mean, times sqrt(2), of a row of a table and of the
-    normed projection. Source: Gemma 4."""
+    """Computes the layers' inputs [T, layers, size] from ids [T] and embeddings [T, H]: sqrt(2) times the mean of a
+    table row and the normalized projection. Source: Gemma 4."""
 
     def __init__(self, scope: Scope, model: ModelDescription, spec: PerLayerEmbedding) -> None:
         self.spec = spec
@@ -41,14 +41,15 @@ class PerLayerInputs:
         self.linear: LinearOp = scope.plan.entry("linear")
 
     def __call__(self, ids: torch.Tensor, embedded: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
-        """exchange: as of the embedding (`VocabParallelEmbedding`)."""
+        """Computes the inputs. exchange: as in `VocabParallelEmbedding`."""
         shape = (-1, self.spec.num_layers, self.spec.size)
         projected = (self.linear(embedded, self.projection) * self.projection_scale).view(-1, self.spec.size)
         return (self.norm(projected, None)[0].view(shape) + self.table(ids, exchange).view(shape)) * 2.0**-0.5
 
 
 class PerLayerBlock:
-    """The stream [T, H] -> [T, H]: a gate of it, times the layer's inputs, projected back."""
+    """A block on the residual stream, [T, H] -> [T, H]: a gate computed from it, times the layer's inputs, projected
+    back."""
 
     def __init__(self, scope: Scope, spec: PerLayerEmbedding, site: Site) -> None:
         self.layer_id = site.layer_id
@@ -57,6 +58,7 @@ class PerLayerBlock:
         self.activation = gate_of(scope, spec.activation)
 
     def defer_all_reduce(self) -> Group | None:
+        """Returns None: every rank computes all of it."""
         return None  # every rank computes all of it
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

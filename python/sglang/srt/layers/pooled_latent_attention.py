@@ -1,9 +1,9 @@
-"""Latent attention of a decoder layer to runs of tokens that an indexer selects by pooled keys (GLM-5.3-Flash).
+"""Sparse latent attention over runs of tokens that an indexer selects by pooled keys (GLM-5.3-Flash).
 
-A token leaves a latent without a rotary part, which is key and value of all heads once W_UK and W_UV are multiplied
-into queries and outputs. A request's tokens form runs by position. When one is full, the indexer keeps one key of it.
-Scores are those of DeepSeek-V3.2's indexer, over these keys; attention reads the tokens of the runs with the largest
-ones, and those behind the last full run.
+Each token stores a latent without a rotary part, which is key and value of all heads in absorbed attention. A request's
+tokens form runs of fixed length by position; the indexer stores one key per full run. Scores are those of
+DeepSeek-V3.2's indexer over these keys; attention reads the tokens of the runs with the largest scores, and those after
+the last full run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class PooledLatentAttention(LatentHeads):
-    """[T, H] -> [T, H]."""
+    """Sparse latent attention, [T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: PooledLatent, site: Site) -> None:
         super().__init__(scope, spec.heads, site)
@@ -74,15 +74,16 @@ class PooledLatentAttention(LatentHeads):
         return self.o(out.flatten(1))
 
     def _store(self, latent: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> None:
-        """Norms the latents [T, rank] of the new tokens and stores them."""
+        """Normalizes and stores the latents [T, rank] of the new tokens."""
         no_heads = latent.new_empty((len(latent), 0, latent.shape[1]))
         loc = batch.slots_of(self.cache).out_cache_loc
         self.store(no_heads, latent, *rotation, self.kv_norm, self.eps, self.cache.k, loc)
 
 
 class RunIndexer:
-    """Hidden states [T, H] and the queries' normed latents [T, R] -> the tokens that each token attends to: those of
-    the selected runs, and those of the unfinished one. Every rank computes all heads, so that all select alike."""
+    """Selects the tokens that each token attends to, from hidden states [T, H] and normalized query latents [T, R]:
+    those of the selected runs, and those of the unfinished run. Every rank computes all heads, so that all select the
+    same."""
 
     def __init__(self, scope: Scope, spec: PooledLatent, site: Site) -> None:
         index, hidden_size = spec.indexer, site.model.hidden_size
@@ -127,7 +128,8 @@ class RunIndexer:
         return tokens, tail
 
     def _keep_keys(self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch, step: CompressedStep) -> None:
-        """Stores the key of each run that the new tokens complete, and leaves those of others for later steps."""
+        """Stores the key of each run that the new tokens complete, and keeps rows of unfinished runs for later
+        steps."""
         keys = self.norm(self.k(x), None, 0, *rotation, self.norm_weight, self.norm_bias, KEY_NORM_EPS)
         rows = torch.empty((len(x), 2, self.spec.head_dim), dtype=torch.float32, device=x.device)
         rows[:, 0] = keys
@@ -135,12 +137,12 @@ class RunIndexer:
         store_entries(self.compressor, rows, self.bias, None, self.cache, self.state["rows"], batch, step)
 
     def _tokens(self, chosen: Selection) -> Selection:
-        """Of runs [T, K], each at slot / block of its tokens: the slots [T, K * block] of their tokens."""
+        """Returns the slots [T, K * block] of the tokens of runs [T, K]."""
         slots = (chosen.slots[:, :, None] * self.block + self.places).flatten(1)
         return Selection(slots, chosen.counts * self.block)
 
     def _tail(self, batch: ForwardBatch, step: CompressedStep) -> Selection:
-        """The tokens of the run that is not full, up to the token that looks; made once a step for all layers."""
+        """Returns the tokens of the unfinished run up to the query, computed once per step for all layers."""
         name = f"run_tail.{self.block}"
         if name not in batch.step_cache:
             first, counts = step.tails(batch, self.cache, self.block)

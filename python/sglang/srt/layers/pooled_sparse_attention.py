@@ -1,12 +1,11 @@
-"""Attention of a decoder layer to blocks of tokens that an indexer selects by pooled keys (Qwen3.8's QSA).
+"""Sparse attention over blocks of tokens that an indexer selects by pooled keys (Qwen3.8's QSA).
 
-A request's tokens form blocks by position. When one is full, the indexer keeps one key of it: the mean of its tokens'
-keys, normed, rotated at the block's first position. The score of a block is the sum over heads of ReLU(query . key);
-attention reads the blocks with the largest scores, and the tokens behind the last full one.
+A request's tokens form blocks by position. The indexer stores one key per full block: the mean of its tokens' keys,
+normalized and rotated at the block's first position. The score of a block is the sum over heads of ReLU(query . key);
+attention reads the blocks with the largest scores, and the tokens after the last full one.
 
-The indexer's heads are computed with their columns in another order than in checkpoints: rotary columns last, those
-that rotate together beside each other, as the kernels of compressed entries have them. Products of queries and keys do
-not change by that.
+The columns of the indexer's heads are reordered: rotary columns last, with rotating pairs adjacent, as the kernels of
+compressed entries need them. Products of queries and keys are unaffected.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class PooledSparseAttention(GQAttention):
-    """[T, H] -> [T, H]."""
+    """Block-sparse attention, [T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: PooledSparse, site: Site) -> None:
         super().__init__(scope, spec.heads, site)
@@ -62,16 +61,16 @@ class PooledSparseAttention(GQAttention):
 
 
 def pairs_last(head_dim: int, rotary_dim: int) -> torch.Tensor:
-    """Returns the columns [head_dim] of a head whose first `rotary_dim` rotate, each with the one half of them away, in
-    the order in which they rotate in neighbouring pairs at the end. Example: (6, 4) -> 4, 5, 0, 2, 1, 3."""
+    """Returns the column order [head_dim] that moves the first `rotary_dim` columns, which rotate in pairs half of them
+    apart, to the end with pairs adjacent. Example: (6, 4) -> 4, 5, 0, 2, 1, 3."""
     half = rotary_dim // 2
     pairs = torch.arange(rotary_dim).view(2, half).T.flatten()
     return torch.cat((torch.arange(rotary_dim, head_dim), pairs))
 
 
 class PooledIndexer:
-    """Hidden states [T, H] -> the blocks that each token attends to. Every rank computes all heads, so that all select
-    alike."""
+    """Selects the blocks that each token attends to from hidden states [T, H]. Every rank computes all heads, so that
+    all select the same."""
 
     def __init__(self, scope: Scope, spec: PooledSparse, site: Site) -> None:
         assert spec.rope is not None
@@ -103,7 +102,7 @@ class PooledIndexer:
         self.weight = weight
 
     def _order_rows(self) -> None:
-        """Puts the rows of each head into `order`, in place."""
+        """Reorders the rows of each head in place."""
         order = self.order.to(self.weight.device)
         self.weight.copy_(self.weight.unflatten(0, (-1, self.dim))[:, order].flatten(0, 1))
 
@@ -122,9 +121,9 @@ class PooledIndexer:
         return BlockSelection(chosen.slots, chosen.counts, tails, tail_counts, self.block)
 
     def _keep_keys(self, keys: torch.Tensor, batch: ForwardBatch) -> None:
-        """keys [T, D] of the new tokens: stores the mean of each block that they complete, and leaves those of others
-        for later steps, each beside its angles: where images are, no later step could tell those of a block's first
-        token from its number."""
+        """Stores the mean of keys [T, D] for each block that they complete. Keys of unfinished blocks are kept for
+        later steps together with their angles, because with images a later step could not derive these from the block
+        number."""
         step = compressed_step(batch)
         rows = step.rows_with_angles(batch, self.rotary, self.dim).clone()
         rows[:, 0] = keys

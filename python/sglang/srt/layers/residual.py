@@ -1,8 +1,7 @@
-"""Residual streams between the blocks of a model: one class for each kind of residual of `plan.layer_spec`.
+"""Residual streams between the blocks of a model: one class per kind of residual in `plan.layer_spec`.
 
-The class is built once a model and has the parameters behind the last layer; `join` builds those of each of a layer's
-two blocks. The stream itself is made of the embeddings by `begin`, changed by every block through its join, and ended
-by `finish`.
+The class is built once per model and owns the parameters after the last layer; `join` builds those around each block of
+a layer. `begin` creates the stream from the embeddings, every block changes it through its join, and `finish` ends it.
 """
 
 from __future__ import annotations
@@ -23,59 +22,62 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 NGRAMS, MIXER, FFN, INPUTS = "ngrams", "input_norm", "mlp_norm", "inputs"
-"""The blocks of a layer, by the name of the norm before them; there is none before INPUTS and NGRAMS."""
+"""The blocks of a layer, by the name of the norm before them; INPUTS and NGRAMS have no norm."""
 
 
 class Block(Protocol):
-    """x [T, H], batch -> [T, H]. A block whose `row_format` is not None also takes x so."""
+    """A block of a layer, (x [T, H], batch) -> [T, H]. If its `row_format` is not None, it also accepts x quantized
+    that way."""
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor: ...
 
     def defer_all_reduce(self) -> Group | None:
-        """Makes the block return this rank's summand from now on; returns the group to sum over. Returns None if the
-        block goes on summing."""
+        """Makes the block return partial sums from now on; returns the group to sum over. Returns None if the block
+        keeps doing its own all-reduce."""
 
 
 class Join(Protocol):
-    """Connection of one block to the stream: the block takes its input there and gives its output to it."""
+    """The connection of one block to the stream, from which it takes its input and to which it adds its output."""
 
     def attach(self, block: Block) -> None:
-        """Take over the sum over the ranks at the end of the block, if that can wait for the next norm, and from now on
-        give it its input as its products take it."""
+        """Defers the block's all-reduce to the next norm if possible, and remembers the row format in which it takes
+        its input."""
 
     def before(self, stream: Any) -> Activations:
-        """The block's input [T, H]."""
+        """Returns the block's input [T, H]."""
 
     def after(self, stream: Any, out: torch.Tensor) -> None:
-        """`out` [T, H] is what the block made of it."""
+        """Adds the block's output `out` [T, H] to the stream."""
 
 
 class ResidualStream(Protocol):
+    """A model's kind of residual stream."""
+
     def join(self, scope: Scope, block: str) -> Join:
         """Builds the join of a layer's block (NGRAMS, MIXER, FFN or INPUTS); `scope` is the layer's."""
 
     def begin(self, embedded: torch.Tensor) -> Any:
-        """The stream before the first layer, of embeddings [T, H]."""
+        """Returns the stream before the first layer, from embeddings [T, H]."""
 
     def partial_sum(self, stream: Any) -> torch.Tensor:
-        """[T, H], a part of the stream behind a layer: what is added to it in place is added to the stream."""
+        """Returns a term [T, H] of the stream after a layer; adding to it in place adds to the stream."""
 
     def aux_hidden_state(self, stream: Any) -> torch.Tensor:
-        """A copy of the stream [T, H], or of the mean of several, where a layer has just taken its input, or behind
-        `finish`."""
+        """Returns a copy of the stream [T, H], or of the mean of several streams. Called when a layer has just taken
+        its input, or after `finish`."""
 
     def to_intermediate(self, stream: Any) -> torch.Tensor:
-        """[T, streams * H], of which `resume` of a pipeline's next stage makes the same stream."""
+        """Returns the stream as [T, streams * H] for the next pipeline stage, whose `resume` restores it."""
 
     def resume(self, received: torch.Tensor) -> Any: ...
 
     def finish(self, stream: Any) -> torch.Tensor:
-        """Hidden states [T, H] behind the final norm."""
+        """Returns the hidden states [T, H] after the final norm."""
 
 
 class SumStream:
-    """`added` [T, H] is what the last block made, `total` the sum before it (None: there is none): the norm that comes
-    next adds them. With `group` the block made a summand of each rank, and the norm sums these too."""
+    """A residual stream as two terms that the next norm adds: `added` [T, H], the last block's output, and `total`, the
+    sum before it (None: there is none). With `group`, `added` holds partial sums, which the norm all-reduces."""
 
     __slots__ = ("added", "group", "total")
 
@@ -85,13 +87,13 @@ class SumStream:
         self.group: Summands | None = None
 
     def normed(self, norm: RMSNorm, wanted: RowFormat | None = None) -> Activations:
-        """Adds up what there is, and norms it; rows that are many also come as `wanted` says."""
+        """Adds the terms and returns their norm; many rows are also quantized as `wanted` says."""
         normed, self.total = norm.quantized(self.added, self.total, wanted, self.group)
         self.group = None
         return normed
 
     def summed(self) -> torch.Tensor:
-        """Adds up what there is."""
+        """Adds the terms and returns the stream."""
         added = self.added if self.group is None else self.group.all_reduce(self.added)
         self.group = None
         self.total = added if self.total is None else self.total + added
@@ -99,9 +101,9 @@ class SumStream:
 
 
 class SumJoin:
-    """Adds the block's output to the stream. Without `norm` the block takes the stream as it is. `scale` [1] multiplies
-    the stream behind the block. `attach` may set `group`, then the block gives a summand of each rank of it, and
-    `row_format`, in which the block takes its rows."""
+    """Adds the block's output to the stream. Without `norm` the block takes the stream itself. `scale` [1] multiplies
+    the stream after the block. `attach` may set `group`, and the block then returns partial sums, and `row_format`, in
+    which the block takes its rows."""
 
     def __init__(self, norm: RMSNorm | None, norm_after: RMSNorm | None, scale: torch.Tensor | None = None) -> None:
         self.norm, self.norm_after, self.scale = norm, norm_after, scale
@@ -110,7 +112,7 @@ class SumJoin:
 
     def attach(self, block: Block) -> None:
         self.row_format = getattr(block, "row_format", None)
-        # What comes between the sum and the next norm needs the sum.
+        # A second norm or a scale after the block needs the complete sum.
         if self.norm_after is None and self.scale is None:
             self.group = block.defer_all_reduce()
 
@@ -127,6 +129,8 @@ class SumJoin:
 
 
 class SumResidual:
+    """The usual residual stream: each block's output is added. Implements ResidualStream."""
+
     def __init__(self, scope: Scope, model: ModelDescription, spec: Sum) -> None:
         self.model, self.spec = model, spec
         centred = model.zero_centred_norms and not model.plain_final_norm
@@ -149,7 +153,8 @@ class SumResidual:
         return SumStream(embedded)
 
     def partial_sum(self, stream: SumStream) -> torch.Tensor:
-        """The last block's output may still be a summand of each rank; the sum before it is the same on all."""
+        """Returns the sum before the last block, which is equal on all ranks, while the last output may still be
+        partial sums."""
         return stream.added if stream.total is None else stream.total
 
     def aux_hidden_state(self, stream: SumStream) -> torch.Tensor:

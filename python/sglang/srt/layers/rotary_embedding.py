@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies of the published variants, and the table that kernels read.
+"""Rotary position embeddings (RoPE): frequencies of the published variants, and the table that kernels read.
 
 Sources: RoFormer (arXiv 2104.09864); linear interpolation (2306.15595); NTK-aware scaling; YaRN (2309.00071); the
 frequency tile configs of Llama 3.1.
@@ -19,9 +19,9 @@ from sglang.srt.configs.rope import ROPE_SETTINGS, RopeSpec
 def rope_table(
     spec: RopeSpec, num_positions: int, device: torch.device | str, context_len: int | None = None
 ) -> torch.Tensor:
-    """[num_positions, rot_dim] fp32: cosines of the rot_dim / 2 frequencies, then sines, times the variant's scale. One
-    row for all positions where nothing rotates. context_len: what is served, on which frequencies may depend; None: as
-    many as positions."""
+    """Returns [num_positions, rot_dim] fp32: cosines of the rot_dim / 2 frequencies, then sines, times the variant's
+    scale; a single row for UNROTATED. context_len: served context, on which some frequencies depend; None:
+    num_positions."""
     if spec.kind == UNROTATED:
         half = torch.ones(1, spec.rot_dim // 2)
         return torch.cat((half, torch.zeros_like(half)), dim=-1).to(device)
@@ -44,7 +44,8 @@ def _linear(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
 
 
 def _dynamic(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
-    """The base grows with the length in use. Cached keys must keep one base, so the served context length sets it."""
+    """Returns frequencies whose base grows with the length in use. Cached keys need one fixed base, so the served
+    context length determines it."""
     params = dict(spec.params)
     trained = params.get("original_max_position_embeddings", spec.max_position)
     factor, length = params["factor"], max(context_len, trained)
@@ -53,7 +54,8 @@ def _dynamic(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
-    """Short wavelengths stay, long ones are interpolated, those between are blended."""
+    """Returns Llama 3.1's frequencies: short wavelengths stay, long ones are interpolated, those between are
+    blended."""
     params = dict(spec.params)
     low, high, factor = params["low_freq_factor"], params["high_freq_factor"], params["factor"]
     inv_freq = _plain(spec.rot_dim, spec.theta)
@@ -63,7 +65,8 @@ def _llama3(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
 
 
 def _yarn(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
-    """Dims that turn more than beta_fast times over the trained length stay, less than beta_slow times interpolate."""
+    """Returns YaRN's frequencies: those with more than beta_fast rotations over the trained length stay, those with
+    less than beta_slow are interpolated."""
     params = dict(spec.params)
     factor = params["factor"]
     trained = params.get("original_max_position_embeddings", spec.max_position)
@@ -93,7 +96,7 @@ def _yarn_scale(params: dict[str, Any], factor: float) -> float:
 
 
 def _proportional(spec: RopeSpec, context_len: int) -> tuple[torch.Tensor, float]:
-    """Frequencies of the whole head, the slower ones zero: pairs stay half a head apart, whatever the share."""
+    """Returns frequencies for the whole head, zero for those that do not rotate: pairs stay half a head apart."""
     params = dict(spec.params)
     num_rotating = int(params.get("partial_rotary_factor", 1.0) * spec.rot_dim // 2)
     inv_freq = _plain(spec.rot_dim, spec.theta) / params.get("factor", 1.0)
@@ -114,14 +117,15 @@ assert _FREQUENCIES.keys() == ROPE_SETTINGS.keys()
 
 
 class RotaryTables:
-    """The tables of a model's layers: those with equal rotations share one."""
+    """The RoPE tables of a model's layers; layers with equal settings share one."""
 
     def __init__(self, num_positions: int, context_len: int, device: torch.device | str) -> None:
-        """num_positions: as many as a request can come to."""
+        """num_positions: the most that a request can reach."""
         self.num_positions, self.context_len, self.device = num_positions, context_len, device
         self._tables: dict[RopeSpec, torch.Tensor] = {}
 
     def of(self, spec: RopeSpec) -> RotaryTable:
+        """Returns the table of a rotation, created on first use."""
         if spec not in self._tables:
             rows = spec.table_rows(self.num_positions, self.context_len)
             self._tables[spec] = rope_table(spec, rows, self.device, self.context_len)
@@ -129,15 +133,15 @@ class RotaryTables:
 
 
 class SectionPositions:
-    """Positions `values` [sections, T] int64 of the tokens of a step, and the angles that they come to, which all
-    layers of one rotation share: gathering them takes five launches."""
+    """M-RoPE positions `values` [sections, T] int64 of a step's tokens. Caches the angles for all layers of one
+    rotation, because gathering them takes five launches."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
         self._angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def angles(self, table: RotaryTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the row of each token [T], and the rows [T, rot_dim] fp32: of each frequency at its section's
+        """Returns each token's row [T], and the rows [T, rot_dim] fp32 with each frequency at its section's
         position."""
         if table.spec not in self._angles:
             assert table.section is not None
@@ -149,7 +153,7 @@ class SectionPositions:
 
 
 class RotaryTable:
-    """`cos_sin` [num_positions, rot_dim] fp32, as kernels read it."""
+    """A RoPE table `cos_sin` [num_positions, rot_dim] fp32, as kernels read it."""
 
     def __init__(self, cos_sin: torch.Tensor, spec: RopeSpec) -> None:
         self.cos_sin, self.spec = cos_sin, spec
@@ -157,7 +161,7 @@ class RotaryTable:
         self.section = _section_of_frequency(spec).to(cos_sin.device) if spec.sections else None
 
     def at(self, positions: torch.Tensor | SectionPositions) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions [T], or of sections -> (row of each token [T], the table that the rows are of)."""
+        """Returns (each token's row [T], the table of these rows) for positions [T], or M-RoPE positions."""
         if isinstance(positions, SectionPositions):
             if self.section is not None:
                 return positions.angles(self)
@@ -166,7 +170,7 @@ class RotaryTable:
 
 
 def _section_of_frequency(spec: RopeSpec) -> torch.Tensor:
-    """[rot_dim / 2] int64: which of a token's positions turns each frequency."""
+    """Returns [rot_dim / 2] int64: the section whose position rotates each frequency."""
     if not spec.interleaved_sections:
         return torch.repeat_interleave(torch.tensor(spec.sections))
     section = torch.zeros(spec.rot_dim // 2, dtype=torch.int64)

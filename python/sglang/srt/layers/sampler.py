@@ -32,14 +32,17 @@ TOPK_LIMIT = 1024
 
 @dataclass(slots=True)
 class SamplerOutput:
+    """The sampled tokens, and their packed log probabilities if asked for."""
+
     next_token_ids: torch.Tensor
-    """[B] int64, NO_TOKEN for rows that are not numbers. With `on_host` it may lie in pinned memory, which the stream
-    writes: keep it until then."""
+    """[B] int64, NO_TOKEN for invalid rows (NaN). With `on_host` it may lie in pinned memory that the stream writes
+    later: keep it until then."""
     logprobs: torch.Tensor | None  # packed [B, W] int32, see sampling.logprobs
 
 
 class Sampler:
-    """`use_triton` (CUDA only) picks the fused kernels; results are the same up to rounding of near-ties."""
+    """Samples tokens. `use_triton` (CUDA only) selects the fused kernels; results are the same up to rounding of
+    near-ties."""
 
     def __init__(self, use_triton: bool) -> None:
         self.use_triton = use_triton
@@ -88,9 +91,9 @@ class Sampler:
     def draw(
         self, logits: torch.Tensor, table: SamplingTable, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Draft tokens of what `__call__` would draw from logits [R, V] fp32 for request slots [R] at positions [R]:
-        with the temperature, filters and noise of each request, without its penalties, biases and grammar -> [R] int64.
-        What it launches does not depend on the requests, so that a graph can hold it."""
+        """Draws draft tokens [R] int64 from logits [R, V] fp32 for request slots [R] at positions [R] as `__call__`
+        would: with the temperature, filters and noise of each request, but without its penalties, biases and grammar.
+        The launches do not depend on the requests, so it may be captured."""
         assert slots.is_contiguous() and positions.is_contiguous(), "kernels read them without strides"
         everything = SamplingBatch(
             slots, table.table, all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, max_top_k=TOP_K_ALL,
@@ -103,9 +106,8 @@ class Sampler:
         return _sample_torch(logits, everything, positions, None)
 
     def warm_up(self, table: SamplingTable, next_token: torch.Tensor | None) -> None:
-        """Compiles what requests will need later, on the padding slot of `table`, which is left as it was. next_token
-        [num_slots] int64: the table that draws write to; None: they write to none, as where steps bring draft
-        tokens."""
+        """Compiles the kernels that requests will need, on the padding slot of `table`, which is restored. next_token
+        [num_slots] int64: the table that draws write to; None: none, as with speculative decoding."""
         slots = np.zeros(1, dtype=np.int64)
         device, vocab_size = table.device, table.vocab_size
         slots_dev, positions = torch.zeros(1, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int64)
@@ -135,7 +137,7 @@ def _add_sparse(logits: torch.Tensor, packed: torch.Tensor, positions: torch.Ten
 
 
 def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
-    """Set the tokens whose bit is 0 to -inf, in place; shapes as in `Sampler.__call__`."""
+    """Sets the tokens whose bit is 0 to -inf, in place; shapes as in `Sampler.__call__`."""
     octets = vocab_mask.contiguous().view(torch.uint8).flatten().int()
     bias = _octet_bias(logits.device).index_select(0, octets).view(len(logits), -1)
     logits.add_(bias[:, : logits.shape[1]])
@@ -143,15 +145,15 @@ def apply_vocab_mask(logits: torch.Tensor, vocab_mask: torch.Tensor) -> None:
 
 @functools.cache
 def _octet_bias(device: torch.device) -> torch.Tensor:
-    """[256, 8] fp32: what is added to the logits of eight tokens. A look-up and a sum take a CPU a fifth of the time of
-    a selection by bits, or by flags."""
+    """Returns [256, 8] fp32: the bias of eight tokens per mask byte. On a CPU a look-up and an addition take a fifth of
+    the time of selecting by bits or flags."""
     octet = torch.arange(256, device=device)
     allowed = (octet[:, None] >> torch.arange(8, device=device)) & 1
     return torch.where(allowed == 1, 0.0, -torch.inf)
 
 
 def filter_thresholds(logits: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor) -> torch.Tensor:
-    """Smallest logit that each row keeps, [B] fp32. Greedy rows keep everything."""
+    """Returns the smallest logit that each row keeps, [B] fp32. Greedy rows keep everything."""
     floats = rows.view(torch.float32)
     temperature = torch.where(floats[:, Column.TEMPERATURE] == 0, 1.0, floats[:, Column.TEMPERATURE])
     limit = min(batch.max_top_k, logits.shape[1])
@@ -182,13 +184,14 @@ PENALTIES = (Column.REPETITION, Column.FREQUENCY, Column.PRESENCE)
 
 @dataclass(frozen=True, slots=True)
 class PenalizedDrafts:
-    """Logits of tokens that rows of draft tokens follow, with the penalties of one occurrence more."""
+    """Penalized logits of draft tokens, each counted once more, since later rows follow them."""
 
     index: torch.Tensor  # [B, k - 1] int64, tokens
     logits: torch.Tensor  # [B, k - 1] fp32
 
     def write(self, logits: torch.Tensor) -> None:
-        """logits [B, V] have the penalties of all tokens before the draft tokens; what is forbidden there stays so."""
+        """Writes them into logits [B, V], which have the penalties of all tokens before the draft tokens; forbidden
+        tokens stay forbidden."""
         allowed = logits.gather(1, self.index) > -torch.inf
         logits.scatter_(1, self.index, torch.where(allowed, self.logits, -torch.inf))
 
@@ -238,7 +241,7 @@ def _sample_torch(
 
 
 def _largest(scores: torch.Tensor) -> torch.Tensor:
-    """The first of each row's largest, [B] int64."""
+    """Returns the index of each row's first largest score, [B] int64, or NO_TOKEN."""
     tokens = scores.argmax(dim=-1)  # of a NaN, if there is one
     return torch.where(scores.gather(1, tokens[:, None])[:, 0] > -torch.inf, tokens, NO_TOKEN)
 

@@ -1,4 +1,4 @@
-"""Blocks that all ranks compute together, where attention groups have requests of their own."""
+"""Blocks that all ranks compute together, with data-parallel attention."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ TOKEN_IDS = "ids of all attention groups"
 
 class SharedByAllGroups:
     """A block of a layer that all ranks compute for the rows of all attention groups: x [T, H] of this group -> [T, H].
-    What it makes is summed here, so that nothing is left to the next norm."""
+    It does the all-reduce itself."""
 
     def __init__(self, block: Any, reads_ids: bool) -> None:
-        """reads_ids: the block looks at the ids of the tokens."""
+        """reads_ids: the block reads the tokens' ids."""
         self.block, self.reads_ids = block, reads_ids
         self.is_partial_sum = block.defer_all_reduce() is not None
 
     def defer_all_reduce(self) -> Group | None:
+        """Returns None: the sum is done here."""
         return None
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention of a layer that makes queries only: the keys and values are those of an earlier layer."""
+"""Attention of layers that reuse the keys and values of an earlier layer and compute queries only."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SharedCacheAttention:
-    """[T, H] -> [T, H]. The layer `spec.cache_layer` comes earlier in a step and leaves what it made of prompts in the
-    metadata of their site; rows that decode read the cache alone."""
+    """Attention over the cache of layer `spec.cache_layer`, [T, H] -> [T, H]. That layer puts the keys and values of
+    prompts into their site's metadata; decoding rows only read the cache."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert (
@@ -49,6 +49,8 @@ class SharedCacheAttention:
         )
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.o.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Short convolutions: x plus a causal convolution of x over a few tokens (Inkling).
 
-A request's state is the inputs of its last tokens, as they came in: a step that may be taken back leaves it as it is
-and records its tokens. The convolution is linear, so that ranks may convolve their summands before they are added up.
+A request's state is the inputs of its last tokens. A verify step leaves it unchanged and records its tokens until some
+are accepted. The convolution is linear, so ranks may convolve partial sums before the all-reduce.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ConvolutionRecord:
-    """Implements StateRecord: k tokens of each of B requests, which the state does not have yet."""
+    """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
 
     kernels: ConvolutionKernels
     kept: torch.Tensor
@@ -45,7 +45,7 @@ class ConvolutionRecord:
 
 
 class ConvolvedRows:
-    """x [T, C] -> [T, C]. `tensor`: the name in the cache of what a request keeps."""
+    """A short convolution, x [T, C] -> [T, C]. `tensor`: name of the state's tensor in the cache."""
 
     def __init__(self, scope: Scope, weight: torch.Tensor, cache: CacheStore, tensor: str) -> None:
         """weight: [C, taps]."""
@@ -58,7 +58,7 @@ class ConvolvedRows:
         return out
 
     def in_place(self, x: torch.Tensor, batch: ForwardBatch) -> None:
-        """Convolves x [T, C], whose rows may lie apart."""
+        """Convolves x [T, C] in place; its row stride is free."""
         self._convolve(x.clone(memory_format=torch.contiguous_format), x, batch)
 
     def _convolve(self, rows: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
@@ -73,8 +73,8 @@ class ConvolvedRows:
 
 
 def convolution_weight(scope: Scope, taps: int, parts: dict[str, ShardRange]) -> torch.Tensor:
-    """A parameter [channels, taps], of checkpoints' [channels, 1, taps] of each part; zeros where a share has more
-    room."""
+    """Returns a parameter [channels, taps] from checkpoint tensors [channels, 1, taps] of each part; zeros in
+    padding."""
     cuts, begin = dict[PartKey, TensorPart](), 0
     for name, share in parts.items():
         dest = (slice(begin, begin + share.count),)
@@ -98,6 +98,7 @@ class ConvolvedOutput:
         self.convolution = ConvolvedRows(scope, weight, cache, tensor)
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the inner block return partial sums from now on; returns the group to sum over, or None."""
         return self.block.defer_all_reduce()
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The requests of a step, and where its tokens lie in the caches; see `forward_batch` for what a step is."""
+"""The requests of a step and the cache slots of its tokens; see `forward_batch`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class TokenSlots:
-    """Slots of the tokens of a batch in the caches of one row table.
+    """Slots of a batch's tokens in the caches of one row table.
 
-    Caches of 1/r entries a token keep the entry of tokens p - r + 1 .. p, where r divides p + 1, at the slot of token p
-    divided by r: pages hold whole entries.
+    A compressed cache with one entry per r tokens stores that of tokens p - r + 1 .. p, where r divides p + 1, at the
+    slot of token p divided by r; pages hold whole entries.
     """
 
     req_to_token: torch.Tensor  # [max_reqs + 1, context_len] int32, cache slot of each position
@@ -22,11 +22,10 @@ class TokenSlots:
 
 @dataclass(slots=True)
 class DecodeRows:
-    """D requests that bring one token each: the first D tokens of a step.
+    """D decoding requests with one token each: the first D tokens of a step.
 
-    Under CUDA graphs D is the padded size. Padding rows have request slot 0, cache slot 0 and length 1. In a graph with
-    prompts they lie over the first tokens of the prompts: what is computed for a decoding row is written before what is
-    computed for a prompt.
+    In CUDA graphs D is the padded size. Padding rows have request slot 0, cache slot 0 and length 1. In a graph with
+    prompts they overlap the prompts' first tokens, whose results are written after those of decoding rows.
     """
 
     req_pool_indices: torch.Tensor  # [D] int64, request slot: the row of req_to_token and of states
@@ -41,11 +40,10 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class VerifyRows:
-    """Requests that bring the same number of tokens each, which are to be verified. Rows from a request's own number on
-    are padding."""
+    """Requests that bring the same number of tokens each to verify. Rows beyond a request's own number are padding."""
 
     width: int
-    ends: torch.Tensor  # [P] int32 >= 1, length of each request with the tokens that are no padding
+    ends: torch.Tensor  # [P] int32 >= 1, length of each request without padding rows
 
 
 @dataclass(slots=True)
@@ -55,14 +53,14 @@ class ExtendRows:
     req_pool_indices: torch.Tensor  # [P] int64
     seq_lens: torch.Tensor  # [P] int32, length including the new tokens
     prefix_lens: torch.Tensor  # [P] int32, cached tokens before them
-    start_loc: torch.Tensor  # [P + 1] int32, first of T of each request, and the end
+    start_loc: torch.Tensor  # [P + 1] int32, each request's first token (of T), and the end
     token_slots: tuple[TokenSlots, ...]  # of all T tokens of the step
     new_lens_cpu: list[int]
     prefix_lens_cpu: list[int]
     seq_lens_cpu: list[int] | None = None
-    """None while a CUDA graph is captured, and where the device alone knows: the lengths on the host are bounds."""
+    """None during capture and when only the device knows the lengths; the other host lengths are then upper bounds."""
     images: ImageRuns | None = None
-    """None: all tokens see what lies before them alone."""
+    """None: attention is causal for all tokens."""
     draft_tokens: VerifyRows | None = None
 
     def __len__(self) -> int:
@@ -71,8 +69,8 @@ class ExtendRows:
 
 @dataclass(frozen=True, slots=True)
 class ImageRuns:
-    """Tokens that see one another in layers with a window, also those behind them: `tokens` [M] int64 of T, in runs
-    that are the rows of `rows`, whose start_loc counts in M."""
+    """Image tokens that attend to one another in both directions in layers with a sliding window: `tokens` [M] int64 of
+    T. Each run is one row of `rows`, whose start_loc counts in M."""
 
     tokens: torch.Tensor
     rows: ExtendRows
@@ -81,8 +79,8 @@ class ImageRuns:
 def requests_of_tokens(
     start_loc: torch.Tensor, slots: torch.Tensor, decodes: DecodeRows | None, num_tokens: int
 ) -> torch.Tensor:
-    """[num_tokens] int64, the request slot of each token of a step with prompts, which begin at start_loc [P + 1] and
-    are of the requests `slots` [P]. Tokens before the first prompt are of requests that decode."""
+    """Returns [num_tokens] int64, the request slot of each token of a step with prompts, which begin at start_loc [P +
+    1] and belong to the requests `slots` [P]. Tokens before the first prompt belong to decoding requests."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=slots.device)
     prompt = torch.searchsorted(start_loc, token, right=True) - 1
     rows = slots[prompt.clamp(min=0, max=len(slots) - 1)]
@@ -93,10 +91,10 @@ def requests_of_tokens(
 
 
 class StateRecord(Protocol):
-    """Inputs that one layer with states kept of a step that did not change the states."""
+    """The inputs of one layer with recurrent states, kept from a verify step that left the states unchanged."""
 
     def commit(self, counts: torch.Tensor) -> None:
-        """The states of the step's first len(counts) requests go on by their first `counts` [B] int32 tokens."""
+        """Advances the states of the step's first B = len(counts) requests by their first `counts` [B] int32 tokens."""
 
     def copy(self) -> StateRecord:
-        """Returns a copy that later steps leave as it is: a graph writes its records anew in each replay."""
+        """Returns a copy that later steps do not change; a graph overwrites its records in each replay."""

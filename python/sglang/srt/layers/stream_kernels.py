@@ -1,4 +1,4 @@
-"""Interface of the kernels of gated residual streams: what lies between two blocks, beside two products."""
+"""The interface of the kernels of gated residual streams, which run between two blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class PlaceAndNorm(Protocol):
-    """`native_streams.place_and_norm` says what the arguments are."""
+    """Signature of `native_streams.place_and_norm`."""
 
     def __call__(
         self,
@@ -22,19 +22,21 @@ class PlaceAndNorm(Protocol):
 
 
 class Bend(Protocol):
-    """`native_streams.bend` says what the arguments are."""
+    """Signature of `native_streams.bend`."""
 
     def __call__(self, products: torch.Tensor, rank: int, streams: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class MixStreams(Protocol):
-    """`native_streams.mix_streams` says what the arguments are."""
+    """Signature of `native_streams.mix_streams`."""
 
     def __call__(self, gates: torch.Tensor, normed: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class StreamKernels:
+    """The kernels of gated residual streams."""
+
     place_and_norm: PlaceAndNorm
     bend: Bend
     mix: MixStreams

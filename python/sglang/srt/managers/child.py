@@ -1,7 +1,7 @@
-"""Duties of every child process of an engine beside its work: report its state, and exit when the parent is gone.
+"""Duties of every child process of an engine besides its work: report its state, and exit when the parent is gone.
 
-A child holds one end of a pipe (`ChildPipe`). It says READY through it, or why it failed, and from time to time ALIVE.
-SIGUSR1 makes it print the stacks of all threads, however stuck it is.
+A child holds one end of a pipe (`ChildPipe`). It sends READY through it, or why it failed, and periodically ALIVE.
+SIGUSR1 makes it print the stacks of all threads, even if it is stuck.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ USER_ERROR = b"user-error:"
 
 
 class ChildPipe:
-    """A child's end, which several threads write to."""
+    """A child's end of the pipe, to which several threads write."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
@@ -44,6 +44,8 @@ class ChildPipe:
 
 
 def child_main(name: str, entry: str, call: tuple[ServerArgs, Ports, int], connection: Connection) -> None:
+    """Runs `entry(*call, pipe)` in a child process, and reports readiness, signs of life and failures through
+    `connection`."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -68,20 +70,20 @@ def _give_signs_of_life(pipe: ChildPipe, args: ServerArgs) -> None:
 
 
 def _last_words(pipe: ChildPipe, message: bytes, status: int) -> None:
-    """Report and end at once: threads and libraries of a broken process may not come to an end by themselves."""
+    """Reports and exits at once: threads and libraries of a broken process may never end by themselves."""
     try:
         pipe.send_bytes(message)
     except OSError:
-        pass  # the parent is gone, nobody to tell
+        pass  # the parent is gone
     finally:
         os._exit(status)
 
 
 def _exit_with_parent(pipe: ChildPipe, ports: Ports) -> None:
-    """Ends the process when the parent says so, or has died."""
+    """Ends the process when the parent asks for it or has died."""
     try:
         pipe.recv_bytes()
     except (EOFError, OSError):
-        ports.remove()  # the parent had no time to
+        ports.remove()  # the dead parent could not remove them
     finally:
         os._exit(0)

@@ -1,8 +1,8 @@
-"""The processes of one engine on this machine: starts them, watches them, ends them.
+"""Starts, watches and ends the processes of one engine on this machine.
 
-A child gives signs of life from its start on: one that is stopped, or holds the interpreter for good, has no way to say
-so itself. When a rank ends, the others fail too, wherever they wait for it: what they say is collected for a moment, so
-that the first cause is named, and those that are still there print their stacks. Then all are ended.
+A child sends signs of life from its start on, because one that is stopped, or never releases the interpreter, cannot
+report it. When a rank ends, ranks that wait for it fail too: their messages are collected for a moment, so that the
+first cause is named, and those still alive print their stacks. Then all are ended.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from sglang.srt.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 _EXIT_GRACE_S = 1.0
-"""Time for a dying child's last words to arrive, and those of the ranks that wait for it."""
+"""Seconds for the last words of a dying child, and of the ranks that wait for it, to arrive."""
 _STACKS_S = 0.3
-"""Time for the others to print their stacks."""
+"""Seconds for the other ranks to print their stacks."""
 _MISSED_BEATS = 2.5
-"""Signs of life that did not come, when another rank has failed already."""
+"""Missed signs of life after which a child counts as silent, once another rank has failed."""
 _LOST_CONNECTION = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError")
-"""Messages of collectives in a rank when another one has ended."""
+"""Messages of collectives on a rank after another one has ended."""
 START_SILENCE_S = 60.0
-"""Least silence in seconds that is allowed while a child starts: loading a library from a slow disk holds the
+"""Least silence in seconds that is allowed during start-up: loading a library from a slow disk may block the
 interpreter."""
 
 
 class EngineError(RuntimeError):
-    """A process of the engine failed. `details` is its traceback, empty if it left none."""
+    """Raised when a process of the engine failed. `details` is its traceback, empty if it left none."""
 
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
@@ -71,13 +71,13 @@ class _Child:
 
 
 class EngineProcesses:
-    """Children that fail together: the ranks of a replica, and its detokenizer."""
+    """Child processes that fail together: the ranks of a replica, and its detokenizer."""
 
     def __init__(self, limit_s: float, on_change: Callable[[], None]) -> None:
-        """limit_s: silence after which a child is taken for stuck. `on_change()` is called from another thread when all
-        children are ready, and when one has failed although nobody asked it to."""
+        """limit_s: silence after which a child counts as stuck. `on_change()` is called from another thread when all
+        children are ready, and when one has failed without having been told to end."""
         self.failure: UserError | EngineError | None = None
-        """Why they have ended."""
+        """Why the processes have ended."""
         self.ready = False
         self._limit_s = limit_s
         self._on_change = on_change
@@ -90,7 +90,7 @@ class EngineProcesses:
         return {child.name: child.process.pid for child in self._children}
 
     def spawn(self, name: str, entry: str, call: tuple[ServerArgs, Ports, int]) -> None:
-        """Starts a child; `child.child_main` says what `entry` and `call` are."""
+        """Starts a child; `child.child_main` describes `entry` and `call`."""
         ours, theirs = multiprocessing.Pipe(duplex=True)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=child_main, args=(name, entry, call, theirs), name=name, daemon=True)
@@ -99,11 +99,11 @@ class EngineProcesses:
         self._children.append(_Child(name, process, ours))
 
     def watch(self) -> None:
-        """Begins to watch; once, when all are started."""
+        """Begins to watch the children; call it once, after all are started."""
         threading.Thread(target=self._watch_children, name="engine-monitor", daemon=True).start()
 
     def end(self, limit_s: float) -> None:
-        """End all processes; those that are not gone after `limit_s` seconds are killed. Harmless when repeated."""
+        """Ends all processes; kills those that are not gone after `limit_s` seconds. May be repeated."""
         with self._end_lock:
             if self._closing:
                 return
@@ -122,7 +122,7 @@ class EngineProcesses:
     # --- the monitor's thread -----------------------------------------------------------------------------------------
 
     def _watch_children(self) -> None:
-        """Ends with the first failure, or when the processes are ended."""
+        """Watches until the first failure, or until the processes are ended."""
         by_pipe = {child.pipe: child for child in self._children}
         while not self._closing:
             try:
@@ -153,11 +153,12 @@ class EngineProcesses:
     def _causes(
         self, by_pipe: dict[Connection, _Child], failures: list[UserError | EngineError]
     ) -> list[UserError | EngineError]:
-        """Returns what has failed or is silent. The failure that began it comes first: the others may only have waited
-        for it. Empty if what was silent speaks again. `by_pipe`: children that have not failed."""
+        """Returns the failures and silent children, the likely first cause first: the others may only have waited for
+        it. Empty if a silent child speaks again. `by_pipe`: children that have not failed; waits up to _EXIT_GRACE_S
+        for more of them to fail."""
         end = time.monotonic() + _EXIT_GRACE_S
         while not self._closing and len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:
-            failures += self._listen(by_pipe, left)  # the detokenizer waits for nobody
+            failures += self._listen(by_pipe, left)  # the last child is the detokenizer, which waits for no rank
         failures.sort(key=lateness)
         limit_s = _MISSED_BEATS * beat_seconds(self._limit_s)
         silent = [child for child in by_pipe.values() if child.silent_for(limit_s)]
@@ -170,7 +171,7 @@ class EngineProcesses:
         ]
 
     def _print_stacks(self, children: Iterable[_Child]) -> None:
-        """Prints the stacks of the ranks that are still there to their stderr."""
+        """Makes the ranks that are still alive print their stacks to stderr."""
         ranks = [child for child in children if child.name.startswith("scheduler ")]
         for child in ranks:
             logger.error("Where %s is:", child.name)
@@ -196,7 +197,8 @@ class EngineProcesses:
         return EngineError(f"the {child.name} process failed: {details.splitlines()[-1]}", details)
 
     def _fail(self, causes: list[UserError | EngineError], others: Iterable[_Child]) -> None:
-        """`others` have not failed; if they wait for one that has, their stacks say where."""
+        """Logs the first cause and ends everything. `others` have not failed; their stacks show whether they wait for
+        one that has."""
         failure = causes[0]
         if isinstance(failure, EngineError):
             logger.error("%s", f"{failure}\n{failure.details}".rstrip())
@@ -210,8 +212,8 @@ class EngineProcesses:
 
 
 def lateness(failure: UserError | EngineError) -> int:
-    """Orders failures of ranks, whenever they were heard of. Who dies without a word began it; who lost its connection
-    to another rank did not."""
+    """Returns a sort key of ranks' failures that does not depend on when they were reported: a rank that died silently
+    is likely the cause, one that lost its connection to another rank is not."""
     if isinstance(failure, UserError):
         return 1
     return 2 if failure.lost_connection else int(bool(failure.details))

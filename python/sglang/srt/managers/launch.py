@@ -1,17 +1,17 @@
-"""Starts an engine's processes, waits for them, watches them, ends them.
+"""Starts an engine's processes, waits for them, watches and ends them.
 
     handle = launch_engine(args)          # returns at once; raises UserError for what can be known without the children
     handle.wait_ready()                   # raises UserError or EngineError, with all processes gone
-    handle.watch(on_failure)              # told once for each replica of which a process dies later
+    handle.watch(on_failure)              # called once for each replica of which a process dies later
     handle.shutdown()
 
-With --use-ray the processes of a replica run on nodes of a cluster (`ray_cluster`); otherwise all are of this machine.
-With --dp-size there are several replicas, each of which has ranks and a detokenizer of its own and knows nothing of the
-others; without, there is one. A replica of which a process has failed is ended, and the others go on.
+With --use-ray the processes of a replica run on nodes of a cluster (`ray_cluster`); otherwise all run on this machine.
+With --dp-size there are several replicas, each with ranks and a detokenizer of its own and independent of the others. A
+replica of which a process has failed is ended, and the others go on.
 
-Each child holds one end of a pipe. It says `ready` through it, or why it failed; and since the pipe breaks when the
-parent is gone, however that ended, a child never outlives its parent. Children ignore SIGINT and SIGTERM, which reach
-a whole process group: the parent decides when they go.
+Each child holds one end of a pipe, through which it sends `ready`, or why it failed. Since the pipe breaks when the
+parent is gone, for whatever reason, a child never outlives its parent. Children ignore SIGINT and SIGTERM, which reach
+a whole process group: the parent decides when they end.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 SCHEDULER_ENTRY = replica_processes.SCHEDULER_ENTRY
 END_S = 3.0
-"""Seconds that processes get to end by themselves. Those that do not are killed, which takes up to `REAP_LIMIT_S` more;
-both are over before `entrypoints.exit_guard` ends the program."""
+"""Seconds that processes get to end by themselves. The others are killed, which takes up to `REAP_LIMIT_S` more; both
+are over before `entrypoints.exit_guard` ends the program."""
 
 
 class EngineHandle:
-    """The processes of an engine's replicas on this machine, and, on the one that answers, `manager`, the tokenizer
-    manager that talks to them."""
+    """The processes of an engine's replicas on this machine and, where clients are answered, their tokenizer manager
+    (`manager`)."""
 
     manager: TokenizerManager
 
     def __init__(self, args: ServerArgs, model_config: ModelConfig, media: ServedMedia | None = None) -> None:
-        """media: None where the model reads text only."""
+        """media: None if the model reads text only."""
         self._ports = Ports.create_many(args.dp_size)
         self._replicas: Sequence[ReplicaProcesses] = []
         self._disconnect: Callable[[], None] = lambda: None
@@ -61,7 +61,7 @@ class EngineHandle:
         self._on_failure: Callable[[int, str], None] | None = None
         self._told: set[int] = set()
         """Replicas that `_on_failure` has been told of."""
-        atexit.register(self.shutdown)  # before the exit handler of multiprocessing, which would wait for the children
+        atexit.register(self.shutdown)  # runs before multiprocessing's exit handler, which would wait for the children
         try:
             answers = asked_node(args).answers
             self._start(args)
@@ -74,7 +74,7 @@ class EngineHandle:
             raise
 
     def wait_ready(self, timeout_s: float | None = None) -> None:
-        """Block until every process is ready. On failure all are shut down and UserError or EngineError is raised."""
+        """Blocks until every process is ready. On failure, shuts all down and raises UserError or EngineError."""
         with self._changed:
             is_done = self._changed.wait_for(lambda: self._first_failure or self._all_ready, timeout_s)
         failure = self._first_failure
@@ -85,15 +85,15 @@ class EngineHandle:
             raise failure
 
     def watch(self, on_failure: Callable[[int, str], None]) -> None:
-        """Call `on_failure(index, message)` from another thread, once for each replica of which a process dies although
-        nobody asked it to."""
+        """Calls `on_failure(index, message)` from another thread, once for each replica of which a process dies
+        unexpectedly."""
         with self._changed:
             self._on_failure, self._told = on_failure, set()
         self._on_change()
 
     @property
     def failure(self) -> str | None:
-        """Returns why the engine is dead, by the first of its replicas, or None while one lives."""
+        """Returns why the engine is dead (the failure of its first replica); None while a replica lives."""
         alive = any(replica.failure is None for replica in self._replicas)
         return None if alive else str(self._first_failure)
 
@@ -102,8 +102,8 @@ class EngineHandle:
         return {name: pid for replica in self._replicas for name, pid in replica.process_ids.items()}
 
     def shutdown(self, limit_s: float = END_S) -> None:
-        """End all processes; those that are not gone after `limit_s` seconds are killed. Harmless when repeated. What
-        still runs is lost: drain the manager before."""
+        """Ends all processes; kills those that are not gone after `limit_s` seconds. May be repeated. Requests that
+        still run are lost: drain the manager before."""
         if self._closed:
             return
         self._closed = True
@@ -141,7 +141,7 @@ class EngineHandle:
         return next((replica.failure for replica in self._replicas if replica.failure is not None), None)
 
     def _on_change(self) -> None:
-        """Called from the monitors' threads."""
+        """Handles a change of a replica's state. The monitors' threads call it."""
         with self._changed:
             self._changed.notify_all()
             tell = self._on_failure
@@ -155,7 +155,7 @@ class EngineHandle:
 
 
 def launch_engine(args: ServerArgs) -> EngineHandle:
-    """Start the processes for `args`. Raises UserError for a wrong model or tokenizer."""
+    """Starts the processes for `args`. Raises UserError for a wrong model or tokenizer."""
     model = ModelConfig.from_server_args(args)
     trial = TokenizerTrial(args)
     description = describe_served_model(args, model)  # before any process is started

@@ -1,4 +1,4 @@
-"""The end of child processes. One in an uninterruptible wait of the system outlives SIGKILL: nobody waits for it."""
+"""Kills child processes. One in an uninterruptible system call outlives SIGKILL, so the wait is limited."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from multiprocessing.process import BaseProcess
 logger = logging.getLogger(__name__)
 
 REAP_LIMIT_S = 1.0
-"""Seconds in which killed processes must be gone."""
+"""Seconds to wait for killed processes."""
 
 
 def reap(processes: Iterable[BaseProcess]) -> None:
-    """Kills processes and waits for their end, but not for ever."""
+    """Kills processes and waits for their end, for a limited time."""
     killed = list(processes)
     for process in killed:
         process.kill()

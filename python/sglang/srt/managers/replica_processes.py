@@ -1,4 +1,4 @@
-"""What the processes of a replica are: its ranks on one machine, and the detokenizer where clients are answered."""
+"""The processes of a replica: its ranks on one machine, and the detokenizer where clients are answered."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class ReplicaProcesses(Protocol):
     """The processes of a replica, wherever they run. They fail together."""
 
     failure: UserError | EngineError | None
-    """Why they have ended."""
+    """Why the processes have ended."""
     ready: bool
 
     @property
     def process_ids(self) -> dict[str, int | None]:
-        """Returns those of this machine."""
+        """Returns the ids of the processes on this machine, by name."""
 
     def watch(self) -> None:
-        """Begins to watch; once, when all are started."""
+        """Begins to watch the processes; call it once, after all are started."""
 
     def end(self, limit_s: float) -> None:
-        """Ends all processes; those that are not gone after `limit_s` seconds are killed. Harmless when repeated."""
+        """Ends all processes; kills those that are not gone after `limit_s` seconds. May be repeated."""
 
 
 def start_processes(
@@ -41,8 +41,8 @@ def start_processes(
     on_change: Callable[[], None],
     scheduler_entry: str = SCHEDULER_ENTRY,
 ) -> EngineProcesses:
-    """Starts the processes of one replica that run on this machine. name: of the replica, empty where there is only
-    one; `on_change` as EngineProcesses takes it."""
+    """Starts the processes of one replica that run on this machine. name: the replica's, empty if there is only one;
+    `on_change`: as for EngineProcesses."""
     replica = EngineProcesses(args.watchdog_timeout, on_change)
     node = asked_node(args)
     try:

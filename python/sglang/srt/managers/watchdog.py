@@ -1,4 +1,4 @@
-"""Ends a process that is stuck, with the stacks of all threads in the log: a hung server must not look alive."""
+"""Ends a stuck process, with the stacks of all threads in the log, because a hung server must not look alive."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ EXIT_CODE = 3
 
 
 def beat_seconds(limit_s: float) -> float:
-    """Returns the interval in seconds of checks and signs of life, where nothing may be stuck for `limit_s`."""
+    """Returns the interval in seconds of checks and signs of life for a silence limit of `limit_s`."""
     return min(limit_s / 4, 5.0)
 
 
 class Watchdog:
-    """Watches that between `busy()` and `idle()` no more than `limit_s` seconds pass without another call of either.
+    """Ends the process if after `busy()` more than `limit_s` seconds pass without another call of `busy()` or `idle()`.
 
-    With an exception that leaves its `with` block the step has ended: a collective that gave up just in time says more
-    about what it waited for than a watchdog does, so its report is not cut short.
+    An exception that leaves its `with` block ends the step: a collective that gave up just in time says more about what
+    it waited for than a watchdog does, so its report is not cut short.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -32,9 +32,11 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def busy(self) -> None:
+        """Restarts the time limit."""
         self._busy_since = time.monotonic()
 
     def idle(self) -> None:
+        """Stops the time limit."""
         self._busy_since = None
 
     def __enter__(self) -> Watchdog:
@@ -48,7 +50,7 @@ class Watchdog:
             time.sleep(beat_seconds(self.limit_s))
             since = self._busy_since
             if since is not None and time.monotonic() - since > self.limit_s:
-                # First of all: other threads go on while a message is written, and the step may end meanwhile.
+                # Comes first, because the step may end while the message is written.
                 faulthandler.dump_traceback(all_threads=True)
                 logger.error("The step above has not ended for %g s (--watchdog-timeout); giving up.", self.limit_s)
                 sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The free cache slots. Host side only: numpy, no device, no scheduling policy."""
+"""Allocator of free cache slots. Host side only: numpy, no device, no scheduling policy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Slots = npt.NDArray[np.int32]
 class TokenAllocator:
     """Hands out token slots in pages of `page_size`; slot = page * page_size + offset.
 
-    Page 0 is never handed out: its slots belong to the padding rows of a batch. The order in which pages come is a
-    function of the calls alone, so that the ranks of one tensor-parallel group stay in step.
+    Page 0 is never handed out: its slots belong to the padding rows of a batch. The order of pages depends on the calls
+    alone, so that the ranks of one tensor-parallel group stay in step.
     """
 
     def __init__(self, size: int, page_size: int) -> None:
-        """`size` in tokens, rounded down to whole pages."""
+        """Makes an allocator of `size` tokens, rounded down to whole pages."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         if size < page_size:
@@ -31,22 +31,22 @@ class TokenAllocator:
         self.clear()
 
     def clear(self) -> None:
-        """Everything is free again; slots come in ascending order."""
+        """Frees everything; slots come in ascending order again."""
         self._stack[:] = np.arange(self.num_pages, 0, -1, dtype=np.int32)
         self._is_free[:] = True
         self._is_free[0] = False
         self._num_free = self.num_pages
 
     def available_size(self) -> int:
-        """Tokens in free pages."""
+        """Returns the number of tokens in free pages."""
         return self._num_free * self.page_size
 
     def alloc(self, old_lens: npt.ArrayLike, new_lens: npt.ArrayLike, last_locs: npt.ArrayLike | None) -> Slots | None:
-        """Slots for the tokens old_lens[i] .. new_lens[i]-1 of each sequence, one sequence after the other.
+        """Allocates slots for the tokens old_lens[i] .. new_lens[i]-1 of each sequence, one sequence after the other.
 
         A partly filled last page is filled first: `last_locs[i]` is the slot of token old_lens[i]-1 (any value where
-        that token ends its page or does not exist; not read for page size 1). All or nothing: None, with nothing
-        changed, if the free pages do not suffice.
+        that token ends its page or does not exist; not read for page size 1). Returns None, and changes nothing, if
+        there are too few free pages for all of them.
         """
         old = np.asarray(old_lens, np.int64)
         new = np.asarray(new_lens, np.int64)
@@ -88,7 +88,7 @@ class TokenAllocator:
         return pages
 
     def free(self, slots: npt.ArrayLike) -> None:
-        """Frees the page of every slot named; the caller owns these pages wholly. AssertionError for a double free."""
+        """Frees the pages of `slots`, which the caller must own wholly. Raises AssertionError for a double free."""
         slots = np.asarray(slots, np.int32)
         if slots.size == 0:
             return
@@ -104,7 +104,7 @@ class TokenAllocator:
         self._num_free += distinct.size
 
     def _distinct(self, pages: Slots) -> Slots:
-        """Each page once, without sorting: of equal entries the one whose index the scratch array remembers."""
+        """Returns each page once, without sorting: among equal entries, the one whose index the scratch array keeps."""
         index = np.arange(pages.size, dtype=np.int32)
         self._mark[pages] = index
         distinct: Slots = pages[self._mark[pages] == index]

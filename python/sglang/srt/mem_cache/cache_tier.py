@@ -1,8 +1,8 @@
-"""One memory in which cached prefixes lie (a tier), and copies of a prefix from one to the other. Host side only.
+"""A tier (one memory in which cached prefixes lie), and copies of a prefix between two tiers. Host side only.
 
 A tier is a prefix tree over its own slots, with its own windows and checkpoints: the GPU's belongs to `KVTable`, that
 of main memory to `HostTier`. A transfer reserves what it reads and writes until it ends, so that no page is reused
-while a copy from or to it is under way; only when it has ended well does the target's tree get what it brought.
+during the copy; only after a successful end does the target's tree get what was copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_PAGES: Pages = np.empty(0, np.int64)
 
 
 class CopyState(IntEnum):
-    """Ordered so that the least over the ranks is that of all."""
+    """State of a copy, ordered so that the minimum over the ranks is the common state."""
 
     UNDER_WAY = 0
     FAILED = 1
@@ -34,7 +34,7 @@ class CopyState(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PageMoves:
-    """Pages (of states: rows) of one pool to copy: `sources` [N] of one memory to `targets` [N] of the other."""
+    """Pages (for states: rows) of one pool to copy: `sources` [N] of one memory to `targets` [N] of the other."""
 
     sources: Pages
     targets: Pages
@@ -47,7 +47,7 @@ NO_MOVES = PageMoves(NO_PAGES, NO_PAGES)
 
 
 class CacheTier:
-    """A tree with the tables of the same memory."""
+    """The prefix tree of one memory with its window tables and checkpoint table."""
 
     def __init__(self, tree: RadixCache, windows: Sequence[WindowTable], checkpoints: CheckpointTable | None) -> None:
         self.tree, self.windows, self.checkpoints = tree, tuple(windows), checkpoints
@@ -57,19 +57,20 @@ class CacheTier:
         return self.tree.page_size
 
     def take(self, num_tokens: int) -> Slots | None:
-        """Returns slots of whole pages; cached prefixes give way. None if that does not suffice."""
+        """Returns slots of whole pages, evicting cached prefixes if needed; None if that frees too few."""
         allocator = self.tree.allocator
         self.tree.evict(num_tokens - allocator.available_size())
         slots = allocator.alloc([0], [num_tokens], [0])
         return None if slots is None else np.sort(slots)  # long runs are copied at once
 
     def prefix(self, keys: Keys, namespace: str | None) -> CachedPrefix:
+        """Returns the part of `keys` that the tier has, as nodes from the root on."""
         return CachedPrefix(self, self.tree.follow(keys, namespace))
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What a tier has of a sequence: nodes from the root on."""
+    """The leading part of a sequence that a tier has: nodes from the root on."""
 
     tier: CacheTier
     nodes: list[Node]
@@ -83,16 +84,16 @@ class CachedPrefix:
         return self.nodes[-1] if self.nodes else self.tier.tree.root
 
     def now(self) -> CachedPrefix:
-        """The same prefix, of which nodes may have been split since. Its end is locked."""
+        """Returns the same prefix with its current nodes, which may have been split since. Its end must be locked."""
         return CachedPrefix(self.tier, self.tier.tree.path(self.last)[::-1])
 
     def slots(self, start: int, end: int) -> Slots:
-        """The slots of the positions start .. end - 1, all of which it has."""
+        """Returns the slots of the positions start .. end - 1, which the prefix must have."""
         parts = [n.value[max(0, start - _begin(n)) : end - _begin(n)] for n in self.nodes if _overlaps(n, start, end)]
         return np.concatenate(parts) if parts else EMPTY
 
     def window(self, index: int, start: int, end: int) -> Slots:
-        """[end - start] slots of a window table; 0 for what it lacks."""
+        """Returns [end - start] slots of a window table; 0 where the tier has none."""
         slots = np.zeros(end - start, np.int32)
         for n in self.nodes:
             if _overlaps(n, start, end):
@@ -102,7 +103,7 @@ class CachedPrefix:
         return slots
 
     def state_at(self, depth: int) -> Node | None:
-        """The node that ends there and has a checkpoint."""
+        """Returns the node that ends at `depth` and has a checkpoint."""
         return next((n for n in self.nodes if n.depth == depth and n.checkpoint), None)
 
 
@@ -115,8 +116,8 @@ def _overlaps(node: Node, start: int, end: int) -> bool:
 
 
 def resumable_end(one: CachedPrefix, other: CachedPrefix, longer_than: int) -> int:
-    """Returns the greatest depth above `longer_than` behind which a request can go on, with every part from either of
-    two tiers; 0: there is none. It is an end of a node of one of them."""
+    """Returns the greatest depth above `longer_than` from which a request can go on, taking each part from either of
+    two tiers; 0 if there is none. A node of one of the tiers ends there."""
     length = max(one.length, other.length)
     depths = sorted({n.depth for n in (*one.nodes, *other.nodes) if longer_than < n.depth <= length}, reverse=True)
     return next((depth for depth in depths if _can_go_on(one, other, depth)), 0)
@@ -134,7 +135,7 @@ def _can_go_on(one: CachedPrefix, other: CachedPrefix, depth: int) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """Reserved room in a tier for what it lacks of a prefix, until that has been copied there."""
+    """Room reserved in a tier for the missing parts of a prefix, until they have been copied there."""
 
     tier: CacheTier
     keys: Keys
@@ -156,12 +157,13 @@ class Arrival:
 
     @classmethod
     def begin(cls, prefix: CachedPrefix, keys: Keys, namespace: str | None) -> Arrival:
-        """prefix: what the tier has of `keys` (whole pages)."""
+        """Locks `prefix`, the part of `keys` (whole pages) that the tier has, and starts with nothing reserved."""
         prefix.tier.tree.lock(prefix.last)
         return cls(prefix.tier, keys, namespace, prefix.last, prefix.length)
 
     def take_tokens(self) -> bool:
-        """Reserves slots for all tokens that the tier lacks. Returns whether there was room, as do the others."""
+        """Reserves slots for all tokens that the tier lacks. Returns whether there was room, as the other methods
+        do."""
         missing = len(self.keys) - self.had
         slots = self.tier.take(missing) if missing > 0 else EMPTY
         if slots is not None:
@@ -169,7 +171,8 @@ class Arrival:
         return slots is not None
 
     def take_window(self, window: WindowTable, first: int, missing: npt.NDArray[np.bool_]) -> bool:
-        """Reserves slots for the positions from `first` on for which `missing` is true. Window after window."""
+        """Reserves slots of a window for the positions from `first` on where `missing` is true. Call it for each window
+        in order."""
         self.windows.append(np.zeros(len(self.keys), np.int32))
         slots = window.take(int(missing.sum()))
         if slots is not None:
@@ -177,23 +180,24 @@ class Arrival:
         return slots is not None
 
     def keep_window(self, window: WindowTable, slots: Slots) -> None:
-        """The tier's own pages of a window stay until the end."""
+        """Keeps the tier's own pages of a window in use until `end`."""
         window.use(slots)
         self.used.append((window, slots))
 
     def take_row(self) -> bool:
+        """Reserves a checkpoint row for the state at the end of the prefix. Returns whether there was one."""
         assert self.tier.checkpoints is not None
         self.row = self.tier.checkpoints.reserve()
         return self.row > 0
 
     @property
     def can_be_revoked(self) -> bool:
-        """Returns whether everything that is copied belongs to tokens that the tier lacks."""
+        """Returns whether every copied entry belongs to tokens that the tier lacks."""
         return self.slots.size > 0 and not any(slots[: self.had].any() for slots in self.windows)
 
     def adopt(self) -> None:
-        """The tier's tree gets everything before it has been copied. Until `end` it is locked, and whoever uses it
-        waits for the copy itself."""
+        """Enters everything in the tier's tree before it has been copied. It stays locked until `end`, and its users
+        must wait for the copy themselves."""
         row = self.row
         self._adopt()
         self.adopted = True
@@ -207,25 +211,26 @@ class Arrival:
         self.row = 0
 
     def adopted_nodes(self) -> list[Node]:
-        """Returns the nodes that `adopt` brought, and all that hang on them since."""
+        """Returns the nodes that `adopt` added, and all that were added below them since."""
         nodes = [n for n in self.tier.tree.path(self.node) if n.depth > self.had]
         return self.tier.tree.below(nodes[-1]) if nodes else []
 
     def revoke(self) -> None:
-        """What was adopted was not copied, and nobody uses it any more: it leaves the tree."""
+        """Removes adopted nodes from the tree: their copy failed, and nobody uses them any more."""
         wrong = self.adopted_nodes()
         self.end(len(self.keys))
         self.tier.tree.remove(wrong)
 
     def end(self, length: int) -> None:
-        """The first `length` tokens were copied, or nothing (0). Windows and the state count only where all were."""
+        """Commits the first `length` tokens, which were copied; 0 after a failure. Windows and the state count only if
+        `length` is the whole prefix."""
         if self.adopted:
             self._release_adopted()
         elif length == len(self.keys):
             self._adopt()
         else:
             self._adopt_beginning(max(length, self.had))
-        for window, slots in zip(self.tier.windows, self.windows, strict=False):  # fewer where there was no room
+        for window, slots in zip(self.tier.windows, self.windows, strict=False):  # fewer after a lack of room
             window.disuse(slots)
         for window, slots in self.used:
             window.disuse(slots)
@@ -240,7 +245,7 @@ class Arrival:
             self.tier.tree.allocator.free(rest)
 
     def _commit(self, length: int) -> None:
-        """Enter tokens in the tier's tree. Where others have brought or computed the same meanwhile, theirs stays."""
+        """Enters tokens in the tier's tree. Where others have added the same tokens meanwhile, their slots stay."""
         num_new = min(length - self.had, self.slots.size)
         if num_new <= 0:
             return
@@ -263,7 +268,7 @@ class Arrival:
 
 @dataclass(slots=True, eq=False)
 class PinnedPrefix:
-    """A tier's part of a prefix that is being copied from there, kept until that has ended."""
+    """The part of a prefix that is being copied from a tier, which stays pinned there until the copy has ended."""
 
     tier: CacheTier
     node: Node
@@ -274,15 +279,17 @@ class PinnedPrefix:
 
     @classmethod
     def begin(cls, prefix: CachedPrefix) -> PinnedPrefix:
+        """Locks a prefix of a tier."""
         prefix.tier.tree.lock(prefix.last)
         return cls(prefix.tier, prefix.last)
 
     def keep_window(self, window: WindowTable, slots: Slots) -> None:
+        """Keeps pages of a window in use until `end`."""
         window.use(slots)
         self.used.append((window, slots))
 
     def keep_state(self, node: Node) -> bool:
-        """Returns whether the state may be read now."""
+        """Pins the state at a node. Returns False if it may not be read yet."""
         checkpoints = self.tier.checkpoints
         assert checkpoints is not None
         if not checkpoints.is_readable(node):
@@ -291,6 +298,7 @@ class PinnedPrefix:
         return True
 
     def end(self) -> None:
+        """Releases everything that was pinned."""
         for window, slots in self.used:
             window.disuse(slots)
         if self.row and self.tier.checkpoints is not None:
@@ -300,17 +308,18 @@ class PinnedPrefix:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A copy of what one tier lacks of a prefix and another has, so that requests can go on behind its end in both."""
+    """A copy of the parts of a prefix that one tier has and another lacks, so that requests can go on from its end in
+    both."""
 
     departure: PinnedPrefix
     arrival: Arrival
     moves: list[PageMoves] = field(default_factory=list)
-    """Of the tokens, and of each window."""
+    """Moves of the tokens, and of each window."""
 
     @classmethod
     def begin(cls, source: CachedPrefix, target: CachedPrefix, keys: Keys, namespace: str | None) -> Transfer | None:
-        """Reserves what a copy of the prefix `keys` (whole pages) needs; None if there is no room. The tiers have
-        every token of it between them."""
+        """Reserves what a copy of the prefix `keys` (whole pages) needs; returns None if there is no room. Each of its
+        tokens must be in one of the two tiers."""
         transfer = cls(PinnedPrefix.begin(source), Arrival.begin(target, keys, namespace))
         if transfer._reserve_all(source, target):
             return transfer
@@ -326,8 +335,8 @@ class Transfer:
         return self.arrival.namespace
 
     def _reserve_all(self, source: CachedPrefix, target: CachedPrefix) -> bool:
-        """States and windows first: what gives way for them is small. Making room in the target may write back what it
-        evicts there, and so split nodes of the source."""
+        """Reserves states and windows first, because little is evicted for them. Making room in the target may write
+        back what is evicted there, and so split nodes of the source."""
         return self._reserve_state(source, target) and (
             self._reserve_windows(source, target) and self._reserve_tokens(source)
         )
@@ -352,7 +361,7 @@ class Transfer:
             there, here = source.now().window(window.index, first, end), target.window(window.index, first, end)
             copied = (here == 0) & (there != 0)
             seen = int(window.seen_before(np.array(end, np.int32)))
-            if not (here | there)[len(here) - seen :].all():  # nobody could go on behind it
+            if not (here | there)[len(here) - seen :].all():  # a request could not go on from there
                 copied[:] = False
             self.departure.keep_window(of_source, np.where(copied, there, 0))
             self.arrival.keep_window(window, here)
@@ -370,7 +379,7 @@ class Transfer:
         return self.departure.keep_state(node) and self.arrival.take_row()
 
     def all_moves(self) -> list[PageMoves]:
-        """Returns the moves of each pool: of tokens, of each window, and where there are states, of these."""
+        """Returns the moves of each pool: tokens, each window, and states if the model has them."""
         if self.departure.tier.checkpoints is None:
             return self.moves
         rows = NO_MOVES
@@ -387,13 +396,14 @@ class Transfer:
         return not any(map(len, self.all_moves()))
 
     def end(self, ok: bool) -> None:
-        """The copy has ended; what it brought is the target's if it ended well."""
+        """Ends the transfer. `ok`: the copy succeeded, so the target's tree gets the copied entries; otherwise they are
+        freed."""
         self.arrival.end(len(self.keys) if ok else 0)
         self.departure.end()
 
 
 def pages_of(slots: Slots, page_size: int) -> Pages:
-    """Returns the pages of slots that fill whole pages; 0 of those that are 0."""
+    """Returns the page of each whole page of `slots`; 0 for slots that are 0."""
     return slots[::page_size].astype(np.int64) // page_size
 
 
@@ -405,6 +415,6 @@ def common_length(one: Keys, other: Keys) -> int:
 
 
 def namespace_of(nodes: Sequence[Node]) -> str | None:
-    """Returns the namespace of a prefix: nodes from the root on, at least one."""
+    """Returns the namespace of a prefix, given as its nodes from the root on (at least one)."""
     edge = nodes[0].edge
     return edge[0] if isinstance(edge, tuple) else None

@@ -1,7 +1,7 @@
 """Rows for copies of recurrent states, each the state at the end of a node of the prefix tree.
 
 The state of a request lies in the row of its request slot and stands for all tokens before it, so a request can go on
-behind a cached prefix only where somebody kept a copy. The device makes copies at the beginning of the next step.
+from a cached prefix only where a copy of the state was kept. The device makes the copies at the start of the next step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ StateSlots = npt.NDArray[np.int64]
 
 
 class CheckpointTable:
-    """Rows first_row .. first_row + size - 1 of every state tensor. Whose node was used least recently gives way, and
-    on one path the one that is nearest to the root.
+    """Rows first_row .. first_row + size - 1 of every state tensor. The row of the least recently used node is evicted
+    first; on one path, that of the node nearest to the root.
 
-    A request that decodes may have one row of these, with its state at the last end of a page. The tree gets it when
-    the request ends. Requests have at most half of the rows.
+    A decoding request may hold one of these rows, with its state at its last page boundary. The tree gets the row when
+    the request ends. Requests hold at most half of the rows.
     """
 
     def __init__(self, first_row: int, size: int) -> None:
@@ -41,18 +41,19 @@ class CheckpointTable:
         """Is told of a node that is about to lose its state."""
 
     def usage(self) -> dict[str, int]:
+        """Returns the numbers of rows that are free, cached in the tree, held by decoding requests, and in total."""
         used = {"cached": len(self._nodes), "held": len(self._decoding)}
         return {"free": len(self._free), **used, "total": self.size}
 
     def save(self, slot: int, node: Node) -> None:
-        """Keep the state of a request whose launched steps end with the node."""
+        """Keeps the state of a request whose launched steps end where `node` ends."""
         if not node.checkpoint and (row := self._take()):
             self._give(node, row)
             self._copy(slot, row)
 
     def keep(self, slot: int, length: int) -> None:
-        """Keep the state of a request that decodes, whose launched steps end with a page, in place of what was kept of
-        it before."""
+        """Keeps the state of a decoding request whose launched steps end at a page boundary. It replaces the state that
+        was kept for this request before."""
         if slot not in self._decoding and len(self._decoding) >= self.size // 2:
             return
         row = self._decoding[slot][0] if slot in self._decoding else self._take()
@@ -62,7 +63,7 @@ class CheckpointTable:
         self._copy(slot, row)
 
     def end(self, slot: int, node: Node | None) -> None:
-        """A request gives up its slot. `node`: where what it leaves in the tree ends."""
+        """Takes back the row of a request that gives up its slot. `node`: the node where its tokens in the tree end."""
         row, length = self._decoding.pop(slot, (0, 0))
         if row and node is not None and node.depth == length and not node.checkpoint:
             self._give(node, row)
@@ -85,10 +86,11 @@ class CheckpointTable:
         self._nodes[row] = node
 
     def restore(self, node: Node, slot: int) -> None:
-        """A request begins behind the node."""
+        """Copies the state of `node` to the slot of a request that begins there."""
         self._copy(node.checkpoint, slot)
 
     def drop(self, node: Node) -> None:
+        """Frees the row of a node, as soon as no copy reads it."""
         if node.checkpoint:
             del self._nodes[node.checkpoint]
             if node.checkpoint in self._pinned:
@@ -100,7 +102,7 @@ class CheckpointTable:
     # --- copies between memories --------------------------------------------------------------------------------------
 
     def pin(self, node: Node) -> int:
-        """A copy reads the node's row: it is not used again before `unpin`, whatever becomes of the node."""
+        """Keeps the node's row from reuse until `unpin`, even if the node is evicted, because a copy reads it."""
         assert node.checkpoint, "a copy of a state that nobody has"
         self._pinned[node.checkpoint] = self._pinned.get(node.checkpoint, 0) + 1
         return node.checkpoint
@@ -110,6 +112,7 @@ class CheckpointTable:
         return node.checkpoint not in self._sources
 
     def unpin(self, row: int) -> None:
+        """Ends one `pin`; frees the row if its node is gone and no other copy reads it."""
         self._pinned[row] -= 1
         if self._pinned[row]:
             return
@@ -119,15 +122,15 @@ class CheckpointTable:
             self._free.append(row)
 
     def reserve(self) -> int:
-        """Returns a row that a copy may write, behind the steps that are launched; 0 if there is none."""
+        """Returns a row that a copy may write after the launched steps; 0 if there is none."""
         row = self._take()
         if row:
             self._reserved.add(row)
-            self._sources.pop(row, None)  # what was still to be copied there belonged to a node that gave way
+            self._sources.pop(row, None)  # a pending copy to this row belonged to a node that was evicted
         return row
 
     def assign(self, row: int, node: Node | None) -> None:
-        """The copy to a reserved row has ended; it holds the state at the end of the node, or with None nothing."""
+        """Gives a reserved row, whose copy has ended, to `node`, the state at whose end it holds; None frees it."""
         self._reserved.remove(row)
         if node is None or node.checkpoint:
             self._free.append(row)
@@ -135,17 +138,18 @@ class CheckpointTable:
             self._give(node, row)
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy as if one copy were made after the other, though the device reads all sources before it writes."""
+        """Queues a copy, with the result of copying one by one, though the device reads all sources before it
+        writes."""
         self._sources[target] = self._sources.get(source, source)
 
     def take_copies(self) -> tuple[StateSlots, StateSlots]:
-        """Sources and targets, [N] each."""
+        """Returns the sources and targets, [N] each, of the pending copies, and forgets them."""
         sources, targets = list(self._sources.values()), list(self._sources)
         self._sources.clear()
         return np.array(sources, np.int64), np.array(targets, np.int64)
 
     def check(self, nodes: list[Node]) -> None:
-        """Raises AssertionError, with what is wrong. Slow: for tests."""
+        """Raises AssertionError if the table is inconsistent. Slow: for tests."""
         kept = {node.checkpoint: node for node in nodes if node.checkpoint}
         assert kept == self._nodes, "the tree has other checkpoints than the table says"
         assert len(kept) == sum(1 for node in nodes if node.checkpoint), "two nodes have the same checkpoint"

@@ -1,9 +1,9 @@
 """Copies of cache pages between the GPU's pools and main memory, in a thread and on streams of their own.
 
-One launch gathers the parts of many pages in a buffer on the device, and the copy engine moves the buffer over the bus
-in large pieces while the next launch fills another buffer; loads go the other way. Where pages lie apart in main
-memory, so that pieces would be small, the kernel reads or writes main memory itself. So it does in loads layer by
-layer: of a layer main memory has small pieces, too, and a buffer of whole pages would bring all layers at once.
+To save, one launch gathers the parts of many pages in a buffer on the device, and the copy engine moves the buffer over
+the bus in large pieces while the next launch fills another buffer; loads go the other way. Where pages are scattered in
+main memory, so that pieces would be small, the kernel reads or writes main memory itself. It also does so in loads
+layer by layer: one layer's pieces are small in main memory, and a buffer of whole pages would bring all layers at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sglang.srt.utils.device_arrays import event_on, to_device
 logger = logging.getLogger(__name__)
 
 SHORT_PIECE = 512 << 10
-"""Bytes of a piece, on average, below which its launch takes longer than its copy."""
+"""Average bytes of a piece below which its launch takes longer than its copy."""
 PACED_PIECE = 8 << 20
 """Bytes of a piece where copies are paced: 0.15 ms of the bus, which is a small part of a step."""
 HUGE_PAGE = 2 << 20
@@ -39,30 +39,30 @@ ADVISE_HUGE = 14
 ADVISE_POPULATE = 23
 """MADV_POPULATE_WRITE."""
 POPULATED_PIECE = 16 << 20
-"""Bytes that the system allocates at a time; other threads wait so long for larger arrays of theirs."""
+"""Bytes that the system allocates at a time. Other threads that allocate large arrays wait meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
 class PendingCopy:
-    """Implements CopyHandle."""
+    """A copy that a thread makes. Implements CopyHandle."""
 
     moves: Sequence[PageMoves]
     to_host: bool
     steps_launched: torch.cuda.Event | None
     state: CopyState = CopyState.UNDER_WAY
     layers: LayerwiseLoad | None = None
-    """Of a load that steps wait for layer by layer."""
+    """Set for a load that steps wait for layer by layer."""
 
 
 class BusBudget:
-    """Bytes per second that copies may move; None: as many as the bus can. Set by one thread and kept by another."""
+    """Limit of the bytes per second that copies move; None: no limit. One thread sets it and another one obeys it."""
 
     def __init__(self) -> None:
         self.rate: float | None = None
         self._free_at = 0.0
 
     def take(self, num_bytes: int) -> None:
-        """Sleeps until so many bytes may begin to move."""
+        """Sleeps until `num_bytes` may begin to move."""
         rate, now = self.rate, time.monotonic()
         if not rate:
             return
@@ -71,12 +71,12 @@ class BusBudget:
         self._free_at = max(now, self._free_at) + num_bytes / rate
 
     def rows(self, width: int, most: int) -> int:
-        """Returns how many of `most` rows of `width` bytes are copied at once."""
+        """Returns how many of `most` rows of `width` bytes to copy at once."""
         return most if not self.rate else max(1, min(most, PACED_PIECE // width))
 
 
 class Buffer:
-    """A staging buffer on the device. `used`: behind its last use."""
+    """A staging buffer on the device. `used` is the event after its last use."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.memory = torch.empty(size, dtype=torch.uint8, device=device)
@@ -85,13 +85,14 @@ class Buffer:
         self.used = torch.cuda.Event(blocking=True) if is_cuda else None
 
     def wait(self) -> None:
-        """Waits until it may be filled again, so that no more than the buffers hold is under way."""
+        """Waits until the buffer may be filled again; this bounds the bytes under way to those of all buffers."""
         if self.used is not None:
             self.used.synchronize()
 
 
 class Copier:
-    """What a thread copies with: buffers in turn, and on a GPU a stream for launches and another one for the bus."""
+    """The resources of a copying thread: buffers used in turn, and on a GPU one stream for launches and one for the
+    bus."""
 
     def __init__(
         self, device: torch.device, staging_bytes: int = STAGING_BYTES, budget: BusBudget | None = None
@@ -115,12 +116,12 @@ class Copier:
                     pool.copy(bundle, pool.rows_of(bundle), nothing, nothing, False)
 
     def begin(self, steps_launched: torch.cuda.Event | None) -> None:
-        """What follows waits for the steps that were launched before."""
+        """Makes the following copies wait for the steps that were launched before."""
         if self.launches is not None and steps_launched is not None:
             self.launches.wait_event(steps_launched)
 
     def finish(self) -> None:
-        """Waits until everything has been copied. Raises what went wrong on the device."""
+        """Waits until everything has been copied. Raises the device's error, if any."""
         for stream in (self.launches, self.bus):
             if stream is not None:
                 ended = torch.cuda.Event(blocking=True)
@@ -128,7 +129,7 @@ class Copier:
                 ended.synchronize()
 
     def copy(self, pool: PagePool, moves: PageMoves, to_host: bool, by_kernel: bool = False) -> None:
-        """Begins to copy pages. by_kernel: without buffers."""
+        """Begins to copy pages. by_kernel: the kernel accesses main memory itself, without buffers."""
         on_device, in_host = (moves.sources, moves.targets) if to_host else (moves.targets, moves.sources)
         in_host = in_host - 1
         runs = 1 + int((np.diff(in_host) != 1).sum())
@@ -144,7 +145,7 @@ class Copier:
                 self._in_buffers(pool, bundle, pages, in_host, to_host)
 
     def load_layers(self, pools: Sequence[PagePool], moves: Sequence[PageMoves], arrivals: LayerwiseLoad) -> None:
-        """Begins to load pages, one layer after the other. What has no layers comes first."""
+        """Begins to load pages, one layer after the other. Entries that belong to no layer come first."""
         with _on(self.launches):
             loads = [
                 (pool, to_device(of_pool.targets, self.device), to_device(of_pool.sources - 1, self.device))
@@ -207,7 +208,7 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[o
 
 
 def _follow(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
-    """Lets a stream wait for what is on another one."""
+    """Makes a stream wait for the work on another one."""
     if stream is not None and other is not None and event is not None:
         event.record(other)
         stream.wait_event(event)
@@ -216,8 +217,8 @@ def _follow(stream: torch.cuda.Stream | None, other: torch.cuda.Stream | None, e
 def _pieces(
     pool: PagePool, bundle: Bundle, staged: torch.Tensor, in_host: np.ndarray
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Contiguous memory of the host and of the buffer: pages that follow one another, or one by one, where a bundle is
-    a part of a page."""
+    """Returns contiguous pieces of host memory with their parts of the buffer: runs of adjacent pages, or single pages
+    where a bundle is only a part of a page."""
     whole = bundle.width == pool.page_bytes
     breaks = np.flatnonzero(np.diff(in_host) != 1) + 1 if whole else np.arange(1, len(in_host))
     starts = np.concatenate(([0], breaks))
@@ -230,7 +231,8 @@ def _pieces(
 
 
 class ThreadedCopies:
-    """Implements CopyEngine. On a GPU the thread launches on its own streams, behind the steps launched before."""
+    """Copies in threads. Implements CopyEngine. On a GPU each thread launches on its own streams, after the steps
+    launched before."""
 
     def __init__(
         self,
@@ -239,11 +241,11 @@ class ThreadedCopies:
         num_threads: int = 1,
         by_kernel: bool = False,
     ) -> None:
-        """by_kernel: the kernel moves everything between the two memories, and the copy engine nothing."""
+        """by_kernel: the kernel makes all copies between the two memories, and the copy engine none."""
         self.pools, self.by_kernel = list(pools), by_kernel
         self.page_bytes = [pool.page_bytes for pool in self.pools]
         self.device = torch.device(device)
-        if self.device.type == "cuda" and self.device.index is None:  # a thread begins with GPU 0 as the current one
+        if self.device.type == "cuda" and self.device.index is None:  # GPU 0 is current in a new thread
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.ready = self.device.type != "cuda"
         self.broken = False
@@ -258,15 +260,15 @@ class ThreadedCopies:
         self._populating: threading.Thread | None = None
 
     def populate(self) -> None:
-        """Has the system allocate main memory in a thread, so that locking it has less to do. CUDA has no part in that,
-        so graphs may be captured meanwhile."""
+        """Has the system allocate main memory in a thread, so that locking it is faster later. CUDA takes no part in
+        it, so graphs may be captured meanwhile."""
         if self.device.type == "cuda" and self._populating is None:
             self._populating = threading.Thread(target=populate, args=(self.pools,), name="main-memory", daemon=True)
             self._populating.start()
 
     def start(self) -> None:
-        """Starts the threads, which page-lock main memory first. Not before graphs are captured: CUDA allows no other
-        thread to lock memory meanwhile."""
+        """Starts the threads, which page-lock main memory first. Call it after CUDA graph capture, during which CUDA
+        does not allow another thread to lock memory."""
         if not self._started:
             self._started = True
             self.populate()
@@ -275,24 +277,25 @@ class ThreadedCopies:
                 threading.Thread(target=self._work, args=(prepared,), name="cache-copies", daemon=True).start()
 
     def wait_prepared(self, seconds: float | None = None) -> bool:
-        """Waits until the threads, where they are started, have page-locked main memory or failed. What the GPU is
-        asked for meanwhile waits, too: seconds where there are tens of GB. Returns whether they are done."""
+        """Waits until all started threads have page-locked main memory or failed. GPU calls block meanwhile, for
+        seconds if there are tens of GB. Returns whether they are done."""
         return all(prepared.wait(seconds) for prepared in self._prepared_threads)
 
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> PendingCopy:
+        """Queues a copy and returns its handle."""
         pending = PendingCopy(moves, to_host, event_on(self.device))
         self._queue.put(pending)
         return pending
 
     @property
     def loads_layers(self) -> bool:
-        """Returns whether loads may come layer by layer."""
+        """Returns whether loads can be made layer by layer."""
         if self.device.type != "cuda":
             return True
         return all(pool.locked and pool.by_kernel for pool in self.pools)
 
     def submit_layers(self, moves: Sequence[PageMoves]) -> PendingCopy:
-        """As `submit`, of a load for which steps wait layer by layer."""
+        """Queues a load that steps wait for layer by layer, and returns its handle."""
         layers = sorted({layer for pool in self.pools for layer in pool.of_layer})
         pending = PendingCopy(moves, False, event_on(self.device))
         pending.layers = LayerwiseLoad(layers, self.device.type == "cuda")
@@ -300,7 +303,7 @@ class ThreadedCopies:
         return pending
 
     def pace(self, rate: float | None) -> None:
-        """Limits copies to so many bytes a second; None: they are not limited."""
+        """Limits copies to `rate` bytes a second; None: no limit."""
         self.budget.rate = rate
 
     @torch.inference_mode()
@@ -319,7 +322,7 @@ class ThreadedCopies:
             pending.state = self._end(pending, copier)
 
     def _prepared(self) -> Copier:
-        """Page-locks main memory, and returns what copies."""
+        """Page-locks main memory and returns the thread's copier."""
         if self._populating is not None:
             self._populating.join()
             torch.cuda.set_device(self.device)
@@ -329,13 +332,13 @@ class ThreadedCopies:
         return copier
 
     def _end(self, pending: PendingCopy, copier: Copier) -> CopyState:
-        """Copies, and returns how that has ended; nothing is under way then, however it has."""
+        """Makes a copy and returns its final state; nothing of it is under way then, whether it succeeded or not."""
         state = CopyState.FAILED
         try:
             copier.begin(pending.steps_launched)
             self.run(pending, copier)
             state = CopyState.DONE
-        except Exception:  # a failed copy costs computation, never the server
+        except Exception:  # a failed copy must not stop the server: its tokens are computed instead
             logger.exception("A copy of cached prefixes failed; they are computed again")
         if pending.layers is not None:
             pending.layers.give_up()
@@ -347,6 +350,7 @@ class ThreadedCopies:
         return state
 
     def run(self, pending: PendingCopy, copier: Copier) -> None:
+        """Makes a copy and waits for it. Raises the device's error, if any."""
         if pending.layers is not None:
             copier.load_layers(self.pools, pending.moves, pending.layers)
             return
@@ -357,21 +361,22 @@ class ThreadedCopies:
 
 
 def part_of(moves: PageMoves, rank: int, count: int) -> PageMoves:
-    """Returns the moves of one of `count` ranks that share them out: a run of them."""
+    """Returns the contiguous part of the moves that rank `rank` of `count` ranks makes."""
     mine = slice(len(moves) * rank // count, len(moves) * (rank + 1) // count)
     return PageMoves(moves.sources[mine], moves.targets[mine])
 
 
 def populate(pools: Sequence[PagePool]) -> None:
-    """Has the system allocate the pools' main memory, in huge pages where it has them."""
+    """Has the system allocate the pools' main memory, in huge pages if it has them."""
     for pool in pools:
         _use_huge_pages(pool.host)
         _populate(pool.host)
 
 
 def page_lock(pools: Sequence[PagePool]) -> None:
-    """Lets the GPU read and write main memory at the bus's rate. Where the system does not allow it, copies are slower.
-    A pool is locked as a whole: CUDA refuses copies across two ranges that were locked apart."""
+    """Page-locks main memory, so that the GPU reads and writes it at the bus's rate. If the system does not allow that,
+    copies are slower. A pool is locked as a whole, because CUDA refuses copies across two ranges that were locked
+    separately."""
     for pool in pools:
         code = torch.cuda.cudart().cudaHostRegister(pool.host.data_ptr(), pool.host.numel(), 0)
         pool.locked = int(code) == 0
@@ -381,8 +386,8 @@ def page_lock(pools: Sequence[PagePool]) -> None:
 
 
 def _populate(memory: torch.Tensor) -> None:
-    """Has the system allocate memory, near this thread's CPUs, a piece after the other: locking it at once would hold
-    up every other thread that allocates meanwhile. Systems before Linux 5.14 leave it to the lock."""
+    """Has the system allocate memory near this thread's CPUs, piece by piece: locking everything at once would block
+    all other threads that allocate. Systems before Linux 5.14 allocate when the memory is locked."""
     start, end = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE, memory.data_ptr() + memory.numel()
     end = end // HUGE_PAGE * HUGE_PAGE
     if end <= start or sys.platform != "linux":
@@ -395,7 +400,7 @@ def _populate(memory: torch.Tensor) -> None:
 
 
 def _use_huge_pages(memory: torch.Tensor) -> None:
-    """Asks the system for pages of 2 MiB, which are locked many times as fast; without them nothing else changes."""
+    """Asks the system for pages of 2 MiB, which are locked many times faster; nothing else depends on them."""
     start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     size = memory.data_ptr() + memory.numel() - start
     if size > 0 and sys.platform == "linux":

@@ -1,6 +1,6 @@
-"""Which nodes of the prefix tree go first, and which are kept before others and how long.
+"""Orders in which nodes of the prefix tree are evicted, and in which kept prefixes expire.
 
-Both are heaps whose entries age: a node that has changed gets another entry, and the old one is skipped when it comes.
+Both are heaps with stale entries: a node that has changed gets another entry, and the old one is skipped when it comes.
 So a change costs the logarithm of the number of nodes, and no step sorts the tree.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from sglang.srt.mem_cache.radix_node import Node
 
 MOST_STALE = 64
-"""Entries that are skipped, beside as many as those that count: beyond that a heap is built anew."""
+"""Stale entries that a heap may have beyond the number of valid ones; with more, it is rebuilt."""
 
 
 class EvictionQueue:
-    """Leaves that nobody has locked, the least recently used first."""
+    """Unlocked leaves, the least recently used first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Node]] = []
@@ -25,13 +25,14 @@ class EvictionQueue:
         """Entries that are no node's `heap_entry`, of which those of evicted nodes are none."""
 
     def add(self, node: Node) -> None:
+        """Adds a leaf, unless it has an entry."""
         if not node.heap_entry:
             self._entries += 1
             node.heap_entry = self._entries
             heapq.heappush(self._heap, (node.last_access, self._entries, node))
 
     def drop(self, node: Node) -> bool:
-        """Returns whether the node was in it."""
+        """Removes a node. Returns whether the node was in the queue."""
         if not node.heap_entry:
             return False
         node.heap_entry = 0
@@ -43,7 +44,8 @@ class EvictionQueue:
         return True
 
     def pop(self) -> Node | None:
-        """Takes the next node out that can be evicted: the others come back when they become free leaves."""
+        """Removes and returns the next node that can be evicted; None if there is none. Nodes that cannot are dropped:
+        they are added again when they become unlocked leaves."""
         while self._heap:
             queued_at, entry, node = heapq.heappop(self._heap)
             if node.heap_entry != entry:
@@ -58,7 +60,8 @@ class EvictionQueue:
         return None
 
     def next_evicted(self, num_tokens: int, root: Node) -> list[Node]:
-        """Returns the nodes that lose so many tokens next, in this order, without those that have lost some before."""
+        """Returns the nodes that lose the next `num_tokens` tokens, in order, without those that have lost some
+        already."""
         entries, nodes, gone = self._entries, list[Node](), set[Node]()
         heap = [self._at(0)] if self._heap else []
         """Of the queue only what can be next: two entries lie below each. At -1 are others."""
@@ -88,15 +91,15 @@ class EvictionQueue:
         return queued_at, entry, place, node
 
     def check(self, nodes: Iterable[Node]) -> None:
-        """Raises AssertionError, with what is wrong. nodes: of the tree."""
+        """Raises AssertionError if the queue does not fit the `nodes` of the tree."""
         valid = {id(n) for _, entry, n in self._heap if n.heap_entry == entry}
         assert len(self._heap) - len(valid) <= self._num_stale, "entries of no node are not counted"
         assert valid == {id(n) for n in nodes if n.heap_entry}, "a node is not where it says in the eviction heap"
 
 
 class KeptQueue:
-    """Nodes that are kept before others, that for the shortest time first. An ancestor is kept at least as long; of
-    those with the same time the deepest comes first."""
+    """Nodes that are kept before others, the earliest expiry first. An ancestor is kept at least as long as its
+    descendants; of those with the same time the deepest comes first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Node]] = []
@@ -104,7 +107,7 @@ class KeptQueue:
         self._most = MOST_STALE
 
     def add(self, node: Node) -> None:
-        """Behind every change of `kept_until`."""
+        """Adds a node; call it after each change of `kept_until`."""
         self._entries += 1
         heapq.heappush(self._heap, (node.kept_until, -node.depth, self._entries, node))
         if len(self._heap) > self._most:
@@ -113,7 +116,7 @@ class KeptQueue:
             self._most = MOST_STALE + 2 * len(self._heap)
 
     def pop(self, now: float) -> Node | None:
-        """Takes out a node that is not kept beyond `now`; None: there is none."""
+        """Removes and returns a node whose time is not after `now`; None if there is none."""
         while self._heap and self._heap[0][0] <= now:
             entry = heapq.heappop(self._heap)
             if _counts(entry):

@@ -1,8 +1,8 @@
 """Cached prefixes in main memory: when they are copied there (saves) and back to the GPU (loads). Host side only.
 
-A save begins behind the step that computes what it reads. A request whose prefix is being loaded stays in the queue;
-others go ahead. Ranks decide alike, because they agree in each step on which copies have ended, and how; a failed copy
-is forgotten on all ranks, and its tokens are computed.
+A save begins after the step that computes what it reads. A request whose prefix is being loaded stays in the queue, and
+others pass it. All ranks decide alike, because they agree in each step on which copies have ended, and how; a failed
+copy is forgotten on all ranks, and its tokens are computed.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from sglang.srt.plan.host_cache import HostCachePlan
 from sglang.srt.plan.pool_sizes import PoolSizes
 
 LEAST_GAIN = 64
-"""Fewest tokens that a load must spare a request: below that computing them costs no more than waiting."""
+"""Fewest tokens that a load must save a request: computing fewer costs no more than waiting."""
 MOST_LOADS = 3
-"""Loads that a request may wait for before it is computed: others may take the memory of what was loaded for it."""
+"""Loads that a request may wait for; after these it is computed, since others may evict what was loaded for it."""
 MOST_OFFERS = 4096
 """Prefixes that wait to be saved; beyond that the oldest is given up."""
 ASK_EVERY = 32
-"""Steps between two questions whether main memory is ready, which all ranks answer; that may take a minute."""
+"""Steps between two collective checks whether main memory is ready, which may take a minute."""
 KERNEL_LOSS = 0.15
-"""Predicted: the share of a load's time by which it takes longer by the kernel, layer by layer, than by the copy engine
-in whole pages (0.85 of a pinned copy and about 0.97)."""
+"""Predicted share by which a load takes longer by the kernel, layer by layer, than by the copy engine in whole pages
+(0.85 of a pinned copy against about 0.97)."""
 SAVED_A_STEP = 2
-"""Tokens of a save over those that the step computes meanwhile, at most: saves would otherwise fall ever further behind
-a long prompt, and a save of so many takes a tenth of such a step (predicted)."""
+"""Most tokens of a save per token that the step computes meanwhile. With fewer, saves would fall ever further behind a
+long prompt; a save of this size takes a tenth of such a step (predicted)."""
 POLL_S = 0.0005
 READY_POLL_S = 0.02
-"""Between two steps of an idle server whose main memory is not ready yet."""
+"""Seconds between two steps of an idle server whose main memory is not ready yet."""
 
 
 class Admission(Enum):
-    """When a request may enter."""
+    """Decision on when a waiting request may enter the batch."""
 
     NOW = "now"
     LATER = "later"
@@ -66,6 +66,8 @@ class Admission(Enum):
 
 
 class CopyHandle(Protocol):
+    """State of a submitted copy; `layers` is set for a load layer by layer."""
+
     @property
     def state(self) -> CopyState: ...
 
@@ -82,66 +84,68 @@ class CopyEngine(Protocol):
 
     @property
     def broken(self) -> bool:
-        """Returns whether it never will."""
+        """Returns whether main memory will never be able to take copies."""
 
     @property
     def page_bytes(self) -> Sequence[int]:
-        """Bytes of a page of each pool, on this rank: of tokens, of each window, and of a state."""
+        """Returns the bytes of a page of each pool on this rank: of tokens, of each window, and of a state."""
 
     @property
     def loads_layers(self) -> bool:
-        """Returns whether loads may come layer by layer. Once it is true it stays so."""
+        """Returns whether loads can be made layer by layer. Once true it stays true."""
 
     def start(self) -> None:
-        """Graphs are captured: begins to make main memory ready."""
+        """Begins to prepare main memory; called after CUDA graph capture."""
 
     def submit(self, moves: Sequence[PageMoves], to_host: bool) -> CopyHandle:
         """Copies pages of each pool as soon as all steps launched so far have run."""
 
     def submit_layers(self, moves: Sequence[PageMoves]) -> CopyHandle:
-        """As `submit`, of a load for which the next steps wait layer by layer."""
+        """Submits a load that the next steps wait for layer by layer."""
 
     def pace(self, rate: float | None) -> None:
-        """Limits copies to so many bytes a second from now on; None: to none."""
+        """Limits copies to `rate` bytes a second from now on; None: no limit."""
 
 
 class LoadingRequest(CachedRequest, StoredRequest, Protocol):
+    """The fields of a request that the tier reads and writes."""
+
     @property
     def may_be_stale(self) -> bool:
-        """Returns whether its steps may be computed again where a load fails."""
+        """Returns whether its steps may be computed again if a load fails."""
 
     num_loads: int
     """Loads that were begun for it since it entered the queue."""
     num_loaded: int
-    """Tokens that the last of them brought."""
+    """Tokens that the last load brought."""
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A transfer that was begun. `req`: of a load, the request that waits for it."""
+    """A transfer that was begun. `req`: the request that waits for a load; None for a save."""
 
     transfer: Transfer
     req: LoadingRequest | None
     keep_until: float = 0.0
-    """Of a save, as of its offer."""
+    """The time of the offer from which a save was made."""
     begun: float = field(default_factory=time.monotonic)
     handle: CopyHandle | None = None
     by_layer: bool = False
-    """The tree has what it brings already; steps wait for it layer by layer."""
+    """The tree has the loaded nodes already; steps wait for them layer by layer."""
 
 
 @dataclass(slots=True)
 class HostCounts:
-    """Totals since the start."""
+    """Totals of saves and loads since the start."""
 
     saved_tokens: int = 0
     saved_bytes: int = 0
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     layered_loads: int = 0
-    """Loads behind which a prompt began before they had ended."""
+    """Loads whose prompt began before they had ended."""
     layered_bytes: int = 0
-    """Of these loads, those that ended well, as the next."""
+    """Bytes of those of these loads that succeeded; the same holds for the seconds."""
     layered_seconds: float = 0.0
     dropped_tokens: int = 0
     """Tokens that were to be saved and were not: the GPU's copy was evicted first, or main memory had no room."""
@@ -151,7 +155,7 @@ class HostCounts:
 
 
 def host_tables(sizes: PoolSizes) -> CacheTier:
-    """An empty tier without requests."""
+    """Returns an empty tier for main memory, without requests."""
     windows = tuple(WindowTable(index, sizes) for index in range(len(sizes.windows)))
     checkpoints = CheckpointTable(1, sizes.checkpoints) if sizes.has_states else None
     allocator = TokenAllocator(sizes.tokens, sizes.page_size)
@@ -160,7 +164,7 @@ def host_tables(sizes: PoolSizes) -> CacheTier:
 
 
 class HostTier:
-    """The tier in main memory beside the GPU's. Everything it does depends on calls and on what `agree` returns."""
+    """The tier in main memory beside the GPU's. All it does depends only on the calls and on the results of `agree`."""
 
     def __init__(
         self,
@@ -170,7 +174,8 @@ class HostTier:
         agree: Callable[[Sequence[int]], list[int]],
         storage: StorageJobs | None,
     ) -> None:
-        """agree: the least of the ranks' values at each position. storage: of a store beyond main memory."""
+        """agree: returns the minimum over the ranks of each value. storage: jobs of a store beyond main memory, if
+        there is one."""
         self.plan, self.counts = plan, HostCounts()
         self.device = CacheTier(kv.tree, kv.windows, kv.checkpoints)
         self.host = host_tables(plan.sizes)
@@ -193,7 +198,8 @@ class HostTier:
         engine.start()
 
     def use_policy(self, write_policy: str) -> None:
-        """Copies prefixes to main memory at those times from now on: a key of `plan.host_cache.COPIED`."""
+        """Copies prefixes to main memory at the times of `write_policy`, a key of `plan.host_cache.COPIED`, from now
+        on."""
         self.write_policy = write_policy
         writes_back = self.write_back if write_policy == "write_back" else None
         for table in (self.device.tree, *self.device.windows, self.device.checkpoints):
@@ -201,11 +207,11 @@ class HostTier:
                 table.before_eviction = writes_back
 
     def attach(self, config: StorageConfig, storage: StorageJobs) -> None:
-        """Keeps prefixes of main memory in a store from now on. No request waits."""
+        """Writes prefixes of main memory to a store from now on. Call it only while no request waits."""
         self.storage = StorageTier(config, storage, self.device, self.host, self._agree)
 
     def detach(self) -> None:
-        """Waits for what is under way, and goes on without the store. No request waits. A collective."""
+        """Waits for jobs under way and drops the store. Call it only while no request waits. A collective."""
         storage, self.storage = self.storage, None
         if storage is not None:
             storage.close()
@@ -213,12 +219,13 @@ class HostTier:
     # --- what the scheduler says --------------------------------------------------------------------------------------
 
     def queued(self, req: LoadingRequest) -> None:
-        """A request has entered the queue. A collective until main memory can take copies."""
+        """Notes that a request has entered the queue. A collective until main memory can take copies."""
         if self.storage is not None and self._becomes_ready():
             self.storage.look_up(req)
 
     def _becomes_ready(self) -> bool:
-        """Returns whether main memory can take copies on every rank. A collective until it can, or never will."""
+        """Returns whether main memory can take copies on every rank. A collective until it can or is known to be
+        broken."""
         if not self._ready and not self._broken:
             engine = self._engine
             ready, layers, works = self._agree([int(engine.ready), int(engine.loads_layers), int(not engine.broken)])
@@ -229,18 +236,18 @@ class HostTier:
         return self._ready
 
     def placed(self, req: LoadingRequest) -> None:
-        """A request goes on from a cached prefix, which that proves useful."""
+        """Notes that a request goes on from a cached prefix, which makes that prefix worth saving."""
         req.num_loads = 0
         if self.write_policy != "write_back":
             self._offer(req.node)
 
     def committed(self, req: CachedRequest) -> None:
-        """What a request has computed is in the tree."""
+        """Notes that the tokens a request has computed are in the tree."""
         if self.write_policy == "write_through":
             self._offer(req.node)
 
     def keep(self, node: Node, until: float) -> None:
-        """A prefix is copied as soon as it is computed, and stays in main memory before others."""
+        """Copies a prefix as soon as it is computed, and keeps it in main memory before others until `until`."""
         self._offer(node, until)
 
     def _offer(self, node: Node | None, until: float = 0.0) -> None:
@@ -262,10 +269,10 @@ class HostTier:
         is_first: bool = False,
         others_wait: bool = True,
     ) -> Admission:
-        """Returns when a request, of which the GPU has a prefix of `length` tokens, enters, and begins to load more of
-        it from main memory. has_room: whether it could enter the next step, while a load takes so many tokens of each
-        window. is_first: no other request enters before it in the next step, whose beginning nothing else may
-        read. others_wait: others get tokens by the next step."""
+        """Decides when a request enters of which the GPU has a prefix of `length` tokens, and begins to load more of
+        the prefix from main memory if that pays. has_room: whether the request could enter the next step while a load
+        takes this many tokens of each window. is_first: no other request enters before it in the next step, and nothing
+        else may read that step's beginning. others_wait: other requests get tokens in the next step."""
         keys = req.cache_keys(req.matchable_len() // self.device.page_size * self.device.page_size)
         if any(self._overlap(copy, req, keys) > copy.transfer.arrival.had for copy in self.layered):
             return Admission.NOW if req.may_be_stale else Admission.LATER
@@ -300,7 +307,7 @@ class HostTier:
     def _begin_load(
         self, req: LoadingRequest, keys: Keys, least: int, has_room: Callable[[Sequence[int]], bool]
     ) -> Transfer | None:
-        """Returns a load behind which the request has more than `least` tokens of a prefix; None: there is none."""
+        """Returns a load after which the request has more than `least` tokens of a prefix; None if there is none."""
         host, device = self.host.prefix(keys, req.namespace), self.device.prefix(keys, req.namespace)
         end = resumable_end(host, device, least)
         if not end:
@@ -311,9 +318,9 @@ class HostTier:
         return Transfer.begin(host, device, keys, req.namespace) if has_room(windows) else None
 
     def _layers_pay(self, transfer: Transfer, rest: int, others_wait: bool) -> bool:
-        """Returns whether computing the `rest` of the prompt while layers arrive saves more than the copy engine does,
-        which moves whole pages faster than the kernel moves layers. Others would get their tokens only when the load
-        has ended. Alike on all ranks."""
+        """Returns whether computing the `rest` of the prompt while layers arrive saves more time than the copy engine
+        does, which moves whole pages faster than the kernel moves layers. Other requests would get their tokens only
+        after the load. The answer is the same on all ranks."""
         moved = self.plan.copied_bytes(transfer.num_tokens, transfer.arrival.row > 0)
         return not others_wait and moved * KERNEL_LOSS < self.plan.hidden_bytes(rest)
 
@@ -321,11 +328,11 @@ class HostTier:
 
     @property
     def layered(self) -> list[Copy]:
-        """Loads that have not ended and whose pages the tree has."""
+        """Returns loads that have not ended and whose nodes the tree already has."""
         return [copy for copy in self._copies if copy.by_layer]
 
     def start_layers(self) -> list[Copy]:
-        """Starts loads by layers, before the step that reads them is launched, and returns all that any step launched
+        """Starts loads by layers before the step that reads them is launched. Returns all loads that a step launched
         now must wait for."""
         for copy in self.layered:
             if copy.handle is None:
@@ -333,23 +340,23 @@ class HostTier:
         return self.layered
 
     def finish(self, copies: Sequence[Copy]) -> None:
-        """Waits until these have ended on every rank. A collective."""
+        """Waits until `copies` have ended on every rank. A collective."""
         while any(copy in self._copies for copy in copies):
             self.wait()
             self.end_copies()
 
     def wrong_nodes(self) -> set[Node]:
-        """Returns the nodes of the GPU's tree that a failed load was to fill, and those computed behind them."""
+        """Returns the nodes of the GPU's tree that a failed load was to fill, and those computed from them."""
         return {node for transfer in self._wrong for node in transfer.arrival.adopted_nodes()}
 
     def forget_wrong(self) -> None:
-        """Nobody uses `wrong_nodes` any more."""
+        """Removes `wrong_nodes` from the tree once nobody uses them."""
         for transfer in self._wrong:
             transfer.arrival.revoke()
         self._wrong.clear()
 
     def discard(self, keys: Keys, namespace: str | None) -> None:
-        """These tokens' entries must not be used again. Waits for copies that may read them."""
+        """Discards the entries of these tokens, which must not be used again. Waits for copies that may read them."""
         self.drain()
         nodes = self.host.tree.follow(keys, namespace)
         if nodes:
@@ -358,7 +365,7 @@ class HostTier:
             self.storage.remove(keys, namespace)
 
     def reset(self) -> None:
-        """Forget everything but what is stored, before the GPU's tree is emptied."""
+        """Forgets everything except what is stored, before the GPU's tree is emptied."""
         self.drain()
         self._offers.clear()
         self.host.tree.reset()
@@ -367,8 +374,8 @@ class HostTier:
 
     @property
     def busy(self) -> bool:
-        """Returns whether copies are under way, or prefixes wait until main memory can take them: a server without
-        requests would not ask again whether it can."""
+        """Returns whether copies are under way, or prefixes wait until main memory is ready: a server without requests
+        would otherwise not check that again."""
         return self._moving or (bool(self._offers) and not self._ready)
 
     @property
@@ -376,8 +383,8 @@ class HostTier:
         return bool(self._copies) or (self.storage is not None and self.storage.busy)
 
     def launch(self, decoding: bool = False, num_tokens: int = 0) -> None:
-        """Starts the copies that were chosen; behind the launch of a step, which computes so many tokens. decoding:
-        requests wait for tokens, so that copies are paced where ranks add up over the same bus."""
+        """Starts the chosen copies; call it after the launch of a step of `num_tokens` tokens. decoding: requests wait
+        for tokens, so copies are paced where ranks all-reduce over the same bus."""
         self._launches += 1
         if not self._ready and (self._launches % ASK_EVERY != 1 or not self._becomes_ready()):
             return
@@ -393,7 +400,7 @@ class HostTier:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=copy.req is None)
 
     def _begin_save(self, most: int) -> None:
-        """One at a time, of at most so many tokens: loads and steps share the link."""
+        """Begins a save of at most `most` tokens, one at a time: loads and steps share the bus."""
         for node in list(self._offers):
             if node.parent is None:
                 self._drop(node)
@@ -418,16 +425,16 @@ class HostTier:
                 return
 
     def _both(self, node: Node) -> tuple[CachedPrefix, CachedPrefix, Keys, str | None]:
-        """Returns what the GPU and main memory have of the prefix that ends with a node of the GPU's, its keys, and its
-        namespace."""
+        """Returns the GPU's and main memory's parts of the prefix that ends with `node` of the GPU's tree, its keys and
+        its namespace."""
         path = CachedPrefix(self.device, self.device.tree.path(node)[::-1])
         keys = np.concatenate([n.key for n in path.nodes])
         namespace = namespace_of(path.nodes)
         return path, self.host.prefix(keys, namespace), keys, namespace
 
     def write_back(self, nodes: Sequence[Node]) -> None:
-        """Copies prefixes that end with these nodes of the GPU's tree, which are about to lose something, and waits for
-        that. A collective if main memory lacks something of them."""
+        """Copies the prefixes that end with these nodes of the GPU's tree, which are about to be evicted in part, and
+        waits for the copies. A collective if main memory lacks any of them."""
         while nodes and self._ready:
             begun, later = list[Copy](), list[Node]()
             for node in nodes:
@@ -449,7 +456,7 @@ class HostTier:
             nodes = later
 
     def _written_back(self, path: CachedPrefix, saved: CachedPrefix, keys: Keys, namespace: str | None) -> Copy | None:
-        """Returns a copy of what main memory lacks; None if it lacks nothing or has no room."""
+        """Returns a transfer of what main memory lacks; None if it lacks nothing or has no room."""
         transfer = Transfer.begin(path, saved, keys, namespace)
         if transfer is None:
             self.counts.dropped_tokens += len(keys) - saved.length
@@ -511,7 +518,7 @@ class HostTier:
         return sum(len(m) * size for m, size in zip(transfer.all_moves(), self._engine.page_bytes, strict=True))
 
     def drain(self, loads: bool = True) -> None:
-        """Waits for all copies, or for saves alone; those that were not started are given up."""
+        """Waits for all copies, or for saves alone; gives up those that were not started."""
         if self.storage is not None and loads:
             self.storage.drain()
         self.start_layers()
@@ -523,18 +530,18 @@ class HostTier:
             self.end_copies()
 
     def wait(self) -> None:
-        """Sleeps a moment while it is busy."""
+        """Sleeps a moment if it is busy."""
         if self.busy:
             time.sleep(POLL_S if self._moving else READY_POLL_S)
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def loading_size(self) -> int:
-        """Tokens of the GPU's pool that loads write at the moment."""
+        """Returns the tokens of the GPU's pool that loads are writing."""
         return sum(copy.transfer.num_tokens for copy in self._copies if copy.req is not None and not copy.by_layer)
 
     def usage(self) -> dict[str, object]:
-        """The use of main memory's pools; what is missing in a sum is being written."""
+        """Returns the use of main memory's pools; tokens missing from the sum are being written."""
         tree = self.host.tree
         usage: dict[str, object] = {
             "ready": self._ready,
@@ -548,7 +555,7 @@ class HostTier:
         return usage
 
     def check(self) -> None:
-        """Raises AssertionError, with what is wrong, while no copy is under way. Slow: for tests."""
+        """Raises AssertionError if the tier is inconsistent. Call it while no copy is under way. Slow: for tests."""
         assert not self._copies, "copies are under way"
         assert not self._wrong, "failed loads are in the tree"
         self.host.tree.check()

@@ -1,4 +1,4 @@
-"""The owners of cache slots: the requests' rows, the allocator and the prefix tree behind one interface. On the host.
+"""Requests' rows, the slot allocator and the prefix tree behind one interface. Host side only.
 
 A slot of the pool is free (allocator), cached (tree), or held by one request; free + cached + held is the pool, always.
 """
@@ -22,9 +22,9 @@ from sglang.srt.plan.pool_sizes import PoolSizes
 Lengths = npt.NDArray[np.int32]
 NO_SLOTS: StateSlots = np.empty(0, np.int64)
 PAUSE_UNIT, PAUSE_LEAST = 64, 512
-"""Multiple of tokens at which long prompts pause with pages of one token, and the fewest tokens to compute before a
-pause. What follows a conversation often differs from it in its last few tokens: a template's opening of thoughts, or
-nothing."""
+"""Multiple of tokens at which long prompts pause when pages have one token, and the fewest tokens to compute before a
+pause. The next prompt of a conversation often differs from this one only in its last few tokens: the template's opening
+of thoughts, or nothing."""
 
 
 class CachedRequest(Protocol):
@@ -36,7 +36,7 @@ class CachedRequest(Protocol):
     kv_len: int
     """Leading tokens whose cache entries are launched."""
     reserved_len: int
-    """Leading positions that have a cache slot, if those are more than `kv_len`."""
+    """Leading positions that have a cache slot, if more than `kv_len`."""
     state_is_exact: bool
     """True if its recurrent states are those of `kv_len` tokens."""
     num_cached: int
@@ -48,13 +48,13 @@ class CachedRequest(Protocol):
         """Returns the cache's keys of the first `length` tokens."""
 
     def matchable_len(self) -> int:
-        """The number of leading tokens that may come from the cache."""
+        """Returns the number of leading tokens that may come from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """The writes on the device before the next step: entries of `req_to_token` to write, as flat indices into all its
-    tables, and rows of states to copy, all at once."""
+    """Writes on the device before the next step: entries of `req_to_token` as flat indices into all its tables, and
+    copies of state rows, which are all made at once."""
 
     index: npt.NDArray[np.int64]  # [N]
     value: npt.NDArray[np.int32]  # [N]
@@ -73,7 +73,7 @@ class KVTable:
     """
 
     def __init__(self, sizes: PoolSizes, prefix_caching: bool = True, next_tokens_read: int = 0) -> None:
-        """next_tokens_read: an entry depends on so many tokens behind it, too, as those of drafts do."""
+        """next_tokens_read: how many following tokens an entry depends on too, as a draft model's entries do."""
         self.sizes = sizes
         self.page_size = sizes.page_size
         # What follows the last token of a match may differ. Where states end a match there is no earlier end; a draft
@@ -96,26 +96,29 @@ class KVTable:
 
     @property
     def max_request_len(self) -> int:
-        """A request may grow to this many tokens: a page may be partly filled, and the next one is taken early."""
+        """Returns the tokens to which a request may grow: a page may be partly filled, and the next one is taken
+        early."""
         return min(self.sizes.context_len, self.size - 2 * self.page_size)
 
     def num_free_rows(self) -> int:
+        """Returns how many more requests can be placed."""
         return len(self._free_rows)
 
     def available_size(self) -> int:
-        """Free, or cached and used by nobody."""
+        """Returns the tokens that are free, or cached and used by nobody."""
         return self.allocator.available_size() + self.tree.evictable_size()
 
     def used_size(self) -> int:
-        """The slots that running requests use."""
+        """Returns the number of slots that running requests use."""
         return self.size - self.available_size()
 
     def usage(self) -> dict[str, int]:
-        """The use of the pool; what is missing in the sum is held by requests."""
+        """Returns the use of the pool; slots missing from the sum are held by requests."""
         return {"free": self.allocator.available_size(), "cached": self.tree.total_size(), "total": self.size}
 
     def ensure_free(self, num_tokens: int) -> bool:
-        """Evict cached prefixes until this many slots (in whole pages) are free in every table, if that is possible."""
+        """Evicts cached prefixes until `num_tokens` slots (in whole pages) are free in every table, if that is
+        possible."""
         short = num_tokens - self.allocator.available_size()
         if short > 0:
             self.tree.evict(short)
@@ -128,15 +131,16 @@ class KVTable:
         return enough
 
     def can_grow(self, old_lens: Lengths, new_lens: Lengths, also: int) -> bool:
-        """Make room for requests that grow from `old_lens` to `new_lens` tokens, and for `also` tokens of another."""
+        """Makes room for requests that grow from `old_lens` to `new_lens` tokens, and for `also` tokens of another one.
+        Returns whether there is room."""
         page = self.page_size
         return self.ensure_free(self._new_pages(old_lens, new_lens) * page + (also + page if also else 0))
 
     def chunk_end(self, begin: int, end: int) -> int:
-        """Returns the position up to which the next step computes a prompt of `end` tokens, of which `begin` are
-        computed: to the end, or, where a state would be kept only there, up to the last whole page before its last
-        token. The rest is a step of its own, with less than a page of it. Where every token is a page, the end of a
-        prompt has a state anyway, and only long computations are worth another one."""
+        """Returns the position up to which the next step computes a prompt of `end` tokens, `begin` of which are
+        computed. That is the end, or, where a state would be kept only there, the last whole page before its last
+        token; a step of its own then computes the rest, which is less than a page. Where every token is a page, the end
+        of a prompt has a state anyway, and only long computations are worth the extra step."""
         if self.checkpoints is None or not self.checkpoints.size or not self.tree.enabled:
             return end
         unit, least = (self.page_size, 1) if self.page_size > 1 else (PAUSE_UNIT, PAUSE_LEAST)
@@ -144,7 +148,7 @@ class KVTable:
         return last if last - begin >= least else end
 
     def leave_windows(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
-        """Free the pages that are out of every window of requests which have at least so many tokens computed."""
+        """Frees the pages that have left every window of requests with at least `lens` tokens computed."""
         for window in self.windows:
             window.leave(slots, lens)
 
@@ -155,7 +159,7 @@ class KVTable:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def match(self, req: CachedRequest) -> Match:
-        """The cached prefix of a waiting request. Where it ends is remembered: matching again costs little. Lock its
+        """Returns the cached prefix of a waiting request. Its end is remembered, so matching again is cheap. Lock its
         node before anything is evicted."""
         result = self.tree.match_prefix(req.cache_keys(req.matchable_len()), req.namespace, req.node)
         if self._next_tokens_read and result.length:
@@ -165,13 +169,14 @@ class KVTable:
         return result
 
     def lock(self, node: Node) -> None:
-        """Keep the prefix up to `node`, and the windows before its end, until `unlock`, or until a request that is
-        placed there is released."""
+        """Keeps the prefix up to `node`, and the windows before its end, until `unlock` or until a request placed there
+        is released."""
         self.tree.lock(node)
         for window in self.windows:
             window.use(self._window_before(node, window))
 
     def unlock(self, node: Node) -> None:
+        """Ends one `lock` of the prefix."""
         for window in self.windows:
             window.disuse(self._window_before(node, window))
         self.tree.unlock(node)
@@ -180,7 +185,7 @@ class KVTable:
         return window.tail(self.tree.path(node), node.depth)
 
     def place(self, req: CachedRequest, node: Node) -> None:
-        """Give a request a row, which begins with the cached prefix up to `node`; it is locked already."""
+        """Gives a request a row that begins with the cached prefix up to `node`, which must be locked already."""
         cached = self.tree.slots_to(node)
         req.slot, req.node, req.state_is_exact = self._free_rows.pop(), node, True
         req.kv_len = req.num_cached = len(cached)
@@ -193,8 +198,8 @@ class KVTable:
             self.checkpoints.restore(node, req.slot)
 
     def grow(self, slots: npt.NDArray[np.int64], old_lens: Lengths, new_lens: Lengths, num_decodes: int) -> Slots:
-        """Slots for the tokens old_lens[i] .. new_lens[i] - 1 of each request, one request after the other. The first
-        `num_decodes` bring one token each, which the step itself enters in the device's table."""
+        """Allocates slots for the tokens old_lens[i] .. new_lens[i] - 1 of each request, one request after the other.
+        The first `num_decodes` requests get one token each, which the step itself enters in the device's table."""
         self.ensure_free(self._new_pages(old_lens, new_lens) * self.page_size)
         last = self.rows[slots, np.maximum(old_lens - 1, 0)]
         locs = self.allocator.alloc(old_lens, new_lens, last)
@@ -213,7 +218,7 @@ class KVTable:
         return locs
 
     def commit(self, req: CachedRequest) -> None:
-        """Share what a prompt (or a chunk of it) has computed; its step is launched."""
+        """Shares the computed tokens of a prompt (or a chunk of it) through the tree; its step must be launched."""
         assert req.node is not None
         before = self.rows[req.slot, : req.kv_len].copy()
         window_slots = [window.slots_of(req.slot, req.kv_len) for window in self.windows]
@@ -228,13 +233,15 @@ class KVTable:
             self.checkpoints.save(req.slot, req.node)
 
     def _move(self, slot: int, before: Slots, after: Slots, window: WindowTable | None = None) -> None:
-        """The same tokens were cached in the meantime: use those slots from the next step on."""
+        """Replaces a request's slots, because the same tokens were cached meanwhile; the next step uses the new
+        ones."""
         moved = np.flatnonzero(after != before)
         if len(moved):
             self._write(slot, int(moved[0]), after[moved[0] :], window)
 
     def release(self, req: CachedRequest, keep: bool = True) -> None:
-        """End a request's stay: what it computed goes to the tree if `keep`, and is not to be used again if not."""
+        """Ends a request's stay. `keep`: its computed tokens go to the tree; otherwise they are freed and must not be
+        used again."""
         assert req.node is not None
         if keep:
             self.commit(req)
@@ -248,10 +255,10 @@ class KVTable:
             self.tree.discard(req.node)
         self._free_rows.append(req.slot)
         req.kv_len, req.reserved_len, req.num_cached, req.node = 0, 0, 0, None
-        req.slot = 0  # behind its counters, which may lie in arrays by slot
+        req.slot = 0  # cleared after its counters, which may be stored in arrays indexed by slot
 
     def reset(self) -> None:
-        """Forget every cached prefix. Only while no request has a row."""
+        """Forgets every cached prefix. Allowed only while no request has a row."""
         self.tree.reset()
 
     # --- the device's table -------------------------------------------------------------------------------------------
@@ -276,11 +283,11 @@ class KVTable:
         self._value.append(locs)
 
     def _rows_of(self, window: WindowTable | None) -> tuple[Slots, int]:
-        """A table, and where it begins on the device."""
+        """Returns a table, and its offset on the device."""
         return (self.rows, 0) if window is None else (window.rows, (1 + window.index) * self.rows.size)
 
     def take_update(self) -> TableUpdate | None:
-        """Return the writes that the next step must make on the device. Later writes of one entry win."""
+        """Returns the writes that the next step must make on the device. The last write of an entry counts."""
         sources, targets = (NO_SLOTS, NO_SLOTS) if self.checkpoints is None else self.checkpoints.take_copies()
         if not self._index:
             return TableUpdate(NO_SLOTS, EMPTY, sources, targets) if len(targets) else None
@@ -293,7 +300,8 @@ class KVTable:
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self, requests: Iterable[CachedRequest] = ()) -> None:
-        """Raises AssertionError, with what is wrong. `requests`: all that may have a row. Slow: for tests."""
+        """Raises AssertionError if the tables are inconsistent. `requests`: all that may have a row. Slow: for
+        tests."""
         self.tree.check()
         lens = {req.slot: max(req.kv_len, req.reserved_len) for req in requests if req.slot}
         for window in self.windows:

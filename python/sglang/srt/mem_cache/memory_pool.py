@@ -24,10 +24,10 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
 
 
 class CacheStore:
-    """One cache of one layer. The block that caches asks its scope for it and owns it; the pools fill it in before the
+    """The cache of one layer. The block that owns it gets it from its scope; the pools fill in its tensors before the
     first step.
 
-    `table` is the row table that says where tokens lie: `batch.slots_of(store)`. Quantized keys and values are kept
+    `table` is the row table with the tokens' slots: `batch.slots_of(store)`. Quantized keys and values are stored
     divided by `k_scale` and `v_scale`, which are fixed before the first token is stored: captured graphs keep them.
     """
 
@@ -41,17 +41,17 @@ class CacheStore:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """[entries, ...] of one of its tensors, as `CacheSpec.tensors` names them."""
+        """Returns one of its tensors, [entries, ...], by its name in `CacheSpec.tensors`."""
         return self._tensors[name]
 
     @property
     def k(self) -> torch.Tensor:
-        """[entries, Hkv, D]; of four-bit keys their codes [entries, Hkv, D / 2] uint8."""
+        """Returns the keys [entries, Hkv, D]; of four-bit keys the codes [entries, Hkv, D / 2] uint8."""
         return self._tensors["k"]
 
     @property
     def v(self) -> torch.Tensor:
-        """[entries, Hkv, Dv]; of a latent the first columns of `k`."""
+        """Returns the values [entries, Hkv, Dv]; of an MLA latent the first columns of `k`."""
         return self._tensors["v"]
 
     @property
@@ -60,11 +60,12 @@ class CacheStore:
         return "scale" in self._tensors
 
     def group_scales(self) -> dict[str, torch.Tensor]:
-        """Arguments of kernels beside `k` and `v`: the scales of four-bit keys and values, [entries, Hkv, D / 16].
-        Empty for other types."""
+        """Returns the scales of four-bit keys and values, [entries, Hkv, D / 16], as kernel arguments besides `k` and
+        `v`; empty for other types."""
         return {name: tensor for name, tensor in self._tensors.items() if name in ("k_group_scales", "v_group_scales")}
 
     def bind(self, tensors: dict[str, torch.Tensor], table: int) -> None:
+        """Sets its tensors by name, and its row table."""
         self._tensors, self.table = tensors, table
 
 
@@ -99,7 +100,7 @@ class CachePools:
         return tensors
 
     def table_tensors(self, table: int) -> list[tuple[int, torch.Tensor]]:
-        """The tensors whose entries a row table places, each with its layer; views of others left out."""
+        """Returns the tensors whose entries a row table places, each with its layer, without views of others."""
         return [
             (member.layer_id, tensors[spec.name])
             for group, caches in zip(self.groups, self.tensors, strict=True)
@@ -110,8 +111,8 @@ class CachePools:
         ]
 
     def copy_states(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Rows [N] int64 of every state; all sources are read before a target is written. Part by part of the rows, so
-        that what is read and not written yet takes at most STATE_COPY_BYTES."""
+        """Copies rows [N] int64 of every state; all sources are read before a target is written. Works in parts, so
+        that data read but not written yet takes at most STATE_COPY_BYTES."""
         for states in self.states:
             rows = states.flatten(2)  # [caches, rows, elements]
             step = max(1, STATE_COPY_BYTES // (len(rows) * len(targets) * rows.element_size()))
@@ -119,7 +120,7 @@ class CachePools:
                 part[:, targets] = part[:, sources]
 
     def _entries(self, group: CacheGroup, sizes: PoolSizes) -> int:
-        """One page more than the plan counts: page 0 is padding."""
+        """Returns the entries of a group: one page more than the plan counts, because page 0 is padding."""
         if isinstance(group.lifetime, PerRequest):
             return sizes.state_rows
         if isinstance(group.lifetime, Window):
@@ -131,19 +132,20 @@ class CachePools:
         return entries.numerator
 
     def bind(self, stores: Sequence[CacheStore]) -> None:
-        """Give each store its tensors."""
+        """Gives each store its tensors."""
         for store in stores:
             number, index = self._place[store.layer_id, store.name]
             store.bind(self.tensors[number][index], self._table_of(self.groups[number]))
 
     def _table_of(self, group: CacheGroup) -> int:
-        """The number of the row table, or of what stands behind all of them: that of all tokens, for ranks that share
-        them out."""
+        """Returns the number of the group's row table, or, for ranks that shard tokens, of the table of all tokens that
+        comes after the row tables."""
         if group.dcp_size > 1:
             return len(self.tables)
         return 0 if isinstance(group.lifetime, PerRequest) else self.tables.index(group.lifetime)
 
     def size_bytes(self) -> int:
+        """Returns the bytes of all caches of this rank."""
         return sum(
             group.bytes_per_entry * len(next(iter(caches[0].values())))
             for group, caches in zip(self.groups, self.tensors, strict=True)
@@ -152,7 +154,7 @@ class CachePools:
 
 
 def _allocate(cache: CacheSpec, entries: int, device: str | torch.device) -> dict[str, torch.Tensor]:
-    """Zeroed, because attention multiplies masked positions by zero and stale memory may hold NaN."""
+    """Allocates zeros, because attention multiplies masked positions by zero and stale memory may hold NaN."""
     tensors: dict[str, torch.Tensor] = {}
     for spec in cache.tensors:
         if spec.view_of:
@@ -163,8 +165,8 @@ def _allocate(cache: CacheSpec, entries: int, device: str | torch.device) -> dic
 
 
 def _zeros(shape: Sequence[int], name: str, device: str | torch.device) -> torch.Tensor:
-    """Of a cache dtype name of the plan. In main memory the system zeroes a page when it is first used: a server does
-    not write a large pool when it starts, and takes no memory for what is never filled."""
+    """Returns zeros of a cache dtype name of the plan. In main memory the system zeroes a page at its first use, so a
+    server neither writes a large pool at its start nor takes memory for pages that are never filled."""
     dtype = storage_dtype(name)
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -172,7 +174,7 @@ def _zeros(shape: Sequence[int], name: str, device: str | torch.device) -> torch
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a cache dtype name of the plan."""
+    """Returns the torch dtype of a cache dtype name of the plan."""
     try:
         return STORAGE_DTYPES[name]
     except KeyError:

@@ -1,6 +1,6 @@
-"""One launch that copies pages between the parts of a pool, which are as many as layers, and rows of bytes.
+"""Kernel that copies pages between the parts of a pool (one or two a layer) and rows of bytes in one launch.
 
-A row holds a page: of every part its bytes, one after the other. Rows lie in a buffer on the device, or in main memory
+A row holds a page: the bytes of each part, one after the other. Rows lie in a buffer on the device, or in main memory
 that the device can address. A strip is a run of words of one part's page that a program copies at once.
 
 Reference: `page_pool.copy_segments`.
@@ -15,10 +15,10 @@ import triton.language as tl
 TILE = 1024
 """Words that a program copies at once."""
 WIDTHS = (64, 256, 1024)
-"""Most words of a strip: of many rows at once where parts are narrow."""
+"""Most words of a strip; a narrow one covers many rows at once where parts are narrow."""
 PROGRAMS = 64
-"""They keep half a megabyte on its way, which is four times what a bus of 64 GB/s has on it; the steps of requests have
-most of the GPU."""
+"""Programs of a launch. They keep half a megabyte in flight, four times what a bus of 64 GB/s holds, and leave most of
+the GPU to the steps of requests."""
 LAUNCH = {"num_warps": 4}
 
 
@@ -54,8 +54,9 @@ def page_copy_kernel(
 def copy_rows(
     strips: torch.Tensor, width: int, pages: torch.Tensor, row_ids: torch.Tensor, rows: torch.Tensor, to_rows: bool
 ) -> None:
-    """strips [S, 4] int64 of at most `width` words, one of WIDTHS; pages, row_ids [N] int64; rows [R, W] of an integer
-    type that is the word. All but `rows`, which may be in main memory, are on the device."""
+    """Copies pages to rows (`to_rows`) or back. strips [S, 4] int64 of at most `width` words, one of WIDTHS; pages,
+    row_ids [N] int64; rows [R, W] of the integer type that is a word. All are on the device, except `rows`, which may
+    be in main memory."""
     num_strips, num_rows = len(strips), len(pages)
     per_tile = TILE // width
     grid = (max(1, min(PROGRAMS, num_strips * triton.cdiv(num_rows, per_tile))),)

@@ -1,7 +1,7 @@
-"""Pages of one pool on the device and in main memory, and how the one is made of the other.
+"""Pages of one pool on the device and in main memory, and the conversion between their layouts.
 
-On the device a page lies in parts, of every layer one or two. In main memory it is one run of bytes: its parts, one
-after the other. Between the two it is a row, in a buffer on the device or in main memory itself.
+On the device a page is split into parts, one or two a layer. In main memory it is one run of bytes: its parts, one
+after the other. A copy passes through a row, in a buffer on the device or in main memory itself.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from sglang.srt.plan.host_cache import STAGING_BYTES
 from sglang.srt.plan.pool_sizes import PoolSizes
 
 WORDS = {8: torch.int64, 4: torch.int32}
-"""Of the kernel, by size. Caches whose parts are no whole words are copied by torch."""
+"""Word types of the kernel by size. Caches whose parts are not whole words are copied by torch."""
 
 
 Allocate = Callable[[int], torch.Tensor]
-"""Returns so many bytes of main memory, [N] uint8."""
+"""Returns the given number of bytes of main memory, [N] uint8."""
 
 
 def own_memory(num_bytes: int) -> torch.Tensor:
-    """Main memory of this process alone."""
+    """Returns main memory of this process alone."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of one part's page."""
+    """A byte range of one part's page."""
 
     part: torch.Tensor
     """[pages, bytes] uint8"""
     start: int
-    """Where they begin in a row."""
+    """Offset in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The bytes of a page that are copied together: as many as fit into a buffer."""
+    """The bytes of a page that are copied together: no more than fit into a buffer."""
 
     start: int
-    """Where they begin in a page."""
+    """Offset in a page."""
     width: int
     segments: list[Segment]
     strips: torch.Tensor | None
-    """[S, 4] of `page_kernel`, if it copies."""
+    """[S, 4] strips of `page_kernel`; None if the kernel does not copy."""
     strip_words: int
 
 
 class PagePool:
-    """Begins at page 1 in main memory, too: page 0 is padding."""
+    """The pages of one pool in both memories. Main memory, too, begins at page 1: page 0 is padding."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class PagePool:
         allocate: Allocate = own_memory,
     ) -> None:
         """parts: [pages, bytes] uint8 each, contiguous views of the caches' tensors. staging_bytes: most bytes of a
-        bundle, a multiple of 8. by_kernel: how rows are made; without it by the kernel on a GPU. layers: that of each
-        part; without them the pages of all layers are copied before any layer reads them."""
+        bundle, a multiple of 8. by_kernel: the kernel makes the rows; by default it does on a GPU. layers: the layer of
+        each part; without them the pages of all layers are copied before any layer reads them."""
         self.parts = list(parts)
         self.page_bytes = sum(part.shape[1] for part in parts)
         self.host = allocate(num_host_pages * self.page_bytes).view(num_host_pages, self.page_bytes)
@@ -119,13 +119,13 @@ class PagePool:
         return Bundle(start, width, segments, table, strip_words)
 
     def rows_of(self, bundle: Bundle) -> torch.Tensor:
-        """[pages, width] of main memory."""
+        """Returns a bundle's rows of main memory, [pages, width]."""
         return self.host[:, bundle.start : bundle.start + bundle.width]
 
     def copy(
         self, bundle: Bundle, rows: torch.Tensor, row_ids: torch.Tensor, pages: torch.Tensor, to_rows: bool
     ) -> None:
-        """Copies `pages` [N] int64 to the rows `row_ids` [N] int64 of `rows` [R, width], or from them. On the current
+        """Copies `pages` [N] int64 to the rows `row_ids` [N] int64 of `rows` [R, width], or back, on the current
         stream."""
         if bundle.strips is None:
             copy_segments(bundle.segments, rows, row_ids, pages, to_rows)
@@ -138,7 +138,7 @@ class PagePool:
 def copy_segments(
     segments: Sequence[Segment], rows: torch.Tensor, row_ids: torch.Tensor, pages: torch.Tensor, to_rows: bool
 ) -> None:
-    """As `PagePool.copy`, by torch."""
+    """Copies like `PagePool.copy`, by torch."""
     for segment in segments:
         columns = rows[:, segment.start : segment.start + segment.part.shape[1]]
         if to_rows:
@@ -148,7 +148,7 @@ def copy_segments(
 
 
 def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes, allocate: Allocate) -> list[PagePool]:
-    """Pools in the order of `Transfer.all_moves`: of tokens, of each window, and where there are states, of these."""
+    """Returns pools in the order of `Transfer.all_moves`: tokens, each window, and states if there are any."""
     page, num_windows = sizes.page_size, len(sizes.windows)
     device_pages = [sizes.tokens // page + 1, *(window.tokens // page + 1 for window in sizes.windows)]
     host_pages = [of_host.tokens // page, *(window.tokens // page for window in of_host.windows)]
@@ -164,5 +164,5 @@ def page_pools(pools: CachePools, sizes: PoolSizes, of_host: PoolSizes, allocate
 
 
 def _bytes(tensor: torch.Tensor, num_pages: int) -> torch.Tensor:
-    """[pages, bytes] of a contiguous tensor."""
+    """Returns a contiguous tensor as [pages, bytes]."""
     return tensor.reshape(len(tensor), -1).view(torch.uint8).view(num_pages, -1)

@@ -23,7 +23,7 @@ from sglang.srt.mem_cache.window_table import WindowTable
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 KEPT = 1 << 48
-"""Added to the time of last use of prefixes that are kept: no clock reaches it."""
+"""Added to the time of last use of kept prefixes; no clock reaches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Match:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """The state of a request after a commit: its slots (the tree's own where the tree had the tokens already), the node
-    that it holds locked, how many leading tokens belong to the tree, and its slots in each window table."""
+    that it holds locked, the number of leading tokens that belong to the tree, and its slots in each window table."""
 
     indices: Slots
     node: Node
@@ -46,7 +46,7 @@ class Commit:
 
 
 class RadixCache:
-    """`enabled=False` keeps the interface and caches nothing: requests own their slots to the end."""
+    """Prefix cache of one memory. `enabled=False` caches nothing: requests own their slots to the end."""
 
     def __init__(
         self,
@@ -77,9 +77,11 @@ class RadixCache:
     # --- sizes in tokens ----------------------------------------------------------------------------------------------
 
     def evictable_size(self) -> int:
+        """Returns the cached tokens that nobody has locked."""
         return self._evictable
 
     def protected_size(self) -> int:
+        """Returns the cached tokens that are locked."""
         return self._protected
 
     def total_size(self) -> int:
@@ -88,11 +90,11 @@ class RadixCache:
     # --- lookup and insertion -----------------------------------------------------------------------------------------
 
     def match_prefix(self, token_ids: Tokens, namespace: str | None = None, known: Node | None = None) -> Match:
-        """The longest cached, page-aligned prefix behind which a request can go on: every window table has the window
-        before its end, and a model with states has a checkpoint there. Lock the node before anything is evicted.
+        """Returns the longest cached, page-aligned prefix from which a request can go on: every window table has the
+        window before its end, and a model with states has a checkpoint there. Lock the node before anything is evicted.
 
-        `known`: where an earlier match of the same request ended. While that node is in the tree, only what lies below
-        it is compared, so that a long prompt may be matched in every step that it waits.
+        `known`: the node where an earlier match of the same request ended. While that node is in the tree, only the
+        tokens after it are compared, so that a long prompt may be matched in every step that it waits.
         """
         if not self.enabled:
             return Match(0, self.root)
@@ -108,8 +110,8 @@ class RadixCache:
         return Match(node.depth, node)
 
     def follow(self, token_ids: Tokens, namespace: str | None = None) -> list[Node]:
-        """The nodes on the way of these tokens, from the root on, whatever the tree has besides their slots. Counts as
-        a use of them."""
+        """Returns the nodes that match these tokens, from the root on, whether or not their windows and states are
+        cached. Counts as a use of them."""
         if not self.enabled:
             return []
         self._clock += 1
@@ -131,7 +133,7 @@ class RadixCache:
         return True
 
     def slots_to(self, node: Node) -> Slots:
-        """The slots of the tokens from the root to the end of `node`."""
+        """Returns the slots of the tokens from the root to the end of `node`."""
         return _concat([n.value for n in self._path(node)][::-1])
 
     def _aligned(self, token_ids: Tokens) -> Keys:
@@ -143,8 +145,8 @@ class RadixCache:
         return (namespace, first_page) if parent is self.root and namespace is not None else first_page
 
     def _descend(self, node: Node, tokens: Keys, namespace: str | None) -> tuple[Node, list[Node]]:
-        """Follows `tokens` below `node` as far as the tree goes, splitting the last node where they part. Returns the
-        deepest node, and those on the way to it."""
+        """Follows `tokens` below `node` as far as they match, splitting the last node where they differ. Returns the
+        deepest node, and those on the path to it."""
         passed: list[Node] = []
         while tokens.size:
             child = node.children.get(self._edge(tokens, node, namespace))
@@ -205,6 +207,7 @@ class RadixCache:
             n.lock_ref += 1
 
     def unlock(self, node: Node) -> None:
+        """Ends one `lock` of the path from `node` to the root."""
         for n in self._path(node):
             assert n.lock_ref > 0, "a radix node was unlocked more often than locked"
             n.lock_ref -= 1
@@ -217,8 +220,8 @@ class RadixCache:
         node.last_access = self._clock + (KEPT if node.kept_until else 0)
 
     def keep(self, node: Node, until: float) -> None:
-        """Evicts the path to `node` only after all others, until `expire` is told that time. What is kept so is at most
-        half of the pool: beyond that, what would be kept for the shortest time is as any other prefix."""
+        """Evicts the path to `node` only after all others, until `expire` is called with that time. At most half of the
+        pool is kept so: beyond it, prefixes with the earliest expiry are treated like any other."""
         for n in self._path(node):
             if not n.kept_until:
                 n.last_access += KEPT
@@ -232,15 +235,16 @@ class RadixCache:
             self._let_go(first)
 
     def expire(self, now: float) -> None:
-        """Nothing is kept any more whose time has passed. Every rank gives the same time."""
+        """Stops keeping the prefixes whose time is not after `now`. Every rank must give the same time."""
         while (node := self._kept_nodes.pop(now)) is not None:
             self._let_go(node)
 
     def kept_size(self) -> int:
+        """Returns the tokens that are kept before others."""
         return self._kept
 
     def _let_go(self, node: Node) -> None:
-        """It is as any other from now on."""
+        """Treats a kept node like any other from now on."""
         node.kept_until = 0.0
         node.last_access -= KEPT
         self._kept -= node.key.size
@@ -250,7 +254,7 @@ class RadixCache:
             window.order_again(node)
 
     def path(self, node: Node) -> list[Node]:
-        """The path from `node` to the first one below the root."""
+        """Returns the nodes from `node` up to the child of the root."""
         return list(self._path(node))
 
     def _path(self, node: Node) -> Iterator[Node]:
@@ -265,7 +269,7 @@ class RadixCache:
             self._evictions.add(node)
 
     def evict(self, num_tokens: int) -> int:
-        """Frees at least `num_tokens` tokens, if so many are evictable: least recently used leaves first, from their
+        """Frees at least `num_tokens` tokens, if that many are evictable: least recently used leaves first, from their
         ends, rounded up to pages. Returns the number of tokens freed."""
         freed: list[Slots] = []
         missing = -(-num_tokens // self.page_size) * self.page_size
@@ -304,8 +308,8 @@ class RadixCache:
         self._queue(parent)
 
     def discard(self, node: Node) -> None:
-        """Frees the path to `node`, from its end on, as far as it is unlocked and nothing hangs on it. For KV that must
-        not be used again; whoever still holds a part of it discards that in turn."""
+        """Frees the path to `node`, from its end on, as far as it is unlocked and has no other children. It serves for
+        KV that must not be used again; whoever still holds a part discards that in turn."""
         while node.parent is not None and not node.children and node.lock_ref == 0:
             parent = node.parent
             self._evictions.drop(node)
@@ -315,28 +319,28 @@ class RadixCache:
             node = parent
 
     def remove(self, nodes: Sequence[Node]) -> None:
-        """Frees nodes that nobody has locked, and on which only such nodes hang. Nothing above them goes."""
+        """Frees nodes that are unlocked and have no descendants outside `nodes`. Nothing above them is freed."""
         for node in sorted(nodes, key=lambda n: -n.depth):
             parent = node.parent
             assert parent is not None and not node.children and not node.lock_ref, "a node to be removed is in use"
-            parent.lock_ref += 1  # where `discard` ends
+            parent.lock_ref += 1  # `discard` must stop here
             self.discard(node)
             parent.lock_ref -= 1
             self._queue(parent)
 
     def below(self, node: Node) -> list[Node]:
-        """Returns the node and all that hang on it."""
+        """Returns the node and all its descendants."""
         nodes = [node]
         for n in nodes:
             nodes += n.children.values()
         return nodes
 
     def reset(self) -> None:
-        """Frees every cached slot. Only while no request holds a lock."""
+        """Frees every cached slot. Allowed only while no request holds a lock."""
         assert self._protected == 0, f"{self._protected} cached tokens are still in use"
         nodes = list(self.nodes())
         self.allocator.free(_concat([n.value for n in nodes]))
-        for node in nodes:  # matches that somebody remembers must not lead into a tree that is gone
+        for node in nodes:  # remembered matches must not point into the old tree
             node.parent = None
             for window in self.windows:
                 window.drop(node.windows[window.index])
@@ -347,6 +351,7 @@ class RadixCache:
         self._start()
 
     def nodes(self) -> Iterator[Node]:
+        """Yields every node but the root."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -364,12 +369,12 @@ class RadixCache:
         namespace: str | None = None,
         windows: Sequence[Slots] = (),
     ) -> Commit:
-        """Shares what a request has computed so far, while it goes on.
+        """Shares the computed tokens of a request that goes on.
 
         indices [>= len(token_ids)]: the slots of `token_ids` and perhaps of further positions; the first `num_cached`
         belong to the tree and are locked through `node`, where they end. Where the tree has got the same tokens from
-        somebody else meanwhile, the request's duplicates are freed and the tree's slots take their place in the result.
-        The lock moves to the node of the result. `windows`: the request's slots in each window table, 0 where it has
+        another request meanwhile, this request's duplicates are freed and the tree's slots take their place in the
+        result. The lock moves to the result's node. `windows`: the request's slots in each window table, 0 where it has
         none any more.
         """
         indices = np.asarray(indices, np.int32)
@@ -394,8 +399,8 @@ class RadixCache:
         return Commit(indices, deepest, int(tokens.size), windows)
 
     def share_windows(self, nodes: list[Node], windows: Sequence[Slots]) -> list[Slots]:
-        """The slots of somebody else for the tokens of `nodes`, which begin at the root, in each window table: as
-        `commit` does."""
+        """Gives the tree a request's window slots for the tokens of `nodes`, which begin at the root; works as `commit`
+        does."""
         return [
             self._share_window(nodes, window, slots, 0) for window, slots in zip(self.windows, windows, strict=True)
         ]
@@ -414,7 +419,7 @@ class RadixCache:
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises AssertionError, with what is wrong, if the tree is not consistent. Slow: tests and idle time only."""
+        """Raises AssertionError if the tree is not consistent. Slow: for tests and idle time only."""
         evictable = protected = 0
         values: list[Slots] = []
         for node in self.nodes():

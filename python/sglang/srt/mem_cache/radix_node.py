@@ -10,8 +10,7 @@ import numpy.typing as npt
 from sglang.srt.mem_cache.allocator import Slots
 
 Keys = npt.NDArray[np.int64]
-"""Keys of tokens in the prefix cache: their ids, and for those of images and videos numbers that no two of them
-share."""
+"""Keys of tokens in the prefix cache: token ids, and numbers unique to each image or video for its tokens."""
 Edge = bytes | tuple[str, bytes]
 """The key by which a parent finds a child: the bytes of its first page; below the root with the namespace, if it has
 one."""
@@ -55,8 +54,9 @@ class Node:
         self.windows: list[Slots] = []
         self.checkpoint = 0  # the row of the state at its end; 0: none
         self.in_window_heap = 0  # a bit for each window table
-        self.kept_until = 0.0  # it stays longer than others until then; 0: it does not
+        self.kept_until = 0.0  # kept before others until this time; 0: not kept
 
 
 TellOfNodes = Callable[[Sequence[Node]], None]
-"""Is told of nodes that are about to lose something. It may copy that, but takes and frees nothing where they are."""
+"""Callback that gets nodes which are about to be evicted in part. It may copy them, but must not take or free slots of
+the same memory."""

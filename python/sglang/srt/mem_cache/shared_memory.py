@@ -1,7 +1,7 @@
-"""Main memory that all ranks of a machine map, for caches that are the same on each of them, as latents are.
+"""Main memory mapped by all ranks of a machine, for caches that are equal on all of them, as MLA latents are.
 
-The first rank makes an anonymous file in memory, and the others open it by its process and descriptor. It goes when the
-last process that maps it has ended, however that ends.
+The first rank makes an anonymous file in memory, and the others open it through its process and descriptor. The system
+frees it when the last process that maps it has ended.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Callable, Sequence
 import torch
 
 NOBODY = 1 << 62
-"""Given by ranks that have nothing to say where the least of all counts."""
+"""Value of a rank that has no say where the minimum over the ranks counts."""
 
 
 class SharingFailed(Exception):
-    """The ranks cannot map the same memory."""
+    """Raised when the ranks cannot map the same memory."""
 
 
 def shared_tensor(
     num_bytes: int, first: bool, agree: Callable[[Sequence[int]], list[int]], proc: str = "/proc"
 ) -> torch.Tensor:
-    """Returns [num_bytes] uint8, of zeros, which is the same memory on all ranks. `first`: whether this rank makes it;
-    one does. `agree`: the least of the ranks' values at each position. A collective. Raises SharingFailed on all ranks
-    if one of them cannot map it."""
+    """Returns [num_bytes] uint8 zeros in the same memory on all ranks. `first`: whether this rank makes it; exactly one
+    does. `agree` returns the minimum over the ranks of each value. A collective. Raises SharingFailed on all ranks if
+    one of them cannot map it."""
     file = _create(num_bytes) if first else -1
     pid, descriptor = agree([os.getpid(), file] if file >= 0 else [NOBODY, NOBODY])
     mapped = None
@@ -40,7 +40,7 @@ def shared_tensor(
 
 
 def _create(num_bytes: int) -> int:
-    """Returns the descriptor of a file in memory; -1 if there is none to be had."""
+    """Returns the descriptor of a file in memory; -1 if the system gives none."""
     try:
         descriptor = os.memfd_create("cached-prefixes", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, num_bytes)

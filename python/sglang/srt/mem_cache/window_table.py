@@ -1,8 +1,8 @@
-"""Cache slots of caches that keep a window of each request: who has which page, and which cached windows go first.
+"""Cache slots of caches that keep a window of each request: who uses which page, and which cached windows are evicted.
 
 A page is free, or used by the rows of running requests (counted), or cached in the prefix tree, or both of the latter.
-What the tree has and no row uses can be evicted: of every cached run of tokens first what lies before its last window,
-because a match that ends there needs no more; then whole windows, the least recently used first.
+Pages that the tree has and no row uses can be evicted: first, of every cached run of tokens, the part before its last
+window, because a match that ends there needs no more; then whole windows, the least recently used first.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ BEFORE_THE_WINDOW, IN_THE_WINDOW = 0, 1
 
 
 class WindowTable:
-    """Rows as those of `KVTable`, of which a request has the positions from `start` on: so many that the next token
+    """Rows like those of `KVTable`, in which a request has the positions from `start` on: enough that the next token
     sees its window, and that the window before the last whole page is complete when the request ends. Windows that are
     chunks begin at a multiple of their size.
 
-    Slots of the tree are arrays as long as its tokens, with 0 for pages that it does not have.
+    The tree's slots are arrays as long as its tokens, with 0 for pages that it does not have.
     """
 
     def __init__(self, index: int, sizes: PoolSizes) -> None:
-        """`index` among the windows of `sizes`: that of the entry in `Node.windows`."""
+        """`index`: position of the window in `sizes` and in `Node.windows`."""
         self.index = index
         self.window, self.chunked = sizes.windows[index].window, sizes.windows[index].chunked
-        self.page_size, self.growing = sizes.page_size, sizes.growing
+        self.page_size, self.uncertain_slots = sizes.page_size, sizes.uncertain_slots
         self.allocator = TokenAllocator(sizes.windows[index].tokens, sizes.page_size)
         self.rows = np.zeros((sizes.max_requests + 1, sizes.context_len), np.int32)
         self.start = np.zeros(sizes.max_requests + 1, np.int32)
@@ -41,7 +41,7 @@ class WindowTable:
         self._num_evictable = 0
         self._entries = 0  # breaks ties in the heap, so that nodes are never compared
         self._heap: list[tuple[int, int, int, Node]] = []
-        self._num_gone = 0  # of its entries, those of nodes that have left the tree
+        self._num_gone = 0  # heap entries of nodes that have left the tree
         self.before_eviction: TellOfNodes | None = None
         """Is told of nodes whose last windows are about to lose pages."""
 
@@ -52,30 +52,31 @@ class WindowTable:
         return self.allocator.size
 
     def available_size(self) -> int:
-        """Free, or cached and used by nobody."""
+        """Returns the tokens that are free, or cached and used by nobody."""
         return self.allocator.available_size() + self._num_evictable * self.page_size
 
     def usage(self) -> dict[str, int]:
+        """Returns the tokens that are free, cached, held by requests alone, and in total."""
         cached = int(self._cached.sum()) * self.page_size
         used = int(((self._users > 0) & ~self._cached).sum()) * self.page_size
         return {"free": self.allocator.available_size(), "cached": cached, "held": used, "total": self.size}
 
     def max_request_tokens(self) -> int:
-        """The most tokens, in whole pages, that a request has while it decodes."""
-        return window_tokens(self.window, self.page_size, self.growing)
+        """Returns the most tokens, in whole pages, that a decoding request has."""
+        return window_tokens(self.window, self.page_size, self.uncertain_slots)
 
     def max_prompt_tokens(self, chunk: int) -> int:
-        """The most tokens, in whole pages, that a request has while `chunk` tokens of its prompt are computed, and when
-        it decodes behind them."""
-        return window_tokens(self.window, self.page_size, chunk + self.growing - 1)
+        """Returns the most tokens, in whole pages, that a request has while `chunk` tokens of its prompt are computed,
+        and when it decodes after them."""
+        return window_tokens(self.window, self.page_size, chunk + self.uncertain_slots - 1)
 
     def max_solo_tokens(self) -> int:
-        """The tokens of a chunk that a request which runs alone can have at least."""
+        """Returns the size of a chunk that always fits for a request that runs alone."""
         return max(0, (self.size - self.max_prompt_tokens(0)) // self.page_size * self.page_size - self.page_size)
 
     def room(self, slots: npt.NDArray[np.int64], lens: Lengths, limits: Lengths) -> int:
-        """Tokens that further requests may use, when these (which have `lens` tokens and may grow to `limits`) decode
-        on and whoever else has a row keeps what it has."""
+        """Returns the tokens that further requests may use while these (with `lens` tokens, uncertain_slots to
+        `limits`) decode on and all other rows keep what they have."""
         page = self.page_size
         most = np.minimum(self.max_request_tokens(), -(-limits // page) * page).sum()
         kept = (-(-lens // page) * page - self.start[slots]).sum()
@@ -95,18 +96,18 @@ class WindowTable:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _pages(self, slots: Slots) -> Slots:
-        """The pages of runs of whole pages; absent ones left out."""
+        """Returns the pages of runs of whole pages, without absent ones."""
         pages: Slots = slots[:: self.page_size] // self.page_size
         return pages[pages > 0]
 
     def use(self, slots: Slots) -> None:
-        """Whole pages enter a row."""
+        """Counts one more row that uses these whole pages."""
         pages = self._pages(slots)
         self._num_evictable -= int((self._cached[pages] & (self._users[pages] == 0)).sum())
         self._users[pages] += 1
 
     def disuse(self, slots: Slots) -> None:
-        """Whole pages leave a row."""
+        """Counts one row less that uses these whole pages."""
         self._disuse(self._pages(slots))
 
     def _disuse(self, pages: Slots) -> None:
@@ -120,7 +121,7 @@ class WindowTable:
         self.allocator.free(unused[~cached] * self.page_size)
 
     def take(self, num_tokens: int) -> Slots | None:
-        """Returns slots of whole pages that are in use from now on, as if a row had them; None without room."""
+        """Returns slots of whole pages, counted as used as if a row had them; None without room."""
         self.evict(num_tokens - self.allocator.available_size())
         slots = self.allocator.alloc([0], [num_tokens], [0])
         if slots is not None:
@@ -137,7 +138,7 @@ class WindowTable:
         return locs
 
     def leave(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
-        """Give up what requests of these lengths need no longer."""
+        """Gives up the positions that requests of these lengths no longer need."""
         first, start = self.first_kept(lens), self.start[slots]
         moves = np.flatnonzero(first > start)
         if not moves.size:
@@ -151,21 +152,21 @@ class WindowTable:
         self.start[slots[moves]] = end
 
     def slots_of(self, slot: int, length: int) -> Slots:
-        """[length], what a row has: 0 for positions that it gave up."""
+        """Returns a row's [length] slots, 0 for positions that it gave up."""
         slots = self.rows[slot, :length].copy()
         slots[: self.start[slot]] = 0
         return slots
 
     def release(self, slot: int, length: int) -> None:
-        """A request of `length` tokens gives up its row."""
+        """Gives up the row of a request of `length` tokens."""
         self.disuse(self.rows[slot, self.start[slot] : length])
         self.start[slot] = 0
 
     # --- the tree -----------------------------------------------------------------------------------------------------
 
     def share(self, cached: Slots, of_request: Slots) -> tuple[Slots, Slots]:
-        """A request has computed tokens that the tree has too, or gets: slots of both -> slots of both. The tree takes
-        what it lacks; where both have a page, the request goes over to the tree's."""
+        """Shares tokens that a request has computed with the tree: takes and returns the slots of both. The tree takes
+        the pages that it lacks; where both have a page, the request changes over to the tree's."""
         lacks = (cached == 0) & (of_request != 0)
         self._cached[self._pages(of_request[lacks])] = True
         twice = (cached != 0) & (of_request != 0) & (cached != of_request)
@@ -176,7 +177,7 @@ class WindowTable:
         return merged, np.where(of_request == 0, of_request, merged)
 
     def drop(self, cached: Slots) -> None:
-        """The tree gives up these slots, which no row has."""
+        """Frees these slots of the tree, which no row has."""
         pages = self._pages(cached)
         assert not self._users[pages].any(), "the tree gave up a window that is in use"
         self._cached[pages] = False
@@ -184,8 +185,8 @@ class WindowTable:
         self.allocator.free(pages * self.page_size)
 
     def tail(self, path: list[Node], depth: int) -> Slots:
-        """The slots that a request begins with whose cached prefix of `depth` tokens ends with `path` (deepest first):
-        those of the positions from first_kept on."""
+        """Returns the slots that a request begins with whose cached prefix of `depth` tokens ends with `path` (deepest
+        first): those of the positions from first_kept on."""
         missing = depth - int(self.first_kept(np.array([depth], np.int32))[0])
         parts: list[Slots] = []
         for node in path:
@@ -196,8 +197,8 @@ class WindowTable:
         return np.concatenate(parts[::-1]) if parts else np.empty(0, np.int32)
 
     def queue(self, node: Node, tier: int | None = None) -> None:
-        """Eviction will look at the node. Entries age: it looks at what the node has then. tier: None: it has none
-        yet."""
+        """Queues a node for eviction, which looks at the node's slots of that time. tier: BEFORE_THE_WINDOW or
+        IN_THE_WINDOW; None: found from its slots."""
         if not node.in_window_heap >> self.index & 1:
             if tier is None:
                 tier = BEFORE_THE_WINDOW if self._before_the_window(node) else IN_THE_WINDOW
@@ -206,13 +207,14 @@ class WindowTable:
             heapq.heappush(self._heap, (tier, node.last_access, self._entries, node))
 
     def order_again(self, node: Node) -> None:
-        """The node's time of last use has become earlier: a second entry comes before the first one."""
+        """Adds a second entry that comes before the first one, because the node's time of last use has become
+        earlier."""
         if node.in_window_heap >> self.index & 1:
             self._entries += 1
             heapq.heappush(self._heap, (BEFORE_THE_WINDOW, node.last_access, self._entries, node))
 
     def forget(self, node: Node) -> None:
-        """The node has left the tree. Where nothing is ever evicted here, entries would keep all that ever did."""
+        """Notes that the node has left the tree. Where nothing is ever evicted, old entries would otherwise pile up."""
         self._num_gone += node.in_window_heap >> self.index & 1
         if 2 * self._num_gone > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[3].parent is not None]
@@ -220,7 +222,7 @@ class WindowTable:
             self._num_gone = 0
 
     def evict(self, num_tokens: int) -> int:
-        """Frees at least so many tokens, if so many are evictable. Returns the number of tokens freed."""
+        """Frees at least `num_tokens` tokens, if that many are evictable. Returns the number of tokens freed."""
         if self.before_eviction is not None and num_tokens > 0:
             self.before_eviction(self._next_evicted(-(-num_tokens // self.page_size)))
         missing = min(-(-num_tokens // self.page_size), self._num_evictable)
@@ -253,8 +255,8 @@ class WindowTable:
         return max(0, node.key.size - kept)
 
     def _next_evicted(self, num_pages: int) -> list[Node]:
-        """Returns the nodes whose last windows lose pages if so many are freed: goes the way of `evict` without taking
-        anything, and looks at what can be next only."""
+        """Returns the nodes whose last windows lose pages if `num_pages` are freed. Follows the order of `evict`
+        without changing anything."""
         nodes, done = list[Node](), set[tuple[int, Node]]()
         heap = [(*self._heap[0], 0, 0)] if self._heap else []
         """Entries, each with its place among those of the table, below which two others lie, and with the first
@@ -283,12 +285,12 @@ class WindowTable:
         return nodes
 
     def _unused(self, slots: Slots) -> npt.NDArray[np.intp]:
-        """Returns the indices of whole pages that are there and that no row uses."""
+        """Returns the indices of whole pages that exist and that no row uses."""
         starts = slots[:: self.page_size]
         return np.flatnonzero((starts != 0) & (self._users[starts // self.page_size] == 0))
 
     def _evict_from(self, slots: Slots, num_pages: int) -> int:
-        """Clears up to `num_pages` of them that no row uses, from the front. Returns how many."""
+        """Evicts up to `num_pages` pages that no row uses, from the front. Returns how many."""
         starts = slots[:: self.page_size]
         unused = self._unused(slots)[:num_pages]
         pages = starts[unused] // self.page_size
@@ -297,7 +299,7 @@ class WindowTable:
         return int(unused.size)
 
     def reset(self) -> None:
-        """The tree is empty, and there are no requests."""
+        """Empties the table; the tree is empty, and there are no requests."""
         self._heap.clear()
         self._num_gone = 0
         assert self.allocator.available_size() == self.size, "slots of a window are lost"
@@ -305,7 +307,7 @@ class WindowTable:
     # --- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self, nodes: list[Node], rows: dict[int, int]) -> None:
-        """Raises AssertionError, with what is wrong. `rows`: length by slot of every running request. Slow."""
+        """Raises AssertionError if the table is inconsistent. `rows`: length by slot of every running request. Slow."""
         page = self.page_size
         users, cached = np.zeros_like(self._users), np.zeros_like(self._cached)
         for slot, length in rows.items():

@@ -1,12 +1,11 @@
-"""Check before a server takes requests: a few tokens go through its graphs and collectives, and the same tokens
-without.
+"""Start-up check: a few tokens are computed with and without graphs and in every kind of step, and logits are compared.
 
-Short prompts are computed whole and without graphs, which is the reference. They are computed in every other kind of
-step, each without graphs and, where such steps have graphs, in one: whole, as two microbatches where some steps run so,
-with the last token decoded, with the last tokens verified as draft tokens, and with one request decoding beside the
-prompts of the others. Prompts with images, whose features are random numbers, are computed without graphs and in those
-of prompts. Logits of the last tokens must agree, and be numbers. An all-reduce of whole numbers must give their sum.
-What is wrong is named: the graph, or the first block whose output differs, with its ops and what computes them.
+The reference is short prompts computed whole without graphs. The same tokens are then computed in every other kind of
+step, without graphs and, if such steps have graphs, in one: whole, as two microbatches with two-batch overlap, with the
+last token decoded, with the last tokens verified as draft tokens, and with one request decoding beside the prompts of
+the others. Prompts with images, whose features are random numbers, are computed without graphs and in graphs with
+prompts. Logits of the last tokens must agree and be finite. An all-reduce of integers must give their sum. The error
+names the graph, or the first block whose output differs, with its ops and their kernels.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ from sglang.srt.plan.model_description import ModelDescription
 logger = logging.getLogger(__name__)
 
 LEAST_AGREEMENT = 0.5
-"""Cosine of two rows of logits. On an H200, random weights leave 0.84 (GPT-OSS-20B), 0.94 (Qwen3.5-35B-A3B), 0.98 (nine
-layers of GLM-4.7-FP8) of it: roundings differ, and routers near a tie choose other experts. A wrong cache slot,
-position or scale leaves about 0."""
+"""Smallest cosine of two rows of logits. Random weights on an H200 give 0.84 (GPT-OSS-20B), 0.94 (Qwen3.5-35B-A3B),
+0.98 (nine layers of GLM-4.7-FP8), because roundings differ and MoE routers near a tie choose other experts. A wrong
+cache slot, position or scale gives about 0."""
 KERNELS = "the attention backend or the cache's type may be at fault"
 REMEDIES = {
     "graph": "--disable-cuda-graph serves without graphs",
     "microbatches": "--disable-two-batch-overlap serves without microbatches",
 }
-"""By a word in the name of what is wrong."""
+"""Remedies by a word in the name of the failed step."""
 REDUCED = (1 << 9, 1 << 20)
-"""Elements of the all-reduces: of a small and of a large message, which other kernels may serve."""
+"""Elements of a small and a large all-reduce, which may use different kernels."""
 
 
 def check_runner(runner: ModelRunner) -> None:
-    """Collective: all ranks call it before the first request. Raises UserError naming what is wrong. Leaves no trace
-    but in cache slots and states that no request has."""
+    """Runs all checks. Collective: all ranks call it before the first request. Raises UserError that names what is
+    wrong. Leaves changes only in cache slots and states that no request owns."""
     started = time.perf_counter()
     with torch.inference_mode():
         _check_all_reduce(runner)
@@ -81,7 +80,7 @@ class _Canary:
         self.runner, self.steps = runner, CanarySteps(runner)
 
     def check(self) -> float:
-        """The least agreement. Raises UserError."""
+        """Returns the smallest agreement. Raises UserError."""
         try:
             return min([1.0, *self._agreements()])
         finally:
@@ -97,7 +96,7 @@ class _Canary:
         yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
         if steps.length < 2:
             return
-        if steps.draft_tokens:
+        if steps.has_drafts:
             yield from self._verified(reference)
         else:
             yield from self._decoded(reference)
@@ -108,7 +107,7 @@ class _Canary:
                 yield from self._seen(reference)
 
     def _with_overlap(self, reference: torch.Tensor) -> Iterator[float]:
-        """Nothing where no step runs as two microbatches."""
+        """Yields the agreement of a step as two microbatches; nothing without two-batch overlap."""
         if self.runner.two_batch_overlap is None or self.steps.length * self.steps.count < 2:
             return
         with self.runner.with_overlap_from(1):
@@ -142,7 +141,7 @@ class _Canary:
         yield from self._in_graph(f"the graph of {what}", self.steps.mixed, reference, 1)
 
     def _seen(self, of_text: torch.Tensor) -> Iterator[float]:
-        """Prompts with images, which the request that decodes beside them has none of."""
+        """Yields the agreements of prompts with images; the request that decodes beside them has none."""
         steps, graphs = self.steps, self.runner.graphs
         if graphs is None or graphs.shape_of(steps.seen()) is None:
             return
@@ -163,7 +162,8 @@ class _Canary:
         behind: int = 0,
         rows: slice = slice(None),
     ) -> Iterator[float]:
-        """Nothing where such a step has no graph. behind: tokens of the step that go on behind computed ones."""
+        """Yields the agreement of a step in a graph; nothing if it has none. behind: the step's tokens per prompt that
+        follow computed ones."""
         graphs = self.runner.graphs
         if graphs is None or graphs.shape_of(step()) is None:
             return
@@ -172,7 +172,7 @@ class _Canary:
         yield self._compared(name, self._logits(step())[rows], reference)
 
     def _compute_all_but(self, count: int) -> None:
-        """Computes every prompt, but for its last `count` tokens; what was computed before is forgotten."""
+        """Computes every prompt except its last `count` tokens, after resetting earlier computations."""
         self.steps.start()
         self._logits(self.steps.prompts(self.steps.length - count))
 
@@ -261,7 +261,7 @@ def _blocks(model: ModelDescription) -> Iterator[tuple[str, Any]]:
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The least over the rows."""
+    """Returns the smallest cosine over the rows."""
     return float(torch.nn.functional.cosine_similarity(a.double(), b.double()).min())
 
 

@@ -1,4 +1,4 @@
-"""Images of the start-up canary's prompts: features that no encoder made, in place of some of their tokens."""
+"""Images in the start-up check's prompts: random features in place of some tokens."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from sglang.srt.utils.media_item import MediaItem
 from sglang.srt.utils.shared_array import SharedArray
 
 COUNT, COLUMNS = 12, 4
-"""Placeholders of a prompt, in rows of COLUMNS. They are its last tokens, whose logits tell whether features stand in
-the right places."""
+"""Placeholders of a prompt, in rows of COLUMNS. They are its last tokens, whose logits reveal misplaced features."""
 SCALE = 0.05
-"""Of the features, which are about as large as embeddings are."""
+"""Standard deviation of the features, about that of embeddings."""
 
 
 class CanaryImages:
-    """The same image in every prompt, begun at another of its rows."""
+    """The same image in every prompt, each starting at another row of its features."""
 
     def __init__(self, features: MediaFeatures, length: int, sections: bool) -> None:
-        """length: tokens of each prompt, more than COUNT. sections: positions have some."""
+        """length: tokens of each prompt, more than COUNT. sections: the model has M-RoPE positions."""
         self.features, self.length, self.sections = features, length, sections
         pixels, grid = SharedArray("", [], "float32"), (1, COUNT // COLUMNS, COLUMNS)
         span = (length - COUNT, length)
@@ -33,7 +32,7 @@ class CanaryImages:
 
     @contextmanager
     def there(self) -> Iterator[None]:
-        """Inside the block the features are there, beside no others."""
+        """Makes the features the only cached ones inside the block."""
         generator = torch.Generator().manual_seed(0)
         rows = SCALE * torch.randn(COUNT, self.features.width, generator=generator)
         self.features.enter(self.item, rows.to(self.features.device, self.features.dtype))
@@ -43,7 +42,7 @@ class CanaryImages:
             self.features.clear()
 
     def put(self, step: StepInput) -> StepInput:
-        """Returns the step of whole prompts with images in these."""
+        """Returns the step of whole prompts with the image in them."""
         prompts, place, length, first = step.prompts, np.arange(COUNT), self.length, self.length - COUNT
         assert prompts is not None
         number = len(prompts.extend_lens)

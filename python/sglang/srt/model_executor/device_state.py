@@ -1,4 +1,4 @@
-"""The model with what its steps read and write on the device, and the batch of a step from arrays that lie there."""
+"""The model with the tables its steps read and write on the device, and the building of a step's batch from them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays, send
 
 INPUT_OPS = ("decode_inputs", "verify_inputs", "draft_inputs", "accept_drafts")
-"""Ops of the tables that are fields of DeviceState."""
+"""Names of the fields of DeviceState that hold ops on its tables."""
 
 
 class StepShape(NamedTuple):
-    """Shape that a batch is built by and a CUDA graph is looked up by: T tokens, of which each of D decoding requests
-    brings `width`. The others belong to prompts; in a graph with prompts padding may leave none of them."""
+    """The shape by which a batch is built and a CUDA graph is looked up: T tokens, of which each of the D decoding
+    requests brings `width`. The rest belong to prompts; a graph with prompts may also run without any prompt token."""
 
     num_tokens: int
     num_decodes: int
@@ -50,7 +50,7 @@ def shape_of(step: StepInput) -> StepShape:
 
 @dataclass(slots=True)
 class DeviceState:
-    """Tables by request slot, and the batches of steps."""
+    """The device tables indexed by request slot, and the builder of the steps' batches."""
 
     model: CausalLM
     attention: AttentionSites
@@ -58,27 +58,27 @@ class DeviceState:
     sizes: PoolSizes
     device: torch.device | str
     tokens_per_step: int = 1
-    """k, tokens that a request that is decoded brings to a step at most: the last one sampled, and draft tokens."""
+    """k, the most tokens that a decoding request brings to a step: the last sampled one and its draft tokens."""
     decode_inputs: DecodeInputsOp = native_ops.decode_inputs
     verify_inputs: VerifyInputsOp = native_draft_rows.verify_inputs
     draft_inputs: DraftInputsOp = native_draft_rows.draft_inputs
     accept_drafts: AcceptDraftsOp = native_draft_rows.accept_drafts
     position_deltas: torch.Tensor | None = None
-    """[max_reqs + 1] int64, by how much the positions that turn heads differ from the index of a request's tokens,
-    behind its images. None: no image makes them differ."""
+    """[max_reqs + 1] int64, RoPE position minus token index for the tokens after a request's images. None: the model
+    has no images whose positions differ from the index."""
     host_deltas: list[int] = field(default_factory=list)
-    """`position_deltas` as the host knows them."""
+    """The host's copy of `position_deltas`."""
     features: MediaFeatures | None = None
     context: Group = ALONE
-    """The ranks that share out the tokens of some caches."""
+    """The decode context parallel (DCP) ranks, which shard the tokens of some caches."""
     req_to_token: torch.Tensor = field(init=False)
     """[tables, max_reqs + 1, context_len] int32, the cache slot of each position of each request slot; a table for each
     lifetime of caches (`plan.caches.row_tables`). Row 0 is padding and stays zero, which is the padding slot."""
     next_tokens: torch.Tensor = field(init=False)
     """[max_reqs + 1, k] int64, the tokens that each request computes next: the last one sampled, then draft tokens."""
     lens: torch.Tensor = field(init=False)
-    """[max_reqs + 1] int32, tokens of each request that are computed. Only kept where steps bring draft tokens:
-    otherwise every step brings one token, and the host knows."""
+    """[max_reqs + 1] int32, computed tokens of each request. Only kept with speculative decoding: otherwise a decode
+    step brings one token and the host knows the length."""
 
     def __post_init__(self) -> None:
         rows = self.sizes.max_requests + 1
@@ -88,9 +88,8 @@ class DeviceState:
         self.lens = torch.zeros(rows, dtype=torch.int32, device=self.device)
 
     @property
-    def draft_tokens(self) -> bool:
-        """Returns whether steps bring draft tokens, so that only the device knows the lengths of requests that
-        decode."""
+    def has_drafts(self) -> bool:
+        """Returns whether steps bring draft tokens, so that only the device knows the lengths of decoding requests."""
         return self.tokens_per_step > 1
 
     def keep_position_deltas(self) -> None:
@@ -100,12 +99,13 @@ class DeviceState:
         self.host_deltas = [0] * rows
 
     def set_position_delta(self, slot: int, delta: int) -> None:
+        """Sets the RoPE position offset of a request slot; does nothing without `position_deltas`."""
         if self.position_deltas is not None and self.host_deltas[slot] != delta:
             self.host_deltas[slot] = delta
             self.position_deltas[slot] = delta
 
     def update_tables(self, update: TableUpdate, pools: CachePools) -> None:
-        """Writes `req_to_token` and the pools' rows of states."""
+        """Writes new entries of `req_to_token` and copies recurrent states between the pools' rows."""
         sent = send(
             self.device,
             index=update.index,
@@ -118,10 +118,8 @@ class DeviceState:
             pools.copy_states(sent["state_sources"], sent["state_targets"])
 
     def count_prompts(self, arrays: DeviceArrays, num_decodes: int) -> None:
-        """Updates the lengths behind a step with prompts, where steps bring draft tokens: prompts are computed up to
-        their `seq_lens`, and requests that decode grow by a token. Rows of padding are of request slot 0, whose length
-        stays
-        0."""
+        """Updates `lens` after a step with prompts (speculative decoding only): a prompt's length becomes its
+        `seq_lens`, and a decoding request's grows by one. Padding rows are of request slot 0, whose length stays 0."""
         decodes = arrays["decode_slots"][:num_decodes]
         self.lens[decodes] += 1
         self.lens[arrays["slots"]] = arrays["seq_lens"]
@@ -137,9 +135,9 @@ class DeviceState:
         num_valid_tokens: torch.Tensor | None = None,
         attends: bool = True,
     ) -> ForwardBatch:
-        """Ready for the model, of `step_arrays`. Without a `step` all comes from device tensors, so that it can be
-        captured: arrays beyond the step's own entries are padding, of which `num_valid_tokens` [1] says where it
-        begins. attends False: no layer will take the batch, which has no metadata of attention then."""
+        """Builds the model's batch from `step_arrays`. Without a `step` everything comes from device tensors, so that
+        it can be captured; array entries beyond the step's own are padding, which begins at `num_valid_tokens` [1].
+        attends False: the batch is not passed to layers and gets no attention metadata."""
         if shape.has_prompts:
             batch = self._extend_batch(arrays, shape, step)
         elif shape.width > 1:
@@ -154,8 +152,8 @@ class DeviceState:
         return batch
 
     def _mrope_positions(self, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-        """positions [T] of tokens of the request slots `rows` [T] -> `ForwardBatch.mrope_positions` behind all
-        images."""
+        """Returns `ForwardBatch.mrope_positions` of tokens behind all images, at `positions` [T] of request slots
+        `rows` [T]."""
         return None if self.position_deltas is None else positions + self.position_deltas[rows]
 
     def _add_media(self, batch: ForwardBatch, arrays: DeviceArrays, media: MediaTokens, num_decodes: int) -> None:
@@ -174,8 +172,8 @@ class DeviceState:
     def _token_slots(
         self, out_cache_loc: torch.Tensor, rows: torch.Tensor | None, positions: torch.Tensor
     ) -> tuple[TokenSlots, ...]:
-        """Returns the slots, by row table, of T tokens that lie at `positions` of the request slots `rows`. The tables
-        of windows have their new slots before the step."""
+        """Returns, per row table, the slots of T tokens at `positions` of the request slots `rows`. Tables of sliding
+        windows got their new slots before the step."""
         windows = self.req_to_token[1:]
         return self._with_own(
             TokenSlots(self.req_to_token[0], out_cache_loc),
@@ -183,22 +181,21 @@ class DeviceState:
         )
 
     def _slots_by_table(self, locs: Sequence[torch.Tensor] | torch.Tensor) -> tuple[TokenSlots, ...]:
-        """locs [tables, T] int64, the slots in every table."""
+        """Returns the token slots per row table from `locs` [tables, T] int64."""
         return self._with_own(*(TokenSlots(self.req_to_token[i], locs[i]) for i in range(self.num_tables)))
 
     def _with_own(self, *token_slots: TokenSlots) -> tuple[TokenSlots, ...]:
-        """Adds the slots of the tokens in the caches whose tokens the ranks share out, behind those of all row
-        tables."""
+        """Appends, with DCP, this rank's slots of the tokens in sharded caches."""
         if self.context.size == 1:
             return token_slots
         table, slots = token_slots[0].req_to_token, token_slots[0].out_cache_loc
         return (*token_slots, TokenSlots(table, own_slots(slots, self.context)))
 
     def _decode_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
-        """Enters the new slots in the table. Where steps bring draft tokens they are there, and the lengths are those
-        of the device."""
+        """Builds the decode batch and writes its new slots into the table. With speculative decoding the slots are
+        already there and the lengths are the device's."""
         slots = arrays["decode_slots"][: shape.num_decodes]
-        if self.draft_tokens:
+        if self.has_drafts:
             input_ids, positions = self.next_tokens[slots, 0], self.lens[slots].to(torch.int64)
             return self._single_rows(input_ids, slots, positions, None if step is None else step.seq_lens)
         seq_lens, out_cache_loc = (arrays[name][: shape.num_decodes] for name in ("decode_lens", "decode_loc"))
@@ -221,8 +218,8 @@ class DeviceState:
         positions: torch.Tensor,
         host_lens: np.ndarray | None,
     ) -> ForwardBatch:
-        """One token of each request at positions that the device knows, whose cache slots are in the tables.
-        host_lens [>= R]: bounds of the lengths; None: in a graph."""
+        """Builds a batch with one token per request at positions that only the device knows, whose cache slots are in
+        the tables. host_lens [>= R]: upper bounds of the lengths; None inside a graph."""
         out_cache_loc = self.req_to_token[0][slots, positions].to(torch.int64)
         token_slots = self._token_slots(out_cache_loc, slots, positions)
         seq_lens = (positions + 1).to(torch.int32)
@@ -252,7 +249,7 @@ class DeviceState:
         return batch
 
     def _drafting(self, ids: torch.Tensor, inputs: DraftInputs, in_graph: bool) -> ForwardBatch:
-        """Rows of requests that a draft computes further positions of: ids [R] or [R, W]."""
+        """Builds rows of requests whose further positions a draft model computes; ids [R] or [R, W]."""
         token_slots = self._slots_by_table(inputs.locs)
         decode = DecodeRows(inputs.slots, inputs.seq_lens, token_slots)
         if not in_graph:
@@ -298,7 +295,8 @@ class DeviceState:
     def _lagging_rows(
         self, rows: ExtendRows, lag: torch.Tensor, token_slots: tuple[TokenSlots, ...], in_graph: bool
     ) -> ExtendRows:
-        """The lengths on the host stay, as bounds, unless attention plans by them."""
+        """Returns the prompt rows moved back by `lag`. Lengths on the host stay as upper bounds, unless attention plans
+        with them."""
         back = lag[rows.req_pool_indices]
         lagging = replace(
             rows,
@@ -314,7 +312,7 @@ class DeviceState:
         return lagging
 
     def _extend_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
-        """Prompts behind the requests that decode, for which the arrays of tokens hold what the host knows."""
+        """Builds a batch with the decoding requests first and the prompts behind them."""
         input_ids, positions, out_cache_loc = (
             arrays[name][: shape.num_tokens] for name in ("input_ids", "positions", "out_cache_loc")
         )
@@ -322,7 +320,7 @@ class DeviceState:
         if decodes is not None:
             is_decode = arrays["is_decode"][: shape.num_decodes] if step is None else None
             input_ids = _with_decodes(decodes.input_ids, input_ids, is_decode)
-            if self.draft_tokens:
+            if self.has_drafts:
                 positions = _with_decodes(decodes.positions, positions, is_decode)
                 out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
         decode_rows = None if decodes is None else decodes.decode
@@ -346,8 +344,8 @@ class DeviceState:
         return ForwardBatch(input_ids, positions, token_slots, decode_rows, extend, mrope_positions=mrope_positions)
 
     def _verify_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
-        """The next k tokens of each request, T = D k. Rows from a request's width on are padding (cache slot 0, which
-        is no request's)."""
+        """Builds the verify batch of k tokens per request, T = D k. A request's rows beyond its width are padding in
+        cache slot 0, which no request owns."""
         width = shape.width
         slots, widths = arrays["decode_slots"][: shape.num_decodes], arrays["widths"][: shape.num_decodes]
         inputs = self.verify_inputs(slots, widths, self.lens, self.next_tokens, self.req_to_token, width)
@@ -395,7 +393,8 @@ def _prompts(step: StepInput) -> PromptTokens:
 
 
 def _with_decodes(of_decodes: torch.Tensor, of_tokens: torch.Tensor, is_decode: torch.Tensor | None) -> torch.Tensor:
-    """[T] with the decoding requests' entries [D] in front, where they are requests."""
+    """Returns [T] entries with the decoding requests' [D] in front; where `is_decode` is False the token's own entry
+    stays."""
     count = len(of_decodes)
     front = of_decodes if is_decode is None else torch.where(is_decode, of_decodes, of_tokens[:count])
     return torch.cat((front, of_tokens[count:]))

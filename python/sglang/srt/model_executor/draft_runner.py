@@ -1,5 +1,4 @@
-"""Work behind the sampling of a step: decides which of its tokens stand, and makes the draft tokens that the next step
-verifies."""
+"""Work after the sampling of a step: accepting its tokens, and making the draft tokens that the next step verifies."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from sglang.srt.speculative.drafter import Drafter, DraftStep, simulated_counts
 
 
 class DraftRunner:
-    """Keeps `lens` and `next_tokens` of the device state behind each step. Every method launches only what has fixed
-    addresses and sizes, so that it can be captured with the shape of the step."""
+    """Accepts tokens, runs the drafter, and updates the device state's `lens` and `next_tokens` after each step. All
+    launches have fixed addresses and sizes, so they can be captured for a shape."""
 
     def __init__(self, state: DeviceState, drafter: Drafter, table: SamplingTable, sampler: Sampler) -> None:
         self.state, self.drafter, self.table, self.sampler = state, drafter, table, sampler
@@ -26,14 +25,15 @@ class DraftRunner:
 
     @property
     def says_confidence(self) -> bool:
-        """Returns whether the drafter says how likely each of its draft tokens stands."""
+        """Returns whether the drafter gives the confidence of its draft tokens."""
         return getattr(getattr(self.drafter, "model", None), "confidence", None) is not None
 
     def accept(
         self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool = False
     ) -> AcceptResult:
-        """tokens: sampled for the R rows of logits, or of a step without prompts [D * width], int64. Padding behind
-        them belongs to request slot 0. States that the step left as they were go on by the tokens that stand."""
+        """Accepts the sampled tokens int64 [R], or [D * width] in a step without prompts, and returns the result with
+        new draft tokens. Padding behind them belongs to request slot 0. Recurrent states that the step left unchanged
+        are advanced by the accepted tokens."""
         if shape.has_prompts:
             step, counts = self._prompts(shape, output, tokens, in_graph)
             # A chunk of a prompt samples nothing, and kernels cannot be launched over no rows.
@@ -54,7 +54,7 @@ class DraftRunner:
     def _decodes(
         self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool
     ) -> tuple[DraftStep, torch.Tensor]:
-        """Settles the requests that decode, each with `width` rows."""
+        """Accepts tokens of decoding requests with `width` rows each."""
         state, arrays = self.state, output.arrays
         slots, widths = arrays["decode_slots"][: shape.num_decodes], arrays["widths"][: shape.num_decodes]
         forced = None
@@ -77,7 +77,7 @@ class DraftRunner:
     def _prompts(
         self, shape: StepShape, output: ModelOutput, tokens: torch.Tensor, in_graph: bool
     ) -> tuple[DraftStep, torch.Tensor]:
-        """Settles a step with prompts, in which requests that decode bring a token each."""
+        """Accepts the tokens of a step with prompts, in which decoding requests bring one token each."""
         state, arrays, tokens = self.state, output.arrays, tokens.clamp(min=0)
         count = len(tokens)
         slots, last_rows = arrays["sampled_slots"][:count], arrays["last_rows"][:count]

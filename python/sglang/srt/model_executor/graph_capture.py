@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class StaticOutput:
-    """Results at a fixed address, one for all graphs of a runner: each would keep its own otherwise, 300 MB for logits
-    of 512 rows. Those of another width have another address: of few rows of logits a rank has all columns, of many its
-    own."""
+    """Results at a fixed address that all graphs of a runner share; otherwise each would keep its own, 300 MB for
+    logits of 512 rows. Results of another width have another address: complete rows of logits, or this rank's
+    columns."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.Size, torch.Tensor] = {}
 
     def keep(self, result: torch.Tensor) -> torch.Tensor:
-        """Copies the result [N, ...] to its fixed address and returns it there: valid after each replay, until the
-        next. Called in every step; the first of a width is not captured, and none after it may have more rows: earlier
-        graphs hold the address."""
+        """Copies result [N, ...] to its fixed address and returns it there, valid after each replay until the next. The
+        first result of a width must not be captured, and none after it may have more rows, because earlier graphs use
+        the address."""
         width = result.shape[1:]
         if width not in self._buffers:
             self._buffers[width] = torch.empty_like(result)
@@ -37,11 +37,10 @@ class StaticOutput:
 def capture(
     step: Callable[[], object], pool: Any = None, producer: Callable[[], object] | None = None
 ) -> torch.cuda.CUDAGraph:
-    """Returns the graph of `step`, which runs twice before: kernels are compiled and libraries choose theirs, neither
-    of which may happen during a capture. Nor may garbage be collected: it may hold an older graph, whose destruction is
-    not permitted then and spoils the capture. pool: of the graph whose memory this one may use. producer: writes what
-    `step` reads, so that runs before the capture follow it as every replay does: the memory of a captured graph holds
-    nothing until it is replayed, and what is no index yet would be one."""
+    """Returns the graph of `step`, which runs twice before, so that kernels are compiled and libraries choose theirs
+    outside of the capture. Garbage collection is off, since destroying an older graph would spoil the capture. pool: of
+    the graph whose memory this one may share. producer: writes the inputs of `step` before these runs, since the memory
+    of a captured graph holds nothing until it is replayed, and random indices would be read."""
     for _ in range(2):
         if producer is not None:
             producer()
@@ -60,9 +59,8 @@ def capture(
 
 
 class StageInGraph:
-    """The model between fixed addresses, for all graphs of a runner: what a stage of a pipeline takes and what it gives
-    travels outside of them. All stages have graphs of the same shapes, so what travels has the rows of the graph,
-    padding included, which hold what they do in one process."""
+    """The model between fixed addresses, for all graphs of a runner: a pipeline stage receives and sends outside of its
+    graphs. All stages have graphs of the same shapes and exchange the rows of the graph, padding included."""
 
     def __init__(self, model: CausalLM, max_tokens: int) -> None:
         self.model = model
@@ -72,13 +70,13 @@ class StageInGraph:
         self.sends = not model.description.last_stage
 
     def compute(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [T, H]. To be captured."""
+        """Computes hidden states [T, H] under capture."""
         received = None if self.received is None else self.received[: len(batch.input_ids)]
         return self.model.compute(batch, received)
 
     def replay(self, graph: torch.cuda.CUDAGraph, num_tokens: int, hidden: torch.Tensor | None) -> None:
-        """Receives the rows that come before the graph, replays it, and sends the rows that go on behind it. hidden [T,
-        H]: where the graph of a stage that sends leaves what `compute` gave."""
+        """Receives the graph's input rows, replays it, and sends its output rows. hidden [T, H]: output of `compute` in
+        the graph of a stage that sends."""
         if self.received is not None:
             self.model.pp.receive_from_previous(self.received[:num_tokens])
         graph.replay()

@@ -1,7 +1,7 @@
-"""What images bring to a step in a graph: inputs at fixed addresses, which steps without images have as well.
+"""Image inputs of graphs with prompts, at fixed addresses, which steps without images use as well.
 
-A graph of a model that sees has a row of features for each of its tokens, and says by a mask which of them stand in
-place of embeddings; the same for positions in sections. So one graph serves both kinds of steps. What that costs a step
+A graph of a model with images has a feature row for each of its tokens, and a mask of those that replace embeddings;
+likewise M-RoPE positions. So one graph serves steps with and without images. What that costs a step
 of text is some ten launches inside its graph and the bytes of 3 rows of H for each token and of 3 for each level: of
 Qwen3-VL-8B with 640 tokens 63 MB and with 64 tokens 6 MB, predicted to be 45 us of 16 ms and 25 us of 7 ms. Graphs of
 their own for steps with images would cost text nothing, and for the 37 shapes of that model 0.4 GiB of launch records
@@ -28,15 +28,15 @@ SECTIONS = 3
 
 @dataclass(slots=True)
 class FeatureRows:
-    """`buffer` [T, hidden * (1 + deepstack levels)] is zero but for the placeholders of the last step, all of which are
-    among the first `used` tokens."""
+    """Feature rows of a graph: `buffer` [T, hidden * (1 + deepstack levels)] is zero except at the placeholders of the
+    last step, all of which are among the first `used` tokens."""
 
     features: MediaFeatures
     buffer: torch.Tensor
     used: int = 0
 
     def load(self, step: StepInput) -> None:
-        """Launches what brings the features of a step here, and takes away those of an earlier one."""
+        """Launches copies of a step's features into the buffer, and clears those of the step before."""
         if self.used:
             self.buffer[: self.used].zero_()
             self.used = 0
@@ -50,11 +50,11 @@ class FeatureRows:
 
 
 class GraphMedia:
-    """Of the graphs with prompts of a runner."""
+    """The image inputs of a runner's graphs with prompts."""
 
     def __init__(self, state: DeviceState, num_tokens: int) -> None:
-        """num_tokens: of the largest graph. A stage of a pipeline without an encoder has positions alone, and images
-        that see themselves both ways bring no features: steps with them have no graph."""
+        """num_tokens: of the largest graph. A pipeline stage without an encoder has positions only. Images that attend
+        in both directions have none of this, since steps with them have no graph."""
         self.num_tokens, self.sections = num_tokens, state.position_deltas is not None
         self.rows: FeatureRows | None = None
         features = state.features
@@ -63,7 +63,7 @@ class GraphMedia:
             self.rows = FeatureRows(features, buffer)
 
     def fields(self) -> dict[str, Field]:
-        """Returns the input fields that steps with prompts have besides."""
+        """Returns the additional input fields of steps with prompts."""
         fields = {}
         if self.rows is not None:
             fields["is_media"] = Field((self.num_tokens,), np.bool_)
@@ -73,7 +73,7 @@ class GraphMedia:
         return fields
 
     def load(self, step: StepInput) -> dict[str, np.ndarray]:
-        """Launches what comes before the replay of a step with prompts. Returns the values of the fields."""
+        """Launches the work before the replay of a step with prompts; returns the values of the fields."""
         if self.rows is not None:
             self.rows.load(step)
         media = None if step.prompts is None else step.prompts.media
@@ -90,7 +90,7 @@ class GraphMedia:
         return values
 
     def add_to(self, batch: ForwardBatch, arrays: DeviceArrays) -> None:
-        """Gives a batch in a graph what images may bring. To be captured."""
+        """Adds the image inputs to a batch under capture."""
         count = len(batch.input_ids)
         if self.rows is not None:
             rows, *added = self.rows.features.split(self.rows.buffer[:count])

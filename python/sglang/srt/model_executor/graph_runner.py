@@ -1,23 +1,22 @@
-"""Steps as CUDA graphs, found by their shape: tokens, decoding requests, and tokens of each of these.
+"""Runs steps as CUDA graphs, looked up by tokens, decoding requests and tokens per decoding request.
 
-A graph holds everything from the request slots to the logits: the batch, attention metadata that lives on the device,
-and the model. A replay needs one small copy of the step's arrays, what attention plans on the host, and one launch.
-Three kinds of steps have graphs, each with arrays of its own at fixed addresses:
+A graph holds everything from the request slots to the logits: the batch, the attention metadata on the device and the
+model. A replay needs one small copy of the step's arrays, the parts of attention planned on the host, and one launch.
+Three kinds of steps have graphs, in two sets of input arrays at fixed addresses (with and without prompts):
 
     decode      one token of each request; the graph also writes the new cache slots into the tables
-    verify      2 to k tokens of each request, where steps bring draft tokens
-    prompts     a short prompt computes faster than the host can launch a model's kernels one by one; with and without
-                requests that decode in the same step, and with and without images (`graph_media`). Images that see
-                themselves both ways attend once more, each as a request of its own, and have no graph, nor have prompts
-                behind a prefix so long that several programs share it
+    verify      2 to k tokens of each request, with speculative decoding
+    prompts     short prompts, which compute faster than the host can launch a model's kernels one by one; with or
+                without decoding requests in the same step, with or without images (`graph_media`). Two cases run
+                without a graph: images that attend in both directions, which need a second attention pass, and prompts
+                behind a cached prefix so long that several programs share it
 
-With a drafter each of them has a second graph, which follows the sampling: what stands of the step, and new draft
-tokens.
+With a drafter each graph is followed by a second one, after sampling: it accepts tokens and makes new draft tokens.
 
-A step runs in the next larger graph. Rows that are missing are padding: decoding requests that own request slot 0 and
-cache slot 0, and tokens at the end that belong to one more prompt of that slot. In a graph with prompts the decoding
-rows that are missing lie over the first prompt tokens, which are computed after them; so every row holds finite
-numbers, and the tokens that count lie together at the front.
+A step runs in the smallest graph that holds it, padded: with decoding requests of request slot 0 and cache slot 0, and
+with tokens at the end that belong to one more prompt of that slot. In a graph with prompts the padding rows of decoding
+requests overlap the first prompt tokens, which are computed after them; so every row holds finite numbers, and the real
+tokens lie together at the front.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ from sglang.srt.utils.device_arrays import DeviceArrays, Field
 MAX_PROMPTS = 16
 TIMED_REPLAYS = 5
 SMALL_BYTES = 2 << 20
-"""Largest size in bytes of logits that a decode graph keeps for itself: those of a row or two, whose copy would be one
-launch more."""
+"""Largest logits in bytes that a decode graph keeps in memory of its own; larger ones are copied to a buffer that all
+graphs share, which for a row or two would only cost a launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """Sizes of the graphs, each tuple ascending. batch_sizes: requests of steps without prompts, and widths: tokens of
-    each of them. prompt_tokens: tokens of steps with prompts. mixed_decodes: requests that decode in these, with 0 for
-    none. Steps of a kind without sizes have no graphs."""
+    """Sizes of the graphs, each tuple ascending. batch_sizes: requests of steps without prompts; widths: tokens per
+    request in these. prompt_tokens: tokens of steps with prompts; mixed_decodes: decoding requests in these, with 0 for
+    none. A kind of step without sizes has no graphs."""
 
     batch_sizes: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
@@ -63,27 +62,28 @@ class GraphSizes:
 
     @property
     def any(self) -> bool:
+        """Returns whether any graph is captured."""
         return bool(self.batch_sizes or self.prompt_tokens)
 
 
 def graph_sizes(plan: Plan, state: DeviceState, widths: tuple[int, ...]) -> GraphSizes:
-    """Returns the sizes of the graphs that the attention of this model can be in. widths: tokens of each request in
-    steps without prompts that may have graphs."""
-    attention, draft_tokens = state.attention, state.draft_tokens
+    """Returns the sizes of the graphs that the model's attention can be captured in. widths: candidates for the tokens
+    per request in steps without prompts."""
+    attention, has_drafts = state.attention, state.has_drafts
     if not plan.cuda_graph_bs or not attention.decode_in_graphs:
         return GraphSizes()
     prompt_tokens = plan.cuda_graph_prefill_tokens if attention.extend_in_graphs else ()
     mixed = mixed_decode_sizes(plan.cuda_graph_bs)
-    if draft_tokens and attention.decode_plans_on_host:
+    if has_drafts and attention.decode_plans_on_host:
         mixed = (0,)  # the lengths of requests that decode are known to the device alone
     verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
-    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not draft_tokens else ()
-    widths = tuple(width for width in widths if width > 1 or not (draft_tokens and attention.decode_plans_on_host))
+    batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not has_drafts else ()
+    widths = tuple(width for width in widths if width > 1 or not (has_drafts and attention.decode_plans_on_host))
     return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
 
 class GraphRunner:
-    """Owns the captured graphs, and the arrays and results at fixed addresses."""
+    """Captures the graphs, and owns them with their input arrays and results at fixed addresses."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class GraphRunner:
         drafts: DraftRunner | None = None,
         drafts_in_graphs: bool = True,
     ) -> None:
-        """keeps_hidden: steps without prompts leave their hidden states, too. drafts_in_graphs False: what follows the
-        sampling is launched kernel by kernel, over the rows of the graph."""
+        """keeps_hidden: steps without prompts also return their hidden states. drafts_in_graphs False: the work after
+        sampling is launched kernel by kernel, on the padded rows of the graph."""
         self.state, self.sizes, self.drafts = state, sizes, drafts
         self.num_windows = state.num_tables - 1
         self.groups = parallel_state.groups()
@@ -114,7 +114,7 @@ class GraphRunner:
         self.outputs: dict[StepShape, ModelOutput] = {}
         """Output of each graph; held, so that no other graph uses the memory."""
         self._tokens = torch.zeros(max(self._num_sampled(s) for s in shapes), dtype=torch.int64, device=state.device)
-        """Sampled tokens, the input of what settles a step; `_accepted` holds what that gives."""
+        """Sampled tokens, the input of the graphs that accept them; `_accepted` holds the outputs."""
         self._accepted: dict[StepShape, AcceptResult] = {}
         self._accept: dict[StepShape, Callable[[torch.Tensor], AcceptResult]] = {}
         state.attention.prepare_graphs(tuple(sorted({s.num_decodes for s in shapes if s.num_decodes})))
@@ -128,7 +128,7 @@ class GraphRunner:
     # --- shapes and arrays --------------------------------------------------------------------------------------------
 
     def _shapes(self) -> Iterator[StepShape]:
-        """Yields the shapes of all graphs, of each kind those of the most tokens first: smaller graphs then reuse their
+        """Yields the shapes of all graphs, per kind those with the most tokens first: smaller graphs then reuse their
         memory, and static outputs are large enough for all that follow."""
         for tokens in reversed(self.sizes.prompt_tokens):
             for decodes in reversed([size for size in self.sizes.mixed_decodes if size <= tokens]):
@@ -138,7 +138,7 @@ class GraphRunner:
         yield from sorted(without_prompts, reverse=True)
 
     def shape_of(self, step: StepInput) -> StepShape | None:
-        """Returns the shape of the graph that the step runs in; None if it has none."""
+        """Returns the shape of the graph that the step runs in; None if no graph fits."""
         if step.groups is not None:
             return self._shape_of_groups(step.groups)
         num_decodes = step.num_decodes
@@ -159,7 +159,7 @@ class GraphRunner:
         return self.state.attention.shares_prefixes(prompts.extend_lens.tolist(), prompts.prefix_lens.tolist())
 
     def _shape_of_groups(self, steps: GroupSteps) -> StepShape | None:
-        """Returns the shape in which all attention groups compute, of which each has a step of its own."""
+        """Returns the common shape of all attention groups' steps; None if no graph fits."""
         if not steps.has_prompts:
             size = _at_least(self.sizes.batch_sizes, steps.num_decodes)
             if size is None or steps.width not in self.sizes.widths:
@@ -176,12 +176,13 @@ class GraphRunner:
         return StepShape(tokens, decodes, has_prompts=True)
 
     def fits_decodes(self, num_reqs: int) -> bool:
-        """Returns whether steps without prompts of so many requests have graphs."""
+        """Returns whether steps without prompts with `num_reqs` requests have graphs."""
         return _at_least(self.sizes.batch_sizes, num_reqs) is not None
 
     def writes_tables(self, step: StepInput) -> bool:
-        """Returns whether the graph of the step writes its `table_update`: new slots of windows, and nothing else. A
-        builder that plans on the host reads them in the tables before the replay."""
+        """Returns whether the step's graph itself writes `table_update`, which then holds only new slots of sliding
+        windows. An attention builder that plans on the host reads the tables before the replay, so the graph cannot
+        write them."""
         update = step.table_update
         if update is None or step.prompts is not None or step.widths is not None:
             return False
@@ -195,18 +196,18 @@ class GraphRunner:
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
         fields |= self._exchange_fields(largest * self.sizes.widths[-1])
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)
         fields["decode_lens"] = Field((largest,), np.int32, 1)
         if self.num_windows:
-            # What a step leaves of them writes once more that the padding row has the padding slot.
+            # Entries that a step does not use write the padding slot to the padding row again.
             most = (self.num_windows * largest,)
             fields |= {"table_index": Field(most, np.int64), "table_value": Field(most, np.int32)}
         return fields
 
     def _exchange_fields(self, max_tokens: int) -> dict[str, Field]:
-        """Returns the input fields of the rows of all attention groups, where each has requests of its own."""
+        """Returns the input fields for the rows of all attention groups; empty with one group."""
         if self.groups.dp.size == 1:
             return {}
         order = (self.groups.dp.size * max_tokens,)
@@ -226,7 +227,7 @@ class GraphRunner:
         largest = self.sizes.mixed_decodes[-1]
         decodes, sampled = (largest,), (largest + MAX_PROMPTS,)
         fields = (
-            {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.draft_tokens else {}
+            {"next_ids": Field(tokens, np.int64), "ends": Field(sampled, np.int32)} if self.state.has_drafts else {}
         )
         return {
             **fields,
@@ -253,12 +254,12 @@ class GraphRunner:
     def _capture(self, shape: StepShape, pool: Any) -> None:
         arrays = self._arrays[shape.has_prompts]
         arrays.load(**self._all_rows(shape), **(_one_prompt(shape) if shape.has_prompts else {}))
-        # What builders share between graphs is then this one's.
+        # Attention builders share buffers between graphs: fill them for this shape.
         self._refresh(self.state.batch(arrays, shape).decode, np.empty(0, np.int32))
         self.graphs[shape] = capture(partial(self._compute, shape), pool)
 
     def _compute(self, shape: StepShape) -> None:
-        """Computes a step into static outputs. To be captured."""
+        """Computes a step into static outputs, under capture."""
         arrays, model = self._arrays[shape.has_prompts], self.state.model
         if "table_index" in arrays:
             most = self.num_windows * shape.num_tokens
@@ -286,7 +287,7 @@ class GraphRunner:
         self.outputs[shape] = ModelOutput(batch, arrays, kept, logits)
 
     def _num_sampled(self, shape: StepShape) -> int:
-        """Rows of logits. No more requests run than there are request slots."""
+        """Returns the rows of logits of a shape; at most one per request slot in graphs with prompts."""
         if not shape.has_prompts:
             return shape.num_tokens
         return min(shape.num_decodes + MAX_PROMPTS, self.state.sizes.max_requests)
@@ -294,7 +295,7 @@ class GraphRunner:
     def _accept_of(
         self, drafts: DraftRunner, shape: StepShape, in_graph: bool, pool: Any
     ) -> Callable[[torch.Tensor], AcceptResult]:
-        """Returns what settles a step of the shape, given the tokens sampled for its own rows."""
+        """Returns a function that accepts a step's tokens, given those sampled for its own rows."""
         tokens = self._tokens[: self._num_sampled(shape)]
 
         def compute() -> None:
@@ -310,14 +311,14 @@ class GraphRunner:
         return accept
 
     def _refresh(self, rows: DecodeRows | None, seq_lens: np.ndarray) -> None:
-        """The one place where what attention plans on the host follows a step, before every replay of any graph.
-        seq_lens: of the decoding requests; the rows behind them are padding."""
+        """Updates what attention plans on the host for a step; called before every replay of any graph. seq_lens:
+        lengths of the decoding requests; rows behind them are padding."""
         if rows is not None and self.state.attention.decode_plans_on_host:
             rows.seq_lens_cpu = seq_lens.tolist() + [1] * (len(rows) - len(seq_lens))
             self.state.attention.refresh(rows)
 
     def replay(self, shape: StepShape, step: StepInput) -> ModelOutput:
-        """Replays the graph of a shape. The output has the graph's padding behind the step's own rows; it is valid
+        """Replays the graph of `shape`. The output has the graph's padding behind the step's own rows and is valid
         until the next replay."""
         output = self.outputs[shape]
         self._load(output.arrays, shape, step)
@@ -327,10 +328,10 @@ class GraphRunner:
 
     @torch.inference_mode()
     def step_times(self) -> dict[tuple[int, int], float]:
-        """(requests, tokens of each) -> milliseconds of both graphs of steps without prompts: reading weights and
-        states, launches, what keeps the tokens that stand, and drafts; without long caches. Of every power of two and
-        the largest size. To be called before the first request: each row stands for a request slot with tokens of its
-        own, as experts are chosen by them."""
+        """Measures steps without prompts: {(requests, tokens per request): milliseconds} of a graph with its accept
+        graph, i.e. reading weights and states, launches, accepting and drafting, with short caches. Sizes: every power
+        of two and the largest. Must run before the first request; each row is a request slot with different tokens,
+        because MoE routing depends on them."""
         sizes = [size for size in self.sizes.batch_sizes if not size & (size - 1) or size == self.sizes.batch_sizes[-1]]
         state, times = self.state, {}
         tokens = torch.arange(state.next_tokens.numel(), device=state.device).view_as(state.next_tokens)
@@ -349,14 +350,14 @@ class GraphRunner:
         return times
 
     def _rows_of_slots(self, shape: StepShape) -> dict[str, np.ndarray]:
-        """Returns the arrays of a step of the first request slots."""
+        """Returns the arrays of a decode or verify step over the first request slots."""
         slots = np.arange(1, shape.num_decodes + 1)
         values = {
             **self._all_rows(shape),
             "decode_slots": np.where(slots <= self.state.sizes.max_requests, slots, 0),
             "num_tokens": np.array([shape.num_tokens], np.int32),
         }
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             values["widths"] = np.full(len(slots), shape.width, np.int32)
             values["ends"] = np.full(len(slots), self.state.sizes.context_len, np.int32)
         else:
@@ -365,8 +366,8 @@ class GraphRunner:
 
     @torch.inference_mode()
     def prompt_times(self) -> dict[int, float]:
-        """Tokens -> milliseconds of the graphs with prompts, with as many requests that decode as they have: of one
-        prompt of padding without a cached prefix, whose tokens differ, as experts are chosen by them."""
+        """Measures graphs with prompts: {tokens: milliseconds}, each with its most decoding requests. The prompt is
+        padding without a cached prefix, with different tokens, because MoE routing depends on them."""
         vocabulary, times = self.state.model.description.vocab_size, {}
         for shape in (shape for shape in self.graphs if shape.has_prompts):
             if shape.num_tokens not in times:  # the shape with the most requests comes first
@@ -377,7 +378,8 @@ class GraphRunner:
         return times
 
     def _milliseconds(self, shape: StepShape, tokens: torch.Tensor | None = None) -> float:
-        """tokens [max_reqs + 1, k] int64: of the request slots, which begin anew in each replay."""
+        """Returns the mean time of a replay. tokens [max_reqs + 1, k] int64: next tokens per request slot, reset before
+        each one."""
 
         def replay() -> None:
             if tokens is not None:
@@ -417,7 +419,7 @@ class GraphRunner:
 
 
 def _one_prompt(shape: StepShape) -> dict[str, np.ndarray]:
-    """Returns the arrays of a step all tokens of which are of one prompt of the padding slot."""
+    """Returns the arrays of a step whose tokens all belong to one prompt of the padding slot."""
     ends = np.full(MAX_PROMPTS + 2, shape.num_tokens, np.int32)
     ends[0] = 0
     count = np.array([shape.num_tokens], np.int32)

@@ -1,5 +1,5 @@
-"""Output of a step of several attention groups, each of which has requests of its own: every rank samples rows of its
-group, and gets the tokens of all, because it runs the schedulers of all."""
+"""Sampling of a step of several attention groups with requests of their own: every rank samples rows of its group and
+receives the tokens of all groups, because it runs all groups' schedulers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.utils.device_arrays import event_on, to_device, to_host
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
-"""[n, ...] of the rows that this rank samples -> [A, rows of a group, ...], alike on all ranks."""
+"""Collective: gathers [n, ...] of the rows that this rank samples into [A, rows of a group, ...] on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """Rows of its group that a rank samples: whole logits [n, V], and how what it makes of them goes to all ranks."""
+    """The rows of its group that a rank samples: their slice, their complete logits [n, V], and the collective that
+    gathers what the ranks computed from them."""
 
     rows: slice
     logits: torch.Tensor
@@ -33,16 +34,16 @@ class OwnRows:
 
 @dataclass(frozen=True, slots=True)
 class EveryonesTokens:
-    """What the ranks sampled, of every group, in host memory once the step is over. `tokens` [A, R, k], `counts`
-    [A, R, 1] int32 and `draft_tokens` [A, R, k - 1 or twice as many] as in `StepResult`: behind the draft tokens is how
-    likely they stand, where the drafter says so."""
+    """The sampled tokens of all groups, in host memory once the step is over: `tokens` [A, R, k], `counts` [A, R, 1]
+    int32 and `draft_tokens` [A, R, k - 1] as in `StepResult`. If the drafter gives confidences, `draft_tokens` has k -
+    1 more columns with these, fp32 stored as int32."""
 
     tokens: torch.Tensor
     counts: torch.Tensor | None = None
     draft_tokens: torch.Tensor | None = None
 
     def file(self, result: StepResult, group: int, step: StepInput, num_speculative_tokens: int) -> None:
-        """Enters what a group's step brought in its result, whose `next_token_ids` has as many rows."""
+        """Stores a group's part in its `result`, whose `next_token_ids` has the group's number of rows."""
         count = len(result.next_token_ids)
         result.next_token_ids = self.tokens[group, :count, : step.width]
         if self.counts is None or self.draft_tokens is None:
@@ -56,14 +57,14 @@ class EveryonesTokens:
 
 
 class GroupOutput:
-    """Samples the rows of a step and keeps this group's table of next tokens. Collective."""
+    """Samples the rows of a step and updates this group's table of next tokens. Its methods are collective."""
 
     def __init__(self, state: DeviceState, table: SamplingTable, sampler: Sampler, groups: Groups) -> None:
         self.state, self.table, self.sampler, self.groups = state, table, sampler, groups
         self.model = state.model
 
     def own_logits(self, logits: torch.Tensor, steps: GroupSteps) -> torch.Tensor:
-        """The rows [R, C] of this group, of the logits of a step (`CausalLM.step_logits`)."""
+        """Returns this group's rows [R, C] of a step's logits (`CausalLM.step_logits`)."""
         count = steps.num_sampled[self.groups.dp.rank]
         if self.model.vocabulary_of_group or self.model.head is None:
             return logits[:count]
@@ -71,7 +72,7 @@ class GroupOutput:
         return logits[first : first + count]
 
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> list[StepResult]:
-        """Returns the results of all groups. vocab_mask: of this group's rows."""
+        """Samples a step and returns the results of all groups. vocab_mask: bitmask of this group's rows."""
         steps = forward.step.groups
         assert steps is not None
         tokens, packed = self._sampled(forward, steps, vocab_mask)
@@ -81,8 +82,8 @@ class GroupOutput:
     def gather_verified(
         self, forward: LaunchedForward, out: SamplerOutput, accepted: AcceptResult | None, says_confidence: bool
     ) -> list[StepResult]:
-        """Returns the results of all groups where steps bring draft tokens: each group has sampled and settled its own
-        rows (`out`; None is settled of a group without work). says_confidence: the drafter does."""
+        """Returns the results of all groups after verification, for which each group has sampled (`out`) and accepted
+        its own rows; `accepted` is None for a group without work. says_confidence: the drafter gives confidences."""
         steps, group, dp = forward.step.groups, self.groups.dp.rank, self.groups.dp
         assert steps is not None
         count, most = steps.num_requests[group], max(*steps.num_requests, 1)
@@ -115,13 +116,14 @@ class GroupOutput:
         return self._results(forward, steps, everyones, packed)
 
     def _send(self, everyones: torch.Tensor, steps: GroupSteps) -> None:
-        """Sends the sampled rows [A, R, ...] of all groups to the stages before this one, where there are some."""
+        """Sends the sampled rows [A, R, ...] of all groups to earlier pipeline stages, if there are any."""
         most = max(steps.num_requests)
         if most and self.groups.pp_tokens.size > 1:
             self.groups.pp_tokens.from_last(everyones[:, :most].contiguous())
 
     def own_request(self, step: StepInput) -> StepInput:
-        """Returns the step with what is asked of the logits of any group, so that the results of all are as wide."""
+        """Returns the step with the log probabilities asked of any group, so that all groups' results have the same
+        width."""
         steps = step.groups
         assert steps is not None
         asked, group = steps.logprobs, self.groups.dp.rank
@@ -134,7 +136,8 @@ class GroupOutput:
     def _results(
         self, forward: LaunchedForward, steps: GroupSteps, everyones: EveryonesTokens, packed: torch.Tensor | None
     ) -> list[StepResult]:
-        """packed [A, rows, W]: log probabilities of the sampled rows, if any group asks."""
+        """Returns the results of all groups. packed [A, rows, W]: log probabilities of the sampled rows, if any group
+        asks."""
         prompts = [self._prompt_logprobs(forward, group, step) for group, step in enumerate(steps.steps)]
         hidden = [self._hidden(forward, group, step.hidden_rows) for group, step in enumerate(steps.steps)]
         asked = steps.logprobs
@@ -154,7 +157,8 @@ class GroupOutput:
     def _sampled(
         self, forward: LaunchedForward, steps: GroupSteps, vocab_mask: np.ndarray | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The tokens [A, rows] of all groups, and their log probabilities, packed [A, rows, W], if any group asks."""
+        """Returns the tokens [A, rows] of all groups, and their packed log probabilities [A, rows, W] if any group
+        asks."""
         head, logits, group = self.model.head, forward.output.logits, self.groups.dp.rank
         assert head is not None, "the last stage has it"
         count = steps.num_sampled[group]
@@ -206,7 +210,8 @@ class GroupOutput:
         return OwnRows(rows, share.logits[: end - begin], lambda x: share.gather(x).view(dp.size, each, *x.shape[1:]))
 
     def _prompt_logprobs(self, forward: LaunchedForward, group: int, step: StepInput) -> LogprobResult | None:
-        """Every rank computes those of all groups, of hidden states that the group sends."""
+        """Returns the prompt log probabilities of a group, which every rank computes from hidden states that the group
+        sends."""
         request = None if step.prompts is None else step.prompts.prompt_logprobs
         if request is None:
             return None
@@ -222,7 +227,7 @@ class GroupOutput:
         return None if rows is None else to_host(self._rows_of(forward, group, rows).float())
 
     def _rows_of(self, forward: LaunchedForward, group: int, rows: np.ndarray) -> torch.Tensor:
-        """The final hidden states [N, H] of some tokens of a group."""
+        """Returns the final hidden states [N, H] of the tokens `rows` of a group on all ranks."""
         if group == self.groups.dp.rank:
             hidden = forward.output.hidden
             assert hidden is not None, "the graph of this step does not keep them"

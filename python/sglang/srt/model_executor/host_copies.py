@@ -1,4 +1,4 @@
-"""The pools of cached prefixes in main memory, and what copies between them and the device."""
+"""Pools of cached prefixes in main memory, and the copies between them and the device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 def create_copies(plan: Plan, host: HostCachePlan, pools: CachePools) -> ThreadedCopies | None:
-    """Creates the pools in main memory, which ranks whose caches are equal have together; None where these ranks cannot
-    map the same memory. Collective."""
+    """Creates the pools in main memory, shared by ranks with equal caches; None if these ranks cannot map the same
+    memory. Collective."""
     share = (0, 1)
     allocate: Allocate = own_memory
     if host.sharers > 1:

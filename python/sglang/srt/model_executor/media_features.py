@@ -1,7 +1,7 @@
-"""Features of images and videos on the device, kept by their digests, and the encoder steps that make them.
+"""Features of images and videos on the device, cached by digest, and the encoder steps that compute them.
 
-Which are kept is decided by sizes and the order of calls, never by the device, so that all ranks decide alike, also
-stages of a pipeline that have no encoder.
+Evictions depend on sizes and the order of calls only, never on the device, so that all ranks agree, pipeline stages
+without an encoder included.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from sglang.srt.utils.media_item import MediaItem
 
 
 class MediaEncoder(Protocol):
-    """Makes features of patches."""
+    """An encoder that computes features from patches."""
 
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """pixels [P, values of a patch], on the device or not, of items one after the other, whose grids are frames,
-        rows, columns of patches. Returns of each item [tokens, hidden * (1 + deepstack levels)]."""
+        """Returns the features of each item, [tokens, hidden * (1 + deepstack levels)]. pixels [P, values per patch],
+        on host or device, holds the items one after the other; a grid gives an item's frames, rows and columns of
+        patches."""
 
 
 @runtime_checkable
 class LayeredEncoder(MediaEncoder, Protocol):
-    """An encoder that can stop behind every piece (`models.vision.pieces`)."""
+    """An encoder whose computation can pause after every piece (`models.vision.pieces`)."""
 
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
-        """The clips of all items, by the parts in which they are computed."""
+        """Returns the clips of all items, grouped by the parts in which they are computed."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        """What the layers need of the places of the patches of a part, computed on the host. Any thread may call it."""
+        """Returns host arrays that the layers need about the patch positions of a part. Callable from any thread."""
 
     def encoding(
         self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: Cuts = WHOLE_LAYERS
     ) -> Pieces[list[torch.Tensor]]:
-        """Yields behind every piece, and returns what `encode` does."""
+        """Yields after every piece, and returns what `encode` returns."""
 
 
 @dataclass(slots=True)
@@ -58,8 +59,8 @@ class _CachedItem:
 
 @dataclass(slots=True)
 class _UnderWay:
-    """An encoder step, and the pieces of each of its `slices` that are left. `pieces` None: nothing is computed before
-    the last slice, which reads the patches itself."""
+    """An encoder step in progress. `slices` holds the number of pieces of each slice that is left. `pieces` is None if
+    nothing is computed before the last slice, which then reads the patches itself."""
 
     items: Sequence[MediaItem]
     slices: deque[int]
@@ -67,7 +68,7 @@ class _UnderWay:
 
 
 class MediaFeatures:
-    """A cache of features with a budget of bytes. Those that requests still need go last."""
+    """A cache of features with a budget in bytes. It evicts least recently used items first, pinned ones last."""
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class MediaFeatures:
         agreed: Callable[[bool], bool] = bool,
         sliced: bool = True,
     ) -> None:
-        """width: of a placeholder's features. budget: in bytes. encoder: None in stages of a pipeline that use no
-        features. directory: that of the shared arrays. agreed: whether all ranks that encode together say so.
-        sliced: whether an encoder step may be cut."""
+        """width: of a placeholder's features, deepstack levels included. budget: bytes. encoder: None in pipeline
+        stages that use no features. directory: where shared arrays lie. agreed: returns whether it is true on all ranks
+        that encode together. sliced: whether an encoder step may be spread over several steps."""
         self.description, self.width, self.dtype, self.budget = description, width, dtype, budget
         self.device, self.encoder, self.directory, self._agreed = device, encoder, directory, agreed
         self._sliced = sliced
@@ -101,7 +102,7 @@ class MediaFeatures:
         """Items that were encoded since the start."""
 
     def twin(self) -> MediaFeatures:
-        """Returns an empty cache that decides as this one does, for requests that other ranks compute."""
+        """Returns an empty cache that evicts as this one does, for requests that other ranks compute."""
         return MediaFeatures(
             self.description, self.width, self.dtype, self.budget, self.device, None, sliced=self._sliced
         )
@@ -110,50 +111,54 @@ class MediaFeatures:
         return item.digest in self._entries
 
     def size_of(self, item: MediaItem) -> int:
+        """Returns the bytes of an item's features."""
         return self.description.num_tokens(item.grid) * self.width * self.dtype.itemsize
 
     def usage(self) -> dict[str, int]:
+        """Returns the number of cached items, their bytes, and the items encoded since the start."""
         return {"items": len(self._entries), "bytes": self.used, "encoded": self.num_encoded}
 
     def pin(self, items: Iterable[MediaItem], rid: str) -> None:
-        """A request uses those of the items that are there, and needs them until `unpin`."""
+        """Marks the cached ones of `items` as used by request `rid`, until `unpin`."""
         for item in items:
             if item.digest in self._entries:
                 self._entries.move_to_end(item.digest)
                 self._entries[item.digest].users.add(rid)
 
     def unpin(self, items: Iterable[MediaItem], rid: str) -> None:
+        """Ends the use of `items` by request `rid`."""
         for item in items:
             if item.digest in self._entries:
                 self._entries[item.digest].users.discard(rid)
 
     def clear(self) -> None:
-        """Forgets all features. Only while no request needs any."""
+        """Drops all features. Only allowed while no request needs any."""
         self._entries.clear()
         self._under_way = None
         self.used = 0
 
     def enter(self, item: MediaItem, features: torch.Tensor) -> None:
-        """features [tokens, hidden * (1 + deepstack levels)] of an item that is not there, and that no step encodes."""
+        """Adds features [tokens, hidden * (1 + deepstack levels)] of an item that is neither cached nor being
+        encoded."""
         self._entries[item.digest] = _CachedItem(self.size_of(item), features)
         self.used += self.size_of(item)
 
     @property
     def under_way(self) -> bool:
-        """Whether an encoder step has begun and not ended."""
+        """Returns whether an encoder step has begun and not ended."""
         return self._under_way is not None
 
     def begin(self, items: Sequence[MediaItem], num_decodes: int = 0) -> None:
-        """Begins an encoder step over items that are not there, beside so many requests that decode: their patches are
-        sent to the device. `advance` computes it."""
+        """Begins an encoder step over items that are not cached: their patches are sent to the device, and `advance`
+        computes them. num_decodes: requests that decode meanwhile; with more of them a step is cut into more slices."""
         tower, grids = self.description.tower, [item.grid for item in items]
         slices = self.pace.slices(tower, grids, num_decodes) if self._sliced and num_decodes else WHOLE
         self._under_way = _UnderWay(items, deque(slices.pieces), self._pieces_of(items, slices.cuts))
 
     @torch.inference_mode()
     def advance(self, whole: bool) -> None:
-        """Launches a slice of the step that is under way, or with `whole` all that is left of it. Behind the last one
-        its items are there, in the place of others. All ranks count the slices alike, also those without encoder."""
+        """Launches the next slice of the encoder step, or with `whole` all of its rest. After the last slice the items
+        are cached and others evicted. All ranks count slices alike, those without encoder included."""
         step = self._under_way
         assert step is not None
         count = step.slices.popleft()
@@ -171,7 +176,7 @@ class MediaFeatures:
         self.num_encoded += len(step.items)
 
     def rows(self, item: MediaItem, index: torch.Tensor) -> torch.Tensor:
-        """Returns the rows `index` [N] of an item that is there, [N, hidden * (1 + deepstack levels)]."""
+        """Returns rows `index` [N] of a cached item, [N, hidden * (1 + deepstack levels)]."""
         entry = self._entries[item.digest]
         if entry.features is None:
             entry.features = self._computed([item])[0]
@@ -180,8 +185,8 @@ class MediaFeatures:
         return entry.features[index]
 
     def gather_features(self, sources: Sequence[tuple[MediaItem, np.ndarray]], index: torch.Tensor) -> torch.Tensor:
-        """sources: items that are there, and which of their rows a step takes, in `index` [M] on the device. Returns
-        [M, hidden * (1 + deepstack levels)]."""
+        """Returns features [M, hidden * (1 + deepstack levels)]. sources: cached items, each with the rows that the
+        step takes; index [M]: all these rows on the device."""
         begin, parts = 0, []
         for item, rows in sources:
             parts.append(self.rows(item, index[begin : begin + len(rows)]))
@@ -189,8 +194,8 @@ class MediaFeatures:
         return torch.cat(parts)
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """rows [N, hidden * (1 + deepstack levels)] -> [N, hidden] that stand for tokens, and as many for each
-        level."""
+        """Splits rows [N, hidden * (1 + deepstack levels)] into the token features [N, hidden] and those of each
+        deepstack level."""
         return rows.split(self.width // (1 + self.description.deepstack_levels), dim=1)
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -203,8 +208,8 @@ class MediaFeatures:
                 self.used -= self._entries.pop(digest).size
 
     def _pieces_of(self, items: Sequence[MediaItem], cuts: Cuts) -> Pieces[list[torch.Tensor]] | None:
-        """Returns the computation of the items, which stops behind every piece; None where it cannot, or pixels are
-        gone."""
+        """Returns the items' computation, which pauses after every piece; None if the encoder cannot pause or pixels
+        are gone."""
         if self._uploads is None or not isinstance(self.encoder, LayeredEncoder):
             return None
         reader, grids = self._reader(items), [item.grid for item in items]
@@ -214,7 +219,8 @@ class MediaFeatures:
         return self.encoder.encoding(parts, grids, cuts)
 
     def _reader(self, items: Sequence[MediaItem]) -> PatchReader | None:
-        """Returns the patches of the items, which may be unlinked from then on; None where pixels of one are gone."""
+        """Returns a reader of the items' patches, whose files may be unlinked from then on; None if pixels of one are
+        gone."""
         assert self.directory is not None
         try:
             files = [shared_array.opened(self.directory, item.pixels) for item in items]
@@ -223,8 +229,8 @@ class MediaFeatures:
         return PatchReader(files, [item.pixels for item in items])
 
     def _computed(self, items: Sequence[MediaItem]) -> Sequence[torch.Tensor | None]:
-        """A rank that reads the pixels later than others may find them gone, when the request has ended: then the
-        next request that brings the item computes it."""
+        """Computes the items' features at once; None for items whose pixels are gone. A rank that reads late may miss
+        pixels of a request that has ended: the next request with the item computes it again."""
         if self.encoder is None:
             return [None] * len(items)
         reader, grids = self._reader(items), [item.grid for item in items]
@@ -238,7 +244,8 @@ class MediaFeatures:
 
 
 def _continued(pieces: Pieces[list[torch.Tensor]], count: int | None) -> list[torch.Tensor] | None:
-    """Computes so many pieces, or None for all that are left; then returns the features."""
+    """Computes `count` pieces and returns None, or computes all remaining pieces (count None) and returns the
+    features."""
     if count is None:
         return whole(pieces)
     for _ in range(count):

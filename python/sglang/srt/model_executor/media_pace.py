@@ -25,18 +25,18 @@ from sglang.srt.plan.towers.tower import Tower
 SHARE = 0.3
 """Share of a decode step that a slice of an encoder step, or a part of a prompt, may add to it."""
 MOST_CUTS = 128
-"""Of what a layer computes."""
+"""Most shares into which a layer is cut."""
 LEAST_TOKENS = 64
-"""Of a prompt with images a step takes so many, however long it is."""
+"""Fewest tokens of a prompt with images that a step computes, however long that takes."""
 FLAT = 1.1
-"""Steps of prompts up to so many times as long as the shortest one are bound by their launches: fewer tokens would not
-make them shorter."""
+"""Prompt steps up to this factor longer than the shortest one are bound by launches; fewer tokens would not make them
+shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTimes:
-    """Milliseconds of the mean layer of the encoder over clips: for each patch `patch`, and `pair` for each patch that
-    it sees; and `least` at any rate, which the launches take."""
+    """Milliseconds of the encoder's mean layer: `patch` per patch, `pair` per pair of patches in attention, and at
+    least `least`, which the launches take."""
 
     patch: float
     pair: float
@@ -44,14 +44,15 @@ class LayerTimes:
 
     @classmethod
     def fitted(cls, small: tuple[int, int, float], large: tuple[int, int, float], least: float) -> LayerTimes:
-        """small, large: clips, patches of each clip, and milliseconds of a layer over them, measured."""
+        """Fits the times to two measurements. small, large: clips, patches of each clip, and milliseconds of a
+        layer."""
         (_, seen, _), (_, more_seen, _) = small, large
         each, of_large = (ms / (count * patches) for count, patches, ms in (small, large))
         pair = max(0.0, (of_large - each) / (more_seen - seen))
         return cls(max(each - pair * seen, 0.0), pair, least)
 
     def time_chunk(self, piece: PatchChunk) -> float:
-        """Returns milliseconds."""
+        """Returns the milliseconds of a piece."""
         return max(piece.share * self.least, piece.share * piece.patches * self.patch + piece.pairs * self.pair)
 
 
@@ -61,21 +62,21 @@ _UNMEASURED = LayerTimes(1.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """An encoder step in slices: how many `pieces` each has, and how layers are cut to these."""
+    """An encoder step in slices: the number of `pieces` in each, and how layers are cut into pieces."""
 
     pieces: tuple[int, ...]
     cuts: Cuts = WHOLE_LAYERS
 
 
 WHOLE = Slices((1,))
-"""A step that is not cut: its last slice goes to the end, however many pieces it has."""
+"""A step in one slice, which runs to the end, however many pieces there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaPace:
-    """`decode_ms`: requests -> milliseconds of a decode step. `prompt_ms`: tokens -> milliseconds of a step with a
-    prompt, `in_graphs`, which have these sizes, or launched kernel by kernel. What is not measured does not limit;
-    slices have a constant size then."""
+    """Limits of encoder slices and prompts beside decoding requests. `decode_ms`: requests -> milliseconds of a decode
+    step. `prompt_ms`: tokens -> milliseconds of a step with a prompt, in graphs of these sizes (`in_graphs`) or
+    launched kernel by kernel. Without a measurement there is no limit, and slices have a constant size."""
 
     layer: LayerTimes | None = None
     decode_ms: Mapping[int, float] = field(default_factory=dict)
@@ -83,8 +84,8 @@ class MediaPace:
     in_graphs: bool = False
 
     def slices(self, tower: Tower, grids: Sequence[Grid], num_decodes: int) -> Slices:
-        """Returns the slices of an encoder step beside so many requests that decode: none is longer than its share of
-        a decode step, if its pieces are not."""
+        """Returns the slices of an encoder step beside `num_decodes` decoding requests: none exceeds its share of a
+        decode step, unless a single piece does."""
         parts = parts_of(tower, grids)
         if self.layer is None or not self.decode_ms:
             layer, limit, cuts = _UNMEASURED, float(PATCH_LAYERS_BESIDE), WHOLE_LAYERS
@@ -97,8 +98,8 @@ class MediaPace:
         return Slices(tuple(_packed(times, limit)), cuts)
 
     def prompt_tokens(self, num_decodes: int) -> int | None:
-        """Returns how many tokens of prompts with images a step takes beside so many requests that decode; None: as
-        many as there are."""
+        """Returns how many tokens of prompts with images a step computes beside `num_decodes` decoding requests; None:
+        no limit."""
         if not self.prompt_ms or not self.decode_ms:
             return None
         limit = (1 + SHARE) * self._decode_ms(num_decodes)
@@ -108,8 +109,8 @@ class MediaPace:
         return max(LEAST_TOKENS, _crossing(self.prompt_ms, longest) - num_decodes)
 
     def _graph_tokens(self, num_decodes: int, limit: float) -> int:
-        """Returns the tokens that fill the largest graph within the limit, or if these are too few the next larger one:
-        a step takes the time of its graph, whether its tokens fill it or not."""
+        """Returns the tokens that fill the largest graph within the limit, or the next larger one if that has too few.
+        A step takes the time of its graph even if its tokens do not fill it."""
         least = num_decodes + LEAST_TOKENS
         sizes = [size for size in sorted(self.prompt_ms) if size >= least]
         fitting = [size for size in sizes if self.prompt_ms[size] <= limit]
@@ -120,7 +121,7 @@ class MediaPace:
         return self.decode_ms[sizes[min(bisect_left(sizes, num_decodes), len(sizes) - 1)]]
 
     def describe(self) -> str:
-        """Says for the log what it comes to beside the most requests that were measured."""
+        """Describes the limits beside the most measured requests, for the log."""
         if self.layer is None or not self.decode_ms:
             return f"slices of {PATCH_LAYERS_BESIDE} patches x layers"
         most = max(self.decode_ms)
@@ -136,7 +137,7 @@ def _cuts(milliseconds: float, limit: float) -> int:
 
 
 def _packed(times: Sequence[float], limit: float) -> Iterator[int]:
-    """Yields how many of the pieces, in order, are a slice of at most `limit`; a longer one is a slice by itself."""
+    """Yields the number of pieces, in order, of each slice of at most `limit`; a longer piece is a slice by itself."""
     count, total = 0, 0.0
     for time in times:
         if count and time and total + time > limit:
@@ -147,7 +148,7 @@ def _packed(times: Sequence[float], limit: float) -> Iterator[int]:
 
 
 def _crossing(times: Mapping[int, float], limit: float) -> int:
-    """Returns the largest size whose time is within the limit, on lines between those that were measured."""
+    """Returns the largest size whose time is within the limit, interpolated linearly between measurements."""
     sizes = sorted(times)
     fitting = [size for size in sizes if times[size] <= limit]
     low = max(fitting, default=sizes[0])
@@ -163,8 +164,8 @@ Milliseconds = Callable[[Sequence[Grid]], float]
 
 
 def measured_layer(milliseconds: Milliseconds, merge: int, num_layers: int, tile_side: int | None = None) -> LayerTimes:
-    """milliseconds(grids): of a whole encoder step, on the device, behind a first call that compiles. tile_side: as of
-    the tower; what a patch sees is then in the time of the patch."""
+    """Measures the layer times. milliseconds(grids): device time of a whole encoder step, after a first call that
+    compiles. tile_side: of the tower; the time of attention is then included in the time per patch."""
     if tile_side is not None:
         one, many = (milliseconds([(count, tile_side, tile_side)]) / num_layers for count in (1, MANY_TILES))
         return LayerTimes(many / (MANY_TILES * tile_side**2), 0.0, one)

@@ -1,4 +1,4 @@
-"""What a rank has for images: the cache of features with its encoder, and the positions behind images."""
+"""Sets up images on a rank: the cache of features with its encoder, and the table of position offsets."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CreateEncoder = Callable[[Plan], MediaEncoder | None]
 
 
 def create_features(plan: Plan, state: DeviceState, create_encoder: CreateEncoder) -> MediaFeatures | None:
-    """Creates the cache of features of `state`, and its table of positions where images make these others than indices.
-    None for a model that reads text only."""
+    """Creates the feature cache of `state`, and its position offsets for models whose images make RoPE positions differ
+    from indices. Returns None for a model that reads text only."""
     model = plan.description
     if model.media is None:
         return None

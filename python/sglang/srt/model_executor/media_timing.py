@@ -1,4 +1,5 @@
-"""Measures at the start what `media_pace` cuts by. Collective: the ranks take the longest time of any of them."""
+"""Measures the times that `media_pace` needs, at start-up. Collective: the ranks use the longest time of any of
+them."""
 
 from __future__ import annotations
 
@@ -18,27 +19,27 @@ PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class Runner(Protocol):
-    """What is measured of a model runner."""
+    """The parts of a model runner that are measured."""
 
     media: MediaFeatures | None
 
     @property
     def longest_prompt(self) -> int:
-        """Returns how many tokens `run_padding` takes at most."""
+        """Returns the most tokens that `run_padding` accepts."""
 
     def step_times(self) -> dict[tuple[int, int], float]:
-        """Returns (requests, tokens of each) -> milliseconds of a step in a graph."""
+        """Returns (requests, tokens per request) -> milliseconds of a step in a graph."""
 
     def media_prompt_times(self) -> dict[int, float]:
-        """Returns tokens -> milliseconds of a step with images in a graph; nothing if they have none."""
+        """Returns tokens -> milliseconds of a step with images in a graph; empty if they have no graphs."""
 
     def run_padding(self, num: int, prefix: int = 0) -> None:
-        """Computes a prompt of so many tokens of padding."""
+        """Computes a prompt of `num` padding tokens behind `prefix` cached ones."""
 
 
 @torch.inference_mode()
 def measured_pace(runner: Runner) -> MediaPace:
-    """Returns the pace of a runner that has its graphs; one without limits where decode steps have none."""
+    """Returns the pace of a runner whose graphs are captured; without limits if decode steps have no graphs."""
     assert runner.media is not None
     decode: dict[int, float] = {}
     for (size, _), ms in runner.step_times().items():
@@ -70,7 +71,8 @@ def layer_times(encoder: VisionEncoder[Any]) -> LayerTimes:
 
 
 def _milliseconds(launch: Callable[[], object]) -> float:
-    """Of the device, or of the launches where these take longer; behind a first call that compiles."""
+    """Returns the device time of `launch`, or the time of its launches if that is longer, after a first call that
+    compiles."""
     launch()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -82,5 +84,5 @@ def _milliseconds(launch: Callable[[], object]) -> float:
 
 
 def _longest_each(values: Sequence[float]) -> list[float]:
-    """Values in units that are whole numbers: a millionth of a nanosecond."""
+    """Returns the longest of the ranks' values at each position; they are exchanged as integers in units of 1e-12."""
     return [longest / 1e12 for longest in parallel_state.all_reduce_max([round(value * 1e12) for value in values])]

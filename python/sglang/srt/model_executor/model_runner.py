@@ -58,7 +58,7 @@ CreateDrafter = Callable[[CausalLM, Plan], Drafter]
 
 
 class ModelRunner:
-    """Everything that touches the device. Called by one thread; every call returns before the device is done."""
+    """Owns and runs everything on the device. Called by one thread; calls return before the device is done."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class ModelRunner:
         widths: Sequence[int] = (),
         create_encoder: CreateEncoder | None = None,
     ) -> None:
-        """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. With a drafter all
-        stages of a pipeline get one, of which the last one asks for draft tokens. widths: tokens of each request in the
-        steps without prompts that have graphs; as many as there may be if none are named. create_encoder: of images and
-        videos; None: the server reads text only."""
+        """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. create_drafter: all
+        pipeline stages get a drafter, but only the last one asks it for draft tokens. widths: tokens per request in
+        steps without prompts that get graphs; by default the maximum. create_encoder: of images and videos; None: the
+        server reads text only."""
         self.plan = plan
         self.device = plan.device
         pdl.enable("pdl" in plan.arch.features)
@@ -81,14 +81,14 @@ class ModelRunner:
         self.model = load_model(plan, load_format, seed)
         self.pp_tokens = parallel_state.groups().pp_tokens
         self.samples = plan.description.last_stage
-        """Stages before the last one of a pipeline take its tokens, and leave what else it finds to it."""
+        """Receives the last pipeline stage's tokens in the stages before it."""
         self.drafter = drafter = None if create_drafter is None else create_drafter(self.model, plan)
         self.pools = CachePools(plan.caches, plan.pool_sizes, plan.device)
         self.pools.bind([*self.model.caches, *(drafter.caches if drafter is not None else ())])
         self.copies = None if plan.host_cache is None else create_copies(plan, plan.host_cache, self.pools)
         """Copies of cached prefixes to main memory and back."""
         self.storage: StorageEngine | None = None
-        """Copies of what main memory has to a store, and back; set once the fingerprint is known."""
+        """Copies between main memory and a store; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
         inputs: dict[str, Any] = {op: plan.entry(op) for op in INPUT_OPS if op in plan.choices}
         attention = create_attention_sites(plan, plan.device)
@@ -97,7 +97,7 @@ class ModelRunner:
         self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
-        sampler.warm_up(self.sampling_table, None if self.state.draft_tokens else self.state.next_tokens[:, 0])
+        sampler.warm_up(self.sampling_table, None if self.state.has_drafts else self.state.next_tokens[:, 0])
         self.widths = tuple(sorted(widths)) or (width,)
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
@@ -122,22 +122,22 @@ class ModelRunner:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that a request may get from a step."""
+        """Returns the most tokens that a request may get from a step."""
         return self.state.tokens_per_step
 
     @property
     def lookahead_slots(self) -> int:
-        """Positions behind the last token of a request in which the drafter keeps keys and values."""
+        """Returns the number of positions after a request's last token for which the drafter needs cache slots."""
         return 0 if self.drafter is None else self.drafter.lookahead_slots
 
     @property
     def next_tokens_read(self) -> int:
-        """Returns on how many tokens behind it a cache entry depends."""
+        """Returns the number of following tokens on which a cache entry depends."""
         return 0 if self.drafter is None else self.drafter.next_tokens_read
 
     def step_times(self) -> dict[tuple[int, int], float]:
-        """(requests, tokens of each) -> milliseconds of a step with its draft tokens, as far as such steps are graphs,
-        on the slowest rank. Nothing where stages compute one behind the other."""
+        """Returns (requests, tokens per request) -> milliseconds on the slowest rank of a step with its draft tokens,
+        for steps with graphs. Empty with pipeline stages."""
         if self.graphs is None or self.plan.ranks.pp_size > 1:
             return {}
         times = self.graphs.step_times()
@@ -145,25 +145,27 @@ class ModelRunner:
         return {size: us / 1000 for size, us in zip(times, microseconds, strict=True)}
 
     def media_prompt_times(self) -> dict[int, float]:
-        """Tokens -> milliseconds of a step with images in a graph; nothing where such steps have none, or where stages
-        compute one behind the other."""
+        """Returns tokens -> milliseconds of a step with images in a graph; empty if these have no graphs, or with
+        pipeline stages."""
         media = self.plan.description.media
         if self.graphs is None or media is None or media.both_ways or self.plan.ranks.pp_size > 1:
             return {}
         return self.graphs.prompt_times()
 
     def begin(self, slot: int, tokens: Sequence[int], position_delta: int = 0) -> None:
-        """A request with these tokens has taken a request slot. position_delta: as in `DeviceState.position_deltas`."""
+        """Prepares a request slot for a request with these tokens. position_delta: as in
+        `DeviceState.position_deltas`."""
         self.state.set_position_delta(slot, position_delta)
         if self.drafter is not None and self.samples:
             self.drafter.begin(slot, tokens)
 
     def decodes_in_graph(self, num_reqs: int) -> bool:
+        """Returns whether steps without prompts of `num_reqs` requests have graphs."""
         return self.graphs is not None and self.graphs.fits_decodes(num_reqs)
 
     @contextmanager
     def without_graphs(self) -> Iterator[None]:
-        """Inside the block every kernel of a step is launched by itself."""
+        """Launches every step kernel by kernel inside the block."""
         graphs, self.graphs = self.graphs, None
         try:
             yield
@@ -172,26 +174,26 @@ class ModelRunner:
 
     @contextmanager
     def with_overlap_from(self, least: int | None) -> Iterator[None]:
-        """Inside the block steps with prompts of so many tokens run as two microbatches, where the plan lets any; None:
-        no step does."""
+        """Runs steps of at least `least` tokens with prompts as two microbatches inside the block, if the plan allows
+        two-batch overlap; None: no step."""
         with nullcontext() if self.two_batch_overlap is None else self.two_batch_overlap.from_tokens(least):
             yield
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens that `run_padding` takes at most."""
+        """Returns the most tokens that `run_padding` accepts."""
         chunk = self.plan.chunked_prefill_size
         return min(self.plan.context_len - 1, chunk if chunk > 0 else self.plan.max_prefill_tokens)
 
     def run_padding(self, num: int, prefix: int = 0) -> None:
-        """Computes a prompt of so many tokens, behind `prefix` cached ones, on the padding slots, kernel by kernel."""
+        """Computes a prompt of `num` tokens behind `prefix` cached ones on the padding slots, kernel by kernel."""
         with self.without_graphs():
-            self.run(padding_prompt(num, prefix, self.state.draft_tokens)).wait()
+            self.run(padding_prompt(num, prefix, self.state.has_drafts)).wait()
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def _compile_prompts(self) -> None:
-        """Computes prompts that are too long for a graph, so that none waits for a kernel: a short one and the longest
-        behind every kind of cached prefix, and those at which the tiles of a kernel change."""
+        """Computes prompts that are too long for graphs, so that requests do not wait for compilation: a short one and
+        the longest behind every kind of cached prefix, and those at which a kernel's tiles change."""
         attention, context_len = self.state.attention, self.plan.context_len
         lengths = {(num, 0) for num in self.plan.bucket_sizes(self.longest_prompt)}
         for num in (min(SHORT_PROMPT, self.longest_prompt), self.longest_prompt):
@@ -201,24 +203,24 @@ class ModelRunner:
         self.launches = PromptLaunches()
 
     def compile_decodes(self) -> None:
-        """Computes steps of more requests than the largest graph has, kernel by kernel, on the padding slot: as many as
-        may run, and a number that is no multiple of anything."""
+        """Computes steps with more requests than the largest graph, kernel by kernel, on the padding slot: with the
+        most requests that may run, and with a number that is no multiple of anything."""
         most = self.plan.max_running_requests
         if self.decodes_in_graph(most):
             return
         with self.without_graphs():
             for num in {most, most - 1 + most % 2}:
-                for width in self.widths if self.state.draft_tokens else (0,):
+                for width in self.widths if self.state.has_drafts else (0,):
                     self.run(padding_decodes(num, width)).wait()
         self.state.lens[0] = 0
 
     def run(self, step: StepInput) -> StepResult:
-        """Launch one step: forward, sample, and the copy of the sampled tokens to the host."""
+        """Launches one step: forward, sampling, and the copy of the sampled tokens to the host."""
         return self.sample(self.forward(step))
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> LaunchedForward:
-        """Launch a step up to its logits."""
+        """Launches a step up to its logits."""
         return self._forward(step) if step.prompts is None else self.launches.timed(self._forward, step)
 
     def _forward(self, step: StepInput) -> LaunchedForward:
@@ -265,14 +267,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> list[StepResult]:
-        """Launch the rest of a step of several attention groups, and return the results of all."""
+        """Launches the rest of a step of several attention groups, and returns the results of all."""
         if self.token_receiver is not None:
             return [*self.token_receiver.expect(forward)]
         return self.output.sample_groups(forward, vocab_mask)
 
     @torch.inference_mode()
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None = None) -> StepResult:
-        """Launch the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
+        """Launches the rest of a step. vocab_mask [R, ceil(V / 32)] int32: allowed tokens of the rows of logits."""
         if self.output.group_output is not None:
             return self.sample_groups(forward, vocab_mask)[self.groups.dp.rank]
         if self.token_receiver is not None:

@@ -1,8 +1,8 @@
-"""Patches of encoder steps on their way to the device.
+"""Uploads of the patches of encoder steps to the device.
 
-A thread reads shared arrays into pinned memory and computes the places of their patches, and a stream of its own copies
-both to the device, while the scheduler's thread launches other steps. There are two buffers: one part of an encoder
-step is computed while the next one travels. Both are allocated at the start and in the memory plan.
+A thread reads shared arrays into pinned memory and computes patch positions, and a stream of its own copies both to the
+device, while the scheduler's thread launches other steps. With two buffers, one part of an encoder step is computed
+while the next is copied. Both are allocated at the start and counted in the memory plan.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ PlacesOf = Callable[[Sequence[Grid]], dict[str, np.ndarray]]
 
 
 class PatchReader:
-    """The patches of several shared arrays, one after the other."""
+    """Reads the patches of several shared arrays, one after the other."""
 
     def __init__(self, files: Sequence[BinaryIO], arrays: Sequence[SharedArray]) -> None:
-        """files: opened, at their first byte; closed with the last value."""
+        """files: opened at their first byte; each is closed after its last value."""
         self._left = deque(
             (file, getattr(torch, array.dtype), int(np.prod(array.shape)))
             for file, array in zip(files, arrays, strict=True)
         )
 
     def fill(self, values: torch.Tensor) -> None:
-        """Reads the next values into `values` [N], which lies in host memory, and converts them to its type. Raises
-        OSError for a file that is shorter than it was."""
+        """Reads the next N values into `values`, which lies in host memory, and converts them to its dtype. Raises
+        OSError for a file that has become shorter."""
         while len(values):
             file, dtype, left = self._left.popleft()
             count = min(left, len(values))
@@ -65,8 +65,8 @@ def _read(file: BinaryIO, values: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class _Buffer:
-    """`host`, `device` [values of a part]; without a GPU they are one. `sent`: behind the last copy from `host`;
-    `used`: behind the last kernel that reads `device`."""
+    """A pair of buffers `host`, `device` [values of a part]; without a GPU they are the same tensor. Event `sent`
+    follows the last copy from `host`, `used` the last kernel that reads `device`."""
 
     host: torch.Tensor
     device: torch.Tensor
@@ -75,8 +75,10 @@ class _Buffer:
 
 
 class PatchUploads:
+    """Two buffers, a thread and a stream that send encoder parts to the device ahead of their computation."""
+
     def __init__(self, patch_values: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """patch_values: of a patch. dtype: in which they travel."""
+        """patch_values: values per patch. dtype: of the values on the device."""
         self._values = patch_values
         on_gpu = torch.device(device).type == "cuda"
         self._stream = torch.cuda.Stream() if on_gpu else None
@@ -87,8 +89,9 @@ class PatchUploads:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patches")
 
     def send(self, reader: PatchReader, parts: Sequence[Sequence[Grid]], places: PlacesOf) -> Iterator[PatchPart]:
-        """Begins to send the parts of an encoder step; places(clips): as `VisionEncoder.places`. Each part may be used
-        until the next one is asked for, by kernels of the stream that is the current one then. One step at a time."""
+        """Begins to send the parts of an encoder step and returns an iterator over them; `places` is
+        `VisionEncoder.places`. A part may be used, by kernels of the then current stream, until the next one is asked
+        for. One step at a time."""
         left = deque(parts)
         sent = deque(self._begin(reader, left.popleft(), places) for _ in range(min(PATCH_BUFFERS, len(left))))
         return self._arriving(sent, lambda: self._begin(reader, left.popleft(), places) if left else None)
@@ -118,7 +121,7 @@ class PatchUploads:
                 sent.append(following)
 
     def _fill(self, buffer: _Buffer, reader: PatchReader, part: Sequence[Grid], places: PlacesOf) -> PatchPart:
-        """In the thread."""
+        """Fills a buffer and starts its copies, on the upload thread."""
         count = num_patches(part) * self._values
         if buffer.sent is not None:
             buffer.sent.synchronize()

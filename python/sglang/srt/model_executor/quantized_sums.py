@@ -1,4 +1,4 @@
-"""Lets sums over ranks travel in eight bits, where the plan says so."""
+"""Quantizes all-reduces to eight bits if the plan says so."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.plan.plan import Plan
 
 
 def quantize_sums(groups: Groups, plan: Plan) -> None:
-    """Before anything is computed, and before graphs are captured."""
+    """Makes the groups' large all-reduces quantized, as planned. Call before anything is computed or captured."""
     rule = plan.quantized_sums
     if rule is None:
         return

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class MediaRuns:
-    """S runs of placeholders whose tokens attend both ways: of which of the P prompts each is, its first position, and
-    its length. All of a run that is not cached is in the step."""
+    """S runs of placeholder tokens that attend in both directions. Per run: the index of its prompt (among P), its
+    first position and its length. A run that is not cached lies in the step as a whole."""
 
     prompts: np.ndarray  # [S] int64
     starts: np.ndarray  # [S] int32
@@ -32,7 +32,7 @@ class MediaRuns:
 
 @dataclass(slots=True)
 class MediaTokens:
-    """Images among the N prompt tokens of a step."""
+    """The placeholder tokens of images among the N prompt tokens of a step, and the features that replace them."""
 
     positions: (
         np.ndarray | None
@@ -44,7 +44,7 @@ class MediaTokens:
 
 @dataclass(slots=True)
 class PromptTokens:
-    """The rows of a step whose tokens the host knows: P requests with a run of new tokens each."""
+    """The rows of a step whose token ids the host knows: P requests, each with a run of new tokens."""
 
     input_ids: np.ndarray  # [sum of extend_lens] int64
     prefix_lens: np.ndarray  # [P] int32
@@ -52,21 +52,22 @@ class PromptTokens:
     sample_rows: np.ndarray  # [R] int64, the requests (of all B of the step) whose next token is wanted, in order
     prompt_logprobs: LogprobRequest | None = None
     next_ids: np.ndarray | None = None
-    """[P] int64, the token behind each run, 0 where the step samples it. Only where steps bring draft tokens."""
+    """[P] int64, the token that follows each run, 0 where the step samples it. Only set with speculative decoding."""
     media: MediaTokens | None = None
     """None: no prompt has a token at or before its last placeholder in this step."""
 
 
 @dataclass(slots=True)
 class StepInput:
-    """The rows of one step: B requests with T new tokens, those that decode first.
+    """The rows of one step: B requests with T new tokens, decoding requests first.
 
         request           new tokens                         their ids
         0 .. D - 1        1, or with `widths` up to `width`  on the device: the last one sampled, then draft tokens
         D .. B - 1        prompts.extend_lens[i - D]         on the host: prompts.input_ids
 
-    Where steps bring draft tokens, lengths of decoding requests are upper bounds: the device knows better. Their new
-    cache slots come with `table_update` then, and `out_cache_loc` has zeros for them, or without prompts nothing."""
+    With speculative decoding the lengths of decoding requests are upper bounds, since only the device knows how many
+    tokens were accepted. Their new cache slots then come with `table_update`, and `out_cache_loc` has zeros for them,
+    or is empty in a step without prompts."""
 
     slots: np.ndarray  # [B] int64, request slots
     seq_lens: np.ndarray  # [B] int32, lengths including the new tokens
@@ -74,41 +75,42 @@ class StepInput:
     prompts: PromptTokens | None = None
     table_update: TableUpdate | None = None
     widths: np.ndarray | None = None
-    """[B] int32, 1 to `width`: tokens that each request brings to verify, the last sampled one included. Only without
-    prompts, and only where steps bring draft tokens."""
+    """[B] int32, 1 to `width`: tokens that each request brings to verify, the last sampled one included. Only set with
+    speculative decoding, in steps without prompts."""
     width: int = 1
-    """Rows of each request that decodes; without prompts also one more than the draft tokens that are made behind
-    it."""
+    """Rows of each decoding request; without prompts also 1 + the number of draft tokens made after the step."""
     reserved_lens: np.ndarray | None = None
     """[B] int32, positions of each request that have a cache slot. Only where steps bring draft tokens."""
     reads_draft_tokens: bool = False
-    """True if the host wants to know the draft tokens that are made behind the step."""
+    """True if the host reads the draft tokens that are made after the step."""
     logprobs: LogprobRequest | None = None  # of the sampled rows
     groups: GroupSteps | None = None
-    """The steps of all attention groups, of which this is one; None: all have this one, or there are none."""
+    """The steps of all attention groups, this one among them; None: there is one group only."""
     loads: Sequence[LayerwiseLoad] = ()
-    """Loads of cached prefixes that are under way and that the step may read. It has no graph then."""
+    """Layerwise loads of cached prefixes still in progress that the step may read; such a step runs without a graph."""
     hidden_rows: np.ndarray | None = None
     """[N] int64, tokens (of T, or of B * width with `widths`) whose final hidden states are wanted."""
 
     @property
     def num_decodes(self) -> int:
+        """Returns the number of requests that decode; they come before the prompts."""
         return len(self.slots) - (0 if self.prompts is None else len(self.prompts.extend_lens))
 
     @property
     def has_runs(self) -> bool:
-        """True if images in it see themselves both ways."""
+        """Returns whether the step has images whose tokens attend in both directions."""
         return self.prompts is not None and self.prompts.media is not None and self.prompts.media.runs is not None
 
     @property
     def sampled_slots(self) -> np.ndarray:
+        """Returns the request slots [R] whose next token is sampled."""
         return self.slots if self.prompts is None else self.slots[self.prompts.sample_rows]
 
 
 @dataclass(slots=True)
 class PromptLaunches:
-    """Steps with prompts that were launched so far, and the seconds of the host up to their logits; of these steps
-    those that ran as two microbatches, and their tokens."""
+    """Counts the steps with prompts launched so far and the host seconds until their logits were launched, and, of
+    these steps, those that ran as two microbatches with their tokens."""
 
     prompt_steps: int = 0
     prompt_launch_seconds: float = 0.0
@@ -116,7 +118,7 @@ class PromptLaunches:
     halved_tokens: int = 0
 
     def timed(self, launch: Callable[[StepInput], LaunchedForward], step: StepInput) -> LaunchedForward:
-        """Launches a step with prompts, and counts it."""
+        """Runs `launch` on a step with prompts, counts and times it, and returns its result."""
         started = time.perf_counter()
         launched = launch(step)
         self.prompt_steps += 1
@@ -124,23 +126,24 @@ class PromptLaunches:
         return launched
 
     def count_halved(self, step: StepInput) -> None:
+        """Counts a step that ran as two microbatches."""
         self.halved_steps += 1
         self.halved_tokens += len(step.out_cache_loc)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSteps:
-    """The steps that A groups compute together, one of each. A group without work has that of one padding row, of which
-    no row is sampled."""
+    """The steps that A attention groups compute together, one per group. A group without work takes part with one
+    padding row that is not sampled."""
 
     steps: tuple[StepInput, ...]
     idle: tuple[bool, ...]
     only_largest: bool
-    """True if all that is wanted of every row of logits is its largest entry."""
+    """True if every sampled row is greedy, so that only the index of its largest logit is needed."""
 
     @classmethod
     def of(cls, steps: Sequence[StepInput | None], only_largest: bool = False) -> GroupSteps:
-        """None: the group has no work."""
+        """Builds the groups' steps from one step per group; None stands for a group without work."""
         only_largest = only_largest and not any(step is not None and step.logprobs is not None for step in steps)
         idle = tuple(step is None for step in steps)
         waiting = padding_decodes(
@@ -150,62 +153,66 @@ class GroupSteps:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Rows of each group."""
+        """Returns the number of rows of each group."""
         return [
             len(step.slots) * step.width if step.prompts is None else len(step.out_cache_loc) for step in self.steps
         ]
 
     @property
     def num_sampled(self) -> list[int]:
-        """Sampled rows of each group."""
+        """Returns the number of sampled rows of each group."""
         return [count * step.width for count, step in zip(self.num_requests, self.steps, strict=True)]
 
     @property
     def num_requests(self) -> list[int]:
-        """Sampled requests of each group."""
+        """Returns the number of sampled requests of each group."""
         return [0 if idle else len(step.sampled_slots) for step, idle in zip(self.steps, self.idle, strict=True)]
 
     @property
     def width(self) -> int:
-        """Most rows of a request of any group."""
+        """Returns the largest number of rows per request over all groups."""
         return max(step.width for step in self.steps)
 
     @property
     def has_media(self) -> bool:
+        """Returns whether a group's prompts have images."""
         return any(step.prompts is not None and step.prompts.media is not None for step in self.steps)
 
     @property
     def has_runs(self) -> bool:
-        """True if a group has images that see themselves both ways."""
+        """Returns whether a group has images whose tokens attend in both directions."""
         return any(step.has_runs for step in self.steps)
 
     @property
     def verify_beside_prompts(self) -> bool:
-        """True if a group verifies draft tokens while another computes prompts."""
+        """Returns whether a group verifies draft tokens while another computes prompts."""
         verify = any(step.widths is not None and not idle for step, idle in zip(self.steps, self.idle, strict=True))
         return verify and self.has_prompts
 
     @property
     def num_decodes(self) -> int:
-        """Most requests of a group that decode."""
+        """Returns the largest number of decoding requests of a group."""
         return max(step.num_decodes for step in self.steps)
 
     @property
     def num_prompts(self) -> int:
-        """Most prompts of a group; 0 if no group has one."""
+        """Returns the largest number of prompts of a group; 0 if no group has one."""
         return max(0 if step.prompts is None else len(step.prompts.extend_lens) for step in self.steps)
 
     @property
     def has_prompts(self) -> bool:
+        """Returns whether a group computes prompts."""
         return any(step.prompts is not None for step in self.steps)
 
     def padded_sampled(self, multiple: int) -> int:
-        """Rows of logits of a group with padding: a multiple, and at least one row."""
+        """Returns the number of rows of logits per group with padding: the largest group's, at least 1, rounded up to
+        `multiple`."""
         return -(-max(*self.num_sampled, 1) // multiple) * multiple
 
     @property
     def logprobs(self) -> LogprobRequest | None:
-        """Returns what is asked of the sampled requests of all groups, one group behind the other."""
+        """Returns the log probabilities asked for the sampled requests of all groups, group after group; None if none
+        are."""
         if all(step.logprobs is None for step in self.steps):
             return None
         top_nums: list[int] = []
@@ -218,8 +225,8 @@ class GroupSteps:
 
 
 def padding_decodes(num: int, width: int) -> StepInput:
-    """Returns a step in which the padding slot decodes `num` times. width: rows of each request of a step that verifies
-    draft tokens; 0: it does not."""
+    """Returns a step in which the padding slot decodes `num` times. width: rows per request of a step that verifies
+    draft tokens; 0 for a step that verifies none."""
     step = StepInput(np.zeros(num, np.int64), np.ones(num, np.int32), np.zeros(num, np.int32))
     if width:
         step.widths, step.width, step.reserved_lens = np.ones(num, np.int32), width, np.zeros(num, np.int32)
@@ -227,8 +234,8 @@ def padding_decodes(num: int, width: int) -> StepInput:
 
 
 def padding_prompt(num: int, prefix: int, draft_tokens: bool) -> StepInput:
-    """Returns a prompt of `num` tokens behind `prefix` cached ones on the padding slot. draft tokens: whether steps of
-    this server bring any."""
+    """Returns a step with one prompt of `num` tokens behind `prefix` cached ones on the padding slot. draft_tokens:
+    whether steps of this server bring draft tokens."""
     lens, zero = np.array([num], np.int32), np.zeros(1, np.int64)
     prompts = PromptTokens(np.zeros(num, np.int64), np.array([prefix], np.int32), lens, zero, next_ids=zero)
     step = StepInput(zero, lens + prefix, np.zeros(num, np.int32), prompts)
@@ -237,24 +244,27 @@ def padding_prompt(num: int, prefix: int, draft_tokens: bool) -> StepInput:
 
 
 def no_prompts(idle: bool, num_decodes: int) -> PromptTokens:
-    """Returns the prompts of a step that has none, for a graph with prompts."""
+    """Returns the empty prompts of a step without any that runs in a graph with prompts. idle: nothing is sampled."""
     empty = np.empty(0, np.int32)
     sampled = np.arange(0 if idle else num_decodes, dtype=np.int64)
     return PromptTokens(np.empty(0, np.int64), empty, empty, sampled)
 
 
 def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
-    """Returns the arrays that the device needs of a step of T tokens: those of D decoding requests first, then P
-    prompts one after the other.
+    """Returns the arrays of a step that the device needs. Its T tokens are those of the D decoding requests, then those
+    of the P prompts in order; R requests are sampled.
 
-    Of the decoding requests decode_slots, decode_lens [D], and decode_loc [D] or, where they bring draft tokens, widths
-    [D]. Where steps bring draft tokens also ends [R], positions of the sampled requests that have a cache slot, and
-    next_ids [T], the tokens behind those of prompts, 0 where the step samples them.
-    With prompts also input_ids (0 where the device knows), positions, out_cache_loc [T]; of the prompts slots,
-    seq_lens, prefix_lens [P] and start_loc [P + 1], the first token of each, and T; last_rows (the last token of each
-    of R sampled requests) and sampled_slots [R]. With images also media_tokens and feature_rows [M], and sections
-    [3, N] of the N tokens of prompts, as in `MediaTokens`; of their runs run_slots, run_ends, run_starts [S] and
-    run_locs [S + 1], the first of M of each, and M.
+    Always: decode_slots, decode_lens [D]. Decoding requests have decode_loc [D], or widths [D] when they bring draft
+    tokens. With speculative decoding also ends [R], the positions of sampled requests that have a cache slot, and
+    next_ids [T], the token that follows each prompt token (0 where the step samples it).
+
+    With prompts also input_ids (0 where only the device knows it), positions, out_cache_loc [T]; per prompt slots,
+    seq_lens, prefix_lens [P] and start_loc [P + 1] (each prompt's first token, then T); last_rows (the last token of
+    each sampled request) and sampled_slots [R].
+
+    With images also media_tokens and feature_rows [M], and sections [3, N] for the N prompt tokens, as in
+    `MediaTokens`; for their runs run_slots, run_ends, run_starts [S] and run_locs [S + 1] (each run's first of the M
+    tokens, then M).
     """
     count, prompts = step.num_decodes, step.prompts
     arrays = {"decode_slots": step.slots[:count], "decode_lens": step.seq_lens[:count]}
@@ -304,30 +314,32 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
 
 @dataclass(slots=True)
 class ModelOutput:
-    """Output of a launched model for a step, all of it possibly longer by padding: the arrays at fixed addresses are
-    those of a graph."""
+    """Output of a launched model for a step. Every tensor may be longer than the step because of padding. After a graph
+    replay the tensors are the graph's own, at fixed addresses."""
 
     batch: ForwardBatch
     arrays: DeviceArrays  # `step_arrays`
     hidden: torch.Tensor | None
-    """[T, H] final hidden states. Graphs of steps without prompts keep them only where somebody reads them."""
+    """[T, H] final hidden states. Graphs of steps without prompts keep them only if a later stage or a client needs
+    them."""
     logits: torch.Tensor  # as `CausalLM.step_logits` has them, of the rows that may be sampled
     accept: Callable[[torch.Tensor], AcceptResult] | None = None
-    """Settles the sampled tokens as `DraftRunner.accept` does, where that is in a graph, too."""
+    """Accepts or rejects the sampled tokens as `DraftRunner.accept` does, from a graph; None: call that one."""
 
 
 @dataclass(slots=True)
 class AcceptResult:
-    """Outcome of a sampled step, for each of its R sampled requests."""
+    """Result of verification for each of a step's R sampled requests."""
 
-    counts: torch.Tensor  # [R] int32: of the tokens that were sampled for it the first so many stand
-    draft_tokens: torch.Tensor  # [R, k - 1] int64; those that were not made are 0
-    confidence: torch.Tensor | None = None  # [R, k - 1] fp32: how likely each draft token stands if those before it do
+    counts: torch.Tensor  # [R] int32, accepted tokens: the first `counts` of the request's sampled tokens
+    draft_tokens: torch.Tensor  # [R, k - 1] int64, new draft tokens; 0 where none was made
+    confidence: torch.Tensor | None = None  # [R, k - 1] fp32, P(draft token is accepted | those before it are)
 
 
 @dataclass(slots=True)
 class LaunchedForward:
-    """A step whose R rows of logits are on their way and whose tokens are not sampled yet; valid until the next one."""
+    """A step whose R rows of logits are being computed and whose tokens are not sampled yet; valid until the next
+    step."""
 
     step: StepInput
     logits: torch.Tensor  # [R, V] fp32, or this rank's columns of them
@@ -341,18 +353,19 @@ class LaunchedForward:
 
 @dataclass(slots=True)
 class StepResult:
-    """Results that a step sends back to the host; nothing here may be read before `wait`."""
+    """Results that a step copies to host memory; call `wait` before reading any."""
 
     next_token_ids: torch.Tensor  # [R, k] int64, host memory
     ready: torch.cuda.Event | None
     counts: torch.Tensor | None = None
-    """[R] int32, host memory: how many tokens of each request stand. None: one of each."""
+    """[R] int32, host memory: accepted tokens of each request. None: one of each."""
     logprobs: LogprobResult | None = None
     prompt_logprobs: LogprobResult | None = None
     hidden: torch.Tensor | None = None  # [N, H] fp32, host memory
     draft_tokens: torch.Tensor | None = None  # [R, k - 1] int64, host memory: what the next step verifies
-    confidence: torch.Tensor | None = None  # [R, k - 1] fp32, host memory, as in Settled
+    confidence: torch.Tensor | None = None  # [R, k - 1] fp32, host memory, as in `AcceptResult`
 
     def wait(self) -> None:
+        """Blocks until the results have arrived in host memory."""
         if self.ready is not None:
             self.ready.synchronize()

@@ -1,4 +1,4 @@
-"""Output of a step behind the model: the request of each row of logits, the sampled tokens, and what else goes to the
+"""A step's output after the model: the request of each row of logits, the sampled tokens, and other results for the
 host."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang.srt.utils.device_arrays import DeviceArrays, event_on, to_device, to
 
 
 class StepOutput:
-    """Samples the rows of a step and keeps the device's tables of next tokens and lengths."""
+    """Samples the rows of a step and updates the device's tables of next tokens and lengths."""
 
     def __init__(
         self,
@@ -32,15 +32,15 @@ class StepOutput:
         drafts: DraftRunner | None,
         group_output: GroupOutput | None,
     ) -> None:
-        """pp_tokens: the ranks that the sampled tokens go to. group_output: samples where attention groups have
-        requests of their own."""
+        """pp_tokens: the pipeline ranks that receive the sampled tokens. group_output: samples with several attention
+        groups."""
         self.state, self.table, self.sampler, self.pp_tokens = state, table, sampler, pp_tokens
         self.drafts, self.group_output = drafts, group_output
         self.model = state.model
         self.samples = state.model.description.last_stage
 
     def launched(self, step: StepInput, output: ModelOutput) -> LaunchedForward:
-        """A step whose model is launched."""
+        """Returns the launched step with the request slots of its rows of logits."""
         arrays = output.arrays
         if self.group_output is not None:
             return self._launch_own_group(step, output, self.group_output)
@@ -51,7 +51,7 @@ class StepOutput:
             positions = output.batch.positions[: len(slots)] + 1
             return LaunchedForward(step, logits, slots, host_slots, positions, output, hidden=hidden)
         assert output.hidden is not None
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             self.state.count_prompts(arrays, step.num_decodes)
         logits = output.logits[: len(step.prompts.sample_rows)]
         slots, last_rows = (arrays[name][: len(logits)] for name in ("sampled_slots", "last_rows"))
@@ -67,7 +67,7 @@ class StepOutput:
         )
 
     def _launch_own_group(self, step: StepInput, output: ModelOutput, group_output: GroupOutput) -> LaunchedForward:
-        """The rows of this rank's group."""
+        """Returns the launched step with the rows of this rank's group."""
         assert step.groups is not None
         logits, arrays = group_output.own_logits(output.logits, step.groups), output.arrays
         count = len(logits)
@@ -75,15 +75,15 @@ class StepOutput:
             slots, host_slots = self._rows(step, arrays["decode_slots"][: len(step.slots)], arrays)
             positions = output.batch.positions[:count] + 1
             return LaunchedForward(step, logits, slots[:count], host_slots[:count], positions, output)
-        if self.state.draft_tokens:
+        if self.state.has_drafts:
             self.state.count_prompts(arrays, step.num_decodes)
         slots, last_rows = (arrays[name][:count] for name in ("sampled_slots", "last_rows"))
         positions = output.batch.positions[last_rows] + 1
         return LaunchedForward(step, logits, slots, step.sampled_slots[:count], positions, output)
 
     def _rows(self, step: StepInput, slots: torch.Tensor, arrays: DeviceArrays) -> tuple[torch.Tensor, np.ndarray]:
-        """The request slot of each row of logits of a step without prompts, on the device and on the host. Rows behind
-        a request's width are padding, which is sampled as the padding slot is: greedily, without penalties."""
+        """Returns the request slot of each row of logits of a step without prompts, on the device and on the host. Rows
+        beyond a request's width are padding and sampled as the padding slot: greedily, without penalties."""
         if step.width == 1:
             return slots, step.slots
         assert step.widths is not None
@@ -100,13 +100,15 @@ class StepOutput:
         return LogprobResult(to_host(packed), request)
 
     def _hidden(self, step: StepInput, hidden: torch.Tensor | None) -> torch.Tensor | None:
-        """Final hidden states [N, H] fp32 of the tokens that want them."""
+        """Returns the final hidden states [N, H] fp32 of the tokens that want them."""
         if step.hidden_rows is None or not self.samples:
             return None
         assert hidden is not None, "the graph of this step does not keep them"
         return to_host(hidden[to_device(step.hidden_rows, self.state.device)].float())
 
     def sample(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> StepResult:
+        """Samples a step, accepts draft tokens if there are any, and starts the copies to the host. vocab_mask: as in
+        `ModelRunner.sample`."""
         step = forward.step
         out = self._sampled(forward, vocab_mask)
         tokens = out.next_token_ids
@@ -134,8 +136,8 @@ class StepOutput:
         return result
 
     def sample_groups(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> list[StepResult]:
-        """Returns the results of all attention groups. With draft tokens each samples and drafts by itself: the ranks
-        of a group share the vocabulary and the draft. vocab_mask: of this group's rows."""
+        """Returns the results of all attention groups. With draft tokens each group samples and drafts by itself,
+        because its ranks share the vocabulary and the draft. vocab_mask: of this group's rows."""
         group_output, steps = self.group_output, forward.step.groups
         assert group_output is not None and steps is not None
         if self.drafts is None:
@@ -165,18 +167,19 @@ class StepOutput:
         return accepted
 
     def _count_accepted(self, forward: LaunchedForward, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """tokens [D, width]: for the penalties of later steps."""
+        """Counts the accepted of tokens [D, width] for the penalties of later steps."""
         stands = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         rows = self.table.table[forward.slots.view(tokens.shape)[:, :1], Column.PENALTY_ROW].long()
         self.table.penalties.add_tokens(torch.where(stands, rows, 0).flatten(), tokens.clamp(min=0).flatten())
 
     def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
-        """Of several ranks' columns the largest of each come together, or whole rows, a share of them on each rank."""
+        """Samples from complete or sharded logits: with sharded ones ranks exchange each row's largest, or each samples
+        complete rows of a share."""
         head = self.model.head
         assert head is not None, "the last stage has it"
         sampling = self.table.view(forward.host_slots, forward.slots)
         step = forward.step
-        next_token = None if self.state.draft_tokens else self.state.next_tokens[:, 0]
+        next_token = None if self.state.has_drafts else self.state.next_tokens[:, 0]
         plain = sampling.only_largest and vocab_mask is None and step.logprobs is None
         if plain and head.is_shard(forward.logits):
             tokens = head.first_largest(forward.logits)
@@ -205,8 +208,8 @@ class StepOutput:
         draft_tokens: torch.Tensor | None,
         next_token: torch.Tensor | None,
     ) -> SamplerOutput:
-        """Each rank samples some rows, and all get the tokens and log probabilities: what is drawn in a row depends on
-        this row alone."""
+        """Samples a share of the rows on each rank and gathers tokens and log probabilities; a row's draw does not
+        depend on others."""
         rows, width, asked = share.rows, forward.step.width, forward.step.logprobs
         tokens, packed = forward.slots.new_empty(0), None
         if rows.start < rows.stop:

@@ -1,10 +1,9 @@
-"""Tokens in the stages before a pipeline's last one, which samples them.
+"""Receives sampled tokens in the pipeline stages before the last, which samples them.
 
-The stages compute steps one behind the other: while the last one is at step n, the first one of S is at step n + S - 1.
-So a stage takes the tokens of a step when it must, and not before: when one of the step's requests comes again, or at
-S steps behind it. All these stages take them at the same points between their steps, so nobody waits in a circle. Where
-attention groups have requests of their own, the tokens of all groups travel together, and what one group needs all
-take.
+Stages run steps one behind the other: with S stages, while the last is at step n, the first is at step n + S - 1. So a
+stage receives the tokens of a step as late as possible: when one of its requests runs again, or S steps later. All
+these stages receive at the same points between steps, so that no cycle of waits can form. With several attention groups
+the tokens of all groups travel together, so when one group needs a step's tokens all groups receive them.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ from sglang.srt.utils.device_arrays import event_on, to_device, to_host
 
 @dataclass(slots=True)
 class LateResult(StepResult):
-    """A step's tokens, of which nothing is there before `wait`."""
+    """The result of a step whose tokens arrive only in `wait`."""
 
     receiver: TokenReceiver | None = None
 
     def wait(self) -> None:
+        """Receives the tokens up to this step's and blocks until they are in host memory."""
         assert self.receiver is not None
         self.receiver.take_until(self)
         StepResult.wait(self)
@@ -45,15 +45,15 @@ class _Expected:
     """Results of all groups."""
 
     def brings_to(self, later: GroupSteps) -> bool:
-        """Returns whether a later step begins with tokens of this one."""
+        """Returns whether a later step continues from tokens of this one."""
         steps = zip(self.everyones.steps, self.everyones.num_requests, later.steps, strict=True)
         return any(count and bool(np.isin(step.sampled_slots, other.slots).any()) for step, count, other in steps)
 
 
 class TokenReceiver:
-    """Receives for each of R sampled requests of each of A groups the sampled token, [A, R] int64; or with draft
-    tokens, as [A, R, columns] int32, the `width` sampled tokens of a step, how many of them stand, and the k - 1 draft
-    tokens behind it. R is that of the group that has most."""
+    """Receives the last stage's tokens for each of the R sampled requests of each of A groups, where R is the largest
+    group's. Without draft tokens they are [A, R, 1] int64; with them [A, R, width + 1 + k - 1] int32: the sampled
+    tokens, the accepted count, and the new draft tokens."""
 
     def __init__(self, groups: Groups, state: DeviceState) -> None:
         self.groups, self.state = groups, state
@@ -62,7 +62,7 @@ class TokenReceiver:
 
     @torch.inference_mode()
     def expect(self, forward: LaunchedForward) -> list[LateResult]:
-        """Returns the results of all groups of a step that is launched here."""
+        """Registers a launched step and returns the (still empty) results of all groups."""
         step, everyones = forward.step, _all_groups(forward.step)
         # Further steps are computed before this one's tokens come, in the same memory where they are graphs.
         records = [record.copy() for record in forward.output.batch.state_records or ()]
@@ -74,7 +74,7 @@ class TokenReceiver:
         return results
 
     def take_before(self, step: StepInput) -> None:
-        """Takes over received tokens before a step whose requests bring what was sampled last."""
+        """Receives the tokens that `step` continues from, before it is launched, and those that are S steps old."""
         later = _all_groups(step)
         needed = [i for i, late in enumerate(self._expected) if late.brings_to(later)]
         count = max([len(self._expected) - self.groups.pp_tokens.size + 1, *(i + 1 for i in needed)])
@@ -82,6 +82,7 @@ class TokenReceiver:
             self._take()
 
     def take_until(self, result: LateResult) -> None:
+        """Receives tokens, the oldest step's first, until `result` has its own."""
         while any(result is expected for late in self._expected for expected in late.results):
             self._take()
 
@@ -91,12 +92,12 @@ class TokenReceiver:
         counts, state = late.everyones.num_requests, self.state
         if any(counts):
             num_speculative_tokens = state.tokens_per_step - 1
-            columns = [late.everyones.width, 1, num_speculative_tokens] if state.draft_tokens else [1]
-            dtype = torch.int32 if state.draft_tokens else torch.int64
+            columns = [late.everyones.width, 1, num_speculative_tokens] if state.has_drafts else [1]
+            dtype = torch.int32 if state.has_drafts else torch.int64
             rows = torch.empty((len(counts), max(counts), sum(columns)), dtype=dtype, device=state.device)
             self.groups.pp_tokens.from_last(rows)
             if count := counts[self.groups.dp.rank]:
-                (self._take_draft_tokens if state.draft_tokens else self._take_tokens)(
+                (self._take_draft_tokens if state.has_drafts else self._take_tokens)(
                     late, rows[self.groups.dp.rank, :count].split(columns, dim=1)
                 )
             everyones = EveryonesTokens(*to_host(rows).split(columns, dim=2))

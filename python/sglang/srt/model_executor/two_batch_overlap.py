@@ -1,7 +1,8 @@
-"""Steps with many prompt tokens as two microbatches, whose collectives travel in alternation (`distributed/ping_pong`).
+"""Two-batch overlap: steps with many prompt tokens run as two microbatches, so that the all-reduces of one travel while
+the other computes (`distributed/ping_pong`).
 
-A microbatch is a step of its own: the second one goes on where the first one ends, as the next chunk of a prompt would,
-and requests that decode are in the first one. A prompt is cut only where none ends near the middle.
+Each microbatch is a step of its own. The second continues where the first ends, as the next chunk of a chunked prefill
+does; decoding requests are in the first. A prompt is cut only if no prompt ends near the middle of the step.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from sglang.srt.plan.plan import Plan
 from sglang.srt.utils.device_arrays import send
 
 ALIGNMENT = 64
-"""Prompts are cut at multiples of so many positions, if they are long enough: tiles and groups of tokens stay whole."""
+"""A prompt is cut at a multiple of this position, if it is long enough, so that tiles and quantization groups of tokens
+stay whole."""
 OFF_MIDDLE = 32
-"""One of so many tokens of a step may lie between its middle and the end of a prompt at which it is cut. Where sums
-take as long as what is computed, microbatches of 3 and 5 eighths take a fifth longer than equal ones: the shorter one
-is computed before the sum of the other has arrived."""
+"""A step is cut at the end of a prompt that lies at most 1/32 of the step's tokens from its middle. Unequal
+microbatches cost time: if all-reduces take as long as computing, a cut at 3/8 takes a fifth longer than one at 1/2,
+because the shorter microbatch finishes before the all-reduce of the longer one."""
 
 
 Microbatches = tuple[StepInput, StepInput]
@@ -36,14 +38,15 @@ Microbatches = tuple[StepInput, StepInput]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a step is cut: its first `prompts` prompts are in the first microbatch, and `tokens` of the next one."""
+    """Where a step is cut: the first `prompts` prompts and the first `tokens` tokens of the next one are in the first
+    microbatch."""
 
     prompts: int
     tokens: int
 
 
 def choose_cut(step: StepInput) -> Cut | None:
-    """Returns where the step is cut; None if it cannot be."""
+    """Returns where to cut the step; None if it has images, no prompts, or fewer than two prompt tokens."""
     prompts = step.prompts
     if prompts is None or prompts.media is not None:
         return None
@@ -64,8 +67,8 @@ def choose_cut(step: StepInput) -> Cut | None:
 
 
 def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
-    """Returns the microbatches of the steps of all attention groups; None if they cannot be cut. A group whose step has
-    no place for a cut has all of it in the first microbatch, and no work in the second one."""
+    """Returns the two microbatches of all attention groups' steps; None if they cannot be cut. A group whose own step
+    cannot be cut computes it in the first microbatch and has no work in the second."""
     if steps.has_media or any(step.widths is not None for step in steps.steps):
         return None
     first: list[StepInput | None] = []
@@ -79,7 +82,7 @@ def cut_groups(steps: GroupSteps) -> tuple[GroupSteps, GroupSteps] | None:
 
 
 def cut_step(step: StepInput, cut: Cut) -> Microbatches:
-    """Returns the two microbatches. What a step is sampled by is not theirs."""
+    """Returns the two microbatches. They carry no sampling: the whole step is sampled after both."""
     prompts, count = step.prompts, step.num_decodes
     assert prompts is not None
     lens, prefixes = prompts.extend_lens, prompts.prefix_lens
@@ -109,14 +112,15 @@ def cut_step(step: StepInput, cut: Cut) -> Microbatches:
 
 
 class TwoBatchOverlap:
-    """Computes steps as two microbatches."""
+    """Decides which steps run as two microbatches, cuts and computes them."""
 
     def __init__(self, state: DeviceState, groups: Groups, min_tokens: int | None, exact: bool = False) -> None:
-        """exact: sums of microbatches are never quantized."""
+        """min_tokens: steps with fewer tokens run as one; None: all do. exact: all-reduces of microbatches are never
+        quantized."""
         lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
         self.state, self.groups = state, groups
         self.min_tokens = min_tokens
-        """None: no step runs as two."""
+        """None: no step is cut."""
         self.ping_pong = PingPong(lane)
         self.ping_pong.exact = exact
         for group in groups.layer_groups:
@@ -124,11 +128,12 @@ class TwoBatchOverlap:
 
     @classmethod
     def from_plan(cls, plan: Plan, state: DeviceState, groups: Groups) -> TwoBatchOverlap | None:
+        """Returns the plan's two-batch overlap; None if it has none."""
         rule = plan.two_batch_overlap
         return None if rule is None else cls(state, groups, rule.min_tokens, rule.exact)
 
     def split_step(self, step: StepInput) -> Microbatches | None:
-        """Returns the microbatches of a step; None if it runs as one. All ranks answer alike."""
+        """Returns the two microbatches of a step; None if it runs as one. All ranks decide alike."""
         num_tokens = len(step.out_cache_loc) if step.groups is None else sum(step.groups.num_tokens)
         if self.min_tokens is None or num_tokens < self.min_tokens:
             return None
@@ -143,7 +148,7 @@ class TwoBatchOverlap:
 
     @contextmanager
     def from_tokens(self, least: int | None) -> Iterator[None]:
-        """Inside the block steps of so many tokens run as two; None: no step does."""
+        """Cuts steps of at least `least` tokens inside the block; None: no step is cut."""
         before, self.min_tokens = self.min_tokens, least
         try:
             yield
@@ -151,8 +156,8 @@ class TwoBatchOverlap:
             self.min_tokens = before
 
     def compute(self, batch: ForwardBatch, microbatches: Microbatches, loads: LayerWaits | None) -> torch.Tensor:
-        """Final hidden states [T, H] of `batch`, as the model gives them. loads: of the whole step; the first
-        microbatch comes to each layer first."""
+        """Returns the model's final hidden states [T, H] of `batch`. loads: layerwise loads of the whole step, which
+        the first microbatch waits for at each layer."""
         first, second = (self._batch(microbatch, loads) for microbatch in microbatches)
         return self.state.model.forward_microbatches(batch, (first, second), self.ping_pong)
 

@@ -19,12 +19,13 @@ SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model directory with its files. `files` maps each file to the tensors that the index promises in it; None when
-    there is no index."""
+    """The files of a model directory. `files` maps each file to the tensors that the index lists for it; None without
+    an index."""
 
     files: dict[Path, frozenset[str] | None]
 
     def total_bytes(self) -> int:
+        """Returns the size of all files."""
         return sum(path.stat().st_size for path in self.files)
 
     def tensors(self) -> Iterator[tuple[str, Any, Any]]:
@@ -96,7 +97,7 @@ def _open(path: Path) -> Any:
 
 
 def some(names: Any) -> str:
-    """Formats up to 10 names in order, and how many there are when there are more."""
+    """Formats up to 10 names in order, with the total number if there are more."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:10])
     return shown if len(ordered) <= 10 else f"{shown}, ... ({len(ordered)} in total)"

@@ -1,4 +1,4 @@
-"""Builds a model and fills its parameters: from safetensors, tensor by tensor, or with random numbers."""
+"""Builds a model and fills its parameters from safetensors, tensor by tensor, or with random numbers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
-    """Builds the model with its weights as `filled_model` does, and frees weights that are not used again: kernels have
-    copies of quantized weights that they had to arrange anew. The tensors in which those were stored are freed, and the
-    model's `params` are then empty."""
+    """Builds the model as `filled_model` does, and frees the stored form of quantized weights, of which kernels have
+    rearranged copies; the model's `params` are then empty."""
     model = filled_model(plan, load_format, seed)
     if plan.model.quantization is not None:
         model.params.clear()
@@ -45,10 +44,10 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
 
 
 def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
-    """Builds the planned model with its weights on the plan's device; this rank's share of them.
+    """Builds the planned model with this rank's share of the weights on the plan's device.
 
     `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
-    UserError when the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
+    UserError if the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
     """
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
@@ -74,14 +73,14 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
 
 
 def load_encoder(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEncoder[Any] | SharedEncoder | None:
-    """Builds the encoder as `load_tower` does; with the ranks that share its steps, where they do."""
+    """Builds the encoder as `load_tower` does, wrapped in a SharedEncoder if ranks share its steps."""
     tower = load_tower(plan, load_format, seed)
     return SharedEncoder(tower, parallel_state.groups().tp) if tower is not None and plan.shares_encoder else tower
 
 
 def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEncoder[Any] | None:
-    """Builds the encoder of images and videos with its weights; None where the model has none or is served without it.
-    Raises UserError as `filled_model` does."""
+    """Builds the image and video encoder with its weights; None if the model has none or is served without it. Raises
+    UserError as `filled_model` does."""
     media = plan.description.media
     if media is None:
         return None
@@ -95,9 +94,8 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
 
 
 def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
-    """Builds the planned draft with its weights; those of a model that drafts for itself are in the target's
-    checkpoint, of which nothing is read twice. The ranks of the last stage call it. Raises UserError as `filled_model`
-    does."""
+    """Builds the planned draft with its weights. Those of MTP layers are in the target's checkpoint, of which nothing
+    is read twice. Called by the ranks of the last stage. Raises UserError as `filled_model` does."""
     draft = filled_draft(plan, target, seed)
     for loadable, _ in draft.loadables():
         if plan.draft is not None and plan.draft.description.model.quantization is not None:
@@ -106,7 +104,7 @@ def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | Dept
 
 
 def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
-    """Builds the draft as `load_draft` does, but keeps in `params` the tensors that the checkpoint's became."""
+    """Builds the draft as `load_draft` does, but keeps the loaded tensors in `params`."""
     assert plan.draft is not None
     start, num_bytes = time.perf_counter(), 0
     with torch.inference_mode():
@@ -125,7 +123,8 @@ def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | De
 
 
 def load_checkpoint(model: Loadable, model_path: str) -> None:
-    """Streams the directory's tensors into the parameters: each is read once, and only this rank's slice of it."""
+    """Streams the directory's tensors into the parameters; each is read once, and only this rank's slice. Raises
+    UserError for missing, unexpected or unfit tensors."""
     prefix = model.base_prefix
     checkpoint = find_checkpoint(model_path)
     wanted = index_parts(model.weights, model.params.values())
@@ -165,7 +164,7 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
 
 
 def index_parts(names: WeightMap, params: Iterable[Param]) -> dict[str, list[tuple[Param, PartKey]]]:
-    """Returns every checkpoint tensor that the parameters are made of, and the parts that are cut from it."""
+    """Returns, for each checkpoint tensor that the parameters need, the parts that are cut from it."""
     parts: dict[str, list[tuple[Param, PartKey]]] = {}
     for param in params:
         for key in param.parts:
@@ -183,7 +182,7 @@ def _optional(parts: list[tuple[Param, PartKey]]) -> bool:
 
 
 def _fill(param: Param, key: PartKey, name: str, view: Any, file: Any) -> int:
-    """Copies one part from a checkpoint tensor; returns the bytes that were read."""
+    """Copies one part from a checkpoint tensor; returns the number of bytes read."""
     part = param.parts[key]
     if part.other is not None and tuple(view.get_shape()) == part.other.shape != part.shape:
         part = part.other
@@ -218,8 +217,8 @@ def _squeezed(shape: tuple[int, ...]) -> list[int]:
 
 
 def fill_random(params: dict[str, Param], seed: int) -> None:
-    """Fills parameters with random weights that keep activations finite: normal with deviation 0.02, or what the
-    parameter asks for; norms 1, biases 0.
+    """Fills parameters with random weights that keep activations finite: normal with standard deviation 0.02, or as the
+    parameter's `init` says; norms 1, biases 0.
 
     Replicated parameters are the same on every rank, shards differ.
     """

@@ -1,7 +1,7 @@
-"""Refuses weights that are NaN or infinite: a server that started with them would answer with noise.
+"""Refuses weights that are NaN or infinite, because a server with them would answer with noise.
 
-The check reads each parameter once, where it lies, and waits for the device once; only a parameter that fails is then
-looked at part by part, to name the checkpoint's tensors.
+The check reads each parameter once on its device, and waits for the device once; only parameters that fail are then
+checked part by part, to name the checkpoint's tensors.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def refuse_not_finite(
 
 
 def _not_finite(tensors: list[tuple[str, Param, torch.Tensor]]) -> set[str]:
-    """Returns the names of those (name, parameter, all or a part of its tensor) that hold NaN or infinity. Waits
-    once."""
+    """Returns the names of those (name, parameter, all or a part of its tensor) that hold NaN or infinity. Waits for
+    the device once."""
     probes = [(name, _probe(param.name, tensor)) for name, param, tensor in tensors]
     probed = [(name, probe) for name, probe in probes if probe is not None]
     if not probed:

@@ -1,4 +1,4 @@
-"""Drafts that attend to the target's keys and values and keep none: Gemma 4's assistants."""
+"""Draft models that attend to the target's keys and values and have no cache of their own: Gemma 4's assistants."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class AssistantDraft:
-    """A draft of `plan.drafts.description.Assistant`. Implements DraftModel: its rows are one of each request, at the
-    position behind the computed tokens; features are as wide as the target's hidden states."""
+    """A draft of `plan.drafts.description.Assistant`. Implements DraftModel: it has one row per request, at the
+    position after the computed tokens; features are as wide as the target's hidden states."""
 
     shifted = True
     aux_layers: tuple[int, ...] = ()
@@ -50,7 +50,7 @@ class AssistantDraft:
         return values_of(stream.normed(self.norm))
 
     def next_features(self, state: torch.Tensor) -> torch.Tensor:
-        """Returns the features [R, H] of the next draft token, made of the state [R, H'] of this one."""
+        """Returns the features [R, H] for the next draft token from the state [R, H'] of this one."""
         return self.back(state)
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class AssistantDraft:
 
 
 class TokenGroups:
-    """Groups of tokens, each with a centroid: only tokens of those whose centroids are likeliest are drafted."""
+    """Groups of tokens with a centroid each: only tokens of the groups with the largest centroid scores are drafted."""
 
     def __init__(self, parts: DraftParts, form: Assistant) -> None:
         self.form = form
@@ -74,7 +74,7 @@ class TokenGroups:
         self.centroids = parts.projection(parts.model.hidden_size, name="centroids", rows=form.groups)
 
     def kept(self, state: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """state [R, H], logits [R, V] -> [R, V], -inf for tokens of other groups."""
+        """Returns logits [R, V] with -inf for tokens of other groups, chosen by state [R, H]."""
         best = self.centroids(state).topk(self.form.kept, dim=-1).indices
         tokens = self.tokens.view(self.form.groups, -1)[best].flatten(1)
         known = torch.full_like(logits, -torch.inf)

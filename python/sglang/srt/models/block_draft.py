@@ -1,4 +1,4 @@
-"""Block drafts: they propose several tokens behind a request in one pass."""
+"""Block draft models (DFlash, DSpark), which propose several tokens per request in one pass."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 class BlockDraft:
-    """A draft of DFlash or DSpark; see `plan.drafts.description.Block`. Implements DraftModel: its rows are those of
-    blocks, [R * B], and it has keys and values of the target's tokens once these were kept."""
+    """A draft of DFlash or DSpark (`plan.drafts.description.Block`). Implements DraftModel: its rows are those of
+    blocks, [R * B]; `keep` stores its keys and values of the target's tokens."""
 
     shifted = False
 
@@ -35,7 +35,7 @@ class BlockDraft:
         self.confidence = build_confidence(parts, form, self.head)
 
     def _convolved(self, i: int, name: str, block: Any) -> Any:
-        """Returns the block of a layer, between convolutions where the draft has some."""
+        """Returns a layer's block, between convolutions if the draft has them."""
         spec = self.form.convolution
         if spec is None:
             return block
@@ -49,7 +49,7 @@ class BlockDraft:
         return self.hidden_norm(self.fc(torch.cat(list(aux_hidden_states), dim=-1)), None)[0]
 
     def keep(self, batch: ForwardBatch, features: torch.Tensor) -> None:
-        """Stores the keys and values that every layer makes of the features [T, H] of the batch's tokens."""
+        """Stores every layer's keys and values of the batch's tokens, computed from the features [T, H]."""
         for layer in self.layers:
             (_, attention), *_ = layer.blocks
             attention.keep(features, batch)

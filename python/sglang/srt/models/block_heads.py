@@ -1,4 +1,4 @@
-"""Heads that correct the draft tokens of a block from left to right, each by the tokens that were drafted before it."""
+"""Heads that correct the logits of a block's draft tokens from left to right, each given the draft tokens before it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class BlockHead(Protocol):
-    """Corrects logits. R requests, n draft tokens of each, V tokens of the target; `state` is what a head keeps from
-    one draft token to the next."""
+    """Corrects logits: R requests, n draft tokens each, V tokens of the target; `state` carries data from one draft
+    token to the next."""
 
     def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> Any:
-        """Returns the state before the first draft token. logits [R, n, V] fp32; rows [R, n, H]: what they were made
-        of."""
+        """Returns the state before the first draft token. logits [R, n, V] fp32; rows [R, n, H]: the hidden states
+        behind them."""
 
     def __call__(
         self,
@@ -35,14 +35,13 @@ class BlockHead(Protocol):
         previous: torch.Tensor,
         state: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """Corrects the logits [R, V] fp32 of the draft token at a place, 0 for the first, and returns them with the
-        state behind it. rows [R, H]: what the logits were made of; previous [R] int64: the token before the draft
-        token."""
+        """Returns the corrected logits [R, V] fp32 of the draft token at `place` (0: the first), and the next state.
+        rows [R, H]: the hidden states behind the logits; previous [R] int64: the preceding token."""
 
 
 class MarkovHead:
-    """A head of DSpark; see `plan.drafts.heads.Markov`. Implements BlockHead. Its tables are whole on every rank:
-    a draft token needs no collective."""
+    """A head of DSpark (`plan.drafts.heads.Markov`). Implements BlockHead. Its tables are complete on every rank, so a
+    draft token needs no collective."""
 
     def __init__(self, parts: DraftParts, spec: Markov, vocab_size: int) -> None:
         scope, rank = parts.scope, spec.rank
@@ -81,8 +80,8 @@ class MarkovHead:
 
 
 class ConfidenceHead:
-    """Says how likely draft tokens stand; see `plan.drafts.heads.Confidence`. Whole on every rank, and the first rank's
-    numbers count on all: depths are chosen by them."""
+    """Estimates the probability that draft tokens are accepted (`plan.drafts.heads.Confidence`). Complete on every
+    rank, but all use the first rank's numbers, because they decide about depths."""
 
     def __init__(self, parts: DraftParts, spec: Confidence, markov: MarkovHead | None) -> None:
         scope, size = replace(parts.scope, path="confidence"), spec.size(parts.model.hidden_size)
@@ -93,7 +92,8 @@ class ConfidenceHead:
         self.group = scope.groups.tp
 
     def __call__(self, rows: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """rows [R, n, H], previous [R, n]: the token before each draft token -> [R, n] fp32, from 0 to 1."""
+        """Returns confidences [R, n] fp32, from 0 to 1. rows [R, n, H], previous [R, n]: the token before each draft
+        token."""
         if self.table is not None:
             rows = torch.cat((rows, F.embedding(previous, self.table)), dim=-1)
         likely = torch.sigmoid((rows.float() * self.weight[0].float()).sum(-1) + self.bias.float())
@@ -101,8 +101,8 @@ class ConfidenceHead:
 
 
 class DominoHead:
-    """A head of Domino; see `plan.drafts.heads.Domino`. Implements BlockHead. Its weights are whole on every rank; the
-    embedding that it reads is the target's."""
+    """A head of Domino (`plan.drafts.heads.Domino`). Implements BlockHead. Its weights are complete on every rank; it
+    reads the target's embedding."""
 
     def __init__(self, parts: DraftParts, spec: Domino, vocab_size: int) -> None:
         self.spec, self.embedding = spec, parts.embedding
@@ -127,7 +127,7 @@ class DominoHead:
         return logits + self.linear(inner, self.outer, None, torch.float32), state
 
     def _advanced(self, token: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """Returns the GRU's state behind a token, with the gates in the order reset, update, new."""
+        """Returns the GRU's state after a token; the gates are in the order reset, update, new."""
         reset, update, new = self.linear(self.embedding(token), self.of_token, None).chunk(3, dim=-1)
         old_reset, old_update, old_new = self.linear(state, self.of_state, None).chunk(3, dim=-1)
         update = torch.sigmoid(update + old_update)
@@ -136,8 +136,8 @@ class DominoHead:
 
 
 class SelectorHead:
-    """A head of DFlash 2; see `plan.drafts.heads.Selector`. Implements BlockHead: tokens that are no candidates get
-    -inf. Its tables are whole on every rank."""
+    """A head of DFlash 2 (`plan.drafts.heads.Selector`). Implements BlockHead: tokens that are not candidates get -inf.
+    Its tables are complete on every rank."""
 
     def __init__(self, parts: DraftParts, spec: Selector, vocab_size: int) -> None:
         self.spec = spec
@@ -173,12 +173,12 @@ _HEADS: dict[type, Callable[[DraftParts, Any, int], BlockHead]] = {
 
 
 def build_confidence(parts: DraftParts, form: Block, head: BlockHead | None) -> ConfidenceHead | None:
-    """Builds the head that says how likely draft tokens stand; None: nothing says it."""
+    """Builds the confidence head; None if the draft has none."""
     if form.confidence is None:
         return None
     return ConfidenceHead(parts, form.confidence, head if isinstance(head, MarkovHead) else None)
 
 
 def build_block_head(parts: DraftParts, form: Block) -> BlockHead | None:
-    """Builds the head of a block draft; None: draft tokens stand for themselves."""
+    """Builds the correction head of a block draft; None if the draft has none."""
     return None if form.head is None else _HEADS[type(form.head)](parts, form.head, form.vocab_size)

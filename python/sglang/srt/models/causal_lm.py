@@ -1,4 +1,4 @@
-"""A decoder-only language model, built from its description: a table says which class computes which kind of block."""
+"""A decoder-only language model, built from its description: a table maps each kind of block to its class."""
 
 from __future__ import annotations
 
@@ -77,8 +77,7 @@ Around = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """A kind of block. `name`: that of its scope in a layer. `build(scope, description of the block, site)` makes
-    one."""
+    """A kind of block. `name`: of its scope in a layer. `build(scope, description of the block, site)` creates one."""
 
     name: str
     build: Callable[[Scope, Any, Site], Any]
@@ -129,13 +128,13 @@ residual)."""
 
 
 class DecoderLayer:
-    """A mixer and a feed-forward block, or one of them, and what tokens add in every layer, joined to the residual
-    stream."""
+    """A decoder layer: a mixer, a feed-forward block or both, and optional per-layer inputs and n-grams, joined to the
+    residual stream."""
 
     def __init__(
         self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream, around: Around | None = None
     ) -> None:
-        """`around`: makes the block that stands in each one's place, given its name."""
+        """`around`: wraps each block, given its name."""
         around = around or (lambda name, block: block)
         self.blocks = [
             (residual.join(scope, name), around(name, _build_layer_block(scope, name, block, site, spec.convolution)))
@@ -146,7 +145,7 @@ class DecoderLayer:
             join.attach(block)
         self.residual = residual
         self.aux_layer: int | None = None
-        """Number of the layer before this one if a draft reads the stream behind it: it is left in
+        """Number of the preceding layer if a draft reads its output stream, which this layer then stores in
         `batch.layer_outputs`."""
 
     def __call__(self, stream: Any, batch: ForwardBatch) -> None:
@@ -154,8 +153,8 @@ class DecoderLayer:
             pass
 
     def by_block(self, stream: Any, batch: ForwardBatch) -> Iterator[None]:
-        """Computes the layer, and stops behind each block."""
-        # Feed-forward blocks get the batch too: routing may look at the token ids, and at which rows are padding.
+        """Computes the layer, and yields after each block."""
+        # Feed-forward blocks get the batch too: routing may read token ids and which rows are padding.
         for number, (join, block) in enumerate(self.blocks):
             rows = join.before(stream)
             if self.aux_layer is not None and number == 0:  # the norm has added up what the layer before it made
@@ -165,13 +164,13 @@ class DecoderLayer:
 
     @property
     def defers_all_reduce(self) -> bool:
-        """Returns whether every block leaves its sum over the ranks to what follows it."""
+        """Returns whether every block leaves its all-reduce to the next norm."""
         return all(isinstance(join, SumJoin) and join.group is not None for join, _ in self.blocks)
 
 
 def _build_layer_block(scope: Scope, name: str, spec: object, site: Site, convolution: ShortConvolution | None) -> Any:
-    """Builds a block of a layer, with the convolution behind it. A feed-forward block computes the tokens of all
-    attention groups, other blocks those of the requests of their ranks."""
+    """Builds a block of a layer, with its convolution if there is one. With data-parallel attention a feed-forward
+    block computes the tokens of all attention groups, other blocks those of their own group."""
     block = build_block(scope, spec, site)
     if name == FFN and scope.groups.dp.size > 1:
         block = SharedByAllGroups(block, reads_ids=isinstance(spec, MoE) and spec.router.reads_ids)
@@ -184,8 +183,8 @@ def _build_layer_block(scope: Scope, name: str, spec: object, site: Site, convol
 
 @dataclass(frozen=True, slots=True)
 class AuxLayers:
-    """The residual streams that a draft reads, of all `layers`. The stream behind a layer is taken where the next one
-    begins: `taken` in this stage, `received` from the stages before it; those `sent` go to the stage behind it."""
+    """The target layers whose residual streams a draft reads (`layers`). The stream after a layer is taken where the
+    next one begins: `taken` in this pipeline stage, `received` from earlier stages, and `sent` to the next stage."""
 
     layers: tuple[int, ...] = ()
     taken: frozenset[int] = frozenset()
@@ -204,6 +203,7 @@ class AuxLayers:
 
 
 def build_block(scope: Scope, spec: object, site: Site) -> Any:
+    """Builds the block that `spec` describes. Raises UserError for an unknown kind."""
     kind = BLOCKS.get(type(spec))
     if kind is None:
         raise UserError(f"{site.model.architecture}: nothing here computes {type(spec).__name__} layers yet")
@@ -211,7 +211,7 @@ def build_block(scope: Scope, spec: object, site: Site) -> Any:
 
 
 def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbedding:
-    """Returns the embedding of the model, with the norm that some have behind it."""
+    """Returns the embedding of the model, with its norm if it has one."""
     normed = model.normed_embedding or model.embedding_norm
     embedding = VocabParallelEmbedding(
         scope.sub("embed"),
@@ -227,17 +227,17 @@ def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbeddin
 
 
 class CausalLM:
-    """Allocates its parameters when constructed; the loader fills `params`, the runner's pools `caches`.
+    """A decoder-only model. Construction allocates parameters; the loader fills `params`, the runner's pools `caches`.
 
     `model(batch)` -> hidden states [T, H] after the final norm; `model.logits(hidden [R, H])` -> [R, V] fp32. Both run
     under torch.inference_mode of the caller and are safe to capture in a CUDA graph.
 
-    A stage of a pipeline takes its input from the stage before it and sends its output to the next one; `compute` is
-    what lies between the two. Before the last one there are no logits: rows [R, 0].
+    A pipeline stage receives its input from the previous stage and sends its output to the next; `compute` runs its
+    layers between. Stages before the last return empty logits [R, 0].
     """
 
     base_prefix = "model."
-    """Prefix that names lack in checkpoints which were saved without a head, as those of embedding models."""
+    """Prefix that names lack in checkpoints saved without a head, such as embedding models."""
 
     def __init__(
         self,
@@ -246,8 +246,8 @@ class CausalLM:
         first_layer: int = 0,
         groups: parallel_state.Groups | None = None,
     ) -> None:
-        """Allocates the parameters. `device` overrides the plan's: `meta` builds the shapes only. `first_layer`: number
-        from which caches are counted. `groups`: those of this process if None."""
+        """Allocates the parameters. `device` overrides the plan's; `meta` builds the shapes only. `first_layer`: number
+        of the first layer's caches. `groups`: None for those of this process."""
         self.description = model = plan.description
         quantization = model.quantization
         quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
@@ -287,8 +287,8 @@ class CausalLM:
             and all(layer.defers_all_reduce for layer in self.layers)
             and not any(isinstance(layer.mixer, GQA) and layer.mixer.qk_norm == "whole" for layer in model.layers)
         )
-        """True if blocks leave their sums over ranks to what follows them, and ask for no other collective:
-        microbatches of a step then alternate block by block."""
+        """True if all blocks defer their all-reduce and use no other collective, so that microbatches of a step can
+        alternate block by block."""
         tied_to = self.embed if model.tie_embeddings else None
         self.head: LMHead | None = None
         if model.last_stage:
@@ -301,7 +301,7 @@ class CausalLM:
                 model.stored_vocab_size,
             )
         self.aux_layers = AuxLayers.of(plan.aux_layers, [not layer.on_other_stage for layer in model.layers])
-        """Layers of the target whose residual streams a draft reads; the last stage leaves the streams behind them in
+        """Layers whose residual streams a draft reads; the last stage puts the streams into
         `batch.aux_hidden_states`."""
         self.aux_keeps_streams = plan.aux_keeps_streams
         for i in self.aux_layers.taken:
@@ -320,9 +320,9 @@ class CausalLM:
     def forward_microbatches(
         self, batch: ForwardBatch, microbatches: tuple[ForwardBatch, ForwardBatch], ping_pong: PingPong
     ) -> torch.Tensor:
-        """Returns what a call gives for `batch`, whose tokens are those of the microbatches one behind the other:
-        computed in turns, the sums of one microbatch on their way while the other computes. What the second microbatch
-        has beyond them is padding, where an attention group has no work in it."""
+        """Returns the same as a call with `batch`, whose tokens are those of the microbatches one after the other. They
+        alternate, so that the all-reduces of one travel while the other computes. Further tokens of the second
+        microbatch are padding, for an attention group without work in it."""
         num_tokens, first, second = (len(part.input_ids) for part in (batch, *microbatches))
         received = self.input_buffer(first + second)
         if received is not None:
@@ -342,8 +342,8 @@ class CausalLM:
         return hidden
 
     def input_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        """Returns a buffer [T, streams * H], and H more for each aux layer there, for the intermediate
-        tensors of the stage before this one; None in the first stage."""
+        """Returns a buffer [T, streams * H], with H more columns per received aux layer, for the intermediate tensors
+        of the previous stage; None in the first stage."""
         if self.description.first_stage:
             return None
         residual = self.description.layers[0].residual
@@ -352,8 +352,8 @@ class CausalLM:
         return torch.empty((num_tokens, width), dtype=self.dtype, device=self.device)
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
-        """Computes this stage's layers. received: what the stage before it handed on (`input_buffer`); its storage may
-        be reused."""
+        """Computes this stage's layers. received: intermediate tensors of the previous stage (`input_buffer`), whose
+        storage may be reused."""
         blocks = self.by_block(batch, received)
         while True:
             try:
@@ -363,7 +363,7 @@ class CausalLM:
                 return hidden
 
     def by_block(self, batch: ForwardBatch, received: torch.Tensor | None) -> Blocks[torch.Tensor]:
-        """Computes as `compute` does, and stops behind each block."""
+        """Computes as `compute` does, and yields after each block."""
         if received is not None:
             received = self._take_aux(received, batch)
         residual = self.residual
@@ -388,7 +388,7 @@ class CausalLM:
         return hidden
 
     def _take_aux(self, received: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Takes the aux hidden states out of `received` and returns [T, H] of the stream alone."""
+        """Takes the aux hidden states out of `received` and returns the stream [T, H]."""
         layers, hidden_size = self.aux_layers.received, self.description.hidden_size
         if not layers:
             return received
@@ -398,14 +398,15 @@ class CausalLM:
         return rows.contiguous()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits [R, V] fp32 of hidden [R, H] on every rank."""
         if self.head is None:
             return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.head(hidden)
 
     def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
-        """Returns logits as `logits` does, or, of many rows and several ranks, this rank's columns
-        (`LMHead.of_step`). exchange: of the rows of all attention groups, whose logits these are then, padding
-        included."""
+        """Returns logits as `logits` does, or, with many rows and several ranks, this rank's columns
+        (`LMHead.of_step`). exchange: gathers the rows of all attention groups, and the logits are then of all these
+        rows, padding included."""
         if self.head is None:
             return self.logits(hidden)
         if exchange is not None and not self.vocabulary_of_group:
@@ -413,8 +414,7 @@ class CausalLM:
         return self.head.of_step(hidden)
 
     def _embedded(self, batch: ForwardBatch) -> torch.Tensor:
-        """Returns the embeddings [T, H] of token ids, and rows that the batch brings itself (images) where it has
-        some."""
+        """Returns the embeddings [T, H] of the token ids, with image features in their places."""
         assert self.embed is not None, "the first stage has it"
         ids, rows = batch.input_ids, batch.embedding_rows
         exchange = None if self.vocabulary_of_group else batch.exchange
@@ -428,7 +428,7 @@ class CausalLM:
         return embedded
 
     def ignored_weight(self, name: str) -> bool:
-        """Returns whether a checkpoint tensor holds nothing that this rank needs."""
+        """Returns whether this rank needs nothing of a checkpoint tensor."""
         tied_head = self.description.tie_embeddings and name == self.weights.model["lm_head"] + ".weight"
         if tied_head or name in self.on_other_ranks:
             return True

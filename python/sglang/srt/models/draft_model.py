@@ -1,14 +1,14 @@
-"""Draft models: they compute a chain of draft tokens behind every step of their target.
+"""Draft models, which compute a chain of draft tokens after every step of their target.
 
-A draft has layers of its own, whose caches lie in the target's pages. What it shares with the target (the embedding,
-mostly the output head) it takes from there. Its rows are those of a step of the target, or one row a request:
+A draft has layers of its own, whose caches use the target's pages. It shares the target's embedding and usually its
+output head. Its rows are those of a step of the target, or one row per request:
 
     features = draft.features(hidden, captured)     what the first draft step reads of the target's rows
     state = draft(batch, features)                  [T, H'] the features of the next draft step
     draft.logits(state[rows])                       [R, V] of the target's vocabulary
 
-A `shifted` draft computes row i of the token that follows row i and of row i's features, and its keys and values lie at
-position i; the others compute row i of token i.
+A `shifted` draft computes row i from the token after row i and from row i's features, with keys and values at position
+i; others compute row i from token i.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 class DraftModel(Protocol):
-    """A draft model as the module describes it. The loader fills `params`, the runner's pools `caches`; everything may
-    run in a CUDA graph."""
+    """A draft model as described in the module. The loader fills `params`, the runner's pools `caches`; everything may
+    be captured in a CUDA graph."""
 
     shifted: bool
     aux_layers: tuple[int, ...]
@@ -47,23 +47,22 @@ class DraftModel(Protocol):
     caches: list[CacheStore]
 
     def loadables(self) -> list[tuple[Loadable, str]]:
-        """Returns the parts that checkpoints fill, with the directory of each."""
+        """Returns the parts that checkpoints fill, each with its directory."""
 
     def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Returns features [T, H'] made of the target's final hidden states [T, H] and the aux hidden states
-        [T, H], or [T, N * H] of N streams, in the order of `aux_layers`; None where the draft reads nothing but
-        tokens."""
+        """Returns features [T, H'] from the target's final hidden states [T, H] and the aux hidden states [T, H], or
+        [T, N * H] of N streams, in the order of `aux_layers`; None if the draft reads only tokens."""
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
-        """Computes the features [T, H'] of the next draft step. `batch.input_ids` [T] are the draft's. Writes over
+        """Returns the features [T, H'] of the next draft step. `batch.input_ids` [T] are the draft's. Overwrites
         `features`."""
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """Returns logits, [R, H'] -> [R, V] fp32 on every rank; -inf for tokens that the draft does not know."""
+        """Returns logits [R, V] fp32 of state [R, H'] on every rank; -inf for tokens that the draft does not know."""
 
 
 class Eagle3Draft:
-    """An EAGLE-3 draft; see `plan.drafts.description.Concatenated`."""
+    """An EAGLE-3 draft (`plan.drafts.description.Concatenated`)."""
 
     shifted = True
 
@@ -103,7 +102,7 @@ class Eagle3Draft:
 
 
 class ConcatenatedLayer:
-    """The first layer of EAGLE-3: attention over the normed embedding beside the normed features."""
+    """The first layer of EAGLE-3: attention over the concatenated norms of embedding and features."""
 
     def __init__(self, parts: DraftParts, norm_before_residual: bool) -> None:
         scope, spec = parts.scope.sub("layers").sub(0), parts.model.layers[0]
@@ -117,7 +116,7 @@ class ConcatenatedLayer:
         self.join.attach(self.ffn)
 
     def __call__(self, embedded: torch.Tensor, features: torch.Tensor, batch: ForwardBatch) -> SumStream:
-        """Computes the layer: [T, H] each -> the stream behind the layer; `features` is written over."""
+        """Returns the stream after the layer, from embedded and features [T, H]; `features` is overwritten."""
         normed = self.features_norm(features, None)[0]
         rows = torch.cat((self.embedding_norm(embedded, None)[0], normed), dim=-1)
         stream = self.residual.begin(self.attention(rows, batch))
@@ -127,7 +126,7 @@ class ConcatenatedLayer:
 
 
 class ProjectedDraft:
-    """A draft of EAGLE-1 and 2, or of layers for multi-token prediction; see `plan.drafts.description.Projected`."""
+    """A draft of EAGLE-1 and 2, or of multi-token prediction (`plan.drafts.description.Projected`)."""
 
     shifted = True
 
@@ -165,8 +164,8 @@ class ProjectedDraft:
 
 
 class ByStreamDraft:
-    """A draft with several residual streams; see `plan.drafts.description.ByStream`. Features are the streams of a row,
-    [T, N * H]."""
+    """A draft with several residual streams (`plan.drafts.description.ByStream`). Features are a row's streams, [T, N *
+    H]."""
 
     shifted = True
 
@@ -202,7 +201,7 @@ class ByStreamDraft:
 
 
 class StandaloneDraft:
-    """A draft that is a model of its own."""
+    """A draft that is a complete model of its own."""
 
     shifted = False
     aux_layers: tuple[int, ...] = ()
@@ -222,7 +221,7 @@ class StandaloneDraft:
         return None
 
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
-        # Tokens of the target that the draft has no row for stand for nothing that texts are made of.
+        # Token ids beyond the draft's vocabulary are special ones that do not occur in texts.
         known = replace(
             batch, input_ids=batch.input_ids.clamp(max=self.last_token), embedding_rows=None, mrope_positions=None
         )
@@ -235,7 +234,7 @@ class StandaloneDraft:
 
 
 def build_draft(plan: Plan, target: CausalLM) -> DraftModel | DepthDraft:
-    """Builds the planned draft, whose weights are still to be filled, as a part of the target's last stage."""
+    """Builds the planned draft as a part of the target's last stage; its weights are not loaded yet."""
     assert plan.draft is not None
     form = plan.draft.description.form
     if isinstance(form, Concatenated):

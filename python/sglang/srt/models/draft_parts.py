@@ -1,4 +1,4 @@
-"""Parts of all drafts with layers of their own: scope, layers, embedding and head, and what a checkpoint fills."""
+"""Parts of all drafts with layers of their own: scope, layers, embedding and head, and how a checkpoint fills them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class Loadable(Protocol):
-    """Parameters and where a checkpoint has them; see `model_loader.loader`."""
+    """Parameters with their places in a checkpoint; see `model_loader.loader`."""
 
     weights: WeightMap
     params: dict[str, Param]
     finish: list[Callable[[], None]]
     base_prefix: str
-    """Prefix that names may lack in checkpoints which were saved without a head."""
+    """Prefix that names may lack in checkpoints saved without a head."""
 
     def ignored_weight(self, name: str) -> bool:
-        """Returns whether a tensor of the checkpoint holds nothing that this rank needs."""
+        """Returns whether this rank needs nothing of a checkpoint tensor."""
 
 
 class DraftParts:
@@ -67,7 +67,7 @@ class DraftParts:
         )
         self.weights, self.params, self.finish, self.caches = scope.weights, scope.params, scope.finish, scope.caches
         self.copied: CopiedEmbedding | None = None
-        """Copy of the target's embedding, in a last stage that has no embedding of its own: filled from the target's
+        """Copy of the target's embedding, in a last stage without an embedding; filled from the target's
         checkpoint."""
         self.rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         residual = model.layers[0].residual
@@ -85,9 +85,9 @@ class DraftParts:
         return shared.plain if self.draft.plain_ends else shared
 
     def embedded(self, batch: ForwardBatch) -> torch.Tensor:
-        """Returns the embeddings [T, H] of the draft's tokens, and the features of images where the batch has them: the
-        draft reads what the target reads (`speculative.draft_chain.following_rows`). A draft of another width, and the
-        last of several stages, which has no features, read the placeholder's embedding."""
+        """Returns the embeddings [T, H] of the draft's tokens, with the batch's image features in place, since the
+        draft reads what the target reads (`speculative.autoregressive_draft.following_rows`). A draft of another width,
+        and the last of several stages, which has no features, use the placeholder's embedding."""
         embedded, rows = self.embedding(batch.input_ids), batch.embedding_rows
         return embedded if rows is None or rows.width != embedded.shape[1] else rows.put(embedded)
 
@@ -100,25 +100,29 @@ class DraftParts:
 
     @property
     def reduced_tokens(self) -> torch.Tensor:
-        """Tokens [rows] that the rows of a reduced output head stand for."""
+        """Returns the tokens [rows] of the rows of a reduced output head."""
         assert isinstance(self.head, ReducedHead)
         return self.head.tokens
 
     def layer(self, i: int, around: Around | None = None) -> DecoderLayer:
+        """Builds layer i; `around` wraps its blocks."""
         return DecoderLayer(self.layer_scope(i), self.model.layers[i], self.site(i), self.residual, around)
 
     def layer_scope(self, i: int) -> Scope:
+        """Returns the scope of layer i."""
         return self.scope.sub("layers").sub(i)
 
     def site(self, i: int) -> Site:
+        """Returns the build context of layer i."""
         return Site(i, self.model, self.rotary)
 
     def norm(self, name: str, size: int = 0) -> RMSNorm:
+        """Builds a norm of `size` elements, by default the hidden size."""
         model = self.model
         return RMSNorm(self.scope.sub(name), size or model.hidden_size, model.norm_eps, model.zero_centred_norms)
 
     def ending(self) -> Callable[[Any], torch.Tensor]:
-        """Returns the function that makes normed rows [T, H] of the stream behind the last layer."""
+        """Returns a function that computes normalized rows [T, H] from the stream after the last layer."""
         spec = self.model.layers[0].residual
         if isinstance(spec, HyperConnections):
             join = end_of(self.scope, self.model, spec)
@@ -127,7 +131,7 @@ class DraftParts:
         return lambda stream: values_of(stream.normed(norm))
 
     def unpacked(self, in_features: int, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a projection: [T, in_features] -> [T, H] on every rank, in 16 bits however the checkpoint stores
+        """Returns a projection [T, in_features] -> [T, H] on every rank, in 16 bits even if the checkpoint quantizes
         it."""
         scope = self.scope.sub(name)
         weights: list[torch.Tensor] = []
@@ -137,7 +141,7 @@ class DraftParts:
         return lambda rows: linear(rows, weights[0], None)
 
     def loadables(self) -> list[tuple[Loadable, str]]:
-        """Returns the parts that checkpoints fill, with the directory of each."""
+        """Returns the parts that checkpoints fill, each with its directory."""
         draft_path, target_path = self.paths
         return [(self, draft_path)] if self.copied is None else [(self, draft_path), (self.copied, target_path)]
 
@@ -151,8 +155,7 @@ class DraftParts:
     def projection(
         self, in_features: int, bias: bool = False, name: str = "fc", rows: int = 0, optional_bias: bool = True
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a projection: [T, in_features] -> [T, rows], which are H where not said, on every rank, in 16
-        bits."""
+        """Returns a 16-bit projection [T, in_features] -> [T, rows] on every rank; rows 0: the hidden size."""
         scope, rows = self.scope.sub(name), rows or self.model.hidden_size
         added = None
         if bias:  # some heads of EAGLE were trained without
@@ -161,7 +164,7 @@ class DraftParts:
 
 
 class ReducedHead:
-    """An output head for some of the target's tokens, which its rows stand for: [R, H] -> [R, V] fp32."""
+    """An output head for a subset of the target's tokens, [R, H] -> [R, V] fp32 with -inf for the others."""
 
     def __init__(self, scope: Scope, head: LMHead, draft: DraftDescription) -> None:
         self.head, self.vocab_size, rows = head, draft.vocab_size, draft.head_size
@@ -175,17 +178,17 @@ class ReducedHead:
 
 
 def _token_ids(offsets: torch.Tensor) -> torch.Tensor:
-    """Returns the token of each row of the head: row i is the token i + offsets[i]."""
+    """Returns the token of each row of the head: row i is token i + offsets[i]."""
     return offsets.to(torch.int64) + torch.arange(len(offsets))
 
 
 def first_tokens(tokens: torch.Tensor, generator: torch.Generator) -> None:
+    """Fills a dummy token map with 0, 1, 2, ..."""
     torch.arange(len(tokens), out=tokens)
 
 
 class CopiedEmbedding:
-    """A copy of the target's embedding, where only another stage has it. Implements Loadable, of the target's
-    checkpoint."""
+    """A copy of the target's embedding, for a stage that lacks it. Implements Loadable for the target's checkpoint."""
 
     base_prefix = "model."
 

@@ -1,5 +1,4 @@
-"""A draft of several layers for multi-token prediction, one for each depth; see
-`plan.drafts.description.MTPByLayer`."""
+"""A draft of multi-token prediction with one layer per depth (`plan.drafts.description.MTPByLayer`)."""
 
 from __future__ import annotations
 
@@ -17,10 +16,11 @@ if TYPE_CHECKING:
 
 
 class DepthDraft:
-    """Features and states are residual streams [T, H], before any final norm; or those of the first depth are the
-    target's final hidden states.
+    """The layers of all depths. Features and states are residual streams [T, H] before any final norm, except that the
+    first depth's features may be the target's final hidden states.
 
-    `keeps_states`: as in MTPByLayer; `tails` are then the caches DRAFT_ROWS of all layers but the first."""
+    `keeps_states`: as in MTPByLayer; `tails` are then the caches DRAFT_ROWS of all layers but the first.
+    """
 
     def __init__(self, parts: DraftParts, form: MTPByLayer) -> None:
         self.parts, self.chained, self.final_features = parts, form.chained, form.final_features
@@ -32,27 +32,28 @@ class DepthDraft:
         self.tails = [parts.scope.cache(i, DRAFT_ROWS) for i in layers]
 
     def loadables(self) -> list[tuple[Loadable, str]]:
+        """Returns the parts that checkpoints fill, each with its directory."""
         return self.parts.loadables()
 
     def features(self, hidden: torch.Tensor, aux_hidden_states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns the features [T, H] of the first depth, made of the target's step."""
+        """Returns the features [T, H] of the first depth, from the target's step."""
         if self.final_features:
             return hidden
         (stream,) = aux_hidden_states
         return stream
 
     def compute(self, depth: int, batch: ForwardBatch, features: torch.Tensor) -> torch.Tensor:
-        """Returns the stream [T, H] behind the layer of a depth; features [T, H] stay as they are."""
+        """Returns the stream [T, H] after the layer of a depth; features [T, H] are not changed."""
         return self.depths[depth](batch, features)
 
     def logits(self, depth: int, state: torch.Tensor) -> torch.Tensor:
-        """Returns logits, [R, H] -> [R, V] fp32 on every rank."""
+        """Returns logits [R, V] fp32 of state [R, H] on every rank."""
         norm = self.depths[depth].norm
         return self.parts.head(state if norm is None else norm(state, None)[0])
 
 
 class Depth:
-    """The layer of one depth, with what stands before and behind it."""
+    """The layer of one depth, with the norms and projection before it and the norm after it."""
 
     def __init__(self, parts: DraftParts, form: MTPByLayer, i: int) -> None:
         self.parts, self.hidden_first = parts, form.hidden_first

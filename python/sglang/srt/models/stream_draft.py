@@ -1,5 +1,5 @@
-"""A draft of layers for multi-token prediction in a model with gated residual streams; see
-`plan.drafts.description.Streamed`. Reference: the published description of Qwen3.8-Flash-Next's `mtp.` tensors."""
+"""A draft of multi-token prediction for models with gated residual streams (`plan.drafts.description.Streamed`).
+Reference: the published description of Qwen3.8-Flash-Next's `mtp.` tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StreamDraft:
-    """Implements DraftModel; features and states are streams [T, N * H]."""
+    """Implements DraftModel; features and states are residual streams [T, N * H]."""
 
     shifted = True
 

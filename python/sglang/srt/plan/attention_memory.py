@@ -1,4 +1,5 @@
-"""Memory in bytes that an attention backend allocates beside the cache, by the kernel that the plan chose."""
+"""Computes the memory, in bytes, that an attention backend allocates besides the cache, by the kernel that the plan
+chose."""
 
 from __future__ import annotations
 
@@ -16,25 +17,26 @@ which the wrappers of all captured batch sizes share one. A test holds both size
 FLASHINFER_LATENT_WORKSPACE = 32 * MIB
 FLASHINFER_LATENT_LISTS = MIB // 4
 FLASHINFER_LATENT_CHUNKS = 32
-"""Of long prompts over latents: the workspace, the lists of one planned launch, and most chunks of cached prefixes in a
-step, of which three may be planned at once. A test holds them to the builder's."""
+"""For long prompts over latents: bytes of the workspace, bytes of the lists of one planned launch, and most chunks of
+cached prefixes in a step, of which three may be planned at once. A test holds them to the builder's."""
 INDEX_LOGIT_BYTES = 256 * MIB
 """Bytes of an indexer's scores that lie in memory at once; a test holds the number to the kernel's."""
 SPARSE_ROUNDS = 4
-"""Most rounds in which the programs of sparse attention that share tokens run; a test holds the number to the
-kernel's."""
+"""Most rounds of programs in sparse attention where several share a token; a test holds the number to the kernel's."""
 PART_BYTES = 14
-"""Bytes of a merged element: three times in 16 bits, and twice in fp32."""
+"""Bytes of an element of partial attention that is merged: three copies in 16 bits, two in fp32."""
 LIST_BYTES_PER_PAGE = 40
-"""Bytes a page of a step's page list and of the five int64 arrays that it is gathered with."""
+"""Bytes for each page in a step's page list and in the five int64 arrays from which it is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
+    """The sizes on which an attention backend's buffers depend."""
+
     heads: tuple[tuple[int, int], ...]
     """Number of query heads on one rank and dims of a value, of each shape of attention that a backend computes."""
     value_dim: int
-    """The most dims of a head's output."""
+    """Largest number of dims of a head's output."""
     index_logits: int
     """Bytes of the scores of a step's tokens over requests of the full length, where there is an indexer."""
     num_sms: int
@@ -46,21 +48,21 @@ class AttentionSizes:
     windows: tuple[int, ...]
     """Pages of a window, for each attention site; 0: all tokens."""
     part_heads: tuple[tuple[int, int], ...] = ()
-    """As `heads`, of shapes whose tokens ranks share out: heads of all of them."""
+    """As `heads`, for sites whose tokens are sharded over DCP ranks: the heads of all these ranks."""
     token_rows: int = 0
-    """Most tokens of a step that attend one by one to such tokens."""
+    """Most tokens of a step that attend one by one to sharded tokens."""
     verified_tokens: int = 1
-    """Most tokens of a request that decodes, in a step."""
+    """Most tokens of a decoding request in one step."""
     own_tables: int = 0
-    """Bytes of row tables of a rank's own tokens."""
+    """Bytes of row tables of a DCP rank's own tokens."""
     gathered: int = 0
-    """Bytes of the tokens of one layer that come together on every rank."""
+    """Bytes of the tokens of one layer that DCP ranks gather."""
     gathered_tokens: int = 0
-    """Most of these tokens."""
+    """Most gathered tokens."""
 
 
 def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
-    """Returns the bytes that the backends of prompts and of decode allocate; one backend may serve several."""
+    """Returns the bytes that the backends of prompts and of decode allocate; one backend may serve both."""
     ops = ("long_prompt_attention", "extend_attention", "decode_attention")
     backends = {choice.name: choice for op, choice in choices.items() if op in ops}
     decode = choices.get("decode_attention")
@@ -71,8 +73,8 @@ def attention_bytes(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int
 
 
 def _long_latents(choices: Mapping[str, Choice]) -> int:
-    """Returns the bytes of the workspace and of the lists of all wrappers; one more buffer of plans exists while a
-    wrapper is made."""
+    """Returns the bytes of the workspace and of the lists of all wrappers for long prompts over latents. One more
+    buffer of plans exists while a wrapper is made."""
     if not any(op.startswith("long_latent_prompt") for op in choices):
         return 0
     lists = 3 * (1 + FLASHINFER_LATENT_CHUNKS) * FLASHINFER_LATENT_LISTS
@@ -80,8 +82,8 @@ def _long_latents(choices: Mapping[str, Choice]) -> int:
 
 
 def _shared_tokens(sizes: AttentionSizes) -> int:
-    """Returns the bytes of the parts that ranks make of their own tokens, of copies of them that are sent and received,
-    and of what is added up of them in fp32; of row tables; and of the tokens that come together."""
+    """Returns the bytes that DCP takes: partial attention, its copies that are sent and received, and its sums in fp32;
+    row tables; gathered tokens."""
     parts = max((heads * value_dim for heads, value_dim in sizes.part_heads), default=0)
     return sizes.token_rows * parts * PART_BYTES + sizes.own_tables + sizes.gathered
 
@@ -105,9 +107,8 @@ def _sparse(choices: Mapping[str, Choice], sizes: AttentionSizes) -> int:
 def _flashinfer(choice: Choice, sizes: AttentionSizes) -> int:
     """Returns the bytes of the workspace and, for each attention site, of seven buffers of plans and of page lists: one
     list for captured batches, sized for requests of the full length, and one that a step gathers. One more buffer of
-    plans exists while a wrapper is made. Where ranks share out tokens, requests that decode and tokens one by one have
-    three buffers each and prompts one, a page is as many entries as before on all ranks together, and tokens that come
-    together are a page each."""
+    plans exists while a wrapper is made. With DCP, decoding requests and single tokens have three buffers each and
+    prompts one; a page has as many entries on all ranks together as without DCP, and each gathered token is a page."""
     workspace = FLASHINFER_MLA_WORKSPACE if choice.name == "flashinfer_mla" else FLASHINFER_WORKSPACE
     largest = max(sizes.graph_batch_sizes, default=0)
     pages = [min(window or sizes.pages_per_request, sizes.pages_per_request) for window in sizes.windows]

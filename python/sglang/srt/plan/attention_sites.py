@@ -1,4 +1,4 @@
-"""The attention sites of a model: the kinds of attention calls that a backend which plans every step has to plan."""
+"""The attention sites of a model: the kinds of attention calls for which a backend plans every step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sglang.srt.plan.model_description import ModelDescription
 
 
 def attention_sites(model: ModelDescription, tp_size: int, dcp_size: int = 1) -> tuple[AttentionSite, ...]:
-    """Returns each attention site of one rank once, in the order of the layers."""
+    """Returns the attention sites of one rank, each once, in the order of the layers."""
     sites = (site_of(layer.mixer, tp_size, dcp_size) for layer in model.layers)
     return tuple(dict.fromkeys(site for site in sites if site is not None))
 
 
 def site_of(mixer: Mixer, tp_size: int, dcp_size: int) -> AttentionSite | None:
-    """Returns the site of the layers of a mixer; None: there is no attention over a cache."""
+    """Returns the attention site of a mixer; None: the mixer has no attention over a cache that a backend plans."""
     shape = mixer.attention_shape(tp_size)
     if shape is None:
         return None

@@ -1,4 +1,4 @@
-"""The indexer of block-sparse attention: which blocks of neighbouring tokens each KV head attends to."""
+"""The indexer of block-sparse attention, which selects blocks of contiguous tokens for each KV head."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights, uneven_sizes
 
 LEAST_BLOCK = 16
-"""Tokens of the smallest block that a matrix unit scores at once."""
+"""Tokens of the smallest block that matrix instructions score at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockIndexer:
-    """Chooses for each KV head `top_blocks` blocks of `block` tokens, the query's own and `local_blocks` - 1 before it
-    always among them (MiniMax-M3).
+    """Selects `top_blocks` blocks of `block` tokens for each KV head, always with the query's own block and the
+    `local_blocks` - 1 before it (MiniMax-M3).
 
-    A token leaves one key of `head_dim`; each KV head has a query of its own. The score of a block is the largest
-    product of the query and a key in it. Queries and keys have a norm a head and rotate as attention's do.
+    Each token has one key of `head_dim`; each KV head has a query of its own. The score of a block is the largest
+    product of the query with a key in it. Queries and keys are normed for each head and rotate as attention's do.
     """
 
     head_dim: int
@@ -28,7 +28,7 @@ class BlockIndexer:
 
     @property
     def top_k(self) -> int:
-        """Number of tokens up to which requests attend to all of them."""
+        """Number of tokens in the selected blocks: shorter requests attend to all of their tokens."""
         return self.block * self.top_blocks
 
     def needs(self, parallel: ParallelConfig, kv_heads: int, rotary_dim: int) -> Iterator[Need]:
@@ -38,11 +38,11 @@ class BlockIndexer:
         yield wide.need("block_indexer", dims, uneven, (kv_heads, 1))
 
     def _with_key_dtype(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Returns the choices with the type of index keys: the model's, whatever the type of keys and values is."""
+        """Returns the config with the dtype of index keys: the model's, whatever that of keys and values is."""
         return replace(parallel, kv_dtype=parallel.dtype)
 
     def cache(self, parallel: ParallelConfig) -> CacheSpec:
-        """Returns the cache of the tokens' keys, which every rank holds."""
+        """Returns the cache of index keys, which every rank holds whole."""
         keys = CacheTensor("k", (1, self.head_dim), self._with_key_dtype(parallel).kv_dtype)
         return CacheSpec("index", (keys,), neighbours=self.block)
 

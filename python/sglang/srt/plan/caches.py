@@ -1,5 +1,4 @@
-"""Sizes of a model's caches, by groups: the caches of a group keep entries equally long and have equally many a
-token."""
+"""Groups a model's caches: those of a group have the same lifetime and the same number of entries for a token."""
 
 from __future__ import annotations
 
@@ -15,16 +14,17 @@ from sglang.srt.plan.model_description import ModelDescription
 
 @dataclass(frozen=True, slots=True)
 class CacheOfLayer:
+    """A cache, with the layer that it belongs to."""
+
     layer_id: int
     cache: CacheSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Caches that live equally long and have equally many entries a token. Pages of one group follow one another, so
-    one allocator and one table of rows serve all its caches. A cache is addressed by its group and its index in
-    `members`. `dcp_size`: as in CacheSpec; the entries of 1/dcp_size of the tokens are this rank's.
-    """
+    """Caches with the same lifetime and number of entries for a token. They share one page allocator and one table of
+    rows. A cache is addressed by its group and its index in `members`. `dcp_size`: as in CacheSpec; this rank has the
+    entries of 1/dcp_size of the tokens."""
 
     lifetime: Lifetime
     entries_per_token: Fraction
@@ -33,7 +33,7 @@ class CacheGroup:
 
     @property
     def page_multiple(self) -> int:
-        """Fewest tokens of a page that holds whole entries, and the entries of all tokens that are kept together."""
+        """Fewest tokens of a page that holds whole entries, and whole runs of entries that must be contiguous."""
         return math.lcm(self.entries_per_token.denominator, *(member.cache.neighbours for member in self.members))
 
     @property
@@ -56,7 +56,7 @@ class CacheGroup:
 
     @property
     def bytes_per_request(self) -> int:
-        """Bytes for every running request, beside those of its tokens."""
+        """Bytes of every running request besides those of its tokens."""
         if isinstance(self.lifetime, Window):
             return self.bytes_per_entry * self.lifetime.tokens
         return self.bytes_per_entry if isinstance(self.lifetime, PerRequest) else 0
@@ -94,7 +94,8 @@ def cache_groups(model: ModelDescription, parallel: ParallelConfig) -> tuple[Cac
 
 
 def ranks_share_caches(model: ModelDescription, parallel: ParallelConfig) -> bool:
-    """Returns whether the caches of each rank are those of a server of one rank: nothing is divided by heads."""
+    """Returns whether every rank has the same caches as a server with one rank: nothing is divided by heads or
+    tokens."""
     return cache_groups(model, parallel) == cache_groups(
         model, replace(parallel, tp_size=1, ep_size=1, dcp_size=1, attn_dp_size=1)
     )
@@ -113,8 +114,7 @@ def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...
 
 
 def row_tables(groups: Sequence[CacheGroup]) -> tuple[Full | Window, ...]:
-    """Returns the lifetimes for which a table says where each token of a request lies. The first is that of all tokens;
-    caches of every rate share its table, and it exists even if nothing is kept that long, because prefixes are known by
-    it."""
+    """Returns the lifetimes that need a table with the place of each token of a request. The first is FULL, whose table
+    caches of every rate share; it exists even if nothing is kept that long, because cached prefixes are known by it."""
     windows = (group.lifetime for group in groups if isinstance(group.lifetime, Window))
     return (FULL, *dict.fromkeys(windows))

@@ -19,8 +19,8 @@ from sglang.srt.plan.stages import Stage
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The sizes of everything that fits in a rank's memory. With several stages `groups` and `memory` are those of a
-    rank that has the most of everything that some stage has: all stages have as many tokens."""
+    """The sizes of everything that fits in a rank's memory. With several pipeline stages `groups` and `memory` are
+    those of a rank that has the most of what any stage has; all stages have pools of equally many tokens."""
 
     sizes: Sizes
     groups: tuple[CacheGroup, ...]
@@ -35,8 +35,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The inputs and the outcome of planning with one set of flags: those that were given, or others that advice might
-    name."""
+    """The inputs and the outcome of planning with one set of flags: the user's, or others that advice may name."""
 
     of_rank: RankWeights
     parallel: ParallelConfig
@@ -66,7 +65,7 @@ def describe_capacity(capacity: Capacity) -> dict[str, Any]:
 
 
 def describe_pools(windows: Sequence[WindowSize], checkpoints: int, states: str) -> dict[str, Any]:
-    """Describes the pools: tokens of each window's pool; where there are states, the rows for copies of them and why so
+    """Describes the pools: tokens of each window's pool, and where there are states the checkpoints, and why that
     many."""
     pools: dict[str, Any] = {}
     if windows:

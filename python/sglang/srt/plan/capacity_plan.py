@@ -1,4 +1,4 @@
-"""Planning of the sizes of everything on a rank, of which the results are in `capacity`. No torch."""
+"""Plans the sizes of everything on a rank; `capacity` has the results. No torch."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from sglang.srt.plan.pool_checks import smaller_sizes
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized_cost
 from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
-from sglang.srt.plan.speculation import ngram_bytes, tokens_growing, verified_tokens
-from sglang.srt.plan.stages import NOTHING_BEHIND, Behind, Stage, cut_stages, fullest_caches
+from sglang.srt.plan.speculation import ngram_bytes, uncertain_slots_of, verified_tokens
+from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
 
 NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "long_latent_prompt", "prefill_attention")
-"""Ops that graphs of decode steps do not hold: those of prompts, and of encoders of images."""
+"""Ops that decode graphs do not contain: those of prompts, and of image encoders."""
 
 
 def plan_capacity(
@@ -51,14 +51,14 @@ def plan_capacity(
     available: int,
     draft: DraftPlan | None,
 ) -> Capacity:
-    """Plans the capacity for every model that can be described, also one without a model class. Sizes that the user did
-    not give are as large as leaves the caches their share (`defaults.CACHE_SHARE`). Raises UserError if the model does
-    not fit."""
+    """Plans the capacity of any model that can be described, also one without a model class. Sizes that the user did
+    not give are as large as possible while the caches get their share (`defaults.CACHE_SHARE`). Raises UserError if the
+    model does not fit."""
     args = args_of_group(args, parallel.attn_dp_size)
     model, stages = of_rank.model, stages_of(of_rank, parallel, arch, draft)
     weights = max(stage.weight_bytes for stage in stages)
     steps = defaults.default_sizes(arch.device, available, context_len)
-    if args.mem_fraction_static is not None:  # which says what the caches get, whatever else there is
+    if args.mem_fraction_static is not None:  # the flag decides what the caches get, so smaller steps give them no more
         steps = steps[:1]
 
     def capacity(size: defaults.DefaultSizes) -> Capacity:
@@ -78,9 +78,10 @@ def plan_capacity(
 def stages_of(
     of_rank: RankWeights, parallel: ParallelConfig, arch: ArchTraits, draft: DraftPlan | None
 ) -> tuple[Stage, ...]:
-    """Cuts the model into the stages of a pipeline, the last of which has the draft."""
+    """Cuts the model into pipeline stages. The last one has the draft. Raises UserError for drafts that read caches of
+    other stages."""
     features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(parallel.kv_dtype)
-    behind = NOTHING_BEHIND
+    behind = NO_EXTRAS
     if draft is not None:
         copies = of_rank.head.rows if parallel.pp_size > 1 and not of_rank.model.tie_embeddings else 0
         behind = Behind(draft.num_layers, draft.weight_bytes(parallel.dtype, fp8_cache, features, copies))
@@ -112,23 +113,23 @@ def _capacity(
         largest_graph = size.cuda_graph_max_bs
         sizes, notes = _sizes(args, model, parallel, context_len, arch, choices, chunk, running, largest_graph)
         tables = ngram_bytes(args, running, context_len)
-        growing = tokens_growing(args, model.architecture)
+        uncertain_slots = uncertain_slots_of(args, model.architecture)
         sizes = replace(
-            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, growing=growing,
+            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, uncertain_slots=uncertain_slots,
             verified_tokens=verified_tokens(args, model.architecture), copy_bytes=copy_bytes(args, arch),
         )  # fmt: skip
-        cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, growing)
+        cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, uncertain_slots)
         positions = num_positions(context_len, sizes.tokens_per_step, lambda: pool_tokens(sizes, cost))
         return replace(sizes, num_positions=positions), cost, notes
 
     def pool_tokens(sizes: Sizes, cost: CacheCost) -> int:
-        """Returns the most tokens of the pool beside tables of as many positions."""
+        """Returns the most tokens that the pool can have besides rotary tables with a position for each of them."""
         if on_cpu:
             return args.max_total_tokens or CPU_KV_TOKENS
         if not cost.bytes_per_token:
             return context_len
         none, one = (fixed(replace(sizes, num_positions=rows), cost) for rows in (0, 1))
-        row = one.rotary - none.rotary if fraction is None else 0  # a fraction says what caches get beside tables
+        row = one.rotary - none.rotary if fraction is None else 0  # a fraction fixes the caches, whatever tables take
         left = cache_room(weights, available, none, fraction)
         return tokens_beside_rows(cost, left, row, parallel.page_size, args.max_total_tokens or available)
 
@@ -139,7 +140,7 @@ def _capacity(
         return fixed if draft is None else with_draft_memory(fixed, draft, model, parallel.dtype, sizes)
 
     def room(running: int) -> int:
-        """Returns the bytes for tokens and states beside the windows of so many requests."""
+        """Returns the bytes for tokens and states besides the windows of `running` requests."""
         sizes, cost, _ = sized(running)
         if on_cpu:
             caches = cpu_cache_room(weights, available)
@@ -152,7 +153,7 @@ def _capacity(
     sizes = replace(sizes, checkpoints=states.checkpoints)
     notes += [states.note] if states.note else []
     notes += [host_table_note(size) for size in [host_table_bytes(everything, parallel)] if size]
-    max_tokens = args.max_total_tokens or available  # a token takes at least a byte, or else
+    max_tokens = args.max_total_tokens or available  # a token takes at least a byte; the exception is below
     if sizes.num_positions < context_len:
         max_tokens = min(max_tokens, sizes.num_positions - SPARE)
     if not cost.bytes_per_token:
@@ -168,14 +169,15 @@ def _capacity(
 
 
 def args_of_group(args: ServerArgs, attn_dp_size: int) -> ServerArgs:
-    """Returns the flags of one of the attention groups that have requests of their own: an even share of the running
-    requests, rounded up."""
+    """Returns the flags as they apply to one attention group of DP attention: an even share of the running requests,
+    rounded up."""
     running = args.max_running_requests
     return args if running is None else replace(args, max_running_requests=-(-running // attn_dp_size))
 
 
 def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int, attn_dp_size: int) -> int:
-    """Returns the tokens of prompts of a step; of those of all attention groups each has an even share."""
+    """Returns the prompt tokens of a step of one attention group: an even share of --chunked-prefill-size, in whole
+    pages; -1: whole prompts."""
     chunk = size.chunked_prefill_size if args.chunked_prefill_size is None else args.chunked_prefill_size
     return chunk if chunk == -1 else max(page_size, chunk // attn_dp_size // page_size * page_size)
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's attention: a window of tokens as they are, and everything before it in compressed entries."""
+"""DeepSeek-V4's attention: the last tokens in a window, everything before it in compressed entries."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from sglang.srt.plan.mixers import Indexer
 
 @dataclass(frozen=True, slots=True)
 class CompressedSparse:
-    """One latent of `head_dim` a token is key and value of every head. Attention sees the last `window` of them and,
-    with `rate` > 0, one compressed entry for every `rate` tokens: those that the indexer chose, or all without one.
+    """Attention in which one latent of `head_dim` a token is key and value of every head. It sees the last `window`
+    tokens and, with `rate` > 0, one compressed entry for every `rate` tokens: those that the indexer selects, or all
+    without one.
 
-    Entries of a rate with an indexer overlap, each made of the last 2 * rate tokens. The output goes through `o_groups`
-    groups of heads of rank `o_lora_rank`. `block` > 1: so many rows of a request see each other and the last `window`
-    tokens before them (block drafts).
+    Entries of layers with an indexer overlap: each is made of the last 2 * rate tokens. The output is projected in
+    `o_groups` groups of heads, to `o_lora_rank` dims each. `block` > 1: that many rows of a request see each other and
+    the last `window` tokens before them (block drafts).
     """
 
     num_heads: int
@@ -40,7 +41,7 @@ class CompressedSparse:
     o_lora_rank: int
     o_groups: int
     window: int
-    rope: RopeSpec | None = None  # layers that compress rotate with another base than those that do not
+    rope: RopeSpec | None = None  # its base differs between layers that compress and those that do not
     rate: int = 0
     indexer: Indexer | None = None
     block: int = 1
@@ -52,7 +53,7 @@ class CompressedSparse:
 
     @property
     def overlap(self) -> int:
-        """Number of runs of tokens that an entry is made of."""
+        """Number of runs of `rate` tokens of which an entry is made."""
         return 2 if self.indexer is not None else 1
 
     @property
@@ -77,7 +78,7 @@ class CompressedSparse:
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         dim, dtype = self.head_dim, parallel.kv_dtype
-        # A row of a block sees as many tokens before the block; another one is among its tokens.
+        # Each row of a block sees `window` tokens before the block, one more than a row that is itself in its window.
         window = latent_cache("kv", dim, dim, dtype, lifetime=Window(self.window + (self.block > 1)))
         if not self.rate:
             return (window,)
@@ -88,12 +89,12 @@ class CompressedSparse:
         return tuple(caches)
 
     def _pending(self, name: str, dim: int) -> CacheSpec:
-        """The cache of the values and gates of the last tokens, of which the next entry is made."""
+        """Returns the cache of the last tokens' values and gates, of which the next entry will be made."""
         rows = CacheTensor("rows", (self.overlap * self.rate, 2, self.overlap * dim), "float32")
         return CacheSpec(name, (rows,), lifetime=PER_REQUEST)
 
     def attention_shape(self, tp_size: int) -> None:
-        """Returns None: what a token sees is chosen token by token, so no backend plans it for a step."""
+        """Returns None: a selection is made for each token, so no backend plans the attention of a step."""
         return None
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
@@ -105,7 +106,7 @@ class CompressedSparse:
             Matrix("attn.kv", ("",), self.head_dim, hidden_size),
             Elements(
                 low * self.group_dim
-            ),  # the output's first product: in the model's type, as it goes group by group
+            ),  # the output's first product, held in the model's dtype because it is computed group by group
             Matrix("attn.o_b", ("",), hidden_size, low),
             Elements(self.q_lora_rank + self.head_dim),
             Elements(heads, "float32"),  # sinks

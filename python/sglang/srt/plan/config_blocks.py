@@ -12,7 +12,7 @@ from sglang.srt.plan.mixers import GQA, Indexer
 from sglang.srt.plan.pooled_sparse import PooledSparse
 
 BLOCK_SPARSE = "block_sparse_attention"
-"""Kind of layers with attention to blocks, as layer_types say it here."""
+"""Our kind of layers with attention to blocks."""
 BLOCK_CONFIG = "sparse_attention_config"
 SPELLINGS: Mapping[str, str] = {"minimax_m3_sparse": BLOCK_SPARSE}
 """Kinds of layers in `layer_types` of published configs, and ours."""
@@ -23,14 +23,14 @@ _FLAT: Mapping[str, str] = {
     "sparse_topk_blocks": "index_topk_blocks",
     "sparse_local_block": "index_local_blocks",
 }
-"""Keys inside `sparse_attention_config`, and those that transformers writes beside the others in its place."""
+"""Keys inside `sparse_attention_config`, and those that transformers writes instead, next to the other keys."""
 _COMPUTED: Mapping[str, tuple[object, ...]] = {"sparse_score_type": ("max",), "sparse_init_block": (0,)}
 _OTHERS = frozenset({"use_sparse_attention", "sparse_attention_freq", "sparse_disable_index_value"})
 
 
 def block_sparse_layers(keys: ConfigReader, num_layers: int) -> list[str] | None:
-    """Returns the kind of each layer by `sparse_attention_config`; None: there is none, so that `layer_types` count.
-    Raises UserError for what is malformed."""
+    """Returns the kind of each layer by `sparse_attention_config`; None: there is no such key, so `layer_types` count.
+    Raises UserError for malformed values."""
     inner = keys.default(BLOCK_CONFIG, dict, {})
     if not inner:
         return None
@@ -40,8 +40,8 @@ def block_sparse_layers(keys: ConfigReader, num_layers: int) -> list[str] | None
 
 
 def block_indexer(keys: ConfigReader, kv_heads: int, unsupported: list[str]) -> BlockIndexer:
-    """Reads the indexer of a model with `kv_heads` KV heads. Adds to `unsupported` what it has and is not computed.
-    Raises UserError."""
+    """Reads the indexer of a model with `kv_heads` KV heads. Adds to `unsupported` what is not computed. Raises
+    UserError."""
     inner, source = keys.default(BLOCK_CONFIG, dict, {}), f"{keys.source} {BLOCK_CONFIG}"
     unknown = sorted(inner.keys() - _FLAT.keys() - _COMPUTED.keys() - _OTHERS)
     if unknown:
@@ -86,7 +86,7 @@ wrote; published ones say "full_attention"."""
 
 
 def pooled_sparse(keys: ConfigReader, heads: GQA) -> PooledSparse:
-    """Returns attention of these heads to the blocks that the indexer of the keys selects. Raises UserError."""
+    """Returns attention of these heads over the blocks that the config's indexer selects. Raises UserError."""
     block, budget = keys.positive("indexer_compress_ratio"), keys.positive("indexer_budget")
     if budget % block:
         raise UserError(

@@ -17,9 +17,10 @@ CHUNKED, WHOLE = "chunked_attention", "full_attention"
 def chunked_mixers(keys: ConfigReader, whole: GQA, num_layers: int) -> list[GQA]:
     """Returns the attention of each layer. `whole`: that of a layer which rotates heads and sees all tokens.
 
-    `no_rope_layers` has a 1 for each layer that rotates; without a list every `no_rope_layer_interval`-th does not.
-    Layers that rotate are the chunked ones unless `layer_types` say otherwise. Those that do not have no norms of heads
-    either, and their queries grow where `attn_temperature_tuning` says so. Raises UserError."""
+    `no_rope_layers` has a 1 for each layer that rotates; without it every `no_rope_layer_interval`-th layer does not.
+    Rotating layers see chunks unless `layer_types` say otherwise. The others have no norms of heads, and attention
+    temperature scaling if `attn_temperature_tuning` is set. Raises UserError.
+    """
     rotates = _rotating(keys, num_layers)
     kinds = keys.default("layer_types", list, [CHUNKED if here else WHOLE for here in rotates])[:num_layers]
     unknown = sorted({str(kind) for kind in kinds} - {CHUNKED, WHOLE})
@@ -45,7 +46,8 @@ def _rotating(keys: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def _growth(keys: ConfigReader) -> dict[str, Any]:
-    """Returns fields of GQA. Configs of the first releases have a number where later ones have a flag."""
+    """Returns the fields of GQA for attention temperature scaling. Configs of the first releases have a number where
+    later ones have a flag."""
     if not keys.values["attn_temperature_tuning"]:
         return {}
     scale, length = keys.default("attn_scale", float, 0.0), keys.positive("floor_scale")

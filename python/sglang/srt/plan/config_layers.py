@@ -1,5 +1,4 @@
-"""Reads the layers of a model from the keys of its config.json: `read_layers`, by the usual keys and a family's
-facts."""
+"""Reads the layers of a model from its config.json (`read_layers`), by the usual keys and a family's facts."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from sglang.srt.plan.config_relative import relative_mixers, short_convolution
 from sglang.srt.plan.config_shared_sparse import shared_sparse_mixers
 from sglang.srt.plan.config_sharing import (
     Override,
-    dequantized,
+    attn_temperature_scaling,
     enumerated,
-    growing_queries,
     layer_overrides,
     per_layer_embedding,
+    with_double_wide_mlp,
     with_limits,
     with_shared_caches,
 )
@@ -50,8 +49,8 @@ _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def read_layers(keys: ConfigReader, family: Family, unsupported: list[str], quantized: bool) -> tuple[LayerSpec, ...]:
-    """Reads the layers, of a checkpoint that is quantized or not. Adds to `unsupported` whatever of them is described
-    and not computed. Raises UserError."""
+    """Returns the layers that the keys describe. `quantized`: whether the checkpoint is. Appends messages to
+    `unsupported` about what is described but not computed. Raises UserError for keys that cannot be read."""
     if family.one_block_layers:
         return _one_block_layers(keys, family, unsupported)
     num_layers = keys.positive("num_hidden_layers")
@@ -81,7 +80,9 @@ def read_layers(keys: ConfigReader, family: Family, unsupported: list[str], quan
             residual = replace(residual, ffn_norms=False)
         layer = LayerSpec(mixer, ffn, residual, inputs, ngrams.get(i, ABSENT), convolution)
         shares = isinstance(mixer, GQA) and not mixer.caches_tokens
-        layers.append(dequantized(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer)
+        layers.append(
+            with_double_wide_mlp(layer) if shares and keys.default("use_double_wide_mlp", bool, False) else layer
+        )
     return tuple(layers)
 
 
@@ -96,8 +97,8 @@ _BLOCK_SPELLINGS = {"linear_attention": "mamba", "full_attention": "attention"}
 
 
 def block_kinds(values: Mapping[str, Any], source: str) -> list[str]:
-    """Returns the kind of each layer of one block ("mamba", "attention", "moe", "mlp"), as either of two keys says.
-    Raises UserError."""
+    """Returns the kind of each layer in models with one block a layer ("mamba", "attention", "moe", "mlp"), from
+    `layers_block_type` or `layer_types`, or else `hybrid_override_pattern`. Raises UserError."""
     listed = values.get("layers_block_type") or values.get("layer_types")
     kinds = listed if isinstance(listed, list) else list(str(values.get("hybrid_override_pattern") or ""))
     named = [_BLOCK_SPELLINGS.get(str(kind), _BLOCKS.get(str(kind), str(kind))) for kind in kinds]
@@ -212,12 +213,15 @@ def _flags_by_layer(keys: ConfigReader, key: str, num_layers: int) -> list[bool]
 
 
 class _Rotation:
-    """The rotation of heads by the config; one that nobody computes is `unsupported`, and planned as the default."""
+    """Reads rotary embeddings from the config. Forms that are not computed are added to `unsupported` and planned as
+    the default."""
 
     def __init__(self, keys: ConfigReader, unsupported: list[str]) -> None:
         self.keys, self.unsupported = keys, unsupported
 
     def of(self, head_dim: int, layer_type: str = "", **changes: Any) -> RopeSpec:
+        """Returns the rotary embedding for heads of `head_dim`, for layers of `layer_type` where they differ.
+        `changes`: keys with other values than the config's."""
         values: Mapping[str, Any] = {**self.keys.values, **changes}
         try:
             return rope_spec(values, head_dim, layer_type)
@@ -228,15 +232,15 @@ class _Rotation:
 
 
 _WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
-"""Keys that layers with a window may have a value of their own for, under "swa_" and the name."""
+"""Keys for which layers with a window may have their own value, under "swa_" and the name."""
 
 
 _OTHER_KEYS = {"num_attention_groups": "num_key_value_heads"}
-"""Names in "attention_other_setting", where Step has them, and the usual ones."""
+"""Names in Step's "attention_other_setting", and the usual names."""
 
 
 def _window_keys(keys: ConfigReader, family: Family) -> ConfigReader:
-    """Returns the keys as layers with a window have them."""
+    """Returns the keys with the values that layers with a window have."""
     stated = {key: keys.values.get(f"swa_{key}") for key in _WINDOW_KEYS}
     stated |= {
         _OTHER_KEYS.get(key, key): value
@@ -259,7 +263,7 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
         head_dim = keys.positive("global_head_dim")
         kv_heads = keys.count("num_global_key_value_heads") if values_from_keys else 0
     else:
-        # Nemotron-H's first releases call it otherwise.
+        # Nemotron-H's first releases call it attention_head_dim.
         key = "head_dim" if keys.values.get("attention_head_dim") is None else "attention_head_dim"
         head_dim, kv_heads = keys.positive(key, default_dim), 0
     kv_heads = kv_heads or keys.positive("num_key_value_heads", family.num_kv_heads or heads)
@@ -271,8 +275,8 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
     layer_type = ("sliding_attention" if window else "full_attention") if by_layer_type(keys.values) else ""
     changes = _unstated_window_keys(keys, window)
     growth: dict[str, Any] = {}
-    if family.growing_queries:
-        growth, without = growing_queries(keys)
+    if family.attn_temperature_scaling:
+        growth, without = attn_temperature_scaling(keys)
         changes = {**changes, **without}
     rotates = family.positions and (window > 0 or not family.positions_in_windows or layer_type != "")
     return GQA(
@@ -304,15 +308,15 @@ def _grouped(keys: ConfigReader, family: Family, window: int, rotation: _Rotatio
 
 
 def _scale(keys: ConfigReader, family: Family, head_dim: int) -> float:
-    """Returns the scale of the products of q and k where it is another than that of the head dim; 0: it is not."""
+    """Returns the scale of the products of q and k where the config states one; 0: head_dim ** -0.5."""
     scalar, factor = (keys.default(key, float, 0.0) for key in ("query_pre_attn_scalar", "qk_scale_factor"))
-    if factor:  # of q, which norms without weights leave to the scale
+    if factor:  # q's factor, which cannot be in the norms because these have no weights
         return factor * float((scalar or head_dim) ** -0.5)
     return float(scalar**-0.5) if scalar else family.attention_scale
 
 
 def _whole_attention(keys: ConfigReader, family: Family, rotation: _Rotation) -> GQA | PooledSparse:
-    """Reads attention without a window: to all tokens, or to blocks that an indexer selects by pooled keys."""
+    """Reads attention without a window: over all tokens, or over blocks that an indexer selects by pooled keys."""
     heads = _grouped(keys, family, 0, rotation)
     return pooled_sparse(keys, heads) if family.pooled_index else heads
 
@@ -346,9 +350,9 @@ SPARSE_LAYER = "deepseek_sparse_attention"
 
 
 def indexed_layers(keys: ConfigReader, num_layers: int) -> list[bool]:
-    """Returns whether each layer has an indexer of its own; the others take the selection of the last one that has. The
-    layers follow from `indexer_types`, or `index_topk_pattern` ("FSSS..."), or are every `index_topk_freq`-th from
-    layer `index_skip_topk_offset` - 1 on. Raises UserError."""
+    """Returns whether each layer has an indexer of its own; the others take the selection of the last layer before that
+    has one. Read from `indexer_types`, or `index_topk_pattern` ("FSSS..."), or else every `index_topk_freq`-th layer
+    from layer `index_skip_topk_offset` - 1 on. Raises UserError."""
     pattern = keys.values.get("index_topk_pattern")
     if keys.values.get("indexer_types") is not None:
         kinds = _by_layer(keys, "indexer_types", num_layers, "full")
@@ -373,8 +377,9 @@ def _latent(keys: ConfigReader, family: Family, has_indexer: bool, rotation: _Ro
     if indexer is not None and others:
         raise UserError(f"{keys.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = keys.positive("qk_rope_head_dim")
-    growth, changes = growing_queries(keys) if family.growing_queries else ({}, {})
-    changes.get("rope_parameters", {}).pop("partial_rotary_factor", None)  # of a whole head: the rotary key's share
+    growth, changes = attn_temperature_scaling(keys) if family.attn_temperature_scaling else ({}, {})
+    # This factor is the rotary key's share of a head, and all of the rotary key rotates.
+    changes.get("rope_parameters", {}).pop("partial_rotary_factor", None)
     return MLA(
         num_heads=keys.positive("num_attention_heads"),
         q_lora_rank=keys.count("q_lora_rank"),
@@ -437,8 +442,8 @@ def _compression_keys(keys: ConfigReader, rate: int) -> dict[str, Any]:
 
 
 def sparse_layers(keys: ConfigReader, num_layers: int, has_experts: bool) -> tuple[bool, ...]:
-    """Returns whether each layer has experts: every `decoder_sparse_step`-th from `first_k_dense_replace` on, but for
-    those of `mlp_only_layers`; or as `mlp_layer_types`, or a list in `moe_layer_freq`, says."""
+    """Returns whether each layer has experts: every `decoder_sparse_step`-th from `first_k_dense_replace` on, without
+    those of `mlp_only_layers`; or as `mlp_layer_types` or a list in `moe_layer_freq` says."""
     listed_experts = keys.values.get("moe_layers_enum")
     step = keys.positive("decoder_sparse_step", 1)
     if listed_experts is None:

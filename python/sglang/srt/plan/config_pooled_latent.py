@@ -1,5 +1,5 @@
-"""Reads from a config.json the layers of GLM-5.3-Flash: Kimi delta attention, and latent attention to runs of tokens
-that an indexer selects by pooled keys."""
+"""Reads the layers of GLM-5.3-Flash from its config.json: Kimi delta attention, and latent attention over runs of
+tokens that an indexer selects by pooled keys."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sglang.srt.plan.mixers import MLA, Indexer
 from sglang.srt.plan.pooled_latent import PooledLatent
 
 POOLED_KINDS = frozenset({"indexed_attention", "deepseek_sparse_attention", "full_attention"})
-"""Names in `layer_types` of layers that are no Kimi delta attention."""
+"""Names in `layer_types` of layers that are not Kimi delta attention."""
 EVERY = 4
-"""Every so many layers one is no Kimi delta attention, where the config does not name them."""
+"""Every EVERY-th layer is not Kimi delta attention, where the config does not name the layers."""
 _COMPUTED = ("index_kpool_compress", "index_kpool_always_select_tail")
-"""Keys that are true where they are absent, and are computed so only."""
+"""Keys whose default is true, the only value that is computed."""
 
 
 def pooled_latent_mixers(
     keys: ConfigReader, indexed: Sequence[bool], decay_bound: float, unsupported: list[str]
 ) -> list[Mixer]:
-    """Returns the mixers of as many layers as `indexed` has. indexed: whether each, if it is latent attention, has an
-    indexer of its own; decay_bound: of Kimi delta attention, where the config does not say it. Adds to `unsupported`
-    what is described and not computed. Raises UserError."""
+    """Returns a mixer for each entry of `indexed`. `indexed`: whether the layer, if it is latent attention, has an
+    indexer of its own. `decay_bound`: Kimi delta attention's lower bound where the config states none. Adds to
+    `unsupported` what is described but not computed. Raises UserError."""
     recurrent = delta_layers_from_zero(keys, len(indexed))
     if not all(has or delta for has, delta in zip(indexed, recurrent, strict=True)):
         unsupported.append(f"{keys.source}: 'indexer_types' with layers that take a selection is not supported.")
@@ -38,8 +38,8 @@ def pooled_latent_mixers(
 
 
 def delta_layers_from_zero(keys: ConfigReader, num_layers: int) -> list[bool]:
-    """Returns whether each layer is Kimi delta attention: as `layer_types` says, or `kda_layers`, which counts layers
-    from 0 on here. Raises UserError where these differ."""
+    """Returns whether each layer is Kimi delta attention, by `layer_types` or by `kda_layers`, which counts layers from
+    0 here. Raises UserError where the two differ."""
     kinds = keys.default("layer_types", list, [])[:num_layers]
     unknown = sorted({str(kind) for kind in kinds} - POOLED_KINDS - {"linear_attention"})
     if unknown:

@@ -12,17 +12,19 @@ from sglang.srt.plan.weight_names import WeightMap
 
 
 def fuses_projections(keys: ConfigReader, family: Family) -> bool:
+    """Returns whether the checkpoint has q, k and v as one tensor."""
     return keys.values.get(LAYOUT) == FUSED and FUSED in family.allowed.get(LAYOUT, ())
 
 
 def with_fused_names(names: WeightMap) -> WeightMap:
+    """Returns the names for a checkpoint with q, k and v as one tensor."""
     return replace(names, layer={**names.layer, "attn.qkv": "self_attn.qkv_proj"})
 
 
 def projection_tp_blocks(keys: ConfigReader, family: Family, heads: int, kv_heads: int) -> int:
-    """Returns the number of TP blocks (`GQA.tp_blocks`) of a layer with so many heads; 0: q, k and v are apart. `keys`:
-    those of layers without a window. Where no weights tell, it is that of the checkpoints in FP8 that were published
-    first: one for each KV head. Raises UserError for a stated number that does not divide the heads."""
+    """Returns the number of TP blocks (`GQA.tp_blocks`) of a layer with these heads; 0: q, k and v are apart. `keys`:
+    those of layers without a window. Where neither config nor weights tell, assumes the form of the first published FP8
+    checkpoints, one block for each KV head. Raises UserError for a stated number that does not divide the heads."""
     if not fuses_projections(keys, family):
         return 0
     if keys.values.get(TP_BLOCKS) is None:

@@ -22,6 +22,7 @@ def _state_dtype(keys: ConfigReader, key: str) -> str:
 
 
 def gated_delta(keys: ConfigReader, family: Family) -> GatedDelta:
+    """Reads a gated delta net. Raises UserError for missing keys."""
     return GatedDelta(
         key_heads=keys.positive("linear_num_key_heads"),
         value_heads=keys.positive("linear_num_value_heads"),
@@ -50,6 +51,7 @@ def _time_step_limit(keys: ConfigReader) -> tuple[float, float]:
 
 
 def mamba2(keys: ConfigReader) -> Mamba2:
+    """Reads a Mamba-2 layer. Raises UserError for missing keys."""
     low, high = _time_step_limit(keys)
     return Mamba2(
         num_heads=keys.positive("mamba_num_heads"),
@@ -71,19 +73,19 @@ _FLAT: Mapping[str, str] = {
     "head_dim": "linear_head_dim",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-"""Keys inside `linear_attn_config`, and those that transformers writes beside the others in its place."""
+"""Keys inside `linear_attn_config`, and those that transformers writes instead, next to the other keys."""
 _LAYERS = ("full_attn_layers", "kda_layers")
 _OF_K3: Mapping[str, str] = {
     "attn_res_block_size": "attention over the residual streams of earlier layers",
     "mla_use_output_gate": "a gate of latent attention's output",
     "routed_expert_hidden_size": "experts of a smaller hidden size",
 }
-"""Keys of Kimi K3, which calls its language model kimi_linear too, and what of its layers they say."""
+"""Keys of Kimi K3 (whose language model is called kimi_linear, too) that are not described here, and their meaning."""
 
 
 def kimi_delta_layers(keys: ConfigReader, num_layers: int) -> list[bool]:
-    """Returns whether each layer is Kimi delta attention, as the lists of `linear_attn_config` say, which count layers
-    from 1 on, or as `layer_types` does. Raises UserError where they do not say it of each layer once."""
+    """Returns whether each layer is Kimi delta attention, by the lists of `linear_attn_config` (which count layers from
+    1) or by `layer_types`. Raises UserError where they do not name each layer once."""
     for key, what in _OF_K3.items():
         if keys.values.get(key):
             raise UserError(f"{keys.source}: {key!r} ({what}) is not described here yet.")
@@ -107,7 +109,7 @@ def kimi_delta_layers(keys: ConfigReader, num_layers: int) -> list[bool]:
 
 
 def _lower_bound(keys: ConfigReader, inner: Mapping[str, Any], usual: float) -> float:
-    """Returns the lower bound of the logs of decays; 0: none. `usual`: where the config does not say it."""
+    """Returns the lower bound of the logs of decays; 0: none. `usual`: the bound where the config states none."""
     stated = inner.get("gate_lower_bound", keys.values.get("linear_lower_bound"))
     unbounded = inner.get("safe_gate") is False or ("linear_lower_bound" in keys.values and not inner)
     if stated is None:
@@ -119,7 +121,7 @@ def _lower_bound(keys: ConfigReader, inner: Mapping[str, Any], usual: float) -> 
 
 
 def kimi_delta(keys: ConfigReader, unsupported: list[str], usual_bound: float = 0.0) -> KimiDelta:
-    """Reads the heads of Kimi delta attention. Adds to `unsupported` what is described and not computed. Raises
+    """Reads the heads of Kimi delta attention. Adds to `unsupported` what is described but not computed. Raises
     UserError."""
     inner = keys.default(KDA_CONFIG, dict, {})
     known = {*_FLAT, *_LAYERS, "gate_lower_bound", "safe_gate", "use_full_rank_gate"}

@@ -1,4 +1,4 @@
-"""Reads attention with biases by distance from the keys of a config.json, and its convolutions (Inkling)."""
+"""Reads attention with relative biases, and short convolutions, from a config.json (Inkling)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _USUAL_PERIOD = 6
 
 
 def short_convolution(keys: ConfigReader, channels: int) -> ShortConvolution:
-    """Returns the convolution of so many channels. Raises UserError for one that looks at no earlier token."""
+    """Returns the convolution over `channels` channels. Raises UserError for one that sees no earlier token."""
     taps = keys.count("sconv_kernel_size", "conv_kernel_size") or 4
     if taps < 2:
         raise UserError(f"{keys.source}: 'sconv_kernel_size' must be at least 2; got {taps}.")
@@ -24,10 +24,11 @@ def short_convolution(keys: ConfigReader, channels: int) -> ShortConvolution:
 
 
 def relative_mixers(keys: ConfigReader, grouped: Callable[[int], GQA], num_layers: int) -> list[GQA]:
-    """Returns the attention of each layer. `grouped`: makes that of a window, 0: of all tokens.
+    """Returns the attention of each layer. `grouped(window)` makes it for a window, 0 for all tokens.
 
-    A layer with a window has biases of its distances; the others have `rel_extent` of them, and queries that grow from
-    `log_scaling_n_floor` on. Heads are normed, so that their products are divided by the head dim. Raises UserError.
+    A layer with a window has biases for all distances in it; the others have `rel_extent` of them, and attention
+    temperature scaling from `log_scaling_n_floor` on. Heads are normed, so products are divided by the head dim. Raises
+    UserError.
     """
     kinds = _kinds(keys, num_layers)
     dims, taps = keys.positive("d_rel"), short_convolution(keys, 1).taps
@@ -63,7 +64,7 @@ def _kinds(keys: ConfigReader, num_layers: int) -> list[str]:
 
 
 def _growth(keys: ConfigReader) -> dict[str, Any]:
-    """Returns fields of GQA."""
+    """Returns the fields of GQA for attention temperature scaling."""
     length, growth = keys.count("log_scaling_n_floor"), keys.default("log_scaling_alpha", float, 0.1)
     if not length or not growth:
         return {}

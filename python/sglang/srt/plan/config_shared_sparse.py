@@ -1,4 +1,4 @@
-"""Reads from a config.json which of DeepSeek-V4.1's layers make compressed entries, which choose among them, and which
+"""Reads DeepSeek-V4.1's layers from a config.json: which make compressed entries, which select among them, and which
 take what others made."""
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.shared_sparse import CandidateBlocks, SharedSparse
 
 RATES = (0, 1, 2)
-"""Compression rates of published layers: a window alone, an entry a token, an entry for two."""
+"""Compression rates of published layers: a window alone, an entry for each token, an entry for two tokens."""
 
 LONGEST_RUN = 16
-"""Entries of a run at most: rows of scores have a multiple of so many."""
+"""Most entries of a run; rows of scores have a multiple of as many."""
 
 
 def shared_sparse_mixers(
     keys: ConfigReader, rates: Sequence[Any], plain: CompressedSparse, rotated: CompressedSparse
 ) -> list[CompressedSparse]:
-    """Returns the mixers of as many layers as there are rates. plain: one with a window alone; rotated: one with the
-    rotation of layers that read entries. Raises UserError naming the key whose layers do not go together."""
+    """Returns a mixer for each of the `rates`. `plain`: the mixer of a layer with a window alone; `rotated`: one with
+    the rotary embedding of layers that read entries. Raises UserError that names the key whose layers contradict each
+    other."""
     wrong = sorted({repr(rate) for rate in rates if type(rate) is not int or rate not in RATES})
     if wrong:
         allowed = ", ".join(map(str, RATES))
@@ -77,7 +78,7 @@ def shared_sparse_mixers(
 
 
 def _candidates(keys: ConfigReader, choosers: Sequence[int], num_layers: int) -> tuple[int, CandidateBlocks | None]:
-    """Returns the layer that chooses runs of entries, and how many of how many; -1 and None without one."""
+    """Returns the layer that selects runs of entries, and what it selects; (-1, None) without one."""
     layer = keys.values.get("candidate_source_layer_id")
     if layer is None or layer == -1 or (type(layer) is int and layer >= num_layers):
         return -1, None
@@ -92,7 +93,8 @@ def _candidates(keys: ConfigReader, choosers: Sequence[int], num_layers: int) ->
 
 
 def _layers(keys: ConfigReader, key: str, num_layers: int) -> list[int]:
-    """Returns the layers that a key lists, those of a model that was cut shorter among them. Raises UserError."""
+    """Returns the layers that a key lists; those behind the last layer of a shortened model are left out. Raises
+    UserError."""
     listed = keys.require(key, list)
     if any(type(layer) is not int or layer < 0 for layer in listed):
         raise UserError(f"{keys.source}: {key!r} must be a list of layers' numbers; got {listed!r}.")

@@ -1,5 +1,5 @@
-"""Reads the keys of a config.json by which its layers differ or share something: overrides by layer, caches that
-several layers attend to, embeddings that enter every layer."""
+"""Reads keys of a config.json by which layers differ or share something: overrides by layer, caches that several layers
+attend to, embeddings that are added in every layer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _OVERRIDES = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"
 
 
 def layer_overrides(keys: ConfigReader, num_layers: int) -> list[Override]:
-    """Returns the overrides of each layer from `per_layer_config`, as newer transformers write it: {"5": {"head_dim":
-    512}}. Raises UserError."""
+    """Returns the overrides of each layer from `num_attention_heads_per_layer` and `per_layer_config`, as newer
+    transformers write it: {"5": {"head_dim": 512}}. Raises UserError."""
     written = keys.default("per_layer_config", dict, {})
     overrides: list[Override] = [()] * num_layers
     heads = keys.default("num_attention_heads_per_layer", list, [])
@@ -43,8 +43,8 @@ def layer_overrides(keys: ConfigReader, num_layers: int) -> list[Override]:
 
 
 def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: ConfigReader) -> list[Mixer]:
-    """Makes the last `num_kv_shared_layers` attend to the cache of the last layer of their kind before them. Raises
-    UserError where there is none."""
+    """Returns the mixers, of which the last `num_kv_shared_layers` attend to the cache of the last earlier layer of
+    their kind. Raises UserError where there is none."""
     result = list(mixers)
     first = len(mixers) - keys.count("num_kv_shared_layers")
     for i in range(max(first, 0), len(mixers)):
@@ -64,9 +64,9 @@ def with_shared_caches(mixers: Sequence[Mixer], kinds: Sequence[str], keys: Conf
 _GROWTH = "llama_4_scaling_beta"
 
 
-def growing_queries(keys: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns fields of GQA for queries that grow with their position, as the rotary parameters say, and these
-    parameters without the keys that say it. Raises UserError."""
+def attn_temperature_scaling(keys: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns (fields of GQA for attention temperature scaling, rotary parameters without its keys). Raises UserError
+    for values that cannot be read."""
     written = rope_parameters(keys.values)
     growth, length = written.get(_GROWTH) or 0.0, written.get("original_max_position_embeddings")
     if isinstance(growth, bool) or not isinstance(growth, (int, float)) or growth < 0:
@@ -81,7 +81,7 @@ def growing_queries(keys: ConfigReader) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def enumerated(listed: Any, num_layers: int, source: str) -> list[str]:
-    """Returns the kinds of layers of which those with experts are listed: "3,4,5", or as numbers. Raises UserError."""
+    """Returns the kinds of all layers from a list of those with experts: "3,4,5", or numbers. Raises UserError."""
     numbers = [str(item).strip() for item in (listed.split(",") if isinstance(listed, str) else listed)]
     if not all(number.isdecimal() for number in numbers):
         raise UserError(f"{source}: 'moe_layers_enum' must be a list of layers' numbers; got {listed!r}.")
@@ -90,8 +90,8 @@ def enumerated(listed: Any, num_layers: int, source: str) -> list[str]:
 
 
 def with_limits(ffns: Sequence[Dense | MoE], keys: ConfigReader, unsupported: list[str]) -> list[Dense | MoE]:
-    """Gives each layer the limits of its activations: of the routed experts those of `swiglu_limits`, of shared experts
-    and MLPs those of `swiglu_limits_shared`. Both lists have an entry a layer; null and 0 are no limit."""
+    """Returns the feed-forward blocks with the limits of their activations: `swiglu_limits` for routed experts,
+    `swiglu_limits_shared` for shared experts and MLPs. Both lists have an entry a layer; null and 0 mean no limit."""
     routed, others = (_limits(keys, key, len(ffns), unsupported) for key in ("swiglu_limits", "swiglu_limits_shared"))
     result: list[Dense | MoE] = []
     for ffn, of_routed, of_other in zip(ffns, routed, others, strict=True):
@@ -121,8 +121,8 @@ def _limits(keys: ConfigReader, key: str, num_layers: int, unsupported: list[str
     return [float(limit) for limit in limits[:num_layers]]
 
 
-def dequantized(layer: LayerSpec) -> LayerSpec:
-    """Returns the layer with an MLP twice as wide."""
+def with_double_wide_mlp(layer: LayerSpec) -> LayerSpec:
+    """Returns the layer with an MLP (or shared expert) twice as wide."""
     ffn = layer.ffn
     if isinstance(ffn, Dense):
         return replace(layer, ffn=replace(ffn, intermediate_size=2 * ffn.intermediate_size))
@@ -132,6 +132,7 @@ def dequantized(layer: LayerSpec) -> LayerSpec:
 
 
 def per_layer_embedding(keys: ConfigReader, num_layers: int, activation: Activation) -> FeedForward:
+    """Returns the embeddings that tokens add in every layer, or ABSENT."""
     size = keys.count("hidden_size_per_layer_input")
     if not size:
         return ABSENT

@@ -1,4 +1,5 @@
-"""Reads from config.json how residual streams are connected, and which layers add embeddings of n-grams to them."""
+"""Reads from config.json how residual streams are connected, and before which layers embeddings of n-grams are
+added."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from sglang.srt.plan.ngram_embedding import NgramEmbedding
 
 WIDE_TABLE, FP8_TABLE = "bfloat16", "float8_e4m3fn"
 TABLE_DTYPES = {WIDE_TABLE: "", "float16": "", "float32": "", FP8_TABLE: "fp8_e4m3"}
-"""Types of a table of n-grams by their names in config.json; "": it takes the model's type."""
+"""Dtypes of n-gram tables by their names in config.json; "": the model's dtype."""
 
 
 def residual_streams(keys: ConfigReader, usual: Residual) -> Residual:
-    """Returns the residual of all layers: that of the family, unless keys speak of several streams."""
+    """Returns the residual of all layers: the family's, unless keys describe several streams."""
     if keys.count("hc_mult") > 1:
         rounds, eps = keys.positive("hc_sinkhorn_iters", 20), keys.default("hc_eps", float, 1e-6)
         mean_head = isinstance(usual, HyperConnections) and usual.mean_head
@@ -30,8 +31,8 @@ def residual_streams(keys: ConfigReader, usual: Residual) -> Residual:
 
 
 def ngram_embeddings(keys: ConfigReader, num_layers: int, quantized: bool) -> dict[int, NgramEmbedding]:
-    """Returns the embeddings of n-grams by the number of the layer that they come before. Tables of which config.json
-    does not say the type are in FP8 where the checkpoint is quantized. Raises UserError."""
+    """Returns the n-gram embeddings by the number of the layer before which they are added. Tables whose dtype
+    config.json does not state are in FP8 if the checkpoint is `quantized`. Raises UserError."""
     listed = sorted(set(keys.default("ple_layer_ids", list, [])))  # counted from 1
     wrong = [layer for layer in listed if type(layer) is not int or not 1 <= layer <= num_layers]
     if wrong:
@@ -70,7 +71,7 @@ def _table(keys: ConfigReader, number: int, dtype: str) -> NgramEmbedding:
 
 
 MOST_ROWS = 1 << 28
-"""Rows of a head's part of a table at most: their primes are looked for one by one."""
+"""Most rows of a head's part of a table: primes are searched one by one."""
 
 
 def _base_rows(keys: ConfigReader) -> int:

@@ -41,7 +41,7 @@ _BY_MEMORY: tuple[tuple[int, DefaultSizes], ...] = (
 SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
 """Default sizes for when the weights leave little memory, as with a model that just fits."""
 CACHE_SHARE = 0.5
-"""Share of the memory beside the weights that the caches get at least; otherwise smaller sizes are tried."""
+"""Share of the memory besides the weights that the caches should get; otherwise smaller sizes are tried."""
 
 
 def default_sizes(device: str, available: int, context_len: int) -> tuple[DefaultSizes, ...]:
@@ -56,8 +56,9 @@ def default_sizes(device: str, available: int, context_len: int) -> tuple[Defaul
 def with_share(
     steps: Sequence[DefaultSizes], make: Callable[[DefaultSizes], Made], share: Callable[[Made], float]
 ) -> tuple[DefaultSizes, Made]:
-    """Returns the first of `steps` whose caches have their share of the memory beside the weights, or the one with the
-    most. `make` raises UserError where nothing is left; if it always does, so does this, with the last message."""
+    """Returns the first of `steps` with which the caches get their share of the memory besides the weights, or the one
+    with the largest share, and what `make` made of it. `make` raises UserError where nothing is left; if it always
+    does, so does this, with the last message."""
     refusal: UserError | None = None
     best: tuple[float, DefaultSizes, Made] | None = None
     for size in steps:
@@ -77,8 +78,8 @@ def with_share(
 
 
 def cuda_graph_batch_sizes(args: ServerArgs, default_max: int, max_running_requests: int) -> tuple[int, ...]:
-    """Returns the batch sizes to capture, ascending: every 8 to 160, then every 16 to 256, every 32 beyond; no gap pads
-    by more than a sixth."""
+    """Returns the batch sizes of decode graphs, ascending: every 8 up to 160, every 16 up to 256, every 32 beyond, so
+    that padding is at most a sixth for larger ones."""
     if args.disable_cuda_graph:
         return ()
     if args.cuda_graph_bs is not None:
@@ -104,8 +105,8 @@ would be left: padded rows, and for Qwen3-8B 28 more graphs of 0.3 GiB to captur
 FLOP_RATE = 5e14
 """Operations per second of a large GPU in products of some hundred rows (7e14 in large ones on an H200)."""
 GRAPH_MARGIN = 2.0
-"""Factor up to which a step may compute longer than its launches take and still gain from a graph: the host is free
-meanwhile."""
+"""Factor by which a step may compute longer than its launches take and still gain from a graph, because the host is
+free meanwhile."""
 PREFILL_GRAPH_TOKENS = (
     *(16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896),
     *(1024, 1280, 1536, 1792, 2048, 2560, 3072, 4096),
@@ -114,8 +115,8 @@ PREFILL_GRAPH_TOKENS = (
 
 
 def layer_products(model: ModelDescription) -> float:
-    """Returns the number of multiplications by weights that a token needs in a decoder layer of the model (not of one
-    rank), on average. Routers and other small products that are never quantized do not count."""
+    """Returns the average number of multiplications by weights of a token in a decoder layer of the whole model.
+    Routers and other small products that are never quantized do not count."""
     total = 0
     for layer, count in Counter(model.layers).items():
         rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
@@ -127,8 +128,8 @@ def layer_products(model: ModelDescription) -> float:
 
 
 def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int) -> tuple[int, ...]:
-    """Returns the numbers of tokens of steps whose launches would keep the host busy about as long as they compute. The
-    weights that a token is multiplied with count, not all weights: of many experts a token needs few."""
+    """Returns the token counts of prefill graphs: steps whose launches would keep the host busy for about as long as
+    the GPU computes. Only the weights that a token multiplies count, so of the experts only the chosen ones."""
     mixers = {layer.mixer for layer in model.layers}
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)

@@ -1,5 +1,5 @@
-"""DeepSeek-V4.1's Engram: embeddings of n-grams of tokens whose texts count as equal, gated into the residual streams,
-as a block of `layer_spec`."""
+"""DeepSeek-V4.1's Engram: embeddings of n-grams of normalized token texts, gated into the residual streams, as a block
+of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ SCALE_GROUP = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engram(NgramEmbedding):
-    """As NgramEmbedding, without a convolution: the streams take the gated value. Token ids are those of `num_texts`
-    texts that tokens have once case, accents and spaces are made alike (`utils.token_texts`); `pad_token` stands for
-    tokens before a request's first one. A table in e4m3 has a scale in e8m0 for every SCALE_GROUP columns. `layer`: the
-    number of the layer, which seeds the hash. `image_token`: of images, whose tokens add nothing to the streams, and
-    beyond which no n-gram reaches: `pad_token` stands for them and for those before; None: no images are served."""
+    """An NgramEmbedding without a convolution: the streams take the gated value.
+
+        num_texts: number of different token texts after normalizing case, accents and spaces (`utils.token_texts`),
+            whose ids are hashed
+        pad_token: stands for tokens before a request's first one
+        layer: number of the layer, which seeds the hash
+        image_token: image tokens add nothing to the streams, and n-grams do not cross them (`pad_token` stands for them
+            and for earlier tokens); None: images are not served
+
+    A table in e4m3 has an e8m0 scale for every SCALE_GROUP columns.
+    """
 
     layer: int
     num_texts: int
@@ -32,7 +38,9 @@ class Engram(NgramEmbedding):
 
     @property
     def multipliers(self) -> tuple[int, ...]:
-        import numpy as np  # which commands that plan nothing do not load
+        """Odd factors of an n-gram's text ids in the hash, the last token first: pseudo-random numbers seeded by the
+        layer's number."""
+        import numpy as np  # not at the top, because commands that plan nothing should not load it
 
         bound = max(1, int(np.iinfo(np.int64).max) // self.num_texts // 2)
         drawn = np.random.default_rng(LAYER_SEEDS * self.layer).integers(0, bound, size=self.longest, dtype=np.int64)
@@ -46,7 +54,7 @@ class Engram(NgramEmbedding):
         yield Need("ngram_embedding", q_dtype=parallel.dtype, kv_dtype=self.table_dtype or parallel.dtype)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
-        """Returns the state of a request: the texts of its last tokens."""
+        """Returns the state of a request: the text ids of its last tokens."""
         ids = CacheTensor("ids", (self.longest - 1,), "int32")
         return (CacheSpec("ngrams", (ids,), lifetime=PER_REQUEST),)
 
@@ -61,13 +69,13 @@ class Engram(NgramEmbedding):
         )
 
     def table_elements(self, tp_size: int) -> int:
-        """Counts scales too, of a byte each."""
+        """Returns the elements of a rank's part of the table, with the scales, of a byte each."""
         return self.rank_rows(tp_size) * (self.dim + self.scale_columns)
 
 
 def engrams(keys: ConfigReader, num_layers: int, quantized: bool) -> dict[int, Engram]:
-    """Returns the embeddings by the number of the layer that they come before. Raises UserError for tables that are not
-    as large as their hash says."""
+    """Returns the embeddings by the number of the layer before which they are added. Raises UserError for tables whose
+    size does not match their hash."""
     listed = keys.default("engram_layer_ids", list, [])
     if any(type(layer) is not int or layer < 0 for layer in listed):
         raise UserError(f"{keys.source}: 'engram_layer_ids' must be a list of layers' numbers; got {listed!r}.")

@@ -14,16 +14,21 @@ from sglang.srt.plan.ranks import RankLayout, ShardRange, share_of_units
 
 
 def up_parts(activation: Activation) -> tuple[str, ...]:
-    """Returns the parts that the first product of an MLP is made of."""
+    """Returns the parts of an MLP's first product: gate and up, or up alone."""
     return ("gate", "up") if activation.gated else ("up",)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """An MLP. `scale_group`: neighbouring intermediate dims that share scales in the checkpoint. `joined`: gate and up
-    are one tensor there, the rows of up behind those of gate. `alternating`: they are one tensor in 16 bits, whose rows
-    are gate's and up's in turns; `members` > 1: so many MLPs are one of three dimensions, and are computed side by
-    side, each of an equal part of the intermediate dims. `scaled`: a number of the checkpoint multiplies the output."""
+    """An MLP.
+
+    scale_group: contiguous intermediate dims that share quantization scales in the checkpoint
+    joined: the checkpoint has gate and up as one tensor, gate's rows first
+    alternating: gate and up are one 16-bit tensor whose rows alternate between both
+    members: > 1: that many MLPs are one three-dimensional tensor and are computed side by side, each of an equal
+        part of the intermediate dims
+    scaled: a number in the checkpoint multiplies the output
+    """
 
     intermediate_size: int
     bias: bool = False
@@ -35,12 +40,12 @@ class Dense:
     scaled: bool = False
 
     def share(self, rank: int, tp_size: int) -> ShardRange:
-        """Returns the intermediate dims of a rank. Raises UserError."""
+        """Returns the intermediate dims of a rank. Raises UserError where they cannot be divided."""
         unit = dense_unit(self.intermediate_size, tp_size, self.scale_group)
         return share_of_units(self.intermediate_size, unit, rank, tp_size)
 
     def padded_rows(self, tp_size: int) -> int:
-        """Returns the most intermediate dims that a rank has. Raises UserError."""
+        """Returns the most intermediate dims that a rank has. Raises UserError where they cannot be divided."""
         return self.share(0, tp_size).padded_count
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
@@ -50,7 +55,7 @@ class Dense:
         return self.matrices("mlp", hidden_size, ranks.tp_size)
 
     def matrices(self, prefix: str, hidden_size: int, tp_size: int) -> Weights:
-        """Returns the weights of a rank: gate (where there is one) and up stacked, and down."""
+        """Returns the weights of a rank, named with `prefix`: gate (where there is one) and up stacked, and down."""
         parts, rows, quantized = up_parts(self.activation), self.padded_rows(tp_size), not self.alternating
         return (
             Matrix(f"{prefix}.gate_up", parts, len(parts) * rows, hidden_size, self.bias, quantized=quantized),
@@ -67,18 +72,23 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """A router: how experts are scored and chosen.
+    """An MoE router: how experts are scored and chosen for a token.
 
-    `score` of a logit: one of SCORES. The `top_k` largest (after adding the correction bias,
-    of the best `top_groups` of `num_groups` groups) are chosen; their scores, summing to 1 if `renormalize`, times
-    `scale` are the weights. `correction` and `hash_table` are the last pieces of those tensors' names in checkpoints;
-    empty: there is none. With a hash table token ids name the experts, and the scores only weight them. `bias`: of the
-    linear layer. `scales_inputs`: an expert's weight multiplies what it takes, and not what it makes; of one expert a
-    token. `float32`: its weights are kept and multiplied in fp32. `exact_logits`: its weights are in the model's
-    type, and the sums of their products are not rounded to it. `sinks`: so many shared experts are scored as the
-    routed ones are; their scores are among those that sum to 1, and weight what they make. `scaled`: a number of the
-    checkpoint multiplies all weights. `image_correction`: the last piece of the name of the bias that tokens of images
-    have in place of `correction`: those that are `image_token`. None: no images are served, and it is not read.
+    The `top_k` experts with the largest scores (plus correction bias, within the best `top_groups` of `num_groups`
+    groups) are chosen. Their scores, divided by their sum if `renormalize`, times `scale` are the weights.
+
+        score: function of the logits, one of SCORES
+        correction, hash_table: the last component of these tensors' names in checkpoints; "": there is none. With a
+            hash table token ids choose the experts, and scores only weight them
+        bias: the router's linear layer has one
+        scales_inputs: an expert's weight multiplies its input instead of its output (top_k 1 only)
+        float32: the router's weights are kept and multiplied in fp32
+        exact_logits: the router's weights have the model's dtype, but its logits are not rounded to it
+        sinks: number of shared experts that are scored with the routed ones; their scores count in the sum and weight
+            their outputs
+        scaled: a number in the checkpoint multiplies all weights
+        image_correction: the last component of the name of the bias that takes `correction`'s place for image tokens
+            (`image_token`; None: images are not served, and it is not read)
     """
 
     top_k: int
@@ -104,11 +114,11 @@ class Router:
 
     @property
     def reads_ids(self) -> bool:
-        """Returns whether token ids have a part in the choice."""
+        """Returns whether the choice depends on token ids."""
         return bool(self.hash_table) or self.image_token is not None
 
     def problems(self, num_experts: int) -> list[str]:
-        """Returns the settings of this router that no model can have."""
+        """Returns messages about settings that contradict each other; empty if there are none."""
         if self.num_groups < 1 or num_experts % self.num_groups:
             return [f"{num_experts} experts do not divide into {self.num_groups} groups"]
         members = num_experts // self.num_groups
@@ -128,9 +138,14 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """An expert that every token goes to; `gated`: weighted by the sigmoid of a linear layer's one output.
-    `scale_group`: as in Dense. `activation` None: that of the routed experts. `members` > 0: it stands for so many
-    experts that the router weights (`Router.sinks`), which are one alternating tensor in the checkpoint."""
+    """A shared expert, which every token goes to.
+
+    gated: weighted by the sigmoid of a linear layer with one output
+    scale_group: as in Dense
+    activation: None: that of the routed experts
+    members: > 0: it stands for that many experts that the router weights (`Router.sinks`), one alternating tensor
+        in the checkpoint
+    """
 
     intermediate_size: int
     gated: bool = False
@@ -139,18 +154,21 @@ class Shared:
     members: int = 0
 
     def dense(self, activation: Activation) -> Dense:
-        """Returns the MLP that the shared expert is, where it is computed apart from the routed ones, whose activation
-        is given."""
+        """Returns the shared expert as an MLP, for where it is computed apart from the routed ones. `activation`: that
+        of the routed experts."""
         mlp = Dense(self.intermediate_size, activation=self.activation or activation, scale_group=self.scale_group)
         return replace(mlp, alternating=True, members=self.members) if self.members else mlp
 
 
 @dataclass(frozen=True, slots=True)
 class MoE:
-    """Routed experts of one intermediate size, and a shared one. `bias`: the experts have biases. `form`: how 16-bit
-    checkpoints keep the experts: "" one by one, or one of `layers.quantization.experts_fused.FUSED`; "by_matrix": all
-    checkpoints have one tensor for each matrix of all experts. `vocab_size`: rows
-    of the router's hash table."""
+    """Routed experts of equal intermediate size, with an optional shared one.
+
+    bias: the experts have biases
+    form: how checkpoints store experts: "" one by one; "by_matrix" one tensor for each matrix of all experts; else
+        one of `layers.quantization.experts_fused.FUSED`, for 16-bit checkpoints
+    vocab_size: rows of the router's hash table
+    """
 
     num_experts: int
     intermediate_size: int
@@ -160,7 +178,7 @@ class MoE:
     shared: Shared | None = None
     form: str = ""
     vocab_size: int = 0
-    latent_size: int = 0  # the routed experts work on a projection of the hidden states to so many dims
+    latent_size: int = 0  # > 0: the routed experts take a projection of the hidden states to that many dims
     fused_shared: bool = False  # the shared expert is held as one more of the routed ones
     branches: bool = False
     """The shared expert and the routed ones are branches, each between norms of its own. The router norms the stream
@@ -201,7 +219,7 @@ class MoE:
             parts += self.shared.dense(self.activation).matrices("moe.shared", hidden_size, ranks.tp_size)
         if self.shared is not None and self.shared.gated:
             parts.append(Matrix("moe.shared_gate", ("",), 1, hidden_size, quantized=False))
-        if self.branches:  # beside the norm that every block has
+        if self.branches:  # these norms are besides the one that every block has
             parts += (Elements(3 * hidden_size), Elements(hidden_size + self.num_experts, "float32"))
         return tuple(parts)
 
@@ -217,8 +235,8 @@ class MoE:
 
 
 def why_apart(experts: MoE, routed: ModuleQuant | None, shared: Sequence[ModuleQuant | None]) -> str | None:
-    """Returns why the shared expert, whose projections are stored as `shared`, cannot be one more of the routed ones;
-    None: it can."""
+    """Returns why the shared expert, whose projections have the quantizations `shared`, cannot be held as one more
+    routed expert; None: it can."""
     expert = experts.shared
     if expert is None:
         return "there is none"

@@ -1,8 +1,8 @@
-"""Rows of q, k and v in checkpoints that have them as one tensor. No torch.
+"""Rows of q, k and v in checkpoints that store them as one TP-interleaved tensor. No torch.
 
-The tensor is made of equal TP blocks, one behind the other: each has the rows of q of its heads, then those of k, then
-those of v, and groups of rows with one scale begin anew in it. One TP block is [q; k; v]. Checkpoints that were written
-by the ranks of a training job have as many as there were ranks (MiMo-V2.5: 4, MiMo-V2.5-Pro: 8).
+The tensor is made of equal, concatenated TP blocks. Each has the rows of q of its heads, then those of k, then those of
+v, and groups of rows with one scale begin anew in it. With one TP block it is [q; k; v]. Checkpoints that the ranks of
+a training job wrote have one block for each rank (MiMo-V2.5: 4, MiMo-V2.5-Pro: 8).
 
     2 TP blocks of 4 heads over 2 KV heads   q0 q1 k0 v0 | q2 q3 k1 v1
 """
@@ -15,14 +15,14 @@ from dataclasses import replace
 from sglang.srt.plan.ranks import ShardRange
 
 FUSED_PART = "qkv"
-"""Part of our matrix that the tensor is."""
+"""Name of the fused tensor as a part of our matrix."""
 
 
 def fused_rows(parts: Sequence[tuple[ShardRange, int]], tp_blocks: int) -> tuple[ShardRange, ...]:
-    """Returns the shares of the tensor's rows that hold a rank's heads, all of q before all of k before all of v. Where
-    they are neighbours in the tensor too they are one share.
+    """Returns the runs of the tensor's rows that hold a rank's heads, all of q before all of k before all of v. Runs
+    that are contiguous in the tensor are merged.
 
-    `parts`: the rank's heads of q, k and v, and the rows of a head of each. `tp_blocks` divides their heads.
+    `parts`: the rank's heads of q, k and v, each with the rows of a head. `tp_blocks` must divide the heads.
     """
     sizes = [heads.total // tp_blocks * dims for heads, dims in parts]
     begins = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -39,8 +39,8 @@ def fused_rows(parts: Sequence[tuple[ShardRange, int]], tp_blocks: int) -> tuple
 
 
 def _split_part(heads: ShardRange, dims: int, begin: int, tp_block: int, tp_blocks: int) -> Iterator[ShardRange]:
-    """Yields the rows of `heads` in each TP block, where they begin at row `begin`; the last has room for heads that
-    this rank has less than others."""
+    """Yields the rows of `heads` in each TP block, where they begin at row `begin`. The last run has room for the heads
+    that this rank has fewer than others."""
     each = heads.total // tp_blocks
     for number in range(heads.run.start // each, -(-heads.run.stop // each)):
         first = max(heads.run.start, number * each)
@@ -52,8 +52,7 @@ def _split_part(heads: ShardRange, dims: int, begin: int, tp_block: int, tp_bloc
 
 
 def keep_groups(shares: Sequence[ShardRange], size: int) -> bool:
-    """Returns whether groups of `size` rows that share scales in the tensor are groups of the shares, too, as they lie
-    one behind the other."""
+    """Returns whether the runs, concatenated, keep groups of `size` rows that share scales together and aligned."""
     begin = 0
     for share in shares:
         if begin % size or share.cuts(size):

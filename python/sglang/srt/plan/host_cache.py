@@ -1,5 +1,4 @@
-"""Sizes of the prefix cache in main memory (--enable-hierarchical-cache). All sizes in bytes and of one rank. No
-torch."""
+"""Plans the prefix cache in main memory (--enable-hierarchical-cache). All sizes are bytes of one rank. No torch."""
 
 from __future__ import annotations
 
@@ -20,35 +19,35 @@ from sglang.srt.server_args import ServerArgs
 GB, GIB = 1000**3, 1024**3
 DEFAULT_RATIO = 2.0
 LARGEST_UNASKED = 4.0
-"""Size of the pools over the GPU's that nobody asked for, at most."""
+"""Largest size of pools without a flag, relative to the GPU's."""
 UNASKED_FRACTION = 0.5
-"""Share of the free main memory that they take at most: what is page-locked nobody else can have."""
+"""Largest share of the free main memory of pools without a flag: nobody else can use page-locked memory."""
 LEAST_UNASKED = 32 * GIB
-"""Free main memory below which nothing is kept there unasked."""
+"""Least free main memory for pools without a flag."""
 PAYS = 0.5
-"""Share of the time to compute a prefix that loading it takes at most, both predicted, to be worth it unasked."""
+"""Largest predicted time to load a prefix, relative to computing it, for pools without a flag."""
 PAYING_TOKENS = 4096
-"""Length of the prefix that is compared."""
+"""Tokens of the prefix of this comparison."""
 LEAST_RATIO = 0.05
-"""Main memory for a smaller share of the GPU's cache than this is not worth its copies."""
+"""Smallest size of pools, relative to the GPU's, that is worth the copies."""
 SYSTEM_RESERVE = 10 * GIB
-"""Main memory that is left to the system, or half of it, where that is less."""
+"""Main memory that is left to the system, or half of the free memory where that is less."""
 STAGING_BYTES = 32 << 20
 """Size of a buffer on the device in which pages are gathered."""
 STAGING_BUFFERS = 2
-"""One is filled while the other is sent."""
+"""Number of these buffers: one is filled while the other is sent."""
 BUS_RATE = 40e9
 """Bytes a second from main memory to a GPU: three quarters of what a pinned copy reaches over PCIe 5 with 16 lanes, and
 a prediction."""
 MEMORY_OVER_BUS = 36.0
-"""Of the device's memory bandwidth over the bus's, where the former is unknown."""
+"""Ratio of the device's memory bandwidth to the bus's, where the former is unknown."""
 STEP_TOKENS = 256
-"""Tokens of a step from which on products, and not the bytes of weights, bound it."""
+"""Tokens from which on a step is bound by multiplications instead of by reading weights."""
 PACED_RATE = 16e9
-"""A third of the bus: where all-reduces are a third of a decode step and take twice as long beside a copy, steps take a
-ninth longer at most while one runs. Predicted."""
+"""Pace of copies in bytes a second, a third of the bus: where all-reduces are a third of a decode step and take twice
+as long beside a copy, steps are predicted to take at most a ninth longer while one runs."""
 SAVE_BYTES = 256 << 20
-"""Most bytes of one copy to main memory: loads and the steps' own traffic go between two of them."""
+"""Most bytes of one copy to main memory, so that loads and the steps' own traffic can go in between."""
 
 
 COPIED = {
@@ -56,12 +55,12 @@ COPIED = {
     "write_through_selective": "when a second request uses them",
     "write_back": "when the GPU evicts them",
 }
-"""When prefixes are copied to main memory, by --hicache-write-policy."""
+"""Texts that say when prefixes are copied to main memory, by --hicache-write-policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankBytes:
-    """Bytes of a rank's weights: all of them, and those that a token multiplies, at least."""
+    """Bytes of a rank's weights: all of them, and at least those that one token multiplies (`active`)."""
 
     all: int
     active: int
@@ -69,47 +68,48 @@ class RankBytes:
 
 @dataclass(frozen=True, slots=True)
 class HostCachePlan:
-    """The pools in main memory. `sizes`: as those of the device, without requests."""
+    """The pools of cached prefixes in main memory. `sizes`: as those of the device, without requests."""
 
     sizes: PoolSizes
     token_bytes: int
     window_bytes: int
     state_bytes: int
     write_policy: str
-    """When prefixes are copied there, a key of COPIED."""
+    """A key of COPIED: when prefixes are copied to main memory."""
     save_tokens: int
     """Most tokens of one copy to main memory, in whole pages."""
     storage: StorageConfig | None
-    """Where prefixes of main memory are kept besides."""
+    """The storage behind main memory; None: there is none."""
     ranks_share: bool
-    """Every rank has the same caches, wholly."""
+    """True: every rank has the same, whole caches."""
     processes: int
-    """Pools of this size on this machine: of each rank, or of `sharers` ranks together."""
+    """Number of such pools on this machine: one for each rank, or for `sharers` ranks together."""
     sharers: int = 1
-    """Ranks whose caches are equal, which have one pool together."""
+    """Number of ranks with equal caches that share one pool."""
     weight_bytes: int = 0
-    """Of the rank, all of which a step of many tokens reads."""
+    """Bytes of the rank's weights, all of which a step of many tokens reads."""
     memory_over_bus: float = MEMORY_OVER_BUS
-    """Bytes that the device reads from its memory while one moves over the bus."""
+    """Bytes that the device reads from its memory while one byte moves over the bus."""
     paced_rate: float | None = None
-    """Bytes a second that copies move at most while requests decode; None: as many as the bus can."""
+    """Most bytes a second of copies while requests decode; None: no limit."""
 
     @property
     def total_bytes(self) -> int:
         return self.token_bytes + self.window_bytes + self.state_bytes
 
     def copied_bytes(self, num_tokens: int, with_state: bool) -> float:
-        """Returns the bytes of a copy of so many tokens, on the rank that has most. Windows do not count."""
+        """Returns the bytes that a copy of `num_tokens` tokens moves, on the rank that has most. Windows do not
+        count."""
         state = self.state_bytes / max(1, self.sizes.checkpoints) if with_state else 0.0
         return self.token_bytes / self.sizes.tokens * num_tokens + state
 
     def hidden_bytes(self, num_tokens: int) -> float:
-        """Returns the bytes that move over the bus while a prompt of so many tokens is computed, at least: it reads the
-        weights once, and takes as much longer as it has more than STEP_TOKENS tokens."""
+        """Returns the bytes that the bus can move while a prompt of `num_tokens` tokens is computed, at least: it reads
+        the weights once, and takes proportionally longer beyond STEP_TOKENS tokens."""
         return self.weight_bytes / self.memory_over_bus * max(1.0, num_tokens / STEP_TOKENS)
 
     def describe(self) -> dict[str, Any]:
-        """Describes it for /server_info."""
+        """Describes the pools for /server_info."""
         pools: dict[str, Any] = {"tokens": self.sizes.tokens}
         if self.sizes.windows:
             pools["window_tokens"] = {str(size.window): size.tokens for size in self.sizes.windows}
@@ -137,13 +137,13 @@ class HostCachePlan:
 
 
 def copy_bytes(args: ServerArgs, arch: ArchTraits) -> int:
-    """Returns the bytes that copies take on the device."""
+    """Returns the bytes of the staging buffers on the device."""
     return STAGING_BUFFERS * STAGING_BYTES if args.enable_hierarchical_cache and not arch.unified_memory else 0
 
 
 def keeps_unasked(args: ServerArgs, arch: ArchTraits, host_available: int) -> bool:
-    """Returns whether prefixes are kept in main memory where no flag says so: on GPUs with a memory of their own, and
-    where enough main memory is free. `host_available`: as of `plan_host_cache`."""
+    """Returns whether prefixes are kept in main memory without a flag: on GPUs with memory of their own, where enough
+    main memory is free. `host_available`: as in `plan_host_cache`."""
     not_served = args.disable_radix_cache or args.attn_dp_size > 1
     if args.enable_hierarchical_cache or args.disable_hierarchical_cache or not_served:
         return False
@@ -162,11 +162,17 @@ def plan_host_cache(
     unasked: bool = False,
     sharers: int = 1,
 ) -> tuple[HostCachePlan | None, list[str]]:
-    """Plans the pools in main memory, and returns notes for the user. `groups`: of the rank that has most.
-    `host_available`: free on the machine after everything else is allocated; None: unknown, nothing is checked.
-    `processes`: the pools on the machine. `ranks_share`: as in the plan. `weights`: of the rank; None: unknown.
-    `unasked`: no flag asks for it, so that nothing is said where it has no effect. `sharers`: as in the plan.
-    Raises UserError for a size that was asked for and does not fit."""
+    """Plans the pools in main memory. Returns (plan, notes for the user); the plan is None where nothing is kept there.
+
+        groups: caches of the rank that has most
+        host_available: free on the machine after everything else is allocated; None: unknown, nothing is checked
+        processes: number of pools on the machine
+        ranks_share, sharers: as in HostCachePlan
+        weights: of the rank; None: unknown
+        unasked: no flag asks for it, so nothing is said where it has no effect
+
+    Raises UserError for a size that was asked for and does not fit.
+    """
     if not args.enable_hierarchical_cache and not unasked:
         return None, []
     if arch.unified_memory:
@@ -201,7 +207,7 @@ def plan_host_cache(
 
 
 def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None) -> dict[str, Any]:
-    """Returns the fields of the plan that say what copies cost and hide behind."""
+    """Returns the fields of the plan about the cost of copies and what they overlap with."""
     adds_up_over_bus = args.tp_size > 1 and "nvlink" not in arch.features
     return {
         "weight_bytes": 0 if weights is None else weights.all,
@@ -211,15 +217,15 @@ def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None) -> dic
 
 
 def active_share(model: ModelDescription) -> float:
-    """Returns the share of the weights that a token multiplies, at least: of mixtures that of the chosen experts."""
+    """Returns the share of the weights that a token multiplies, at least; in MoE models the chosen experts' share."""
     return min(
         (layer.ffn.top_k / layer.ffn.num_experts for layer in model.layers if isinstance(layer.ffn, MoE)), default=1.0
     )
 
 
 def _pays(plan: HostCachePlan, weights: RankBytes | None) -> bool:
-    """Returns whether loading a prefix takes clearly less time than computing it, by the least that the latter can
-    take."""
+    """Returns whether loading a prefix is predicted to take clearly less time than computing it, by a lower bound of
+    the latter."""
     if weights is None:
         return True
     computed = replace(plan, weight_bytes=weights.active).hidden_bytes(PAYING_TOKENS)
@@ -227,7 +233,7 @@ def _pays(plan: HostCachePlan, weights: RankBytes | None) -> bool:
 
 
 def _ratio(args: ServerArgs, bytes_at_one: float, available: int | None, processes: int, unasked: bool) -> float:
-    """Returns the size of the pools over those of the device. `bytes_at_one`: what each rank gives to a pool as large
+    """Returns the size of the pools relative to the device's. `bytes_at_one`: what each rank gives to a pool as large
     as the device's."""
     if args.hicache_size:
         return args.hicache_size * GB / max(1, bytes_at_one)

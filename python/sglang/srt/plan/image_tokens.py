@@ -1,4 +1,4 @@
-"""Tells the blocks that treat tokens of images in a way of their own which tokens these are (DeepSeek-V4.1)."""
+"""Passes the image token's id to the blocks that treat image tokens differently (DeepSeek-V4.1)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import LayerSpec
 
 
-def telling_images(layer: LayerSpec, token: int) -> LayerSpec:
-    """Returns the layer of a model that is served with images, whose placeholder is `token`."""
+def with_image_token(layer: LayerSpec, token: int) -> LayerSpec:
+    """Returns the layer for a model that is served with images, whose placeholder is `token`."""
     ffn, ngrams = layer.ffn, layer.ngrams
     if isinstance(ffn, MoE) and ffn.router.image_correction:
         layer = replace(layer, ffn=replace(ffn, router=replace(ffn.router, image_token=token)))

@@ -1,7 +1,7 @@
-"""Chooses the kernel that serves each op of a model, where flags may name some.
+"""Chooses the kernel that serves each op of a model; flags may name some.
 
-A flag that names a kernel only tunes: if that kernel cannot serve the model here, the first one that can does, and a
-note says so. With --strict-backends it is an error instead.
+A flag that names a kernel is only a wish: if that kernel cannot serve the model here, the first one that can does, and
+a note says so. With --strict-backends it is an error instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTALL = {
 """Commands that install optional packages."""
 REFERENCE = "torch_native"
 CHOSEN_BY_TOKEN = ("sparse_attention", "selected_block_attention")
-"""Attention ops that no backend plans: what is attended to is chosen for each token."""
+"""Attention ops without a backend that plans a step: the entries to attend to are selected for each token."""
 SPARSE_NAMES = ("dsa", "nsa")
 """Names in --attention-backend of attention with an indexer; for a model with one they ask for no
 particular kernel."""
@@ -47,7 +47,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class KernelChoices:
-    """The kernels of all needs, in order: a Choice for each or why there is none; and notes about flags whose kernel
+    """The outcomes of all needs, in order: a Choice, or NoKernel with the reasons; and notes about flags whose kernel
     cannot serve."""
 
     outcomes: tuple[Choice | NoKernel, ...]
@@ -68,6 +68,8 @@ class KernelChoices:
 def choose_kernels(
     args: ServerArgs, needs: Sequence[Need], arch: ArchTraits, packages: frozenset[str]
 ) -> KernelChoices:
+    """Chooses a kernel for each need. With --strict-backends a kernel that a flag names and that cannot serve is a
+    NoKernel."""
     ledger = Ledger.load()
 
     def outcome(need: Need, asked: Asked | None) -> Choice | NoKernel:
@@ -87,7 +89,7 @@ def choose_kernels(
     for need in needs:
         refusal = outcomes[need]
         if asked[need] is not None and isinstance(refusal, NoKernel):
-            # One backend computes an op, whatever shapes its heads have.
+            # One backend computes all shapes of an op, so none of them keeps the refused one.
             refusals |= {other: refusal for other in needs if other.op == need.op and asked[other] == asked[need]}
     outcomes |= {need: outcome(need, None) for need in refusals}
     return KernelChoices(tuple(outcomes.values()), tuple(_notes(args, asked, outcomes, refusals)))
@@ -97,8 +99,8 @@ LONG_OPS = {"extend_attention": "long_prompt_attention", "latent_prompt_attentio
 
 
 def long_prompt_need(need: Need) -> Need:
-    """Returns the need of long prompts for that of prompts. Layers that see all tokens have it, so it does not matter
-    whether the windows of others are chunks."""
+    """Returns the need of long prompts that belongs to a need of prompts. Only layers that see all tokens use it, so
+    chunked windows of other layers do not matter."""
     return replace(need, op=LONG_OPS[need.op], traits=need.traits - {"chunked"})
 
 
@@ -107,8 +109,8 @@ def _choose_long_prompts(
     asked: Mapping[Need, Asked | None],
     outcome: Callable[[Need, Asked | None], Choice | NoKernel],
 ) -> dict[Need, Choice | NoKernel]:
-    """Returns the kernels that take the place of those which graphs hold, or that expand latents, where prompts are
-    long, as far as there are any and no flag names another kernel."""
+    """Returns kernels that serve long prompts better than those which CUDA graphs hold, or which expand latents, where
+    there are any and no flag names another."""
     named = {asked[need] for need in outcomes if need.op == "extend_attention" and "mla" in need.traits}
     latents_are_free = all(each is None or each.kernel == "flashinfer" for each in named)
 
@@ -123,7 +125,7 @@ def _choose_long_prompts(
 
 
 def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:
-    """Returns the kernel that a flag names for this need."""
+    """Returns the kernel that a flag or variable names for this need; None: any."""
     attention = Asked("--attention-backend", args.attention_backend or "auto")
     prefill, decode = args.prefill_attention_backend, args.decode_attention_backend
     named = {
@@ -141,7 +143,7 @@ def asked_kernel(args: ServerArgs, need: Need) -> Asked | None:
 
 
 def _asked_sparse(args: ServerArgs) -> Asked | None:
-    """Returns the kernel that a flag names for attention to selected tokens: one kernel serves prompts and decoding."""
+    """Returns the kernel that a flag names for attention to selected tokens; one kernel serves prompts and decode."""
     if not envs.SGLANG_SM120_TRITON_FLASHMLA:
         return Asked("SGLANG_SM120_TRITON_FLASHMLA=0", REFERENCE)
     if args.dsa_decode_backend is not None:
@@ -150,13 +152,14 @@ def _asked_sparse(args: ServerArgs) -> Asked | None:
 
 
 def _asked_entries() -> Asked | None:
-    """Returns the reference for what DeepSeek-V4's attention does beside attending, where it serves that as well, and
-    for attention to selected blocks."""
+    """Returns the reference kernel where a variable asks for it, for DeepSeek-V4's ops besides attention and for
+    attention to selected blocks."""
     return None if envs.SGLANG_SM120_TRITON_FLASHMLA else Asked("SGLANG_SM120_TRITON_FLASHMLA=0", REFERENCE)
 
 
 def _asked_mixing() -> Asked | None:
-    """Returns the reference where either variable asks for it: one op mixes before and after a block."""
+    """Returns the reference kernel of hyper-connections where either variable asks for it: one op mixes before and
+    after a block."""
     for name in ("SGLANG_OPT_USE_TILELANG_MHC_PRE", "SGLANG_OPT_USE_TILELANG_MHC_POST"):
         if not getattr(envs, name):
             return Asked(f"{name}=0", REFERENCE)
@@ -178,7 +181,7 @@ def _notes(
         needs = [need for need in refusals if asked[need] == named]
         served = [outcome for outcome in (outcomes[need] for need in needs) if isinstance(outcome, Choice)]
         if not served:
-            continue  # the errors of these needs say it all
+            continue  # the NoKernel errors of these needs say why
         why = "; ".join(dict.fromkeys(reason for need in needs for reason in _reasons(refusals[need], named)))
         kernels = " and ".join(dict.fromkeys(choice.name for choice in served))
         ops = " and ".join(dict.fromkeys(choice.need.op for choice in served))
@@ -186,7 +189,7 @@ def _notes(
 
 
 def _without_backends(args: ServerArgs, outcomes: dict[Need, Choice | NoKernel]) -> Iterator[str]:
-    """Yields a note if a backend is named for a model whose attention no backend plans (DeepSeek-V4,
+    """Yields a note if a flag names a backend for a model whose attention needs none (DeepSeek-V4,
     Qwen3.8-Flash-Next)."""
     ops = {need.op for need in outcomes}
     sparse = next((outcome for need, outcome in outcomes.items() if need.op in CHOSEN_BY_TOKEN), None)
@@ -200,11 +203,11 @@ def _without_backends(args: ServerArgs, outcomes: dict[Need, Choice | NoKernel])
 
 
 def _reasons(refusal: NoKernel, named: Asked) -> tuple[str, ...]:
-    """Returns why the table's kernel of this name cannot serve. The command that would install it is named where
-    nothing else is against it."""
+    """Returns why the kernel of this name cannot serve, with the command that would install it where only that is
+    missing."""
     if named.kernel not in {name for spec in TABLES[refusal.need.op] for name in (spec.name, spec.asked_as)}:
         return ("it is not part of sm120-sglang",)
-    # Of several kernels of one name the one that least is against; the others serve other kinds of attention.
+    # Several kernels may have the name, for other kinds of attention: the fewest reasons belong to the one meant.
     reasons = min((rejection.reasons for rejection in refusal.rejected), key=len)
     installs = {f"{package} is not installed": line for package, line in INSTALL.items()}
     if len(reasons) == 1:

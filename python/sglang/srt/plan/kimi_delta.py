@@ -1,4 +1,4 @@
-"""Kimi delta attention, a gated delta rule whose keys forget channel by channel, as a mixer of `layer_spec`."""
+"""Kimi delta attention, a gated delta rule with a decay for each channel of the keys, as a mixer of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from sglang.srt.plan.recurrent import CHUNK_TOKENS
 class KimiDelta:
     """Kimi delta attention (arXiv 2510.26692): the gated delta rule after a causal convolution over `conv_kernel`
     tokens, with a decay for each channel of a key. A head has queries, keys and values of `head_dim` and keeps a state
-    [head_dim, head_dim] of `state_dtype`. Decays and the output's gate, a sigmoid, are products over `head_dim`
-    channels of the hidden states' low-rank projections.
+    [head_dim, head_dim] of `state_dtype`. Low-rank projections of the hidden states (rank `head_dim`) make the decays
+    and the output's sigmoid gates.
 
-    The log of a decay lies between `lower_bound` and 0; with `lower_bound` 0 it has no limit.
+    The log of a decay lies between `lower_bound` and 0; `lower_bound` 0: no limit.
     """
 
     num_heads: int
@@ -35,7 +35,7 @@ class KimiDelta:
         return None
 
     def width(self, tp_size: int) -> int:
-        """Returns the elements of q, and of k, and of v, of one token on a rank."""
+        """Returns the elements of q (and of k, and of v) of one token on a rank."""
         return self.num_heads // tp_size * self.head_dim
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
@@ -68,10 +68,10 @@ class KimiDelta:
 
     def activation_elements(self, tp_size: int) -> int:
         """Returns the elements of a prompt's token, whose chunks are computed apart from the state: q, k and v as
-        projected and convolved, what decays are made of, the gate, the sums of decays in fp32, u, w and the output,
-        each as wide as q; for every head the scores of CHUNK tokens, and the pairs of keys in fp32."""
+        projected and convolved, the inputs of the decays, the gate, sums of decays in fp32, u, w and the output, each
+        as wide as q; for every head the scores of CHUNK_TOKENS tokens, and products of keys in fp32."""
         return 13 * self.width(tp_size) + 3 * self.num_heads // tp_size * CHUNK_TOKENS
 
     def verified_elements(self, tp_size: int) -> tuple[int, int]:
-        """Returns the elements as `GatedDelta` does, with a decay a channel."""
+        """Returns the elements as `GatedDelta` does, with a decay for each channel."""
         return 6 * self.width(tp_size), self.width(tp_size) + self.num_heads // tp_size

@@ -1,4 +1,4 @@
-"""The types in which caches are kept."""
+"""The dtypes of caches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.errors import UserError
 
 KV_DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 FP4_KV = "fp4_e2m1"
-"""Four-bit keys and values: e2m1 codes, two to a byte, and an e4m3 scale for each FP4_GROUP of them in a head's row."""
+"""FP4 keys and values: e2m1 codes, two to a byte, and an e4m3 scale for each FP4_GROUP of them in a head's row."""
 FP4_GROUP = 16
 STORED_BYTES: Mapping[str, int] = {**KV_DTYPE_BYTES, "uint8": 1, "int32": 4}
 """Bytes of an element of a cache's tensor; tensors of bytes hold entries of several types."""
@@ -20,8 +20,8 @@ _SPELLINGS: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "half": 
 
 
 def kv_cache_dtype(requested: str, model_dtype: str, quantization: QuantConfig | None = None) -> str:
-    """Returns the dtype name of the cache for --kv-cache-dtype; "auto" is what a quantized checkpoint was made for, or
-    else the model's dtype. Raises UserError."""
+    """Returns the dtype of the cache for --kv-cache-dtype (`requested`). "auto" is what a quantized checkpoint was made
+    for, else the model's dtype. Raises UserError for an unknown name."""
     stated = quantization.kv_cache if quantization is not None else None
     name = stated or model_dtype if requested == "auto" else _SPELLINGS.get(requested, requested)
     if name not in (*KV_DTYPE_BYTES, FP4_KV):
@@ -31,17 +31,18 @@ def kv_cache_dtype(requested: str, model_dtype: str, quantization: QuantConfig |
 
 
 def value_bytes(dtype: str) -> float:
-    """Returns the bytes of a key's or value's element, its share of a scale included."""
+    """Returns the bytes of one element of a key or value, its share of a scale included."""
     return 0.5 + 1 / FP4_GROUP if dtype == FP4_KV else KV_DTYPE_BYTES[dtype]
 
 
 def has_tensor_scales(dtype: str) -> bool:
-    """Returns whether keys and values are stored divided by the scales that a checkpoint may give for each layer."""
+    """Returns whether keys and values are divided by a layer's scales, which a checkpoint may give, before they are
+    stored."""
     return dtype.startswith("fp8") or dtype == FP4_KV
 
 
 def refuse_fp4(dtype: str, what: str) -> None:
-    """Raises UserError where a layer cannot have its cache in four bits. `what`: its cache, and why."""
+    """Raises UserError if `dtype` is FP4, for a layer that cannot have such a cache. `what`: which cache, and why."""
     if dtype == FP4_KV:
         raise UserError(
             f"--kv-cache-dtype {FP4_KV} serves keys and values of grouped-query attention that every rank holds whole:"

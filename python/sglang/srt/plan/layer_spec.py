@@ -1,13 +1,13 @@
 """The description of a model as layers that say which ops, caches and weights they have. No torch.
 
-`model_description.describe_model` makes them of a config.json, once. Needs, memory plan and `explain` follow from them:
+`model_description.describe_model` makes the layers of a config.json, once. Needs, memory plan and `explain` follow from
+them:
 
-    layer.mixer      how the tokens of a request see each other: GQA, MLA (`mixers`), CompressedSparse, GatedDelta,
-                     KimiDelta
-    layer.ffn        what each token goes through alone: Dense, MoE (`feed_forward`)
-    layer.inputs     what a token itself adds in every layer: PerLayerEmbedding (`per_layer`), in few families
-    layer.ngrams     what a token and those before it add before a layer: NgramEmbedding (`ngram_embedding`), likewise
-    layer.residual   how they add to the stream
+    layer.mixer      mixes the tokens of a request: GQA, MLA (`mixers`), CompressedSparse, GatedDelta, KimiDelta
+    layer.ffn        computes each token alone: Dense, MoE (`feed_forward`)
+    layer.inputs     adds an embedding of the token in every layer: PerLayerEmbedding (`per_layer`), in few families
+    layer.ngrams     adds embeddings of the last few tokens before a layer: NgramEmbedding (`ngram_embedding`), likewise
+    layer.residual   the residual stream: how the blocks' outputs add up
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sglang.srt.plan.ranks import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """Lifetime of entries that are kept as long as their token is."""
+    """Lifetime of entries that are kept until their token is freed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Lifetime of entries that are kept for the last `tokens` tokens of a request; `chunked`: only for those of them
-    that are in the chunk of the next token, where chunks of so many tokens follow one another from the first on."""
+    """Lifetime of entries that are kept for the last `tokens` tokens of a request. With `chunked` the sequence is cut
+    into chunks of `tokens` tokens from its beginning, and only the entries of the next token's chunk are kept."""
 
     tokens: int
     chunked: bool = False
@@ -40,7 +40,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class PerRequest:
-    """Lifetime of an entry that each running request has once, whatever its length."""
+    """Lifetime of an entry that each running request has once, whatever its length (a recurrent state)."""
 
 
 FULL, PER_REQUEST = Full(), PerRequest()
@@ -49,8 +49,8 @@ Lifetime = Full | Window | PerRequest
 
 @dataclass(frozen=True, slots=True)
 class CacheTensor:
-    """One tensor of a cache, [entries, *shape]. With `view_of` it is the first columns of another one of the cache and
-    costs nothing."""
+    """One tensor of a cache, [entries, *shape]. With `view_of` it is a view of the first columns of that tensor and
+    takes no memory."""
 
     name: str  # "k", "v", "scale", "conv", ...
     shape: tuple[int, ...]
@@ -64,10 +64,11 @@ class CacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """One cache of one layer, on one rank; its name is unique in the layer.
+    """One cache of one layer, on one rank. Its name is unique in the layer.
 
-    1/4 entry a token: one entry for every fourth token. A PER_REQUEST cache has an entry a request. `neighbours`: so
-    many tokens, from a multiple of their number on, have entries that follow one another.
+    `entries_per_token` 1/4: one entry for every fourth token. A PER_REQUEST cache has one entry for each request.
+    `neighbours`: the entries of that many tokens, starting at a multiple of it, are contiguous (blocks that an indexer
+    selects).
     """
 
     name: str  # "kv", "latent", "index", "compressed", "state"
@@ -75,7 +76,7 @@ class CacheSpec:
     entries_per_token: Fraction = Fraction(1)
     lifetime: Lifetime = FULL
     dcp_size: int = 1
-    """Number of ranks that share out the tokens: this one keeps the entries of every dcp_size-th position."""
+    """Number of ranks over which the tokens are sharded: this one keeps the entries of every dcp_size-th position."""
     neighbours: int = 1
 
     @property
@@ -86,8 +87,8 @@ class CacheSpec:
 def key_value_cache(
     name: str, heads: int, head_dim: int, v_head_dim: int, dtype: str, lifetime: Lifetime = FULL
 ) -> CacheSpec:
-    """Returns a cache of keys [heads, head_dim] and values [heads, v_head_dim] of every token. Raises UserError for
-    heads that four-bit groups do not divide."""
+    """Returns a cache of keys [heads, head_dim] and values [heads, v_head_dim] of every token. Raises UserError where a
+    4-bit dtype's scale groups do not divide the head dims."""
     if dtype == FP4_KV:
         return _fp4_cache(name, heads, {"k": head_dim, "v": v_head_dim}, lifetime)
     tensors = (CacheTensor("k", (heads, head_dim), dtype), CacheTensor("v", (heads, v_head_dim), dtype))
@@ -112,13 +113,14 @@ def latent_cache(
     entries_per_token: Fraction = Fraction(1),
     lifetime: Lifetime = FULL,
 ) -> CacheSpec:
-    """Returns a cache of one vector [1, dim] an entry, whose first `v_dim` elements are the value."""
+    """Returns a cache with one vector [1, dim] an entry, whose first `v_dim` elements are the value."""
     tensors = (CacheTensor("k", (1, dim), dtype), CacheTensor("v", (1, v_dim), dtype, view_of="k"))
     return CacheSpec(name, tensors, entries_per_token, lifetime)
 
 
 def packed_latent_cache(name: str) -> CacheSpec:
-    """Returns a cache of the bytes [1, 656] of a latent of 512 dims and a rotary key of 64, as e4m3 and bfloat16."""
+    """Returns a cache whose entries are 656 bytes: a latent of 512 dims in e4m3 with its scales and a rotary key of 64
+    in bfloat16."""
     return CacheSpec(name, (CacheTensor("k", (1, PACKED_LATENT_BYTES), "uint8"),))
 
 
@@ -134,8 +136,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSite:
-    """The properties that call sites must have in common for one plan of a step to serve them. `window` 0: all tokens.
-    `top_k` > 0: the number of them that an indexer selects. `dcp_size`: as in CacheSpec. `chunked`: as in Window."""
+    """An attention site: the properties that attention layers must have in common for one plan of a step to serve them.
+    (The groups of --attn-dp-size are something else.) `window` 0: all tokens. `top_k` > 0: the number of tokens that an
+    indexer selects. `dcp_size`: as in CacheSpec. `chunked`: as in Window."""
 
     shape: AttentionShape
     window: int = 0
@@ -145,7 +148,7 @@ class AttentionSite:
 
     @property
     def gathered(self) -> AttentionShape:
-        """The heads of all ranks that share out the tokens: each of them attends with these to its own tokens."""
+        """The query heads of all DCP ranks together: each rank attends with all of them to its own tokens."""
         return replace(self.shape, num_heads=self.shape.num_heads * self.dcp_size)
 
     @property
@@ -156,11 +159,12 @@ class AttentionSite:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """Weights [rows, cols] of one rank that one product takes.
+    """Weights [rows, cols] on one rank that one matrix product reads.
 
-    `name`: of the module in the layer, as the family's WeightMap has it ("attn.qkv"); `parts` of it are stacked by rows
-    ("q", "k", "v"). What the checkpoint calls them decides the scheme. `experts`: as many of them in one tensor (0: no
-    experts). With `quantized` False they stay in 16 bits (or `dtype`) whatever the checkpoint's rules say of the name.
+    name: the module in the layer, as the family's WeightMap names it ("attn.qkv")
+    parts: its parts, stacked by rows ("q", "k", "v"); their names in the checkpoint decide the quantization scheme
+    experts: number of such matrices in one tensor; 0: no experts
+    quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
     """
 
     name: str
@@ -175,7 +179,7 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Parameters that no product takes as a matrix: norms, sinks, tables. `dtype` None: the model's."""
+    """Parameters that are not multiplied as a matrix: norms, sinks, tables. `dtype` None: the model's."""
 
     count: int
     dtype: str | None = None
@@ -186,23 +190,24 @@ Weights = tuple[Matrix | Elements, ...]
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The choices of the user that the ops of a layer depend on."""
+    """The parallel sizes and dtypes, chosen by the user, that the ops of a layer depend on."""
 
     dtype: str
     kv_dtype: str
     page_size: int = 1
     tp_size: int = 1
-    state_dtype: str = ""  # of recurrent states; empty: as the model says
+    state_dtype: str = ""  # dtype of recurrent states; empty: the model's
     ep_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1
     attn_dp_size: int = 1
     dp_lm_head: bool = False
     quantized_sums: str = "off"  # as --enable-quantized-all-reduce
-    two_batch: str = "off"  # whether steps with prompts run as two halves: auto (where that is predicted to gain), on
-    library_prompts: bool = False  # whether a library's kernel computes long prompts, which times are predicted of
-    library_latents: bool = False  # and whether long prompts over latents
-    sgl_kernel_experts: bool = False  # and whether sgl-kernel has the experts' products
+    two_batch: str = "off"  # two-batch overlap of steps with prompts: off, auto (where a gain is predicted), on
+    # The last three only matter for predicted times.
+    library_prompts: bool = False  # a library's kernel computes long prompts
+    library_latents: bool = False  # a library's kernel computes long prompts over latents
+    sgl_kernel_experts: bool = False  # sgl-kernel computes the experts' products
 
     @property
     def ranks(self) -> RankLayout:
@@ -220,8 +225,7 @@ class ParallelConfig:
         heads: tuple[int, int] = (0, 0),
         rotary_dim: int = 0,
     ) -> Need:
-        """Returns the need of an op that reads or writes a cache. `dims`: elements of a head of the keys, and of the
-        values."""
+        """Returns the need of an op that reads or writes a cache. `dims`: elements of a head's key and of its value."""
         return Need(
             op,
             dims[0],
@@ -236,7 +240,7 @@ class ParallelConfig:
 
 
 def dcp_sharded(cache: CacheSpec, dcp_size: int) -> CacheSpec:
-    """Returns the cache of a rank where `dcp_size` ranks share out its tokens."""
+    """Returns the cache as one of `dcp_size` ranks holds it: the entries of every dcp_size-th token."""
     if dcp_size == 1:
         return cache
     return replace(cache, entries_per_token=cache.entries_per_token / dcp_size, dcp_size=dcp_size)
@@ -244,8 +248,8 @@ def dcp_sharded(cache: CacheSpec, dcp_size: int) -> CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolution:
-    """x + a causal convolution of x over `taps` tokens, channel by channel (Inkling). A request keeps what came in of
-    its last `kept` tokens: taps - 1, and `window_slack` more where tokens may be computed again (drafts that lag)."""
+    """A causal depthwise convolution over `taps` tokens, added to its input (Inkling). A request keeps the inputs of
+    its last `kept` tokens: taps - 1, and `window_slack` more where drafts may compute tokens again."""
 
     taps: int
     channels: int
@@ -256,7 +260,7 @@ class ShortConvolution:
         return self.taps - 1 + self.window_slack
 
     def rows(self, name: str, dtype: str) -> CacheTensor:
-        """Returns what a request keeps, of position p at p % kept."""
+        """Returns the tensor of a request's kept inputs: that of position p is at p % kept."""
         return CacheTensor(name, (self.kept, self.channels), dtype)
 
     def weights(self) -> Elements:
@@ -268,29 +272,29 @@ class Mixer(Protocol):
 
     @property
     def num_heads(self) -> int:
-        """Heads of the whole model: ranks share them out."""
+        """Heads of the whole model, before they are divided over ranks."""
 
     @property
     def value_dim(self) -> int:
-        """Elements of a head's output, as decoding makes it."""
+        """Elements of a head's output when decoding."""
 
     @property
     def rope(self) -> RopeSpec | None:
-        """The rotation of positions; layers with equal rotations share a table."""
+        """The rotary embedding; layers with equal ones share a table."""
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
-        """Yields the needs in the order in which a step runs them; without the linear layers, which follow from the
+        """Yields the needs in the order in which a step runs them, without the linear layers, which follow from the
         weights."""
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]: ...
 
     def attention_shape(self, tp_size: int) -> AttentionShape | None:
-        """Returns the heads with which decoding attends; None: there is no attention over a cache."""
+        """Returns the heads with which decode attends to a cache; None: the mixer has no such attention."""
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights: ...
 
     def activation_elements(self, tp_size: int) -> int:
-        """Returns the activation elements of one token where the mixer is widest."""
+        """Returns the activation elements of one token at the mixer's widest point."""
 
 
 class FeedForward(Protocol):
@@ -299,29 +303,34 @@ class FeedForward(Protocol):
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]: ...
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        """Returns the weights of the block. `expert_rows`: intermediate dims of its routed experts that the rank has
-        room for (`expert_share`)."""
+        """Returns the weights of the block on one rank. `expert_rows`: intermediate dims of a routed expert for which
+        the rank has room (`rank_weights.expert_rows`)."""
 
     def activation_elements(self, hidden_size: int, ranks: RankLayout) -> int: ...
 
 
 class NgramBlock(FeedForward, Protocol):
-    """The block before a layer that looks at a token and those before it by their ids, of which it keeps a state."""
+    """A block before a layer that adds embeddings of n-grams: it reads the ids of a token and of those before it, which
+    it keeps as a state of the request."""
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]: ...
 
 
 def uneven_sizes(*sizes: int) -> frozenset[str]:
-    """Returns the trait of needs with sizes that are no powers of two, if one is not."""
+    """Returns the trait "uneven_sizes" if one of the sizes is no power of two, else nothing."""
     return frozenset({"uneven_sizes"} if any(size & (size - 1) for size in sizes) else ())
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A residual stream of one vector a token; blocks add to it. With `norms_after` what a block makes is normed before
-    it is added, beside the norm before the block; `eps_after` is the epsilon of these norms (0: the model's);
-    `fp32_norms`: all have weights in fp32. Without `ffn_norms` feed-forward blocks take the stream as it is, and
-    without `mixer_norms` mixers. With `layer_scale` the stream is multiplied by a number at the end of each layer."""
+    """A residual stream of one vector a token, to which the blocks' outputs are added.
+
+    norms_after: a block's output is normed before it is added, besides the norm before the block
+    fp32_norms: the weights of these norms are fp32
+    ffn_norms, mixer_norms: False: such blocks take the stream without a norm
+    layer_scale: a stored number multiplies the stream at the end of each layer
+    eps_after: epsilon of the norms after blocks; 0: the model's
+    """
 
     norms_after: bool = False
     fp32_norms: bool = False
@@ -355,24 +364,25 @@ class HyperConnections:
 
     streams: int
     rounds: int = 20
-    """Rounds of Sinkhorn's normalization: columns, then rows and columns in turns."""
+    """Rounds of Sinkhorn's normalization: columns first, then alternately rows and columns."""
     eps: float = 1e-6
-    """Number added to what is normalized, and to its sums."""
+    """Number added to the elements before normalization, and to their sums."""
     mean_head: bool = False
-    """Behind the last layer the streams become their mean (GLM-5.3-Flash), and not what a learned matrix makes."""
+    """True: behind the last layer the streams are averaged (GLM-5.3-Flash) instead of being mixed by a learned
+    matrix."""
     lagged: bool = False
-    """A block's input is weighed by what the matrix before the block before it made (DeepSeek-V4.1): the first block's
-    is the first stream, and behind the last layer the last block's weights make one of the streams."""
+    """True: a block's input is weighted by the output of the previous block's matrix (DeepSeek-V4.1). The first block's
+    input is the first stream, and the last block's weights make the input of the final norm."""
 
     def intermediate_elements(self, itemsize: int) -> int:
-        """Returns the elements of a token, of so many bytes, that a stage hands on beside the streams: weights in fp32
-        of the streams in the next block's input."""
+        """Returns the elements of a token, of `itemsize` bytes each, that a pipeline stage sends besides the streams:
+        the fp32 weights of the streams in the next block's input."""
         return self.streams * max(1, 4 // itemsize) if self.lagged else 0
 
     @property
     def outputs(self) -> int:
-        """Numbers that a block's matrix makes of a token: a weight of each stream before and after the block, and how
-        the streams mix."""
+        """Number of outputs of a block's matrix for each token: a weight of each stream before and after the block, and
+        the matrix that mixes the streams."""
         return (2 + self.streams) * self.streams
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
@@ -382,7 +392,7 @@ class HyperConnections:
         return (Elements(2 * (self.outputs * self.streams * hidden_size + self.outputs + 3), "float32"),)
 
     def head_weights(self, hidden_size: int) -> Weights:
-        """Returns the weights before the final norm, where the streams become one."""
+        """Returns the weights that make one stream of all, before the final norm."""
         if self.mean_head or self.lagged:
             return ()
         return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
@@ -390,9 +400,9 @@ class HyperConnections:
 
 @dataclass(frozen=True, slots=True)
 class GatedStreams:
-    """A residual stream of `streams` vectors a token. Before a block each is normed by itself, and the block takes
-    their mean, channel by channel weighted by gates, which a product of `rank` makes of all normed streams; what the
-    block makes is added to each stream, times a gate of that stream (Qwen3.8-Flash-Next)."""
+    """A residual stream of `streams` vectors a token (Qwen3.8-Flash-Next). Each is normed by itself; the block's input
+    is their mean, weighted channel by channel by gates that a product of rank `rank` makes of all normed streams. The
+    block's output is added to each stream, times that stream's gate."""
 
     streams: int
     rank: int
@@ -404,7 +414,7 @@ class GatedStreams:
         yield Need("gated_streams", q_dtype=parallel.dtype)
 
     def weights(self, hidden_size: int) -> Weights:
-        """Returns the weights around two blocks; the norm of one of the streams is counted as the block's."""
+        """Returns the weights around a layer's two blocks; the norm of the first stream is counted as the block's."""
         width = self.streams * hidden_size
         gates = (2 * self.rank + self.streams) * width
         return Elements(2 * gates), Elements(2 * (width - hidden_size), "float32")
@@ -418,23 +428,23 @@ SUM = Sum()
 
 
 class Residual(Protocol):
-    """The residual stream: how the outputs of blocks add to it from layer to layer (Sum, HyperConnections,
-    GatedStreams)."""
+    """The residual stream: how the blocks' outputs add up from layer to layer (Sum, HyperConnections, GatedStreams)."""
 
     @property
     def streams(self) -> int:
-        """Number of vectors a token."""
+        """Number of vectors of a token."""
 
     def intermediate_elements(self, itemsize: int) -> int:
-        """Returns the elements of a token, of so many bytes, that a stage of a pipeline hands on beside the streams."""
+        """Returns the elements of a token, of `itemsize` bytes each, that a pipeline stage sends on besides the
+        streams."""
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]: ...
 
     def weights(self, hidden_size: int) -> Weights:
-        """Returns the weights of a layer's residual, beside the norm before each of its two blocks."""
+        """Returns the weights of one layer's residual, besides the norm before each of its two blocks."""
 
     def head_weights(self, hidden_size: int) -> Weights:
-        """Returns the weights of the model's residual, which it has once, beside the final norm."""
+        """Returns the weights that the residual has once in the model, besides the final norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -467,14 +477,17 @@ ABSENT = Absent()
 BLOCK_ROWS = "block_rows"
 """Name of the cache of a layer whose blocks' outputs are convolved: tensors "mixer" and "ffn"."""
 DRAFT_ROWS = "draft_rows"
-"""Name of the cache of a draft's layer with features of a request, in the tensor "tail": see
-`speculative.draft_depths`."""
+"""Name of the cache of a draft's layer that keeps features of a request, in the tensor "tail" (`MTPByLayer`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """`convolution`: of what the mixer and the feed-forward block make, each with weights and a state of its own.
-    `tail`: elements of the features in DRAFT_ROWS, which layers of a draft have where requests have states."""
+    """One layer of a model: its blocks and its residual stream.
+
+    convolution: applied to the mixer's and to the feed-forward block's output, each with weights and a state of its
+        own
+    tail: elements of the features in DRAFT_ROWS, which draft layers have where requests have states
+    """
 
     mixer: Mixer
     ffn: FeedForward
@@ -491,7 +504,7 @@ class LayerSpec:
 
     @property
     def token_blocks(self) -> tuple[FeedForward, ...]:
-        """Blocks that a token goes through alone."""
+        """The blocks that compute each token alone."""
         return (self.ngrams, self.ffn, self.inputs)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
@@ -506,7 +519,7 @@ class LayerSpec:
             yield CacheSpec(DRAFT_ROWS, (CacheTensor("tail", (self.tail,), parallel.dtype),), lifetime=PER_REQUEST)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        """Returns the weights of the layer's blocks."""
+        """Returns the weights of the layer's blocks on one rank, without the residual's."""
         others = (part for block in self.token_blocks for part in block.weights(hidden_size, ranks, expert_rows))
         convolutions = () if self.convolution is None else (self.convolution.weights(),) * 2
         return (*self.mixer.weights(hidden_size, ranks.attn_tp_size), *others, *convolutions)

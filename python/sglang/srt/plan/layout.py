@@ -23,6 +23,7 @@ from sglang.srt.server_args import ServerArgs
 
 
 def asked_layout(args: ServerArgs) -> RankLayout:
+    """Returns the layout of ranks that the flags ask for."""
     return RankLayout(
         args.tp_size, args.ep_size, args.pp_size, args.dcp_size, args.attn_dp_size, args.enable_dp_lm_head
     )
@@ -34,9 +35,8 @@ def asked_node(args: ServerArgs) -> Node:
 
 
 def replica_args(args: ServerArgs) -> list[ServerArgs]:
-    """Returns what each of --dp-size replicas is started with: alone, on the GPUs behind those of the one before.
-
-    --max-queued-requests is the server's, of which each gets an even share, rounded up."""
+    """Returns the flags of each of --dp-size replicas: without --dp-size, on the GPUs behind those of the replica
+    before. Each gets an even share of --max-queued-requests, rounded up."""
     queued = args.max_queued_requests
     share = None if queued is None else -(-queued // args.dp_size)
     gpus = asked_layout(args).world_size
@@ -47,7 +47,8 @@ def replica_args(args: ServerArgs) -> list[ServerArgs]:
 
 
 def check_gpus(args: ServerArgs, seen: int) -> None:
-    """Raises UserError where this machine has too few GPUs. seen: the number that torch sees."""
+    """Raises UserError where this machine has fewer GPUs than the flags need. `seen`: the number of GPUs that torch
+    sees."""
     node = asked_node(args)
     needed = args.base_gpu_id + len(node.ranks) * args.dp_size
     if needed > seen:
@@ -60,15 +61,15 @@ def check_gpus(args: ServerArgs, seen: int) -> None:
 
 
 class LayoutProblem(UserError):
-    """Raised where a layout does not divide a model. The message names those that do, whether there is room for them or
-    not."""
+    """Raised where a layout does not divide a model. The message names layouts that do, whether or not there is room
+    for them."""
 
     def __init__(self, problem: str, model: ModelDescription, ranks: RankLayout) -> None:
         self.problem, self.model, self.ranks = problem, model, ranks
         super().__init__(self.with_ways(lambda layout: True))
 
     def with_ways(self, starts: Callable[[RankLayout], bool]) -> str:
-        """Returns the message with those layouts only that start."""
+        """Returns the message with only those layouts for which `starts` is true."""
 
         def works(layout: RankLayout) -> bool:
             return next(_problems(self.model, layout), None) is None and starts(layout)
@@ -84,14 +85,15 @@ class LayoutProblem(UserError):
 
 
 def check_layout(model: ModelDescription, ranks: RankLayout) -> None:
-    """Raises LayoutProblem that names what the layout does not divide."""
+    """Raises LayoutProblem that says why the layout does not divide the model, if so."""
     problem = next(_problems(model, ranks), None)
     if problem is not None:
         raise LayoutProblem(problem, model, ranks)
 
 
 def check_machine(arch: ArchTraits, ranks: RankLayout, nnodes: int, replicas: int = 1) -> None:
-    """Raises UserError for more GPUs than a machine of this kind has, and for ranks that the machines cannot share."""
+    """Raises UserError where one machine of this kind has too few GPUs, and where the ranks cannot be divided over
+    `nnodes` machines."""
     if ranks.world_size % nnodes:
         raise UserError(f"{ranks.flags} makes {ranks.world_size} ranks, which --nnodes {nnodes} does not divide.")
     each = ranks.world_size // nnodes
@@ -120,13 +122,14 @@ def _numbers(numbers: list[int]) -> str:
     return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
-MOST_GPUS = 16
+MAX_GPUS = 16
 """Most GPUs that a machine may have, where its kind does not say."""
 
 
-def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_GPUS) -> Iterator[RankLayout]:
-    """Yields, for every larger number of ranks up to `most`, the first layout that divides the model: layouts whose
-    heads divide come first, then the fewest ranks. Shares of experts' dims come before whole experts."""
+def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MAX_GPUS) -> Iterator[RankLayout]:
+    """Yields the first layout that divides the model for every larger number of ranks, up to `most` GPUs. Numbers of
+    ranks that divide the heads evenly come first, then smaller ones. Layouts that share the experts' dims come before
+    those with whole experts on a rank."""
     sizes = range(ranks.tp_size + 1, most // ranks.pp_size + 1)
     for size in sorted(sizes, key=lambda size: uneven_heads(model, size) is not None):  # stable
         layouts = (replace(layout, pp_size=ranks.pp_size) for layout in _with_experts(size))
@@ -134,7 +137,7 @@ def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MOST_
 
 
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
-    """Describes the heads that the busiest rank has where they do not divide; None: all ranks have as many."""
+    """Describes the uneven load of attention heads over ranks; None: all ranks have equally many."""
     for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
         if isinstance(mixer, GQA | MLA | PooledSelection):
             shares = mixer.shares(tp_size)
@@ -147,8 +150,8 @@ def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
 
 
 def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
-    """Yields other ways to share the experts, stages of as many ranks in all, and other numbers of ranks, up to twice
-    that."""
+    """Yields alternatives to a layout: other ways to divide the experts, equally many ranks in other stages, and other
+    numbers of ranks up to twice as many."""
     stages = ranks.pp_size
     if ranks.dcp_size > 1:
         yield from (replace(ranks, dcp_size=size) for size in range(ranks.tp_size, 1, -1) if size != ranks.dcp_size)
@@ -163,7 +166,7 @@ def _layouts_like(ranks: RankLayout) -> Iterator[RankLayout]:
 
 
 def _with_fewer_stages(ranks: RankLayout) -> Iterator[RankLayout]:
-    """Yields layouts with fewer stages, the most stages first, each of as many ranks as there can be."""
+    """Yields layouts with fewer stages, the most stages first, and for each the most ranks first."""
     for stages in range(ranks.pp_size - 1, 0, -1):
         yield from (RankLayout(size, pp_size=stages) for size in range(ranks.tp_size, 0, -1))
 
@@ -173,8 +176,8 @@ def _with_experts(tp_size: int) -> Iterator[RankLayout]:
 
 
 def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
-    """Yields problems of cutting the model into stages, also for layers that need something that only other stages
-    have."""
+    """Yields problems of cutting the model into pipeline stages, among them layers that need something of another
+    stage."""
     if pp_size == 1:
         return
     if pp_size > len(model.layers):
@@ -213,7 +216,7 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
 
 
 def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
-    """Yields problems of sharing out the tokens of caches over ranks."""
+    """Yields problems of sharding the tokens of caches over DCP ranks."""
     tp_size, dcp_size = ranks.attn_tp_size, ranks.dcp_size
     if dcp_size == 1:
         return
@@ -234,8 +237,8 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
 
 
 def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: int) -> Iterator[str]:
-    """Yields problems of sharing a mixer's heads: heads of attention are shared out also where they do not divide,
-    those of recurrent layers are not."""
+    """Yields problems of dividing a mixer's heads. Attention heads may be divided unevenly, heads of recurrent layers
+    may not."""
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
     elif isinstance(mixer, GQA | MLA | PooledSelection):
@@ -276,7 +279,7 @@ def _head_problems(
 
 
 def _dense_problems(ffn: FeedForward, tp_size: int) -> Iterator[str]:
-    """Yields the problem of a block whose intermediate dims all ranks share."""
+    """Yields the problem of dividing an MLP's intermediate dims over all ranks, if there is one."""
     try:
         if isinstance(ffn, Dense):
             ffn.padded_rows(tp_size)

@@ -1,4 +1,4 @@
-"""The description of images and videos in the config.json of a model that reads them."""
+"""Reads how a model takes images and videos from its config.json."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from sglang.srt.plan.towers.tower import Tower
 
 @dataclass(frozen=True, slots=True)
 class MediaDescription:
-    """`image_token`, `video_token`: the placeholders in token ids (None: the model takes none). `sections`: whether a
-    placeholder's position has a time, a row and a column; otherwise placeholders are counted as text is.
-    `positions_a_second`: how far apart frames of one run of placeholders are in time (0: by one). `both_ways`: whether
-    the placeholders of a run see one another in layers with a window. `plain_token`: the one whose per-layer embedding
-    placeholders have. `tower`: the encoder."""
+    """How a model takes images and videos.
+
+    image_token, video_token: ids of the placeholders; None: the model takes none
+    sections: a placeholder's position has a time, a row and a column (M-RoPE); otherwise positions count as in text
+    tower: the encoder
+    positions_a_second: distance in time of the frames of one run of placeholders; 0: frames are 1 apart
+    both_ways: the placeholders of a run attend to each other in both directions, in layers with a window
+    plain_token: the token whose per-layer embedding placeholders have
+    """
 
     image_token: int | None
     video_token: int | None
@@ -40,33 +44,33 @@ class MediaDescription:
 
     @property
     def merge(self) -> int:
-        """A placeholder stands for a square of so many patches a side."""
+        """Patches a side of the square that becomes one token."""
         return self.tower.merge
 
     @property
     def deepstack_levels(self) -> int:
-        """Layers from the first on, behind which the encoder's features add to the stream."""
+        """Number of layers, from the first on, behind which encoder features are added to the stream."""
         return len(self.tower.deepstack)
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
-        """Returns the placeholders of frames x rows x columns of patches."""
+        """Returns the number of placeholders of a grid of frames x rows x columns of patches."""
         return self.tower.num_tokens(grid)
 
 
 PATCHES_A_STEP = 1 << 14
-"""Limit for the patches of an encoder step of several items; requests that decode wait for one."""
+"""Most patches of an encoder step with several items; decoding requests wait for such a step."""
 PATCH_BUFFERS = 2
-"""So many parts of an encoder step, each of at most PATCHES_A_STEP, have their patches on the device."""
+"""Number of device buffers for patches, of PATCHES_A_STEP each."""
 PATCH_LAYERS_BESIDE = 1 << 15
-"""Patches times layers of an encoder that one slice takes while requests decode, where no times are measured:
-`model_executor.media_pace`."""
+"""Patches times encoder layers of one slice of an encoder step while requests decode, where no times are measured
+(`model_executor.media_pace`)."""
 FEATURE_BYTES = 1 << 29
 """Budget for the features of images and videos that a server keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """The reader of what the config of one `model_type` says of its images."""
+    """Reads the images of one `model_type`'s config."""
 
     describe: Callable[[ConfigReader, ConfigReader], Tower]
     """Called with the whole config and its vision_config."""
@@ -118,8 +122,8 @@ def placeholders(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 
 def check_placeholders(media: MediaDescription, vocab_size: int, source: str) -> None:
-    """Raises UserError for a placeholder that is no token: the embeddings of all ids of a prompt are read, before
-    features take the place of some."""
+    """Raises UserError for a placeholder outside of the vocabulary: the embeddings of all ids of a prompt are read
+    before features replace some."""
     for key, token in (("image", media.image_token), ("video", media.video_token)):
         if token is not None and token >= vocab_size:
             raise UserError(
@@ -129,7 +133,7 @@ def check_placeholders(media: MediaDescription, vocab_size: int, source: str) ->
 
 
 def describe_media(config: Mapping[str, Any]) -> MediaDescription | None:
-    """Describes the images of a config.json; None where the model takes none, or its encoder is not here."""
+    """Describes a model's images and videos; None: it takes none, or its encoder is not implemented."""
     vision, reader = config.get("vision_config"), ENCODERS.get(str(config.get("model_type")))
     if reader is None or not isinstance(vision, Mapping):
         return None

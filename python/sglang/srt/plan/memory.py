@@ -36,25 +36,26 @@ _GRAPH_BASE = 6 * MIB
 _GRAPH_PER_LAYER = 160 * 1024
 _LIBRARY_RESERVE = 768 * MIB  # cuBLAS workspaces, compiled kernels, allocator slack
 _COLLECTIVE_RESERVE = 512 * MIB  # NCCL channels and staging buffers
-_HOST_SHARE = 8  # of unified memory, for the system and the server's host processes: recipes for GB10 leave 0.15
+# Divisor of unified memory for the share of the system and the server's host processes; recipes for GB10 leave 0.15.
+_HOST_SHARE = 8
 _FRAGMENTATION = 1.2
 _LOGITS_COPIES = 4  # fp32 logits, probabilities, sorted copies of a sampling step
 OWN_SLOT_BYTES = 8
-"""Bytes of a slot of a rank's own tokens, and of the one that it is made of."""
+"""Bytes of a DCP rank's own slot number and of the shared slot number that it is computed from."""
 GATHER_BYTES = 32
-"""Bytes of a token's place, owner and order where tokens come together on every rank."""
+"""Bytes of a token's place, owner and order where DCP ranks gather the tokens of a prefix."""
 PREFILL_GRAPH_PROMPTS = 16
 """Number of prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
 
 class DoesNotFit(UserError):
-    """Raised where there is no room for the weights, or none for a cache beside them. The message is one clause,
+    """Raised where there is no room for the weights, or none for a cache besides them. The message is one clause,
     without advice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The most that a rank runs at once: requests, tokens, graphs, table rows."""
+    """Limits of what a rank runs at once: requests, tokens, graphs, table rows."""
 
     max_running_requests: int
     context_len: int
@@ -65,16 +66,16 @@ class Sizes:
     prefill_graph_tokens: tuple[int, ...] = ()
     row_tables: int = 1
     checkpoints: int = 0
-    growing: int = 1
+    uncertain_slots: int = 1
     """As PoolSizes.growing."""
     verified_tokens: int = 1
-    """Most tokens of a request that decodes, in a step."""
+    """Most tokens of a decoding request in one step."""
     ngram_bytes: int = 0
     """Bytes of the tables in which n-gram drafts are looked up."""
     num_positions: int = 0
     """Rows of rotary tables, which no request outgrows (`plan.positions`)."""
     copy_bytes: int = 0
-    """Bytes in which cached prefixes are gathered on their way to main memory and back."""
+    """Bytes of the staging buffers of cached prefixes on their way to main memory and back."""
 
     @property
     def state_rows(self) -> int:
@@ -83,21 +84,22 @@ class Sizes:
 
     @property
     def token_rows(self) -> int:
-        """Most tokens of a step that attend one by one where ranks share out the tokens of a cache: draft tokens, and
-        those of graphs with prompts."""
-        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.growing
+        """Most tokens of a step that attend one by one with DCP: draft tokens, and those of prefill graphs."""
+        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.uncertain_slots
         return max(verified, *self.prefill_graph_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The division of a rank's memory. `available` was free before the first allocation; the fields below it add up to
-    at most that.
+    """The division of a rank's memory, in bytes. `available` was free before the first allocation; the fields below it
+    add up to at most that.
 
-    `kv_cache` is the pool of all tokens, `windows` those of the last tokens of requests, `states` what every running
-    request has beside its tokens, and checkpoints of that. `penalties` is the token counts of all running requests,
-    which are allocated when requests ask for them. `media` is what encoder steps hold, and the features that are kept.
-    `copies` is what copies of cached prefixes to and from main memory take.
+        kv_cache: the pool of all tokens
+        windows: the pools of sliding windows
+        states: recurrent states of running requests, and checkpoints of states
+        penalties: token counts of all running requests, allocated once requests ask for penalties
+        media: what encoder steps hold, and the features that are kept
+        copies: staging buffers of cached prefixes on their way to and from main memory
     """
 
     available: int
@@ -135,7 +137,7 @@ class MemoryPlan:
 
 
 def patch_buffer_bytes(model: ModelDescription, dtype: str) -> int:
-    """Returns the bytes of the buffers on the device in which patches arrive; as many are pinned in host memory."""
+    """Returns the bytes of the device buffers that receive image patches; as many are pinned in host memory."""
     if model.media is None or not model.encodes_media:
         return 0
     tower = model.media.tower
@@ -143,9 +145,8 @@ def patch_buffer_bytes(model: ModelDescription, dtype: str) -> int:
 
 
 def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
-    """Returns the bytes of the features of images and videos that are kept, of the largest encoder step, and of the
-    queries, keys, values and outputs of `num_tokens` of images that attend once more (`attention.metadata.WithImages`).
-    """
+    """Returns the bytes of kept image and video features, of the largest encoder step, and of the queries, keys, values
+    and outputs of `num_tokens` image tokens that attend once more (`attention.metadata.WithImages`)."""
     if model.media is None:
         return 0
     encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
@@ -158,9 +159,9 @@ def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: Ran
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
-    """Returns the bytes of the widest point of a layer for `num_tokens`: the residual stream plus attention or
-    feed-forward buffers. With attention groups that have requests of their own, `num_tokens` are those of a group, and
-    feed-forward blocks compute those of all, which come together and go back padded (`layers/row_exchange`)."""
+    """Returns the bytes of `num_tokens` tokens at the widest point of a layer: the residual stream plus attention or
+    feed-forward buffers. With DP attention `num_tokens` are those of one attention group; feed-forward blocks compute
+    the gathered, padded tokens of all groups (`layers/row_exchange`)."""
     groups = ranks.attn_dp_size
     gathered = 3 * groups * model.hidden_size if groups > 1 else 0
     item, hidden = KV_DTYPE_BYTES[dtype], model.hidden_size
@@ -181,8 +182,8 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
 
 
 def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
-    """Returns the bytes of what layers with recurrent states or convolutions keep of the tokens of a step that
-    verifies draft tokens, until it is known which of them stand."""
+    """Returns the bytes that recurrent layers and convolutions keep of the tokens of a verify step until it is known
+    which draft tokens are accepted."""
     if sizes.verified_tokens == 1:
         return 0
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, (GatedDelta, KimiDelta, Mamba2))]
@@ -200,7 +201,7 @@ def _convolved(layer: LayerSpec, tp_size: int) -> int:
 
 
 def _selected_slots(mixer: Mixer, tp_size: int) -> int:
-    """Returns the slots that a token's selection is kept as, of tokens or of blocks for each KV head."""
+    """Returns the number of slots that a token's selection takes: one for each token, or for each block and KV head."""
     if isinstance(mixer, MLA):
         return mixer.top_k
     if isinstance(mixer, GQA) and mixer.indexer is not None:
@@ -209,22 +210,22 @@ def _selected_slots(mixer: Mixer, tp_size: int) -> int:
 
 
 def logits_bytes(model: ModelDescription, rows: int, ranks: RankLayout) -> int:
-    """Returns the bytes of the logits of a step of so many requests. Of other attention groups' requests a rank has
-    its columns, which are exchanged for whole rows of its own."""
+    """Returns the bytes of the logits of a step of `rows` requests. With DP attention a rank computes its vocabulary
+    columns for the requests of all groups and exchanges them for whole rows of its own."""
     columns = 2 * ranks.attn_dp_size * -(-model.vocab_size // ranks.tp_size) if ranks.attn_dp_size > 1 else 0
     return rows * (model.vocab_size * _LOGITS_COPIES + columns) * 4
 
 
 def table_bytes(sizes: Sizes) -> int:
-    """Returns the bytes of req_to_token, last tokens and scalar sampling parameters (256 bytes a request), and of the
-    tables of n-gram drafts."""
+    """Returns the bytes of req_to_token, last tokens, scalar sampling parameters (256 bytes a request) and the tables
+    of n-gram drafts."""
     of_requests = (sizes.max_running_requests + 1) * (sizes.row_tables * sizes.context_len * 4 + 8 + 256)
     return of_requests + sizes.ngram_bytes
 
 
 def penalty_bytes(model: ModelDescription, sizes: Sizes) -> int:
-    """Returns the bytes of a count for every token of the vocabulary, for each request and the padding slot. While the
-    table grows, the one before it exists too, which has at most half as many rows (`PenaltyState`)."""
+    """Returns the bytes of one count for each vocabulary token, for each request and the padding slot. While the table
+    grows, the previous one exists too, with at most half as many rows (`PenaltyState`)."""
     rows = sizes.max_running_requests + 1
     return (rows + rows // 2) * model.vocab_size * 4
 
@@ -238,12 +239,12 @@ def rotary_bytes(model: ModelDescription, sizes: Sizes) -> int:
 
 
 def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
-    """Returns the bytes of the launch records of every graph, and of the results and activations of the largest graph
-    of each kind.
+    """Returns the bytes of the launch records of all CUDA graphs, and of the results and activations of the largest
+    graph of each kind.
 
-    Decode graphs have logits [B, V] fp32, prefill graphs hidden states [T, H] and logits of the decoding requests and
-    of the last tokens of some prompts; each once in the graphs' memory and once where results are read. Stages of a
-    pipeline have what they take and what they give besides, and models that see the features of images.
+    Decode graphs have logits [B, V] fp32. Prefill graphs have hidden states [T, H] and the logits of decoding requests
+    and of some prompts' last tokens. Each exists once in the graphs' memory and once where results are read. Pipeline
+    stages add their inputs and outputs, and models with images add the rows of features.
     """
     decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
     if not decode:
@@ -262,7 +263,7 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
 
 
 def feature_row_bytes(model: ModelDescription, dtype: str, num_tokens: int) -> int:
-    """Returns the bytes of the rows in which graphs with prompts of up to `num_tokens` have the features of images."""
+    """Returns the bytes of the buffers from which prefill graphs of up to `num_tokens` tokens read image features."""
     media = model.media
     if media is None or media.both_ways or not model.encodes_media:
         return 0
@@ -270,14 +271,14 @@ def feature_row_bytes(model: ModelDescription, dtype: str, num_tokens: int) -> i
 
 
 def draft_graph_bytes(layers: int, num_tokens: int, sizes: Sizes) -> int:
-    """Returns the bytes of the launch records of a draft's layers behind every step: once for its rows and once for
-    each draft token but the first."""
+    """Returns the bytes of the launch records that a draft's layers add to each graph: once for the step's rows and
+    once for each draft token but the first."""
     graphs = len(sizes.graph_batch_sizes) + len(_mixed_graphs(sizes))
     return graphs * num_tokens * (layers + 1) * _GRAPH_PER_LAYER
 
 
 def _mixed_graphs(sizes: Sizes) -> list[tuple[int, int]]:
-    """Returns the numbers of tokens of the graphs with prompts, and of decoding requests among them."""
+    """Returns (tokens, decoding requests among them) of each prefill graph."""
     decode = sizes.graph_batch_sizes
     return [
         (tokens, decodes)
@@ -288,21 +289,21 @@ def _mixed_graphs(sizes: Sizes) -> list[tuple[int, int]]:
 
 
 def intermediate_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
-    """Returns the bytes of hidden states on their way to a pipeline's next stage: of the step that is computed, of one
-    that is received, and of as many more as `Group.send_to_next` leaves under way."""
+    """Returns the bytes of hidden states on their way to the next pipeline stage: of the step that is computed, of one
+    that is received, and of those that `Group.send_to_next` has in flight."""
     if sizes.ranks.pp_size == 1:
         return 0
     return (sizes.ranks.pp_size + 3) * sizes.tokens_per_step * _stream_width(model) * KV_DTYPE_BYTES[dtype]
 
 
 def _stream_width(model: ModelDescription) -> int:
-    """Returns the elements of a token between the layers."""
+    """Returns the elements of a token in the residual stream, of all streams together."""
     return model.hidden_size * max(layer.residual.streams for layer in model.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class FixedMemory:
-    """The memory that a rank needs beside weights and caches."""
+    """The memory, in bytes, that a rank needs besides weights and caches. Fields as in MemoryPlan."""
 
     tables: int
     activations: int
@@ -331,7 +332,7 @@ def fixed_memory(
     choices: Mapping[str, Choice],
     arch: ArchTraits,
 ) -> FixedMemory:
-    """Computes the memory that a GPU needs beside weights and caches. `everything`: the model with the layers of a
+    """Computes the memory that a GPU needs besides weights and caches. `everything`: the model with the layers of a
     draft."""
     ranks = sizes.ranks
     groups = (ranks.tp_size > 1) + (ranks.pp_size > 1) + (1 < ranks.dcp_size < ranks.tp_size)
@@ -359,7 +360,8 @@ def fixed_memory(
 
 def cache_room(weights: int, available: int, fixed: FixedMemory, fraction: float | None) -> int:
     """Returns the bytes for all caches, states included: what everything else leaves, or with `fraction`
-    (--mem-fraction-static) what that leaves. Negative where even the weights do not fit."""
+    (--mem-fraction-static) that share of `available` without the weights. Negative where even the weights do not fit.
+    """
     if fraction is None:
         return available - fixed.total - weights
     allocated_first = fixed.tables + fixed.rotary + fixed.attention
@@ -367,7 +369,7 @@ def cache_room(weights: int, available: int, fixed: FixedMemory, fraction: float
 
 
 def cpu_cache_room(weights: int, available: int) -> int:
-    """Returns the bytes for all caches in main memory, where caches are modest."""
+    """Returns the bytes for all caches on a CPU: a modest share of main memory."""
     return int((available - weights) * CPU_KV_SHARE)
 
 
@@ -380,8 +382,8 @@ def plan_gpu_memory(
     fraction: float | None,
     max_tokens: int,
 ) -> tuple[MemoryPlan, Pools]:
-    """Plans the memory of a GPU: pools of tokens get what states leave of the room for caches, for at most
-    `max_tokens`. Raises DoesNotFit."""
+    """Plans the memory of a GPU. The pools of tokens get what states leave of the room for caches, for at most
+    `max_tokens` tokens. Raises DoesNotFit where nothing is left."""
     states = cost.states_bytes(sizes.state_rows)
     pools = cache_room(weights, available, fixed, fraction) - states
     if pools <= 0:
@@ -454,8 +456,8 @@ def _attention_sizes(
 
 
 def _scores_of_a_token(mixer: Mixer, context_len: int, tp_size: int) -> int:
-    """Returns the scores that an indexer makes of a token at the end of the context: of tokens, or of blocks for each
-    KV head."""
+    """Returns the number of scores that an indexer computes for a token at the end of the context: one a token, or one
+    for each block and KV head."""
     if isinstance(mixer, GQA) and mixer.indexer is not None:
         return mixer.shares(tp_size).padded_kv_heads * -(-context_len // mixer.indexer.block)
     return context_len
@@ -471,7 +473,8 @@ def plan_cpu_memory(
     max_tokens: int,
     max_total_tokens: int | None,
 ) -> tuple[MemoryPlan, Pools]:
-    """Plans main memory: a modest share of it, unless --max-total-tokens asks for another size. Raises UserError."""
+    """Plans main memory for a CPU: a modest share of it for caches, unless --max-total-tokens asks for another size.
+    Raises UserError where it does not fit."""
     tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes)
     states = cost.states_bytes(sizes.state_rows)
     fixed = weights + tables + rotary + states

@@ -1,4 +1,4 @@
-"""Attention over keys and values (GQA), and over one latent a token (MLA), as mixers of `layer_spec`."""
+"""Attention over keys and values (GQA) and over one latent a token (MLA), as mixers of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from sglang.srt.plan.ranks import HeadShares, ShardRange
 
 @dataclass(frozen=True, slots=True)
 class HeadDims:
-    """The rows or columns of a matrix that belong to one head: `dims` neighbouring rows (axis 0) or columns (1), of a
-    query head or (`of_kv`) of a KV head. `matrix`, `parts`: as in Matrix."""
+    """The rows (axis 0) or columns (axis 1) of a matrix that belong to one head: `dims` contiguous ones for each query
+    head, or for each KV head with `of_kv`. `matrix`, `parts`: as in Matrix."""
 
     matrix: str
     parts: tuple[str, ...]
@@ -47,31 +47,35 @@ class HeadDims:
 
 @dataclass(frozen=True, slots=True)
 class GQA:
-    """Attention in which `num_heads / num_kv_heads` query heads share a kv head.
+    """Grouped-query attention: `num_heads / num_kv_heads` query heads share a KV head.
 
-    `window` 0: over the whole request; `chunked`: a token sees no window of its own, but what its chunk of so many
-    tokens has up to it, where chunks follow one another from the first token on; `window_slack`: tokens more than a
-    window that the cache keeps (drafts whose rows lag behind the request). `scale` multiplies the products of q and k
-    (0: head_dim ** -0.5); `logit_cap` > 0 bends them to within +-that. `qk_norm`: "head" for a norm over each head of q
-    and k, "unit" for one without weights, "whole" for one over all of q and one over all of k; `value_norm`: over each
-    head of v too, without weights; `value_scale` multiplies v. With `values_from_keys` k_proj makes both: v is k before
-    its norm.
-    With `output_gate` q_proj makes a gate for every element of a head beside it; with `gate_projection` a projection of
-    its own makes them. With `head_gate` one makes a gate for each head, a sigmoid, or with `softplus_gates` a softplus.
-    `cache_layer` >= 0: the layer makes no keys and values and attends to those of that layer, which says
-    `cache_shared`.
-    `input_size`: of what q, k and v are made of, where that is not the hidden size (drafts). `block` > 1: so many rows
-    of a request see each other and all tokens before them (block drafts). With an `indexer` each KV head attends to the
-    blocks that it chooses. `is_neox_style`: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours,
-    2i and 2i + 1. `scale_rows`: neighbouring rows of q, k and v that share scales in the checkpoint.
-    `attn_temperature`: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
-    attn_temperature_offset) / attn_temperature_length)). With `attn_temperature_smooth` it is 1 + attn_temperature *
-    ln((p + attn_temperature_offset) / attn_temperature_length), from where that is more than 1. `tp_blocks` > 0: the
-    checkpoint has q, k and v as one tensor, as `fused_rows` says. `conv_taps` > 0: k and v are convolved over so many
-    tokens (`ShortConvolution`), before the norm of k;
-    `conv_slack`: as there.
-    `bias_extent` > 0: a query's products with the keys at each distance below it get a bias of that distance, which
-    `bias_dims` numbers of each head and token make, by learned profiles; it grows as queries do.
+    scale: multiplies the products of q and k; 0: head_dim ** -0.5
+    window: tokens that a token attends to; 0: all of the request
+    chunked: windows are chunks of `window` tokens from the first token on; a token attends to those before it in
+        its chunk
+    window_slack: further tokens behind a window that the cache keeps, for drafts whose rows lag behind the request
+    qk_norm: "head": a norm over each head of q and k; "unit": one without weights; "whole": one over all of q, one
+        over all of k
+    output_gate: q_proj makes a gate for every element of a head, too; gate_projection: a projection of its own does
+    head_gate: one gate for each head, a sigmoid, or a softplus with softplus_gates
+    logit_cap: > 0 caps the scores softly to within +-logit_cap
+    value_norm: norms each head of v, without weights; value_scale multiplies v
+    values_from_keys: k_proj makes both: v is k before its norm
+    cache_layer: >= 0: the layer has no keys and values of its own and attends to those of that layer (which has
+        cache_shared)
+    input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
+    block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
+    indexer: selects the blocks of tokens that each KV head attends to
+    is_neox_style: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours, 2i and 2i + 1
+    scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
+    attn_temperature: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
+        attn_temperature_offset) / attn_temperature_length)); with attn_temperature_smooth by 1 + attn_temperature *
+        ln((p + attn_temperature_offset) / attn_temperature_length) where that is above 1
+    tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
+    conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
+        conv_slack: its window_slack
+    bias_extent: > 0: scores of keys at distances below it get a learned bias by distance, made of bias_dims numbers
+        of each head and token; attn_temperature multiplies it, too
     """
 
     num_heads: int
@@ -120,7 +124,7 @@ class GQA:
 
     @property
     def top_k(self) -> int:
-        """Number of tokens that a token attends to; 0: all."""
+        """Number of tokens that a token attends to by the indexer's selection; 0: no selection."""
         return 0 if self.indexer is None else self.indexer.top_k
 
     @property
@@ -133,26 +137,29 @@ class GQA:
 
     @property
     def caches_tokens(self) -> bool:
+        """Returns whether the layer has keys and values of its own."""
         return self.cache_layer < 0
 
     def shares(self, tp_size: int) -> HeadShares:
+        """Returns how query and KV heads are divided over ranks."""
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
     def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
-        """Returns how many ranks share out the tokens of the cache: all of a group, where they would hold the same KV
-        head. A window is short, and stays whole, and so do blocks that an indexer selects, and what has biases."""
+        """Returns over how many ranks the tokens of the cache are sharded: `dcp_size` where that many ranks would hold
+        the same KV head, else 1. Windows (which are short), blocks that an indexer selects and layers with relative
+        biases are not sharded."""
         copies = self.shares(tp_size).kv_copies
         shared = copies is not None and copies % dcp_size == 0
         shared = shared and not self.window and self.block == 1 and self.indexer is None and not self.bias_extent
         return dcp_size if shared else 1
 
     def dequantized(self, tp_size: int) -> bool:
-        """Returns whether ranks hold q, k and v in the model's type although the checkpoint quantizes them: their heads
-        begin or end within rows that share scales."""
+        """Returns whether ranks hold q, k and v in the model's dtype although the checkpoint quantizes them, because a
+        rank's heads begin or end within rows that share scales."""
         return not self.shares(tp_size).padded and self.cuts_scales(tp_size)
 
     def cuts_scales(self, tp_size: int) -> bool:
-        """Returns whether rows of q, k and v that share scales in the checkpoint do not stay together on the ranks."""
+        """Returns whether dividing q, k and v over ranks separates rows that share scales in the checkpoint."""
         if self.scale_rows == 1:
             return False
         if self.tp_blocks:
@@ -167,7 +174,7 @@ class GQA:
         )
 
     def fused_rows(self, tp_size: int, rank: int) -> tuple[ShardRange, ...]:
-        """Returns a rank's shares of the one tensor of q, k and v, in the order in which it holds them."""
+        """Returns a rank's runs of rows of the fused tensor of q, k and v, in the order in which it holds them."""
         shares = self.shares(tp_size)
         parts = (
             (shares.heads(rank), self.head_dim),
@@ -177,6 +184,7 @@ class GQA:
         return fused_rows(parts, self.tp_blocks)
 
     def head_dims(self) -> Iterator[HeadDims]:
+        """Yields the rows and columns of each matrix that go with a head, from which shares of ranks follow."""
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
         if self.caches_tokens:
             yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
@@ -251,12 +259,13 @@ class GQA:
         return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(parallel))
 
     def convolution(self, tp_size: int) -> ShortConvolution:
-        """Returns the convolution of a rank's k and v, whose channels follow one another."""
+        """Returns the convolution over a rank's k and v, whose channels are concatenated."""
         channels = self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
         return ShortConvolution(self.conv_taps, channels, self.conv_slack)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
-        """The rows of a block have the keys of the same tokens, so their heads are those of one row."""
+        """Returns the heads with which decode attends. All rows of a block see the same tokens, so they count as more
+        heads of one row."""
         shares = self.shares(tp_size)
         heads = shares.padded_heads * self.block
         return AttentionShape(heads, shares.padded_kv_heads, self.head_dim, self.v_head_dim)
@@ -270,7 +279,7 @@ class GQA:
             parts["gate"] = heads * self.v_head_dim
         norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
         if not self.caches_tokens:
-            parts, norms = {"q": parts["q"]}, norms // 2  # of heads only
+            parts, norms = {"q": parts["q"]}, norms // 2  # there is no norm of k
         elif self.values_from_keys:
             del parts["v"]
         width, rows = self.input_size or hidden_size, sum(parts.values())
@@ -300,9 +309,8 @@ class GQA:
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """Scores every cached token with few small heads and keeps the `top_k` best for attention (DeepSeek-V3.2).
-
-    `is_neox_style`: the form in which its heads rotate, as in MLA."""
+    """An indexer that scores every cached token with few small heads and selects the `top_k` best for attention
+    (DeepSeek-V3.2). `is_neox_style`: as in MLA, for its own heads."""
 
     num_heads: int
     head_dim: int
@@ -316,8 +324,7 @@ class Indexer:
         yield parallel.need("sparse_indexer", dims, heads=heads)
 
     def cache(self, parallel: ParallelConfig, entries_per_token: Fraction = Fraction(1)) -> CacheSpec:
-        """Returns the cache of the indexer's keys, which every rank holds; with a scale where they have one byte an
-        element."""
+        """Returns the cache of the indexer's keys, which every rank holds whole; 8-bit keys have an fp32 scale each."""
         tensors: tuple[CacheTensor, ...] = (CacheTensor("k", (1, self.head_dim), parallel.kv_dtype),)
         if KV_DTYPE_BYTES[parallel.kv_dtype] == 1:
             tensors += (CacheTensor("scale", (1,), "float32"),)
@@ -328,11 +335,14 @@ class Indexer:
 class MLA:
     """Latent attention (DeepSeek-V2, arXiv 2405.04434): one latent and one rotary key a token, for all heads.
 
-    Decoding multiplies q with W_UK and the output with W_UV, so that it reads latents only; prompts are attended to
-    with uncompressed keys of `nope_dim + rope_dim` and values of `v_dim`. `q_lora_rank` 0: q is not compressed.
-    With `top_k` > 0 attention is over so many tokens that an indexer selects; `indexer` None then means that this layer
-    takes the selection of the last layer that has one. `is_neox_style`: dims half a rotary key apart rotate together,
-    and not neighbours. `input_size`, `attn_temperature`: as in GQA.
+    Decode multiplies q by W_UK and the output by W_UV (absorbed), so that it reads latents only; prompts attend to
+    expanded keys of `nope_dim + rope_dim` and values of `v_dim`.
+
+        q_lora_rank: 0: q is not compressed
+        top_k: > 0: attention is over that many tokens, selected by `indexer`; None: by the last layer before that has
+            one
+        is_neox_style: dims half a rotary key apart rotate together; otherwise neighbours
+        input_size, attn_temperature: as in GQA
     """
 
     num_heads: int
@@ -364,54 +374,57 @@ class MLA:
 
     @property
     def qk_dim(self) -> int:
-        """Elements of a head of queries, and of keys that are made of latents."""
+        """Elements of a head of queries, and of expanded keys."""
         return self.nope_dim + self.rope_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Scale of the products of queries and keys, with YaRN's factor for attention (`mscale_all_dim`), squared
-        because q and k would each have it."""
+        """Scale of the products of queries and keys, with YaRN's attention factor (`mscale_all_dim`), squared because q
+        and k would each have it."""
         params = dict(self.rope.params) if self.rope is not None else {}
         factor = float(params.get("factor", 1.0))
         growth = 0.1 * float(params.get("mscale_all_dim") or 0.0) * math.log(factor) if factor > 1 else 0.0
         return float(self.qk_dim**-0.5 * (1.0 + growth) ** 2)
 
     def expanding_pays(self, prefix_lens: Sequence[int], new_lens: Sequence[int]) -> bool:
-        """Returns whether prompts, new_lens tokens each over prefix_lens cached ones, take fewer multiplications over
-        keys and values that are made of latents. Those of the new tokens cost what absorbing their queries and outputs
-        would.
+        """Returns whether expanded keys and values take fewer multiplications than absorbed latents for prompts of
+        new_lens tokens each, over prefix_lens cached ones. Expanding the new tokens costs the same as absorbing their
+        queries and outputs.
 
-        Example: DeepSeek-V3 with one request: from 171 new tokens on, over a long prefix.
+        Example: DeepSeek-V3 with one request and a long prefix: from 171 new tokens on.
         """
         pairs = sum(new * prefix + new * (new + 1) // 2 for prefix, new in zip(prefix_lens, new_lens, strict=True))
         saved = self.latent_dim + self.kv_lora_rank - self.qk_dim - self.v_dim
         return pairs * saved > sum(prefix_lens) * self.kv_lora_rank * (self.nope_dim + self.v_dim)
 
     def shares(self, tp_size: int) -> HeadShares:
-        """Returns the shares of the heads; they have nothing in common but the latent, which every rank has."""
+        """Returns how heads are divided over ranks. They share only the latent, which every rank has."""
         return HeadShares(self.num_heads, self.num_heads, tp_size)
 
     def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
-        """Returns how many ranks share out the latents of a token: all of a group, which would each hold them."""
+        """Returns over how many ranks the latents are sharded; without DCP each of these would hold all of them."""
         return dcp_size if tp_size % dcp_size == 0 else 1
 
     def head_dims(self) -> Iterator[HeadDims]:
+        """Yields the rows and columns of each matrix that go with a head, from which shares of ranks follow."""
         queries = ("attn.q_b", "") if self.q_lora_rank else ("attn.qkv_a", "q_proj")
         yield HeadDims(queries[0], (queries[1],), 0, self.qk_dim)
         yield HeadDims("attn.kv_b", ("",), 0, self.nope_dim + self.v_dim)
         yield HeadDims("attn.o", ("",), 1, self.v_dim)
 
     def _with_index_dtype(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Returns the choices with the cache type of index keys: e4m3 with a scale a key, as published, whatever the
-        type of the latents is, where the model computes in 16 bits."""
+        """Returns the config with the cache dtype of index keys: e4m3 with one scale a key, as published, whatever the
+        latents' dtype; the model's dtype where that is fp32."""
         return replace(parallel, kv_dtype="fp8_e4m3" if KV_DTYPE_BYTES[parallel.dtype] == 2 else parallel.dtype)
 
     def packed(self, kv_dtype: str) -> bool:
-        """Returns whether entries are bytes of several types: those of sparse layers in a cache of float8 are."""
+        """Returns whether cache entries are packed bytes of several dtypes, as those of sparse layers in an FP8 cache
+        are."""
         return self.sparse and kv_dtype.startswith("fp8")
 
     @property
     def latent_dim(self) -> int:
+        """Elements of a latent and its rotary key."""
         return self.kv_lora_rank + self.rope_dim
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
@@ -420,17 +433,17 @@ class MLA:
         if self.indexer is not None:
             yield Need("index_norm_rope", q_dtype=parallel.dtype, heads=(self.indexer.num_heads, 1))
             yield from self.indexer.needs(self._with_index_dtype(parallel))
-        # Over keys and values as they are made of latents: never quantized.
+        # Prompts attend to keys and values expanded from latents, which are never quantized.
         dims = (self.qk_dim, self.v_dim)
         yield replace(parallel, kv_dtype=parallel.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
-        # Over shared out tokens a rank attends with the heads of all that share them.
+        # A DCP rank attends to its own tokens with the heads of all DCP ranks.
         dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
         traits = ["mla", "token_shares"] if dcp_size > 1 else ["mla"]
         if dcp_size > 1:
             yield from _parts(parallel)
         heads = (heads[0] * dcp_size, 1)
-        # In sparse layers: over requests with no more tokens than are selected.
+        # Sparse layers attend densely to requests with no more tokens than the indexer would select.
         dense = replace(parallel, kv_dtype=parallel.dtype) if self.packed(parallel.kv_dtype) else parallel
         yield dense.need("extend_attention", latent, traits)
         yield dense.need("decode_attention", latent, traits, heads)
@@ -458,7 +471,7 @@ class MLA:
         first, rows = ("q_a_proj", self.q_lora_rank) if self.q_lora_rank else ("q_proj", q_rows)
         parts: list[Matrix | Elements] = [
             Matrix("attn.qkv_a", (first, "kv_a_proj_with_mqa"), rows + self.latent_dim, width),
-            # W_UK and W_UV (kv_b_proj): always in the model's type.
+            # W_UK and W_UV (kv_b_proj) are always held in the model's dtype.
             Elements(heads * (self.nope_dim + self.v_dim) * self.kv_lora_rank),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_dim),
             Elements(self.q_lora_rank + self.kv_lora_rank),
@@ -476,9 +489,9 @@ class MLA:
         return tuple(parts)
 
     def activation_elements(self, tp_size: int) -> int:
-        """Returns the elements of the larger form, and of the latents. Absorbed: queries twice, latents that attention
-        returns, outputs. Expanded: queries, keys, values, outputs, in fp32 too, and keys and values of a chunk with as
-        many tokens as a step."""
+        """Returns the elements of a token in the larger of both forms, and of the latents. Absorbed: queries twice, the
+        latents that attention returns, outputs. Expanded: queries, keys, values, outputs, in fp32 too, and keys and
+        values of a chunk of as many tokens as a step has."""
         absorbed = 2 * self.latent_dim + self.qk_dim + self.v_dim
         expanded = 3 * self.qk_dim + 5 * self.v_dim
         heads = self.shares(tp_size).padded_heads
@@ -486,6 +499,6 @@ class MLA:
 
 
 def _parts(parallel: ParallelConfig) -> Iterator[Need]:
-    """Of ranks that attend to their own tokens and merge what they make of them."""
+    """Yields the needs of DCP ranks, which attend to their own tokens and then merge their partial results."""
     for op in ("pack_parts", "merge_parts"):
         yield Need(op, q_dtype=parallel.dtype)

@@ -1,8 +1,8 @@
-"""One frozen description of a model, read from its config.json once: planning, `explain` and the model itself are made
-of it.
+"""One frozen description of a model, read once from its config.json. Planning, `explain` and the model itself are made
+from it.
 
-Reads every family whose keys are known, whether or not it is served, so that `explain` can answer for it; what of a
-model is not computed here is said in `unsupported`.
+Every family whose keys are known is read, served or not, so that `explain` can answer for it; `unsupported` lists what
+is not computed here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ModelDescription:
     architecture: str
     model_type: str
     known: bool  # the family is one of FAMILIES; else the usual keys were read as usual
-    unsupported: tuple[str, ...]  # what of it is not computed here
+    unsupported: tuple[str, ...]  # messages about what is not computed here
     dtype: str
     hidden_size: int
     vocab_size: int
@@ -53,59 +53,57 @@ class ModelDescription:
     names: WeightMap
     quantization: QuantConfig | None
     embedding_scale: float = 1.0
-    normed_embedding: bool = False  # embeddings are normed, without weights
-    embedding_norm: bool = False  # they are, with weights
-    stored_vocab_size: int = 0  # rows of the embedding in checkpoints, where padding follows the tokens; 0: as many
-    plain_final_norm: bool = False  # the weights of the final norm are stored as they are, whatever the others' are
-    logit_scale: float = 1.0  # logits are multiplied by it, before they are bent
-    logit_cap: float = 0.0  # logits are bent to within +-that; 0: they are not
+    normed_embedding: bool = False  # embeddings are normed without weights
+    embedding_norm: bool = False  # embeddings are normed with weights
+    stored_vocab_size: int = 0  # rows of the embedding in checkpoints that pad it; 0: vocab_size
+    plain_final_norm: bool = False  # the final norm's weights are not zero-centred, whatever the others are
+    logit_scale: float = 1.0  # multiplies logits, before they are capped
+    logit_cap: float = 0.0  # softly caps logits to within +-logit_cap; 0: no cap
     first_stage: bool = True
     last_stage: bool = True
     """`first_stage` and `last_stage` tell whether the described stage of a pipeline begins with the embedding and ends
     with the output head."""
     media: MediaDescription | None = None
-    """Its images and videos; None: it reads text, or these are not served."""
+    """How the model reads images and videos; None: it reads text only, or media are not served."""
     shared_apart: str | None = None
-    """Reason for which a shared expert is not held as one more of the routed ones; None if it is, or if there is
-    none."""
+    """Why the shared expert is not held as one more routed expert; None if it is, or if there is none."""
     _quants: dict[tuple[int, str, tuple[str, ...], int], ModuleQuant | None] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
-    """Storage of matrices that were asked for, by layer, name, parts and experts. Every pass over the layers asks."""
+    """Cache of `quant_of`, by layer, name, parts and experts: every pass over the layers asks."""
     _expert_quants: list[frozenset[ModuleQuant | None]] = field(
         default_factory=list, init=False, compare=False, repr=False
     )
-    """What `_quants_of_experts` returned."""
+    """Cache of `_quants_of_experts`."""
 
     @property
     def has_embedding(self) -> bool:
-        """Returns whether the stage has the embedding; of a pipeline's stages the last one has a copy where the output
-        head is tied to it."""
+        """Returns whether the stage has the embedding. The last stage has a copy where the output head is tied."""
         return self.first_stage or (self.last_stage and self.tie_embeddings)
 
     @property
     def encodes_media(self) -> bool:
-        """Returns whether the stage has an image encoder: the first one, and those with a layer behind which features
-        are added."""
+        """Returns whether the stage has an image encoder: the first one does, and so do stages with a layer behind
+        which image features are added."""
         return self.media is not None and not all(
             layer.on_other_stage for layer in self.layers[: max(1, self.media.deepstack_levels)]
         )
 
     @property
     def experts(self) -> MoE | None:
-        """The routed experts; layers with experts have equal ones."""
+        """The routed experts (those of all layers are equal); None: there are none."""
         return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoE)), None)
 
     @property
     def per_layer_inputs(self) -> PerLayerEmbedding | None:
-        """The embeddings that tokens add in every layer (Gemma 4), where there are some."""
+        """The embeddings that tokens add in every layer (Gemma 4); None: there are none."""
         inputs = self.layers[0].inputs
         return inputs if isinstance(inputs, PerLayerEmbedding) else None
 
     @property
     def expert_quant(self) -> ModuleQuant | None:
-        """Storage of the routed experts, but for layers that have them in 16 bits (`wide_experts`); None: all have.
-        Raises UserError where there are several."""
+        """Quantization of the routed experts, apart from layers that keep them in 16 bits (`wide_experts`); None: all
+        are in 16 bits. Raises UserError where layers differ."""
         quants = self._quants_of_experts() - {None}
         if len(quants) > 1:
             assert self.quantization is not None
@@ -117,12 +115,12 @@ class ModelDescription:
 
     @property
     def wide_experts(self) -> bool:
-        """Returns whether some layers have experts in 16 bits beside others that are quantized."""
+        """Returns whether some layers have experts in 16 bits while others have quantized ones."""
         return self.expert_quant is not None and None in self._quants_of_experts()
 
     def _quants_of_experts(self) -> frozenset[ModuleQuant | None]:
-        """Returns every storage that routed experts of some layer have. Raises UserError where those of a layer
-        differ."""
+        """Returns the set of quantizations that layers' routed experts have. Raises UserError where the matrices of one
+        layer differ."""
         if not self._expert_quants:
             quants = {
                 self.quant_of(i, matrix)
@@ -136,8 +134,8 @@ class ModelDescription:
 
     @property
     def head_quant(self) -> ModuleQuant | None:
-        """Storage of the output head in the checkpoint; None: in 16 bits. Raises UserError for a scheme that no product
-        reads."""
+        """Quantization of the output head in the checkpoint; None: 16 bits. Raises UserError for a scheme that the
+        head's product does not read."""
         if self.quantization is None or self.tie_embeddings:
             return None
         quant = self.quantization.named(self.names.model["lm_head"])
@@ -149,8 +147,8 @@ class ModelDescription:
         return quant
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
-        """Returns how a matrix that a layer multiplies as one is held; None: in 16 bits, also where its modules are
-        stored in several ways. Raises UserError when those of experts differ."""
+        """Returns the quantization with which a layer's matrix is held; None: 16 bits, also where its parts are stored
+        in different ways. Raises UserError when those of experts differ."""
         if self.quantization is None or not matrix.quantized:
             return None
         asked = (layer, matrix.name, matrix.parts, matrix.experts)
@@ -170,12 +168,12 @@ class ModelDescription:
 
     @property
     def caches_in_fp8(self) -> bool:
-        """Returns whether caches of keys and values may be in FP8: compressed entries stay in 16 bits, and so do keys
-        and values, or latents, that are selected by blocks."""
+        """Returns whether the caches of keys and values may be in FP8. Compressed entries stay in 16 bits, and so do
+        the caches of layers that select runs of tokens by pooled keys."""
         return not any(isinstance(layer.mixer, CompressedSparse | PooledSelection) for layer in self.layers)
 
     def require_served(self) -> None:
-        """Raises UserError that names what is not computed here."""
+        """Raises UserError that names what is not computed here, if anything is."""
         if self.architecture not in SERVED_ARCHITECTURES:
             served = ", ".join(SERVED_ARCHITECTURES)
             raise UserError(f"the architecture {self.architecture} is not supported. Supported: {served}.")
@@ -186,12 +184,12 @@ class ModelDescription:
 def describe_model(
     config: Config, quantization: QuantConfig | None, keep_shared_apart: str = "", source: str = "config.json"
 ) -> ModelDescription:
-    """Describes the model of a config.json (multimodal wrappers included) with the quantization that was detected for
-    it.
+    """Describes the model of a config.json (multimodal wrappers included), whose checkpoint has the detected
+    quantization.
 
-    `keep_shared_apart`: what of the user's choices keeps shared experts out of the routed ones.
-    Raises UserError naming a key that is missing, out of bounds, or of layers that are not described here. Values that
-    are described and not computed are in `unsupported`.
+    `keep_shared_apart`: the flag that keeps shared experts out of the routed ones, or "". Raises UserError that names a
+    key which is missing, out of bounds, or belongs to layers that are not described here. Values that are described but
+    not computed are in `unsupported`.
     """
     keys = ConfigReader(select_text_config(config), source)
     architecture, model_type = architecture_of(keys), str(keys.values.get("model_type") or "")
@@ -209,6 +207,7 @@ def describe_model(
 
 
 def architecture_of(keys: ConfigReader) -> str:
+    """Returns the first entry of "architectures", or "unknown"."""
     architectures = keys.default("architectures", list, [])
     return str(architectures[0]) if architectures else "unknown"
 
@@ -216,7 +215,7 @@ def architecture_of(keys: ConfigReader) -> str:
 def describe_as(
     family: Family, keys: ConfigReader, quantization: QuantConfig | None, keep_shared_apart: str = ""
 ) -> ModelDescription:
-    """Describes a model of the family, whose checkpoint has the family's names. Raises UserError as `describe_model`
+    """Describes a model whose keys and checkpoint names are those of the family. Raises UserError as `describe_model`
     does."""
     architecture, source = architecture_of(keys), keys.source
     model_type = str(keys.values.get("model_type") or "")
@@ -273,8 +272,8 @@ def _logit_scale(keys: ConfigReader) -> float:
 
 
 def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Iterator[str]:
-    """Yields values that change the result: of the keys that every family may have, and of those that only this one
-    has."""
+    """Yields messages about key values that change the result and are not computed: of keys that any family may have,
+    and of this family's own."""
     if architecture not in family.architectures:
         yield f"{keys.source}: the architecture {architecture} is not supported."
     if keys.values.get(family.norm_eps) is None:
@@ -306,7 +305,8 @@ _UNUSUAL: Mapping[str, tuple[object, ...]] = {
     "logit_scale": (1,),
     "clip_qkv": (),
 }
-"""Keys of some families that change the result of any, with their usual values; null and absent are usual too."""
+"""Keys of some families that would change any model's result, with the values that are computed (absent and null are,
+too)."""
 
 
 def _dtype(values: Config) -> str:
@@ -314,8 +314,8 @@ def _dtype(values: Config) -> str:
 
 
 def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescription:
-    """Returns the model with a shared expert held as one more of the routed ones where it can be, unless `keep_apart`
-    says why not."""
+    """Returns the model with each shared expert held as one more routed expert where that is possible, unless
+    `keep_apart` says why not."""
     with_shared = {
         i: layer.ffn
         for i, layer in enumerate(model.layers)
@@ -330,8 +330,8 @@ def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescript
 
 
 def _with_scale_groups(model: ModelDescription) -> ModelDescription:
-    """Returns the model with the scale groups of the checkpoint in every MLP and shared expert, dims whose scales keep
-    them together, and in projections to heads."""
+    """Returns the model with the checkpoint's scale groups noted in MLPs and shared experts (intermediate dims that
+    must stay on one rank) and in q, k and v."""
     if model.quantization is None:
         return model
     layers = []
@@ -350,8 +350,8 @@ def _with_scale_groups(model: ModelDescription) -> ModelDescription:
 
 
 def _scale_group(model: ModelDescription, layer: int, prefix: str, mlp: Dense) -> int:
-    """Returns the number of intermediate dims that share scales, as rows of the first product or as columns of the
-    second."""
+    """Returns the number of contiguous intermediate dims that share scales, as rows of the first product or columns of
+    the second."""
     up = model.quant_of(layer, Matrix(f"{prefix}.gate_up", up_parts(mlp.activation), 0, 0))
     down = model.quant_of(layer, Matrix(f"{prefix}.down", ("down",), 0, 0))
     rows, columns = (up.format.group[0] if up else 1), (down.format.group[1] if down else 1)
@@ -367,7 +367,7 @@ def _why_apart(model: ModelDescription, layer: int, experts: MoE) -> str | None:
     return why_apart(experts, routed, shared)
 
 
-# --- what is beside the layers ----------------------------------------------------------------------------------------
+# --- other parts than the layers --------------------------------------------------------------------------------------
 
 
 def _vision_head_dim(vision: Any) -> int:
@@ -381,7 +381,7 @@ def _vision_head_dim(vision: Any) -> int:
     return hidden // heads if hidden and heads else 0
 
 
-# Where the language model is in a checkpoint; which of these a multimodal one has, its patterns tell.
+# Prefixes of the language model's names in checkpoints; the quantization's patterns tell which one a checkpoint has.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 
 

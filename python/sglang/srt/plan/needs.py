@@ -13,8 +13,8 @@ from sglang.srt.plan.rank_weights import RankWeights
 
 
 def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]:
-    """Returns the needs in the order of a layer. Needs of one op and shape are merged, with the traits of all layers;
-    an op with several shapes has a need for each, told apart by `variant`."""
+    """Returns the needs of a rank in the order of a layer. Needs of one op and shape are merged, with the traits of all
+    layers; an op with several shapes has one need for each, told apart by `variant`."""
     model, dtype = of_rank.model, parallel.dtype
     experts = _experts(of_rank)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
@@ -26,7 +26,7 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
         Need("rmsnorm", q_dtype=dtype),
         *_merged(need for layer in model.layers for need in layer.residual.needs(parallel)),
         *_linears(of_rank, parallel.dtype),
-        *_merged(_seeing(need, model) for layer in model.layers for need in layer.mixer.needs(parallel)),
+        *_merged(_with_both_ways(need, model) for layer in model.layers for need in layer.mixer.needs(parallel)),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *_wide_experts(feed_forward, model, experts),
@@ -45,7 +45,7 @@ def _wide_experts(needs: Iterable[Need], model: ModelDescription, experts: dict[
 
 
 def _experts(of_rank: RankWeights) -> dict[str, Any]:
-    """Returns scheme, shapes and numbers of the routed experts, as fields of their need."""
+    """Returns quantization scheme, shapes and counts of the routed experts, as fields of their need."""
     experts, quant = of_rank.model.experts, of_rank.model.expert_quant
     if experts is None:
         return {}
@@ -56,7 +56,7 @@ def _experts(of_rank: RankWeights) -> dict[str, Any]:
 
 
 def _merged(needs: Iterable[Need]) -> Iterator[Need]:
-    """Yields one need for each op and shape; further shapes of an op, after the first, are named by their head dims."""
+    """Yields one need for each op and shape. Further shapes of an op, after the first, are named by their head dims."""
     by_shape: dict[Need, frozenset[str]] = {}
     for need in dict.fromkeys(needs):  # most layers need the same
         shape = replace(need, traits=frozenset())
@@ -69,7 +69,7 @@ def _merged(needs: Iterable[Need]) -> Iterator[Need]:
 
 
 def _linears(of_rank: RankWeights, dtype: str) -> Iterator[Need]:
-    """Yields a need for the 16-bit products, and one for each scheme of the others."""
+    """Yields one "linear" need for 16-bit products, and one for each quantization scheme."""
     head = of_rank.model.head_quant
     shapes: dict[str | None, set[tuple[int, int, bool]]] = {
         head.scheme if head else None: {(of_rank.head.rows, of_rank.head.cols, False)}
@@ -81,8 +81,9 @@ def _linears(of_rank: RankWeights, dtype: str) -> Iterator[Need]:
         yield Need("linear", q_dtype=dtype, quant=scheme, shapes=tuple(sorted(shapes[scheme])))
 
 
-def _seeing(need: Need, model: ModelDescription) -> Need:
-    """Returns the need with the trait of images that see themselves both ways in layers with a window."""
+def _with_both_ways(need: Need, model: ModelDescription) -> Need:
+    """Returns the need, with the trait "both_ways" where image tokens attend to each other in both directions (prompts,
+    in layers with a window)."""
     here = model.media is not None and model.media.both_ways and "sliding_window" in need.traits
     return replace(need, traits=need.traits | {"both_ways"}) if here and need.op == "extend_attention" else need
 

@@ -41,15 +41,18 @@ def _head_rows(base: int, before: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class NgramEmbedding:
-    """A token looks up `heads` rows for each of the n-grams of 2 to `longest` tokens that end with it, in a table of
-    `dim` columns a row. Their concatenation is projected to a key for each of `streams` residual streams of
-    `stream_size` elements, and one value; the streams gate the value, and a convolution of `taps` taps, `longest`
-    tokens apart, follows over each channel.
+    """An embedding of n-grams. A token looks up `heads` rows for each n-gram of 2 to `longest` tokens that ends with
+    it, in a table of `dim` columns. The concatenated rows are projected to one value, and to a key for each of
+    `streams` residual streams of `stream_size` elements; the streams gate the value. A convolution of `taps` taps,
+    `longest` tokens apart, follows in each channel.
 
-    `number`: of the table among the model's tables, counted from 0; it seeds the hash. Ranks share out the heads' parts
-    of the table. `table_dtype`: of the table as it is stored and kept: "fp8_e4m3", with one scale, or "" for the
-    model's. `end_token` ends a segment: n-grams do not reach over it. `parts`: tensors that checkpoints cut the table
-    into. `on_host`: the table is in pinned host memory, from where the GPU reads the rows of a step.
+        number: of this table among the model's, from 0; it seeds the hash
+        table_dtype: of the stored table: "fp8_e4m3" with one scale, or "" for the model's
+        end_token: ends a segment; n-grams do not cross it
+        parts: number of tensors into which checkpoints cut the table
+        on_host: the table is in pinned host memory, from which the GPU reads the rows of a step
+
+    Ranks divide the table by heads.
     """
 
     longest: int
@@ -79,12 +82,12 @@ class NgramEmbedding:
 
     @property
     def kept_tokens(self) -> int:
-        """Tokens before the next one that its convolution reads."""
+        """Number of earlier tokens that the convolution reads."""
         return (self.taps - 1) * self.longest
 
     @property
     def multipliers(self) -> tuple[int, ...]:
-        """Odd factors of the token ids of an n-gram, the last token first; no product reaches 2^63."""
+        """Odd factors of an n-gram's token ids in the hash, the last token first; no product reaches 2^63."""
         bound = max(1, ((1 << 63) - 1) // self.vocab_size // 2)
         base = self.seed + LAYER_SEEDS * self.number
         seeds = ((base + _GAMMA * (place + 1)) & _MASK for place in range(self.longest))
@@ -101,7 +104,7 @@ class NgramEmbedding:
         return -(-sum(self.head_rows) // self.row_multiple) * self.row_multiple
 
     def rank_rows(self, tp_size: int) -> int:
-        """Rows that each rank has room for."""
+        """Returns the rows for which each rank has room."""
         each = self.num_heads // tp_size
         return max(sum(self.head_rows[first : first + each]) for first in range(0, self.num_heads, each))
 
@@ -109,7 +112,7 @@ class NgramEmbedding:
         yield Need("ngram_embedding", q_dtype=parallel.dtype, kv_dtype=self.table_dtype or parallel.dtype)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
-        """Returns the state of a request: the ids of its last tokens, and what their convolution was of."""
+        """Returns the state of a request: the ids of its last tokens, and the convolution's inputs."""
         ids = CacheTensor("ids", (self.longest - 1,), "int32")
         rows = CacheTensor("rows", (self.kept_tokens, self.streams * self.stream_size), parallel.dtype)
         return (CacheSpec("ngrams", (ids, rows), lifetime=PER_REQUEST),)

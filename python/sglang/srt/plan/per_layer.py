@@ -1,4 +1,4 @@
-"""Embeddings of a token that enter every layer anew, as a block of `layer_spec` (Gemma 4: per-layer inputs)."""
+"""Embeddings of a token that are added in every layer, as a block of `layer_spec` (Gemma 4: per-layer inputs)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang.srt.plan.ranks import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class PerLayerEmbedding:
-    """A token has `size` numbers for each of `num_layers` layers: looked up in a table of `vocab_size` rows, plus a
-    projection of its embedding. At the end of a layer they are gated by the stream and projected into it."""
+    """An embedding of `size` numbers for each of `num_layers` layers: looked up in a table of `vocab_size` rows, plus a
+    projection of the token's embedding. At the end of a layer the stream gates them, and they are projected into it."""
 
     size: int
     num_layers: int
@@ -23,14 +23,15 @@ class PerLayerEmbedding:
 
     @property
     def stream_elements(self) -> int:
-        """Elements that one token carries from the first layer to the last; twice as many while they are made."""
+        """Elements that one token carries through the layers; twice the embedding's, because that is what making it
+        takes."""
         return 2 * self.num_layers * self.size
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         yield Need(self.activation.op, q_dtype=parallel.dtype)
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
-        """Returns the weights of a layer: every rank has all of them."""
+        """Returns the weights of one layer, which every rank has whole."""
         return (
             Matrix("inputs.gate", ("",), self.size, hidden_size),
             Matrix("inputs.projection", ("",), hidden_size, self.size),
@@ -38,7 +39,7 @@ class PerLayerEmbedding:
         )
 
     def model_weights(self, hidden_size: int, tp_size: int) -> Weights:
-        """Returns the weights that the model has once."""
+        """Returns the weights that the model has once, on one rank."""
         width = self.num_layers * self.size
         return Elements(-(-self.vocab_size // tp_size) * width), Elements(width * hidden_size), Elements(self.size)
 

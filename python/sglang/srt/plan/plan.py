@@ -25,15 +25,15 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
-from sglang.srt.plan.drafts.ask import AskedDraft, asked_draft, check_backends
+from sglang.srt.plan.drafts.ask import RequestedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
-from sglang.srt.plan.image_tokens import telling_images
+from sglang.srt.plan.image_tokens import with_image_token
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, ParallelConfig
-from sglang.srt.plan.layout import MOST_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
+from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import check_placeholders, describe_media
 from sglang.srt.plan.memory import (
     MemoryPlan,
@@ -41,12 +41,12 @@ from sglang.srt.plan.memory import (
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, with_pages
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
-from sglang.srt.plan.quantized_sums import QuantizedSumRule, quantized_sum_rule
+from sglang.srt.plan.quantized_sums import QuantizedAllReduceRule, quantized_sum_rule
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import tokens_growing, verified_tokens, verify_needs
+from sglang.srt.plan.speculation import uncertain_slots_of, verified_tokens, verify_needs
 from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
@@ -55,14 +55,14 @@ from sglang.srt.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 Probe = Callable[[Need], str]
-"""Tries the library's kernel of a need on this GPU, and returns what is against it, or ""."""
+"""Tries a library's kernel of a need on this GPU. Returns the reason against it, or ""."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """The plan of one rank: everything decided before the first allocation. Read-only after `make_plan`. Sizes are
-    those of one rank; the ranks of a stage have equal plans, and those of other stages differ in `description`, the
-    layers that they have, and in `caches`."""
+    those of one rank. Ranks of one pipeline stage have equal plans; those of other stages differ in `description`
+    (their own layers) and in `caches`."""
 
     arch: ArchTraits
     model: ModelConfig
@@ -79,10 +79,10 @@ class Plan:
     memory: MemoryPlan
     max_total_num_tokens: int
     windows: tuple[WindowSize, ...]
-    growing: int  # as PoolSizes.growing
-    verified_tokens: int  # of a request that decodes, in a step: 1 where nothing drafts
+    uncertain_slots: int  # as PoolSizes.growing
+    verified_tokens: int  # tokens of a decoding request in one step: 1 without drafts
     state_checkpoints: int
-    states: str  # how many requests and checkpoints they are for, and why
+    states: str  # text for people: how many requests and checkpoints have states, and why
     page_size: int
     max_running_requests: int
     context_len: int
@@ -91,20 +91,20 @@ class Plan:
     max_prefill_tokens: int
     cuda_graph_bs: tuple[int, ...]  # empty: no graphs
     cuda_graph_prefill_tokens: tuple[int, ...] = ()
-    draft: DraftPlan | None = None  # of the last stage
-    merge_method: str = ALL_TO_ALL  # of ranks that share out the tokens of caches
+    draft: DraftPlan | None = None  # None on other stages than the last
+    merge_method: str = ALL_TO_ALL  # how DCP ranks merge their partial attention
     token_rows: int = 1  # as Sizes.token_rows
-    aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, in whatever stage they are
-    next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, in whatever stage the draft is
-    aux_keeps_streams: bool = False  # the draft reads every residual stream behind the last layer, not their mean
-    host_cache: HostCachePlan | None = None  # prefixes in main memory
-    quantized_sums: QuantizedSumRule | None = None  # over ranks
-    two_batch_overlap: TwoBatchRule | None = None  # which steps run as two
+    aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, on every stage
+    next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, on every stage
+    aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
+    host_cache: HostCachePlan | None = None  # the prefix cache in main memory
+    quantized_sums: QuantizedAllReduceRule | None = None  # which all-reduces are quantized
+    two_batch_overlap: TwoBatchRule | None = None  # which steps run as two microbatches
     decode_interval: IntervalRule = NEVER  # which steps have no prompts
-    shares_encoder: bool = False  # the ranks share out the images and frames of an encoder step
-    stages: tuple[str, ...] = ()  # what each stage of a pipeline has, where there are several
+    shares_encoder: bool = False  # the ranks divide the images and frames of an encoder step among them
+    stages: tuple[str, ...] = ()  # descriptions of the pipeline stages, if there are several
     warnings: tuple[str, ...] = ()
-    errors: tuple[str, ...] = ()  # the server works, but not as the user will want it
+    errors: tuple[str, ...] = ()  # messages about a server that works, but not as the user will want
 
     @property
     def for_draft(self) -> Plan:
@@ -129,13 +129,14 @@ class Plan:
 
     @property
     def caches_prefixes(self) -> bool:
-        """Returns whether what one request computed can serve another that begins alike: a state stands for all tokens
-        before it, so there must be room for copies of it."""
+        """Returns whether a cached prefix can serve another request. A recurrent state stands for all tokens before it,
+        so models with states need room for copies of states (checkpoints)."""
         return not self.has_states or self.state_checkpoints > 0
 
     @property
     def selection(self) -> str:
-        """Description of where attention reads what an indexer selects, and why not everywhere."""
+        """Where attention reads only what an indexer selects, and why not everywhere, as text for people; "" without an
+        indexer."""
         return describe_selection(
             self.description, ParallelConfig(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size)
         )
@@ -150,7 +151,7 @@ class Plan:
             self.windows,
             self.has_states,
             self.state_checkpoints,
-            self.growing,
+            self.uncertain_slots,
         )
 
     @property
@@ -165,35 +166,35 @@ class Plan:
 
     @property
     def tokens_per_step(self) -> int:
-        """The most tokens of a step."""
+        """Most tokens that one step computes."""
         if self.chunked_prefill_size == -1:
             return max(self.max_prefill_tokens, self.context_len)
         return self.chunked_prefill_size
 
     def entry(self, op: str) -> Any:
-        """Returns the chosen kernel's callable."""
+        """Returns the callable of the kernel chosen for the op (a key of `choices`)."""
         return self.choices[op].load()
 
     def tiles(self, op: str, shape: Shape | None = None) -> TileConfigs:
-        """Returns the tile configs of tiles of an op; of a linear one for weights of this shape. None for kernels that
-        take no tile."""
+        """Returns the tile configs of an op, ordered by the tokens of a step. `shape`: that of the weight, for linear
+        layers. Empty where the op is not planned or its kernel takes no tile."""
         cut = self.tile_configs.get(op)
         return () if cut is None else cut.by_shape[shape]
 
     def bucket_sizes(self, max_tokens: int) -> list[int]:
-        """Returns numbers of tokens, ascending: steps of these launch every tile that any step of up to `max_tokens`
-        tokens launches."""
+        """Returns step sizes in tokens, ascending, that together launch every tile that a step of up to `max_tokens`
+        tokens may launch (for warm-up)."""
         tile_configs = (
             tile_config for cut in self.tile_configs.values() for each in cut.by_shape.values() for tile_config in each
         )
         return sorted({int(min(tile_config.max_tokens, max_tokens)) for tile_config in tile_configs} - {0})
 
     def tile(self, op: str) -> Tile:
-        """Returns the chosen tile of a kernel that has one for steps of any size."""
+        """Returns the tile of an op whose kernel launches one tile for steps of any size."""
         return self._candidates(op)[0]
 
     def fallbacks(self, op: str) -> FallbackTiles[Tile]:
-        """Returns the chosen tile, and the tiles that a launch may step down to; see kernels/launch.py."""
+        """Returns the op's tile with the smaller ones that a launch may fall back to (`kernels/launch.py`)."""
         spec = self.choices[op].spec
         return FallbackTiles(op, self._candidates(op), spec.kernel_module or spec.entry.partition(":")[0])
 
@@ -249,7 +250,7 @@ class Plan:
         }
 
     def log(self) -> None:
-        """Logs at start-up what was decided."""
+        """Logs the decisions at start-up."""
         if self.model.quantization is not None:
             logger.info("Quantization: %s", self.model.quantization.describe())
         for op, choice in self.choices.items():
@@ -296,13 +297,18 @@ def make_plan(
     host_bytes: int | None = None,
     tier_unasked: bool = False,
 ) -> Plan:
-    """Makes the plan of a rank. `available_bytes`: free on the device before anything is allocated, the least over the
-    ranks. `packages`: the optional ones to count on (those installed here if None). `links`: what was seen of those
-    between the ranks' GPUs. `rank`: whose plan; only the stages of a pipeline differ. `probe`: tries the library's
-    kernel of a need on this GPU. `advises`: messages say what would help. `host_bytes`: of main memory that are free on
-    the rank's machine; None: nobody looked. `tier_unasked`: prefixes are kept there by default, not by a flag.
+    """Makes the plan of one rank.
 
-    Raises UserError: a kernel that was asked for cannot run, heads do not divide, weights do not fit.
+        available_bytes: free on the device before anything is allocated, the least over the ranks
+        packages: optional packages to count on; None: those installed here
+        links: the probed links between the ranks' GPUs
+        rank: whose plan; only the stages of a pipeline differ
+        probe: tries a library's kernel on this GPU
+        advises: whether messages say what would help, which takes further trials
+        host_bytes: free main memory of the rank's machine; None: unknown
+        tier_unasked: prefixes are kept in main memory by default, without a flag that asks for it
+
+    Raises UserError where a kernel that was asked for cannot run, heads do not divide or weights do not fit.
     """
     packages = packages or installed_packages()
     planner = ModelPlanner(model, arch, available_bytes, packages, True, links, probe, advises)
@@ -339,7 +345,7 @@ def make_plan(
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
-        growing=tokens_growing(args, model.architecture),
+        uncertain_slots=uncertain_slots_of(args, model.architecture),
         verified_tokens=verified_tokens(args, model.architecture),
         state_checkpoints=sizes.checkpoints,
         states=capacity.states,
@@ -388,8 +394,8 @@ def _host_cache(
     weights: RankBytes,
     unasked: bool,
 ) -> tuple[HostCachePlan | None, list[str]]:
-    """Plans prefixes in main memory. All stages have pools of as many tokens. `table_bytes`: what each rank keeps there
-    besides."""
+    """Plans the prefix cache in main memory. All stages have pools of equally many tokens. `table_bytes`: what each
+    rank keeps in main memory besides."""
     sizes, groups = capacity.sizes, capacity.groups
     device = PoolSizes(
         capacity.max_total_num_tokens,
@@ -399,7 +405,7 @@ def _host_cache(
         capacity.windows,
         any(group.lifetime == PER_REQUEST for group in groups),
         sizes.checkpoints,
-        tokens_growing(args, model.architecture),
+        uncertain_slots_of(args, model.architecture),
     )
     if host_bytes is not None and arch.device == "cpu":
         host_bytes = max(0, host_bytes - capacity.memory.weights - capacity.memory.caches)
@@ -416,8 +422,8 @@ def _host_cache(
 
 @dataclass(frozen=True, slots=True)
 class ModelPlanner:
-    """Plans a model for a GPU with any flags, as `remedies.Planner`. `served`: refuse what is not computed here;
-    otherwise sizes are estimates, of the ops that have a kernel."""
+    """The planner of one model for one kind of GPU, as `remedies.Planner`. With `served` it refuses what is not
+    computed here; otherwise sizes are estimates, made of the ops that have a kernel."""
 
     model: ModelConfig
     arch: ArchTraits
@@ -427,15 +433,16 @@ class ModelPlanner:
     links: PeerLinks | None = None
     probe: Probe | None = None
     advises: bool = True
-    described: dict[str, ModelDescription] = field(default_factory=dict)  # by what keeps shared experts apart
-    drafts: dict[str, AskedDraft | None] = field(default_factory=dict)  # likewise
+    described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
+    drafts: dict[str, RequestedDraft | None] = field(default_factory=dict)  # likewise
 
     @property
     def max_gpus(self) -> int:
-        return self.arch.gpus_per_machine or MOST_GPUS
+        return self.arch.gpus_per_machine or MAX_GPUS
 
     def quantizing(self, scheme: str) -> ModelPlanner | None:
-        """Returns the planner of the model as it is with --quantization SCHEME, as `remedies.Planner`."""
+        """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
+        already or the scheme does not apply."""
         if self.model.quantization is not None:
             return None
         try:
@@ -448,8 +455,8 @@ class ModelPlanner:
         return min(self.model.context_len, args.context_length or self.model.context_len)
 
     def describe(self, args: ServerArgs) -> tuple[ModelDescription, ParallelConfig]:
-        """Describes the model and the choices for these flags. Raises UserError for what is malformed or not computed
-        here, and for layouts that do not divide it."""
+        """Returns the description of the model and the parallel config for these flags. Raises UserError for malformed
+        configs, for what is not computed here, and for layouts that do not divide the model."""
         ranks = asked_layout(args)
         check_machine(self.arch, ranks, args.nnodes, args.dp_size)
         apart = why_shared_apart(args)
@@ -460,12 +467,12 @@ class ModelPlanner:
         if self.served:
             model.require_served()
         check_layout(model, ranks)
-        parallel = serving_of(args, self.model.dtype, model)
+        parallel = parallel_config_of(args, self.model.dtype, model)
         return model, with_pages(args, model, parallel) if self.served else parallel
 
     def draft(self, args: ServerArgs, target: ModelDescription) -> DraftPlan | None:
-        """Plans the draft, if there is one. Raises UserError for a draft that is not computed here or does not go with
-        the target."""
+        """Returns the plan of the draft, or None without one. Raises UserError for a draft that is not computed here or
+        does not match the target."""
         apart = why_shared_apart(args)
         if apart not in self.drafts:
             self.drafts[apart] = asked_draft(args, self.model, target, apart) if self.served else None
@@ -479,8 +486,8 @@ class ModelPlanner:
         return max(stage.weight_bytes for stage in stages_of(of_rank, parallel, self.arch, draft))
 
     def trial(self, args: ServerArgs) -> Trial:
-        """Plans the model with these flags. Tables of n-grams go into host memory where the GPU has no room for them
-        and a request of the full context. Raises UserError where no server would start."""
+        """Plans the model with these flags. Unless a flag decides, n-gram tables go to host memory where the GPU has no
+        room for both them and a request of the full context length. Raises UserError where no server would start."""
         fixed = args.ple_offload_embedding or args.no_ple_offload_embedding or self.arch.unified_memory
         if fixed or self.arch.device == "cpu" or not has_tables(self.describe(args)[0]):
             return self._trial(args)
@@ -499,7 +506,7 @@ class ModelPlanner:
         model, parallel = self.describe(args)
         of_rank, draft = rank_weights(model, parallel.ranks), self.draft(args, model)
         wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
-        needs = tuple(_as_seen(args, need, self.links, self.probe) for need in wanted)
+        needs = tuple(_with_probed_facts(args, need, self.links, self.probe) for need in wanted)
         chosen = choose_kernels(args, needs, self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)
@@ -509,8 +516,8 @@ class ModelPlanner:
         return Trial(of_rank, parallel, chosen, capacity, draft)
 
 
-def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
-    """Returns the need with what a look at this machine found."""
+def _with_probed_facts(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
+    """Returns the need completed by what was found on this machine: a library's defect, the links of an all-reduce."""
     of_torch = need.op == "prefill_attention" or (need.op == "linear" and need.quant in SCALED_MM_SCHEMES)
     if of_torch and probe is not None:
         return replace(need, library_problem=probe(need))
@@ -523,20 +530,20 @@ def _as_seen(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe
 def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
     description = describe_model(model.hf_config, model.quantization, apart, source)
     media = None if args.language_model_only else describe_media(model.media_config)
-    together = args.pp_size == args.attn_dp_size == 1  # attention groups and stages encode at times of their own
+    together = args.pp_size == args.attn_dp_size == 1  # else only some of the ranks encode at the same time
     if media is not None:
         check_placeholders(media, description.vocab_size, source)
     if media is not None and together and not args.mm_enable_dp_encoder:
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     layers = description.layers
     if media is not None and media.image_token is not None:
-        layers = tuple(telling_images(layer, media.image_token) for layer in layers)
+        layers = tuple(with_image_token(layer, media.image_token) for layer in layers)
     return replace(description, media=media, layers=layers)
 
 
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
-    """Describes the model to be served. Raises UserError for what is malformed, for what is not computed here, and for
-    layouts that do not divide it. The device is asked only for advice."""
+    """Describes the model to be served. Raises UserError for malformed configs, for what is not computed here, and for
+    layouts that do not divide the model. Looks at the device only to give advice on layouts."""
     source = str(Path(model.model_path) / "config.json")
     description = _described(args, model, why_shared_apart(args), source)
     description.require_served()
@@ -556,8 +563,9 @@ def why_shared_apart(args: ServerArgs) -> str:
     return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
 
 
-def serving_of(args: ServerArgs, dtype: str, model: ModelDescription) -> ParallelConfig:
-    """Returns the choices that the layers' ops depend on. Raises UserError for a cache dtype that is not known."""
+def parallel_config_of(args: ServerArgs, dtype: str, model: ModelDescription) -> ParallelConfig:
+    """Returns the parallel and dtype config that the layers' ops depend on. Raises UserError for an unknown cache
+    dtype."""
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
     if not model.caches_in_fp8:
         kv_dtype = dtype

@@ -1,4 +1,4 @@
-"""A plan as named values, by which the plans of ranks are compared."""
+"""A plan as named values, by which ranks compare their plans."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Scalar = bool | int | float | str | None
 Items = dict[str, Scalar]
 
 OF_STAGE = ("weights", "description", "caches", "draft")
-"""Fields of a plan that are those of a stage; all others are those of every rank."""
+"""Fields of a plan that differ between stages; all others are the same on every rank."""
 NOT_COMPARED = ("warnings", "errors")
-"""Texts for the user, which may name files of a machine."""
+"""Fields with texts for the user, which may name files of a machine."""
 OF_MACHINE = ("model_path",)
-"""Fields of the model's configuration in which machines may differ."""
+"""Fields of the model's config in which machines may differ."""
 
 
 def plan_items(plan: Plan) -> tuple[Items, Items]:
-    """Returns the values that must be equal on all ranks, and those that must be on the ranks of a stage, by dotted
+    """Returns (values that must be equal on all ranks, values that must be equal on the ranks of a stage), by dotted
     names such as "choices.decode_attention.kernel"."""
     names = [field.name for field in fields(plan) if field.name not in (*OF_STAGE, *NOT_COMPARED)]
     values = {name: getattr(plan, name) for name in names} | {
@@ -39,7 +39,7 @@ def plan_items(plan: Plan) -> tuple[Items, Items]:
 
 
 def _launched(choice: Choice) -> dict[str, Any]:
-    """Without the reasons, which no launch depends on."""
+    """Returns what a launch depends on, without the reasons."""
     tiles = [] if choice.tile is None else [choice.tile, *choice.smaller_tiles]
     return {"kernel": choice.name, "entry": choice.spec.entry, "tiles": list(map(tile_key, tiles))}
 
@@ -49,8 +49,8 @@ def _tile_configs(cut: OpTileConfigs) -> list[dict[str, Any]]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Scalar]]:
-    """Yields the values of dataclasses, mappings and sequences by dotted names, the same ones in every process. A set,
-    and a sequence of plain values, is one text. Raises TypeError for a value whose text may differ between
+    """Yields the values of dataclasses, mappings and sequences by dotted names that are the same in every process. A
+    set, or a sequence of plain values, becomes one text. Raises TypeError for a value whose text may differ between
     processes."""
     if isinstance(value, Enum):
         yield name, value.name

@@ -17,23 +17,23 @@ from sglang.srt.plan.remedies import Planner, advice_to_hold_a_request
 from sglang.srt.server_args import ServerArgs
 
 STATE_PAGE = 16
-"""Tokens of a page where requests have states, which decoding copies for each page that it fills."""
+"""Fewest tokens of a page where requests have states: decode copies the state once for each page that it fills."""
 
 
 def tokens_of_entries(model: ModelDescription, parallel: ParallelConfig) -> int:
-    """Returns the fewest tokens of a page that holds whole entries, and whole blocks, of every cache."""
+    """Returns the fewest tokens of a page that holds whole entries and whole blocks of every cache."""
     return math.lcm(*(group.page_multiple for group in cache_groups(model, parallel)))
 
 
 def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConfig) -> ParallelConfig:
-    """Returns the choices with the smallest pages that hold whole entries, where the user names no size, and with
-    pages of at least STATE_PAGE tokens where requests have states beside entries of several tokens. Raises UserError
-    for pages that do not hold whole entries."""
+    """Returns the config with a page size, in tokens. Where the user names none: the smallest that holds whole entries,
+    and at least STATE_PAGE tokens where requests have both states and entries of several tokens. Raises UserError for a
+    page size that does not hold whole entries."""
     whole = tokens_of_entries(model, parallel)
     if args.page_size is None:
         states = any(isinstance(group.lifetime, PerRequest) for group in cache_groups(model, parallel))
         return replace(parallel, page_size=math.lcm(whole, STATE_PAGE) if states and whole > 1 else whole)
-    # Ranks that share out tokens have a page of each other's size together.
+    # DCP ranks shard the tokens of a page, so their number must divide it.
     parallel = replace(parallel, page_size=math.lcm(parallel.page_size, parallel.dcp_size))
     if parallel.page_size % whole:
         raise UserError(
@@ -44,7 +44,7 @@ def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConf
 
 
 def flag_notes(args: ServerArgs, model: ModelDescription, capacity: Capacity) -> tuple[str, ...]:
-    """Returns notes about flags that ask for something that is not there, where a server starts nevertheless."""
+    """Returns notes about flags that cannot be followed, where a server starts nevertheless."""
     notes, tokens, page_size = [], capacity.max_total_num_tokens, capacity.sizes.page_size
     if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
         notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
@@ -76,6 +76,8 @@ def check_pool(args: ServerArgs, capacity: Capacity) -> None:
 
 
 def short_of_context(planner: Planner, args: ServerArgs, trial: Trial) -> tuple[str, ...]:
+    """Returns the message, with advice, of a KV cache that holds less than one request of the full context length;
+    empty if it holds one."""
     sizes = trial.capacity.sizes
     if trial.capacity.max_total_num_tokens >= sizes.context_len:
         return ()
@@ -86,6 +88,7 @@ def short_of_context(planner: Planner, args: ServerArgs, trial: Trial) -> tuple[
 
 
 def smaller_sizes(capacity: Capacity, weights: int, available: int) -> str:
+    """Returns the note that default sizes were lowered because the weights leave little memory."""
     sizes = capacity.sizes
     return (
         f"the weights leave {(available - weights) / GIB:.2f} GiB a GPU: so that the caches get their share, steps are"

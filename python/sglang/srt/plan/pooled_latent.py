@@ -1,4 +1,4 @@
-"""Latent attention to runs of tokens that an indexer selects by pooled keys (GLM-5.3-Flash), as a mixer of
+"""Latent attention over runs of tokens that an indexer selects by pooled keys (GLM-5.3-Flash), as a mixer of
 `layer_spec`."""
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from sglang.srt.plan.pooled_selection import PooledSelection
 class PooledLatent(PooledSelection[MLA]):
     """Latent attention without rotary dims over selected runs of tokens.
 
-    The indexer's key of a run is the sum of its tokens' keys, each normed, with the softmax of gates that hidden states
-    make, channel by channel, plus a bias for each place in a run. Prompts are absorbed as decoding is.
+    The indexer's key of a run is a weighted sum of its tokens' normed keys. The weights are, channel by channel, a
+    softmax over gates that hidden states make, plus a bias for each place in the run. Prompts are absorbed like decode.
     """
 
     @property
     def rope(self) -> RopeSpec:
-        """Nothing rotates; kernels that norm keys take the table of such."""
+        """A table without rotation, for kernels that norm and rotate keys."""
         return unrotated(self.indexer.head_dim // 2)
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
@@ -48,8 +48,8 @@ class PooledLatent(PooledSelection[MLA]):
         yield parallel.need("sparse_attention", dims, ["shared_kv"], heads)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
-        """Returns the caches of latents, of one key a run, and of the keys and gates of a request's last tokens, of
-        which the next run's is made."""
+        """Returns the caches of latents, of one key for each run, and of the keys and gates of a request's last
+        tokens."""
         refuse_fp4(parallel.kv_dtype, "latents (MLA) are keys and values of all heads, and have 16 bits an element")
         rank = self.heads.kv_lora_rank
         return (latent_cache("latent", rank, rank, parallel.kv_dtype), *self.index_caches(parallel))
@@ -66,8 +66,8 @@ class PooledLatent(PooledSelection[MLA]):
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        """Returns the elements of queries in both forms, latents that attention returns and outputs, beside those of
-        the indexer and the slots of what it selects, of 32 bits each."""
+        """Returns the elements of queries in both forms, of the latents that attention returns and of outputs, and of
+        the indexer and the slots that it selects (32 bits each)."""
         latent, heads = self.heads, self.shares(tp_size).padded_heads
         absorbed = heads * (2 * latent.kv_lora_rank + latent.qk_dim + latent.v_dim)
         index = (2 * self.indexer.num_heads + 8) * self.indexer.head_dim

@@ -1,4 +1,5 @@
-"""What attention to selected runs of tokens needs, whatever its heads: an indexer with one pooled key a run."""
+"""The common part of attention to selected runs of tokens, whatever its heads: an indexer with one pooled key for each
+run."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ Heads = TypeVar("Heads", GQA, MLA)
 
 @dataclass(frozen=True, slots=True)
 class PooledSelection(Generic[Heads]):
-    """Attention (`heads`) over the `indexer.top_k` runs of `block` tokens that the indexer scores highest, and over the
-    tokens behind the last whole run, always.
+    """Attention (`heads`) over the `indexer.top_k` runs of `block` tokens that the indexer scores highest, and always
+    over the tokens behind the last complete run.
 
-    Runs are those of positions: 0 to block - 1, and so on; pages hold whole runs.
+    Runs start at multiples of `block` positions; pages hold whole runs.
     """
 
     heads: Heads
@@ -36,7 +37,7 @@ class PooledSelection(Generic[Heads]):
 
     @property
     def budget(self) -> int:
-        """Tokens in the runs that are selected at most."""
+        """Most tokens in the selected runs."""
         return self.indexer.top_k * self.block
 
     def shares(self, tp_size: int) -> HeadShares:
@@ -46,12 +47,12 @@ class PooledSelection(Generic[Heads]):
         return self.heads.head_dims()
 
     def attention_shape(self, tp_size: int) -> None:
-        """Returns None: what a token sees is chosen token by token, so no backend plans it for a step."""
+        """Returns None: a selection is made for each token, so no backend plans the attention of a step."""
         return None
 
     def index_caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, CacheSpec]:
-        """Returns the caches of one key a run, and of what a request's last tokens give to the next run's key: two
-        vectors a token."""
+        """Returns two caches: one key for each run, and two vectors for each of a request's last tokens, of which the
+        next run's key will be made."""
         rows = CacheTensor("rows", (self.block, 2, self.indexer.head_dim), "float32")
         pending = CacheSpec("index_pending", (rows,), lifetime=PER_REQUEST)
         return self.indexer.cache(parallel, Fraction(1, self.block)), pending

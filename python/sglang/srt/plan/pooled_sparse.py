@@ -1,4 +1,5 @@
-"""Attention to blocks of tokens that an indexer selects by pooled keys (Qwen3.8's QSA), as a mixer of `layer_spec`."""
+"""Attention over blocks of tokens that an indexer selects by pooled keys (Qwen3.8's QSA), as a mixer of
+`layer_spec`."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from sglang.srt.plan.pooled_selection import PooledSelection
 
 @dataclass(frozen=True, slots=True)
 class PooledSparse(PooledSelection[GQA]):
-    """Grouped-query attention over selected runs of tokens, which are called blocks here.
+    """Grouped-query attention over selected runs of tokens, here called blocks.
 
     The indexer's key of a block is the mean of its tokens' keys, normed, then rotated at the position of the block's
-    first token. Its scores are sums over heads of ReLU, without weights of heads.
+    first token. Its score is an unweighted sum of ReLUs over the index heads.
     """
 
     @property
@@ -46,15 +47,15 @@ class PooledSparse(PooledSelection[GQA]):
         yield replace(dense, op="selected_block_attention", heads=heads, traits=uneven_sizes(self.block))
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
-        """Returns the caches of keys and values, of one key a block, and of the keys of a request's last tokens, of
-        which the next block's is made."""
+        """Returns the caches of keys and values, of one key for each block, and of the keys of a request's last
+        tokens."""
         return (*self.heads.caches(parallel), *self.index_caches(parallel))
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         dim = self.indexer.head_dim
         return (
             *self.heads.weights(hidden_size, tp_size),
-            # In the model's type, with rows in another order than in the checkpoint.
+            # The indexer's projections have the model's dtype, and rows in another order than in the checkpoint.
             Elements((self.indexer.num_heads + 1) * dim * hidden_size),
             Elements(2 * dim, "float32"),
         )

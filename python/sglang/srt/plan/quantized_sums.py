@@ -1,4 +1,4 @@
-"""Decides which sums over ranks travel in eight bits (--enable-quantized-all-reduce)."""
+"""Decides which all-reduces are quantized to eight bits (--enable-quantized-all-reduce)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.server_args import ServerArgs
 
 GROUP = 32
-"""Values with one scale: as distributed/quantized_sums, which a test holds to it."""
+"""Number of values with one scale; a test holds distributed/quantized_sums to it."""
 FLAG = "--enable-quantized-all-reduce"
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedSumRule:
-    """Sums of at least so many bytes and rows are quantized: of hidden states that blocks leave, never of the
-    embedding, of which one rank has each row."""
+class QuantizedAllReduceRule:
+    """All-reduces of hidden states with at least this many bytes and rows are quantized. That of the embedding never
+    is, because each row comes from one rank."""
 
     least_bytes: int
     least_rows: int
@@ -30,11 +30,10 @@ class QuantizedSumRule:
 
 def quantized_sum_rule(
     args: ServerArgs, arch: ArchTraits, links: PeerLinks | None, hidden_size: int, decode_rows: int
-) -> QuantizedSumRule | None:
-    """Returns the rule; None where nothing is quantized. `links`: None for CPUs or where nobody has looked;
-    `decode_rows`: most rows of a step without prompts, of all groups of requests.
-
-    Raises UserError where the flag cannot be followed."""
+) -> QuantizedAllReduceRule | None:
+    """Returns the rule; None where nothing is quantized. `links`: None for CPUs or links that were not probed;
+    `decode_rows`: most rows of a step without prompts, of all attention groups. Raises UserError where the flag cannot
+    be followed."""
     if args.enable_quantized_all_reduce == "off":
         if args.quantized_all_reduce_min_bytes is not None:
             raise UserError(f"--quantized-all-reduce-min-bytes is for {FLAG} prefill or all")
@@ -51,4 +50,4 @@ def quantized_sum_rule(
     if args.quantized_all_reduce_min_bytes is not None:
         least, reason = args.quantized_all_reduce_min_bytes, "--quantized-all-reduce-min-bytes"
     rows = decode_rows + 1 if args.enable_quantized_all_reduce == "prefill" else 1
-    return QuantizedSumRule(least, rows, reason)
+    return QuantizedAllReduceRule(least, rows, reason)

@@ -1,5 +1,5 @@
-"""The weights of a model that one rank holds, derived from the description once: needs, bytes, stages and the layers
-themselves take them from here."""
+"""The weights of a model that one rank holds, derived from the description once. Needs, bytes, stages and the layers
+themselves use them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sglang.srt.plan.ranks import RankLayout
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """The weights of one rank. `layers`: those of the blocks of each layer, of the sizes that the rank has room for.
-    `head`: the output head, also where the embedding is one. `front`: the weights that a draft has beside them."""
+    """The weights of one rank. `layers`: those of each layer's blocks, in the sizes that the rank allocates. `head`:
+    the output head, also where it is tied to the embedding. `front`: weights that a draft has besides its layers."""
 
     model: ModelDescription
     ranks: RankLayout
@@ -25,14 +25,14 @@ class RankWeights:
     front: Weights = ()
 
     def matrix(self, layer: int, name: str) -> Matrix:
-        """Returns the matrix of the module that the family's WeightMap has by this name. Raises KeyError."""
+        """Returns the matrix that the family's WeightMap calls `name`. Raises KeyError."""
         for part in self.layers[layer]:
             if isinstance(part, Matrix) and part.name == name:
                 return part
         raise KeyError(f"the description of layer {layer} has no weights {name!r}")
 
     def matrices(self) -> Iterator[tuple[Matrix, ModuleQuant | None]]:
-        """Yields the matrices of all layers, each with its quantization."""
+        """Yields the matrices of all layers, each with its quantization (None: 16 bits)."""
         yield from ((part, None) for part in self.front if isinstance(part, Matrix))
         for i, weights in enumerate(self.layers):
             for part in weights:
@@ -40,7 +40,7 @@ class RankWeights:
                     yield part, self.model.quant_of(i, part)
 
     def select_stage(self, stage: ModelDescription) -> RankWeights:
-        """Returns the weights of one stage: of a part of the model, whose other layers are elsewhere."""
+        """Returns the weights of one pipeline stage. `stage`: the model with only that stage's layers."""
         kept = zip(self.layers, stage.layers, strict=True)
         return replace(
             self, model=stage, layers=tuple(() if layer.on_other_stage else weights for weights, layer in kept)
@@ -57,7 +57,7 @@ def rank_weights(model: ModelDescription, ranks: RankLayout) -> RankWeights:
 
 
 def expert_rows(model: ModelDescription, ranks: RankLayout) -> int:
-    """Returns the intermediate dims of each routed expert that a rank has room for; 0 without experts. Raises
+    """Returns the intermediate dims of a routed expert for which a rank has room; 0 without experts. Raises
     UserError."""
     if model.experts is None:
         return 0

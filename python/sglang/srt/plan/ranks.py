@@ -1,12 +1,12 @@
 """The ranks that serve a model, and which of its dimensions each of them has. No torch.
 
-`pp_size` stages of `tp_size` neighbouring ranks each have layers that follow one another; the ranks of a stage share
-every layer of it. Experts may be shared in two ways at once: `ep_size` groups of neighbouring ranks have whole experts
-each, and the ranks of a group share the intermediate dims of theirs. Rank r of TP 4 x EP 2 belongs to expert group
-r // 2 and has part r % 2 of its experts' dims. `dcp_size` neighbouring ranks share out the tokens of the caches that
-all of them would hold: position p is of the rank whose place among them is p % dcp_size. `attn_dp_size` groups of
-neighbouring ranks have requests of their own (data-parallel attention): the ranks of a group share the heads of its
-requests, and all ranks share the rest of a layer.
+Each of `pp_size` pipeline stages has `tp_size` contiguous ranks and a contiguous run of layers; the ranks of a stage
+divide every layer of it. Experts may be divided in two ways at once: each of `ep_size` groups of contiguous ranks has
+whole experts, and the ranks of a group divide the intermediate dims of theirs. Rank r of TP 4 x EP 2 belongs to expert
+group r // 2 and has part r % 2 of its experts' dims. `dcp_size` contiguous ranks shard the tokens of caches that each
+of them would otherwise hold whole: position p belongs to the rank with number p % dcp_size among them. Each of
+`attn_dp_size` groups of contiguous ranks has requests of its own (data-parallel attention): the ranks of a group divide
+the heads for its requests, and all ranks divide the rest of a layer.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from functools import lru_cache
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The numbers of ranks by which a model is divided. `ep_size`, `dcp_size` and `attn_dp_size` divide `tp_size`. What
-    is shared within a stage is asked for by the rank in it (`tp_rank`)."""
+    """The numbers of ranks by which a model is divided. `ep_size`, `dcp_size` and `attn_dp_size` divide `tp_size`.
+    Methods about a stage take the rank within it (`tp_rank`)."""
 
     tp_size: int = 1
     ep_size: int = 1
@@ -26,7 +26,7 @@ class RankLayout:
     dcp_size: int = 1
     attn_dp_size: int = 1
     dp_lm_head: bool = False
-    """True if the ranks of an attention group share the whole vocabulary, instead of all ranks."""
+    """True: the ranks of each attention group divide the vocabulary among them; False: all ranks do."""
 
     @property
     def world_size(self) -> int:
@@ -39,9 +39,11 @@ class RankLayout:
         return self.world_size - self.tp_size
 
     def stage(self, rank: int) -> int:
+        """Returns the pipeline stage of a rank."""
         return rank // self.tp_size
 
     def tp_rank(self, rank: int) -> int:
+        """Returns the number of a rank within its stage."""
         return rank % self.tp_size
 
     def name(self, rank: int) -> str:
@@ -64,7 +66,7 @@ class RankLayout:
         return rank // self.attn_tp_size
 
     def attn_tp_rank(self, rank: int) -> int:
-        """Returns the place of a rank in its attention group."""
+        """Returns the number of a rank within its attention group."""
         return rank % self.attn_tp_size
 
     @property
@@ -87,11 +89,11 @@ class RankLayout:
         return rank // self.expert_tp_size
 
     def expert_tp_rank(self, rank: int) -> int:
-        """Returns the part of its experts' dims that a rank has."""
+        """Returns which part of its experts' intermediate dims a rank has."""
         return rank % self.expert_tp_size
 
     def context_rank(self, rank: int) -> int:
-        """Returns the place of a rank among those that share out the tokens of caches."""
+        """Returns the number of a rank among the DCP ranks that shard the tokens of caches."""
         return rank % self.dcp_size
 
     def padded_experts(self, num_experts: int) -> int:
@@ -104,17 +106,17 @@ ONE_RANK = RankLayout()
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One of the machines that the ranks of a server run on: its `rank` of `count`, and the layout of all ranks.
+    """One of the machines that a server runs on: number `rank` of `count`, with the layout of all ranks.
 
-    machine 0    front, detokenizer, and the block of ranks that the leader is in
-    machine n    the n-th block behind it, round; nothing else
+    machine 0    front, detokenizer, and the block of ranks that contains the leader
+    machine n    the n-th block after that, wrapping around; nothing else
     """
 
     rank: int
     count: int
     layout: RankLayout
     first_gpu: int = 0
-    """Index of the GPU of the first rank here."""
+    """Index of the first rank's GPU on this machine."""
 
     @property
     def ranks(self) -> range:
@@ -125,11 +127,11 @@ class Node:
 
     @property
     def answers(self) -> bool:
-        """Returns whether clients are answered here."""
+        """Returns whether clients are answered on this machine."""
         return self.rank == 0
 
     def device(self, rank: int) -> int:
-        """Returns the index of a rank's GPU in its machine."""
+        """Returns the index of a rank's GPU on its machine."""
         return self.first_gpu + rank - self.ranks.start
 
     @property
@@ -140,11 +142,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """One rank's run of `total` things that the ranks share out. Every rank allocates `padded_count` of them: a shorter
-    run is padded with zeros, which add nothing.
+    """One rank's run of `total` things (heads, rows, dims) that ranks divide. Every rank allocates `padded_count` of
+    them; a shorter run is padded with zeros, which add nothing.
 
-    `tp_block` > 0: rows of a checkpoint's tensor that is made of parts of so many rows each, one behind the other,
-    whose groups with one scale begin anew in every part. A run is then within one part.
+    `tp_block` > 0: the things are rows of a TP-interleaved checkpoint tensor, made of parts of `tp_block` rows each.
+    Groups of rows with one scale begin anew in every part, and a run lies within one part.
     """
 
     total: int
@@ -161,26 +163,26 @@ class ShardRange:
         return self.count < self.padded_count
 
     def scale_dims(self, dims: int) -> ShardRange:
-        """Returns the share in dims, where each thing has `dims` of them."""
+        """Returns the share in dims, where each of the things has `dims` dims."""
         return ShardRange(
             self.total * dims, slice(self.run.start * dims, self.run.stop * dims), self.padded_count * dims
         )
 
     def among(self, count: int, index: int) -> ShardRange:
-        """Returns the share of number `index` of `count` equal runs of things that lie one behind the other."""
+        """Returns the share within the `index`-th of `count` equal, concatenated runs of things."""
         begin = index * self.total
         return ShardRange(count * self.total, slice(begin + self.run.start, begin + self.run.stop), self.padded_count)
 
     @property
     def part(self) -> slice:
-        """The part of the tensor that the run is in; all of it where there are no TP blocks."""
+        """The TP block of the tensor that contains the run; the whole tensor without TP blocks."""
         if not self.tp_block:
             return slice(0, self.total)
         begin = self.run.start // self.tp_block * self.tp_block
         return slice(begin, begin + self.tp_block)
 
     def groups(self, per: int) -> tuple[int, slice]:
-        """Returns how many groups of `per` there are in all, and the run of those that hold this share."""
+        """Returns the number of groups of `per` things in all, and the run of groups that cover this share."""
         part = self.part
         start, stop = self.run.start - part.start, self.run.stop - part.start
         each = -(-(part.stop - part.start) // per)
@@ -195,7 +197,7 @@ class ShardRange:
         return any((end - part.start) % per for end in ends)
 
     def in_groups(self, per: int) -> ShardRange:
-        """Returns the share of the whole groups of `per` that hold this one, with room for as many."""
+        """Returns the share extended to whole groups of `per` things, with room for exactly these."""
         part = self.part
         first = part.start + (self.run.start - part.start) // per * per
         last = min(part.start - (part.start - self.run.stop) // per * per, part.stop)
@@ -203,25 +205,25 @@ class ShardRange:
 
 
 def whole(total: int) -> ShardRange:
-    """Returns the share of a rank that has everything."""
+    """Returns the share of a rank that has all `total` things."""
     return ShardRange(total, slice(0, total), total)
 
 
 def exact_share(total: int, run: slice) -> ShardRange:
-    """Returns a share that no rank exceeds, so that nothing is padded."""
+    """Returns a share without padding."""
     return ShardRange(total, run, run.stop - run.start)
 
 
 def padded_share(total: int, padded_count: int, rank: int) -> ShardRange:
-    """Returns a rank's share where the first ranks have `padded_count` each, and the last one what is left."""
+    """Returns a rank's share where each rank has `padded_count` things and the last ones what is left, if anything."""
     return ShardRange(
         total, slice(min(rank * padded_count, total), min((rank + 1) * padded_count, total)), padded_count
     )
 
 
 def share_of_units(total: int, unit: int, rank: int, size: int) -> ShardRange:
-    """Returns a rank's share in whole units, of which the last may be shorter; where they do not divide, the first
-    ranks have one more."""
+    """Returns a rank's share of `total` things in units of `unit` things, the last of which may be shorter. Where ranks
+    do not divide the units, the first ranks have one more."""
     units = -(-total // unit)
     run = even_slice(units, rank, size)
     return ShardRange(total, slice(min(run.start * unit, total), min(run.stop * unit, total)), -(-units // size) * unit)
@@ -229,12 +231,12 @@ def share_of_units(total: int, unit: int, rank: int, size: int) -> ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
-    """Shares of the heads of attention over `tp_size` ranks, each of which has some.
+    """The division of attention heads over `tp_size` ranks, each of which has at least one.
 
-    A kv head goes with the query heads that attend to it; where they do not divide, the first ranks have one more. Of
-    fewer kv heads than ranks each is on several ranks, which share its query heads.
+    A KV head stays with the query heads that attend to it; where ranks do not divide the KV heads, the first ranks have
+    one more. With fewer KV heads than ranks each KV head is on several ranks, which divide its query heads.
 
-    Example: 64 query heads and 8 kv heads over 3 ranks are 24, 24 and 16 with 3, 3 and 2; 32 and 4 over 6 ranks are 4,
+    Example: 64 query heads and 8 KV heads over 3 ranks are 24, 24 and 16 with 3, 3 and 2; 32 and 4 over 6 ranks are 4,
     4, 8, 4, 4 and 8 with one each.
     """
 
@@ -259,12 +261,13 @@ class HeadShares:
 
     @property
     def kv_copies(self) -> int | None:
-        """Number of ranks that hold the same kv head; None: the number differs between heads."""
+        """Number of ranks that hold the same KV head; None: the number differs between heads."""
         if self.tp_size <= self.num_kv_heads:
             return 1
         return None if self.tp_size % self.num_kv_heads else self.tp_size // self.num_kv_heads
 
     def kv_heads(self, rank: int) -> ShardRange:
+        """Returns the KV heads of a rank."""
         if self.tp_size <= self.num_kv_heads:
             run = even_slice(self.num_kv_heads, rank, self.tp_size)
         else:
@@ -273,6 +276,7 @@ class HeadShares:
         return ShardRange(self.num_kv_heads, run, self.padded_kv_heads)
 
     def heads(self, rank: int) -> ShardRange:
+        """Returns the query heads of a rank."""
         kv, group = self.kv_heads(rank).run, self.group
         run = slice(kv.start * group, kv.stop * group)
         if self.tp_size > self.num_kv_heads:
@@ -287,8 +291,8 @@ class HeadShares:
         return _padded(self)
 
     def cuts(self, dims: int, of_kv: bool, rank: int, group: int) -> bool:
-        """Returns whether what a rank has of a matrix begins or ends within `group` neighbouring rows or columns, of
-        which each query head (each KV head with `of_kv`) has `dims`."""
+        """Returns whether a rank's share of a matrix begins or ends within a group of `group` contiguous rows or
+        columns, of which each query head (or KV head, with `of_kv`) has `dims`."""
         return _cuts(self, dims, of_kv, rank, group)
 
 
@@ -305,7 +309,7 @@ def _cuts(shares: HeadShares, dims: int, of_kv: bool, rank: int, group: int) -> 
 
 
 def even_slice(total: int, rank: int, size: int) -> slice:
-    """Returns this rank's run of `total` things; of sizes that do not divide the first ranks have one more."""
+    """Returns a rank's run of `total` things; where `size` ranks do not divide them, the first ranks have one more."""
     share, more = divmod(total, size)
     first = rank * share + min(rank, more)
     return slice(first, first + share + (rank < more))

@@ -1,4 +1,4 @@
-"""Gated delta nets and Mamba-2, which keep one state of fixed size for a request, as mixers of `layer_spec`."""
+"""Gated delta nets and Mamba-2, which keep one state of fixed size for each request, as mixers of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 
 CHUNK_TOKENS = 64
-"""Tokens of a prompt that are computed at once; a test holds it to the kernels' number."""
+"""Tokens of a chunk of a prompt in the kernels; a test holds it to their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
-    """Gated delta rule (arXiv 2412.06464) after a causal convolution over `conv_kernel` tokens. A value head keeps a
-    state [key_dim, value_dim] of `state_dtype`. `by_key_head`: checkpoints keep all projections of a key head together.
-    The output is gated by SiLU, or with `sigmoid_gate` by a sigmoid.
-    """
+    """Gated delta rule (arXiv 2412.06464) after a causal convolution over `conv_kernel` tokens. Each value head keeps a
+    state [key_dim, value_dim] of `state_dtype`. `by_key_head`: checkpoints store all projections of a key head
+    together. The output is gated by SiLU, or with `sigmoid_gate` by a sigmoid."""
 
     key_heads: int
     value_heads: int
@@ -70,23 +69,23 @@ class GatedDelta:
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        """Returns the elements that are projected and convolved, and those of a prompt, whose chunks are computed apart
-        from the state: the scores of CHUNK tokens, u and w of every value head, and the output."""
+        """Returns the elements that are projected and convolved, and those of a prompt's chunks, which are computed
+        apart from the state: the scores of CHUNK_TOKENS tokens, u and w of every value head, and the output."""
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size
         return 4 * keys + 5 * values + heads * (CHUNK_TOKENS + self.key_dim)
 
     def verified_elements(self, tp_size: int) -> tuple[int, int]:
-        """Returns what is kept of a verified token until it stands: elements of the model's type, before and behind
-        the convolution, and of fp32, a decay and a gate a head."""
+        """Returns what is kept of a token until it is accepted: elements of the model's dtype (the convolution's inputs
+        and outputs) and fp32 elements (a decay and a gate for each head)."""
         keys, values = self._widths(tp_size)
         return 2 * (2 * keys + values), 2 * (self.value_heads // tp_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Mamba2:
-    """State-space duality (arXiv 2405.21060) after a causal convolution over `conv_kernel` tokens. A head keeps a state
-    [state_dim, head_dim] of `state_dtype`; `num_groups` share what states are written and read by (B and C)."""
+    """State-space duality (arXiv 2405.21060) after a causal convolution over `conv_kernel` tokens. Each head keeps a
+    state [state_dim, head_dim] of `state_dtype`; heads come in `num_groups` groups with the same B and C."""
 
     num_heads: int
     head_dim: int
@@ -138,7 +137,7 @@ class Mamba2:
         )
 
     def activation_elements(self, tp_size: int) -> int:
-        """Returns the elements as GatedDelta does; a chunk has only the scores."""
+        """Returns the elements as GatedDelta does; its chunks have only the scores."""
         keys, values = self.widths(tp_size)
         return 4 * keys + 5 * values + self.num_heads // tp_size * CHUNK_TOKENS
 

@@ -1,6 +1,6 @@
-"""Advice for a model that does not fit, or whose cache is small. No torch.
+"""Makes the advice for a model that does not fit, or whose cache is small. No torch.
 
-Every flag that a message names was planned first: with it a server starts, or has the larger cache that is promised.
+Every flag that a message names was planned first: a server starts with it, or has the larger cache that is promised.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from sglang.srt.server_args import ServerArgs
 
 CONTEXTS = (131072, 65536, 32768, 16384, 8192)
 USEFUL_TOKENS = 4096
-"""Fewest tokens that a server which is advised holds; or one request, if that is shorter."""
+"""Fewest tokens that an advised server must hold; or one request, if that is shorter."""
 CLEARLY_MORE = 1.1
 """Factor by which advice must raise the number of tokens."""
 FOUR_BITS = 4.5
 """Bits of a weight in 4 bits, with its scales."""
 WEIGHTS_SHARE = 0.85
-"""Share of the free memory that the weights of a checkpoint which is advised may take."""
+"""Largest share of the free memory that the weights of an advised checkpoint may take."""
 
 Change = Mapping[str, Any]
 """Changed fields of ServerArgs, with their new values."""
 
 
 class Planner(Protocol):
-    """Plans one model for one kind of GPU, with any flags."""
+    """A planner of one model for one kind of GPU, with any flags."""
 
     @property
     def advises(self) -> bool:
-        """Returns whether to look for what helps, which takes many trials."""
+        """Returns whether to look for helpful flags, which takes many trials."""
         ...
 
     @property
@@ -67,8 +67,8 @@ class Planner(Protocol):
     def context_len(self, args: ServerArgs) -> int: ...
 
     def quantizing(self, scheme: str) -> Planner | None:
-        """Returns the planner of the model as it is with --quantization SCHEME; None where its checkpoint is quantized
-        already, or is not quantized at the start."""
+        """Returns the planner of the model with --quantization SCHEME; None where the checkpoint is quantized already
+        or cannot be quantized at the start."""
         ...
 
     def trial(self, args: ServerArgs) -> Trial:
@@ -77,7 +77,7 @@ class Planner(Protocol):
 
 
 def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
-    """Plans with these flags. Raises UserError that says what would start instead."""
+    """Plans with these flags. Raises UserError that says which flags would start a server instead."""
     try:
         return planner.trial(args)
     except LayoutProblem as problem:
@@ -97,8 +97,8 @@ def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
 
 
 def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -> str:
-    """Advises where the cache is smaller than one request of the full context length: which flags give it clearly more
-    tokens, and which context length it holds."""
+    """Returns advice for a cache smaller than one request of the full context length: flags that give it clearly more
+    tokens, and the context length that it holds. "" where the planner gives no advice."""
     tokens, sizes = trial.capacity.max_total_num_tokens, trial.capacity.sizes
     if not planner.advises:
         return ""
@@ -121,8 +121,8 @@ def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -
 
 
 def _held_length(planner: Planner, args: ServerArgs, tokens: int) -> int | None:
-    """Returns a context length of about `tokens` that the cache holds. With a shorter one the plan may choose other
-    sizes, and these leave another number of tokens."""
+    """Returns a context length of about `tokens` that the cache holds; None if none is found. A shorter context may
+    change other sizes and thus the number of tokens, hence the repeated trials."""
     for _ in range(4):
         shorter = _planned(planner, args, {"context_length": tokens})
         if shorter is None or shorter.capacity.max_total_num_tokens >= tokens:
@@ -153,7 +153,7 @@ def _starts_in_fp8(planner: Planner, args: ServerArgs) -> bool:
 
 
 def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:
-    """Yields larger layouts of which each rank has room for an even part of the weights."""
+    """Yields larger layouts on which an even part of the weights fits into each rank's memory."""
     whole = planner.weights(replace(args, **_layout(ONE_RANK)))
     layouts = larger_layouts(model, ranks, planner.max_gpus)
     return (layout for layout in layouts if whole < layout.world_size * planner.available)
@@ -163,7 +163,7 @@ def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, rank
 
 
 def _higher_fraction(planner: Planner, args: ServerArgs) -> Iterator[Change]:
-    """Yields the share of memory that the plan would choose by itself."""
+    """Yields the --mem-fraction-static that the plan would choose by itself, if it is higher than the user's."""
     if args.mem_fraction_static is None:
         return
     free = _planned(planner, args, {"mem_fraction_static": None})
@@ -178,8 +178,7 @@ def _fp8_cache(args: ServerArgs, parallel: ParallelConfig) -> Iterator[Change]:
 
 
 def _given_steps(args: ServerArgs) -> Iterator[Change]:
-    """Yields smaller values of the sizes that the user gave; sizes that were not given are as small as they need to be
-    already."""
+    """Yields smaller values of the sizes that the user gave; the plan has already lowered the others."""
     for size in SMALLER:
         change = {}
         if args.chunked_prefill_size is not None and not 0 < args.chunked_prefill_size <= size.chunked_prefill_size:
@@ -253,7 +252,7 @@ def _nothing_helps(planner: Planner) -> str:
 
 
 def _kept_wide(planner: Planner, args: ServerArgs) -> str:
-    """Names what a quantized checkpoint keeps in 16 bits, where it is a good part of the checkpoint."""
+    """Names the parts that a quantized checkpoint keeps in 16 bits, if they are over a twentieth of the weights."""
     model, parallel = planner.describe(args)
     least = planner.weights(args) // 20
     wide = wide_bytes(rank_weights(model, parallel.ranks), parallel.dtype)
@@ -263,7 +262,7 @@ def _kept_wide(planner: Planner, args: ServerArgs) -> str:
 def _smaller_checkpoint(
     planner: Planner, args: ServerArgs, model: ModelDescription, parallel: ParallelConfig
 ) -> Iterator[str]:
-    """Yields advice to take a checkpoint of the same model in four bits, if its weights would leave room."""
+    """Yields advice to take a checkpoint with fewer bits, if its weights would leave room."""
     weights = planner.weights(args)
     of_rank = rank_weights(model, parallel.ranks)
     wide, quants = wide_bytes(of_rank, parallel.dtype), (quant for _, quant in of_rank.matrices())

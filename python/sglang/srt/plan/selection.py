@@ -1,4 +1,4 @@
-"""Computes when attention to what an indexer selects costs less than attention to everything, for one rank."""
+"""Computes when attention to what an indexer selects costs less than attention to all tokens, for one rank."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 
 E4M3_COST = 0.5
-"""Cost of a product of e4m3, in products of 16 bits: matrix units multiply them at twice the rate."""
+"""Cost of an e4m3 product relative to a 16-bit one: matrix units have twice the rate."""
 LEAST_HEADS = 16
-"""Rows of the smallest product of matrix units: fewer heads of a rank take as long."""
+"""Rows of the smallest matrix instruction: fewer heads of a rank take as long."""
 
 
 def prompts_cost_more_until(mixer: MLA, indexed: float, tp_size: int) -> int:
     """Returns the tokens of a prompt up to which attending to selected tokens takes more multiplications than attending
-    to all of them over keys and values that are made of latents. indexed: the share of the layers that have an indexer.
+    to all of them with expanded keys and values. `indexed`: the share of the layers that have an indexer.
 
-    A prompt of n tokens takes n^2 heads (qk + v) multiplications in all for pairs that see each other, n^2 D H in e4m3
-    for the indexer's scores, and 2 n top_k heads (576 + 512) for what is selected. Example: GLM-5 at TP8, 8 heads of
-    256 + 256 dims, 32 x 128 for scores, 2,048 selected: 34,816 tokens.
+    A prompt of n tokens takes n^2 heads (qk + v) multiplications for all pairs that see each other, n^2 D H in e4m3 for
+    the indexer's scores, and 2 n top_k heads (576 + 512) for what is selected. Example: GLM-5 at TP8, 8 heads of 256 +
+    256 dims, 32 x 128 for scores, 2,048 selected: 34,816 tokens.
     """
     assert mixer.indexer is not None
     heads = mixer.shares(tp_size).padded_heads
@@ -31,7 +31,7 @@ def prompts_cost_more_until(mixer: MLA, indexed: float, tp_size: int) -> int:
 
 
 def decoding_reads_less_from(mixer: MLA, indexed: float, parallel: ParallelConfig) -> int:
-    """Returns the tokens of a request from which a decoded token reads fewer bytes of caches than all latents."""
+    """Returns the tokens of a request from which on decode reads fewer cache bytes than all latents."""
     latent, *index = (cache.entry_bytes for cache in mixer.caches(parallel))
     return math.ceil(mixer.top_k * latent / (latent - sum(index) * indexed))
 
@@ -49,8 +49,7 @@ def _describe_blocks(model: ModelDescription) -> str:
 
 
 def describe_selection(model: ModelDescription, parallel: ParallelConfig) -> str:
-    """Describes the selection for people; "" where no layer selects. Takes a model whose layers with an indexer are
-    alike."""
+    """Describes the selection for people; "" where no layer selects. All layers with an indexer must be alike."""
     layers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, MLA) and layer.mixer.sparse]
     with_indexer = [mixer for mixer in layers if mixer.indexer is not None]
     if not with_indexer:

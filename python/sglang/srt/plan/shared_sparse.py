@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1's attention: entries that a few layers make and those behind them read, as a mixer of `layer_spec`."""
+"""DeepSeek-V4.1's attention: a few layers make entries that later layers read, too; as a mixer of `layer_spec`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from sglang.srt.plan.layer_spec import (
 
 @dataclass(frozen=True, slots=True)
 class CandidateBlocks:
-    """The `top` runs of `block` entries with the best entry of all: later indexers choose among the entries of these.
-    The run that a token itself lies in is always one of them."""
+    """The `top` runs of `block` entries with the highest best entry; later indexers select only among their entries.
+    The run of the token itself is always one of them."""
 
     top: int
     block: int
@@ -36,25 +36,27 @@ class CandidateBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSparse(CompressedSparse):
-    """Attention to a window, and to entries of `rate` tokens each (1: one a token) that the layer `source` made.
+    """Attention over a window and over entries of `rate` tokens each (1: one a token) that the layer `source` made.
 
-    An entry is made of its own run's tokens alone. Of layers with an `indexer` each chooses for itself and those behind
-    it, by keys that the layer `source` made of its entries; the others take the choice of the layer `chosen_by`. With
-    `candidates` the layer `bounded_by` chooses runs of entries, and the indexers of layers behind it choose in these.
+    An entry is made of its own tokens alone. A layer with an `indexer` selects entries for itself and for the layers
+    behind it, by keys that the layer `source` made of its entries; other layers take the selection of the layer
+    `chosen_by`. With `candidates` the layer `bounded_by` selects runs of entries, within which the indexers of later
+    layers select.
     """
 
     layer: int
     source: int
     chosen_by: int
     top_k: int
-    """Entries that a token attends to at most, whichever layer chose them."""
+    """Most entries that a token attends to, whichever layer selected them."""
     candidates: CandidateBlocks | None = None
     bounded_by: int = -1
     run: int = 1
-    """Entries that follow one another in memory, from a multiple of their number on."""
+    """Number of entries, starting at a multiple of it, that are contiguous in memory."""
 
     @property
     def makes(self) -> bool:
+        """Returns whether the layer makes entries."""
         return self.layer == self.source
 
     @property
@@ -103,6 +105,6 @@ class SharedSparse(CompressedSparse):
         return tuple(parts)
 
     def activation_elements(self, tp_size: int) -> int:
-        """Counts the slots of candidates, of 32 bits each, beside the activations."""
+        """Returns the activation elements, and the slots of candidates (32 bits each)."""
         slots = 2 * self.candidates.top if self.candidates is not None and self.indexer is not None else 0
         return CompressedSparse.activation_elements(self, tp_size) + 2 * self.head_dim + slots

@@ -28,8 +28,8 @@ TREES_COUNTED = (
 
 
 def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSettings | None:
-    """Resolves the flags for a model of this class of `config.json`; None: nothing drafts. Raises UserError if the file
-    of --speculative-adaptive-config cannot be used."""
+    """Resolves the flags for a model with this entry of `architectures`; None: nothing drafts. Raises UserError if the
+    file of --speculative-adaptive-config cannot be used, or the draft is missing."""
     if args.speculative_algorithm is None:
         return None
     algorithm = EAGLE if args.speculative_algorithm == NEXTN else args.speculative_algorithm
@@ -52,20 +52,20 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
     )
 
 
-def tokens_growing(args: ServerArgs, architecture: str) -> int:
-    """Returns `PoolSizes.growing`."""
+def uncertain_slots_of(args: ServerArgs, architecture: str) -> int:
+    """Returns the value of `PoolSizes.uncertain_slots`."""
     settings = speculative_settings(args, architecture)
-    return 1 if settings is None else settings.tokens_growing(args.steps_in_flight)
+    return 1 if settings is None else settings.uncertain_slots_of(args.steps_in_flight)
 
 
 def verified_tokens(args: ServerArgs, architecture: str) -> int:
-    """Returns the most tokens of a request that a step computes while it decodes: 1 where nothing drafts."""
+    """Returns the most tokens of a decoding request in one step: 1 without drafts."""
     settings = speculative_settings(args, architecture)
     return 1 if settings is None else settings.num_draft_tokens
 
 
 def _block_tokens(args: ServerArgs, usual: int) -> int:
-    """Returns k where a draft proposes a block in one pass, so that neither passes nor branches are counted."""
+    """Returns k for drafts that propose a block in one pass, for which neither passes nor branches count."""
     for name, value in (("num-steps", args.speculative_num_steps), ("eagle-topk", args.speculative_eagle_topk)):
         if value is not None:
             warn_once(
@@ -78,8 +78,8 @@ def _block_tokens(args: ServerArgs, usual: int) -> int:
 
 
 def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
-    """Returns k, the tokens of a request in a step: the chain is as deep as what was asked for, trees too. `usual`: k
-    where nothing is asked for."""
+    """Returns k, the tokens of a request in a step. The chain has the depth that the flags ask for, also where they ask
+    for a tree. `usual`: k without flags."""
     steps, tokens, branches = (
         args.speculative_num_steps,
         args.speculative_num_draft_tokens,
@@ -103,7 +103,8 @@ def _num_draft_tokens(args: ServerArgs, usual: int) -> int:
 
 
 def _adaptive(args: ServerArgs) -> AdaptiveSettings | None:
-    """Returns the settings of the adaptive depth. It is on where it is asked for, and where no depth is asked for."""
+    """Returns the settings of the adaptive depth, which is on where a flag asks for it, or no flag sets a depth; else
+    None."""
     path = args.speculative_adaptive_config
     depths = [args.speculative_num_draft_tokens, args.speculative_dflash_block_size, args.speculative_dspark_block_size]
     if args.speculative_algorithm not in BLOCK_ALGORITHMS:
@@ -122,7 +123,7 @@ def _adaptive(args: ServerArgs) -> AdaptiveSettings | None:
 
 
 def verify_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
-    """Returns the needs of steps that verify draft tokens, and of what makes these but for the layers of a draft."""
+    """Returns the needs of verify steps and of drafting, apart from those of a draft's layers."""
     if args.speculative_algorithm is None:
         return ()
     source = "ngram_drafts" if args.speculative_algorithm == NGRAM else "draft_inputs"
@@ -130,7 +131,7 @@ def verify_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
 
 
 def ngram_bytes(args: ServerArgs, max_requests: int, context_len: int) -> int:
-    """Returns the bytes of the tokens of all requests, and of external texts with their order, in int32."""
+    """Returns the bytes that NGRAM takes: the tokens of all requests, and external texts with their order, in int32."""
     if args.speculative_algorithm != NGRAM:
         return 0
     return 4 * ((max_requests + 1) * context_len + 2 * args.speculative_ngram_external_corpus_max_tokens)

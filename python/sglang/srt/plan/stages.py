@@ -1,7 +1,7 @@
-"""Stages of a pipeline: divides the layers by the bytes of their weights. No torch.
+"""Cuts a model into pipeline stages by the bytes of the layers' weights. No torch.
 
-A stage is a ModelDescription in which the layers of the others have no blocks, so that whatever follows from a
-description (weights, caches, the model itself) follows for a stage too, and layers keep their numbers.
+A stage is a ModelDescription in which the other stages' layers have no blocks. So everything that follows from a
+description (weights, caches, the model itself) follows for a stage, too, and layers keep their numbers.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from sglang.srt.plan.weights import rank_weight_bytes
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """The parts that only the last stage has, beside the model: a draft's layers, and the bytes of its weights."""
+    """What only the last stage has besides the model: a draft's layers, and the bytes of its weights."""
 
     layers: int = 0
     weight_bytes: int = 0
 
 
-NOTHING_BEHIND = Behind()
+NO_EXTRAS = Behind()
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage of a pipeline: its `layers` of the model, and the bytes of their weights on each of its ranks, with
-    those before the first layer and behind the last one. `behind`: number of layers behind the model's for which caches
-    are numbered."""
+    """One pipeline stage: its `layers` of the model, and the bytes of weights on each of its ranks, embedding and
+    output head included. `behind`: number of further layers (a draft's) that have caches."""
 
     layers: range
     model: ModelDescription
@@ -56,14 +55,14 @@ def cut_stages(
     dtype: str,
     fp8_cache: bool = False,
     features: Collection[str] | None = None,
-    behind: Behind = NOTHING_BEHIND,
+    behind: Behind = NO_EXTRAS,
 ) -> tuple[Stage, ...]:
-    """Cuts the model into stages whose fullest one has as few bytes of weights as can be; arguments as in
-    `rank_weight_bytes`. There are at least as many runs of layers that stay together (`uncut_runs`) as stages."""
+    """Cuts the model into stages such that the largest has as few bytes of weights as possible; arguments as in
+    `rank_weight_bytes`. There must be at least as many `uncut_runs` as stages."""
     model, num_layers = of_rank.model, len(of_rank.model.layers)
 
     def of(layers: range) -> Stage:
-        part, after = stage_model(model, layers), behind if layers.stop == num_layers else NOTHING_BEHIND
+        part, after = stage_model(model, layers), behind if layers.stop == num_layers else NO_EXTRAS
         size = rank_weight_bytes(of_rank.select_stage(part), dtype, fp8_cache, features) + after.weight_bytes
         return Stage(layers, part, size, after.layers)
 
@@ -75,8 +74,8 @@ def cut_stages(
 
 
 def uncut_runs(model: ModelDescription) -> list[range]:
-    """Returns the runs of layers between which stages may be cut: a layer that takes the selection of an earlier layer,
-    or reads entries that it made, stays with it."""
+    """Returns the runs of layers that must stay in one stage: a layer that takes an earlier layer's selection, or reads
+    entries that it made, stays with it."""
     takes = [
         (isinstance(layer.mixer, MLA) and layer.mixer.takes_selection)
         or (isinstance(layer.mixer, SharedSparse) and not layer.mixer.makes)
@@ -87,8 +86,8 @@ def uncut_runs(model: ModelDescription) -> list[range]:
 
 
 def stage_model(model: ModelDescription, layers: range) -> ModelDescription:
-    """Returns the model with these layers only, the embedding if the first is among them, and the head if the last
-    is."""
+    """Returns the model with these layers only; with the embedding if the first layer is among them, and with the head
+    if the last is."""
     if len(layers) == len(model.layers):
         return model
     names, first, last = model.names, layers.start == 0, layers.stop == len(model.layers)
@@ -108,13 +107,14 @@ def stage_model(model: ModelDescription, layers: range) -> ModelDescription:
 
 
 def balanced_runs(weights: Sequence[int], count: int) -> list[range]:
-    """Cuts `weights` into `count` runs whose heaviest one is as light as can be; none is empty.
+    """Cuts `weights` into `count` runs, none empty, whose heaviest is as light as possible.
 
-    Example: [5, 1, 1, 1, 5] into three: [5], [1, 1, 1], [5]."""
+    Example: [5, 1, 1, 1, 5] into three: [5], [1, 1, 1], [5].
+    """
     ends = list(itertools.accumulate(weights, initial=0))
     num = len(weights)
     assert 0 < count <= num, f"{num} layers cannot be cut into {count} stages"
-    # heaviest[i]: of the first i weights in as many runs as were made so far; cuts: where the last of them begins.
+    # heaviest[i] is the heaviest run when the first i weights are cut into `runs`; begin[i] is the last run's start.
     heaviest = [float("inf") if i == 0 else float(ends[i]) for i in range(num + 1)]
     cuts: list[list[int]] = []
     for runs in range(2, count + 1):
@@ -132,8 +132,8 @@ def balanced_runs(weights: Sequence[int], count: int) -> list[range]:
 
 
 def caches_of_stage(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheGroup, ...]:
-    """Returns the caches of these layers. Groups that have none of them stay: every rank's scheduler knows the same
-    groups."""
+    """Returns the groups with only the caches of these layers. Groups without any stay: every rank's scheduler needs
+    the same groups."""
     return tuple(
         replace(group, members=tuple(member for member in group.members if member.layer_id in layers))
         for group in groups
@@ -141,6 +141,6 @@ def caches_of_stage(groups: Sequence[CacheGroup], layers: range) -> tuple[CacheG
 
 
 def fullest_caches(groups: Sequence[CacheGroup], stages: Sequence[Stage]) -> tuple[CacheGroup, ...]:
-    """Returns for each group the caches of the stage with the most bytes of it: no rank needs more."""
+    """Returns for each group the caches of the stage that has the most bytes of it."""
     parts = [caches_of_stage(groups, stage.cache_layers) for stage in stages]
     return tuple(max(same, key=lambda group: group.bytes_per_entry) for same in zip(*parts, strict=True))

@@ -1,5 +1,5 @@
-"""Number of recurrent states there is room for: one a running request, and copies that prefixes end with. Sizes in
-bytes."""
+"""Chooses the number of recurrent states: one for each running request, and checkpoints at the ends of cached prefixes.
+Sizes in bytes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sglang.srt.plan.pool_sizes import CacheCost
 from sglang.srt.server_args import ServerArgs
 
 CONVERSATION_TOKENS = 4096
-"""Number of tokens of a conversation, by which states are shared out: it has a state and a checkpoint while it runs,
-and a checkpoint while it waits for its next turn. More states would have no tokens to stand for, fewer would leave
-tokens that nobody can go on from."""
+"""Assumed tokens of a conversation, by which memory is divided between states and tokens: a conversation has a state
+and a checkpoint while it runs, and a checkpoint while it waits for its next message. With more states there would be
+too few cached tokens for them; with fewer, cached tokens from which no request can continue."""
 LEAST_REQUESTS = 8
-"""Number of requests, and of checkpoints, from which on tokens for one request of the full context length come
-first."""
+"""Number of requests, and of checkpoints, beyond which tokens for one request of the full context length have
+priority."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The rows of states: `running` requests at once; `checkpoints` beside their states. A model without states has
-    none of these."""
+    """The rows of states: for `running` requests at once, and `checkpoints` besides. Models without states have no
+    rows."""
 
     running: int
     checkpoints: int
@@ -35,7 +35,8 @@ class StateRows:
 
 def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, room: Callable[[int], int]) -> StateRows:
     """Chooses the rows for at most `most` requests, unless --max-running-requests says otherwise. `room(running)`:
-    bytes of tokens and states if so many requests run at once; the more they are, the less. Raises UserError."""
+    bytes for tokens and states if that many requests run at once; it falls as they become more. Raises UserError where
+    the flags leave no state for each request."""
     flag, caching = _flag(args), not args.disable_radix_cache
     if not cost.state_bytes:
         note = f"{flag} has no effect: the model has no recurrent states" if flag else None
@@ -115,7 +116,7 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def _rows_by_flag(args: ServerArgs, left: int, state_bytes: int) -> int:
-    """Returns the number of all states that the flags ask for."""
+    """Returns the number of states, of requests and checkpoints, that the flags ask for."""
     if args.max_mamba_cache_size is not None:
         return args.max_mamba_cache_size
     assert args.mamba_full_memory_ratio is not None

@@ -1,4 +1,4 @@
-"""The tiles of every chosen kernel, as tile configs of tokens."""
+"""Makes the tile configs of every chosen kernel, by numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from sglang.srt.kernels.tiles import LEAST_TOKENS
 
 
 def make_tile_configs(choices: Iterable[Choice], arch: ArchTraits) -> Mapping[str, OpTileConfigs]:
-    """Returns the tile configs of tiles by the key of the need. Ops whose kernel takes no tile are left out. Tiles that
-    are on no record are taken to fit; one that does not fit steps down when it is launched."""
+    """Returns the tile configs by the key of the need, without ops whose kernel takes no tile. Tiles without a ledger
+    record are assumed to fit; if one does not, the launch falls back to a smaller one."""
     tile_configs = ((choice.need.key, tile_configs_of(choice, arch)) for choice in choices)
     return {key: cut for key, cut in tile_configs if cut is not None}
 
 
 def tile_configs_of(choice: Choice, arch: ArchTraits) -> OpTileConfigs | None:
+    """Returns the tile configs of one chosen kernel; None: it takes no tile."""
     if choice.spec.configs:
         cut: OpTileConfigs = choice.make_tile_configs(arch)
         return cut
@@ -32,6 +33,6 @@ def tile_configs_of(choice: Choice, arch: ArchTraits) -> OpTileConfigs | None:
 
 
 def _tile_config(tiles: Sequence[Tile], tokens: int, max_tokens: float) -> TileConfig:
-    """The tiles that steps of `tokens` to `max_tokens` tokens may launch."""
+    """Returns the tile config of steps of `tokens` to `max_tokens` tokens."""
     candidates = tuple((tile,) for tile in tiles if tile.get(LEAST_TOKENS, 1) <= tokens)
     return TileConfig(max_tokens, "tiles", candidates, "kernels/tiles.py")

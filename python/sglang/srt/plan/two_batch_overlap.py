@@ -1,4 +1,5 @@
-"""Decides which steps run as two microbatches that alternate (--enable-two-batch-overlap)."""
+"""Decides which steps run as two microbatches whose all-reduces and computation overlap
+(--enable-two-batch-overlap)."""
 
 from __future__ import annotations
 
@@ -19,18 +20,18 @@ from sglang.srt.server_args import ServerArgs
 FLAG = "--enable-two-batch-overlap"
 ATTENTION = ("decode_attention", "extend_attention")
 THREADS_LEAST = 2
-"""So many times a table's tokens where microbatches are threads: to hand over takes the host as long as to launch."""
+"""Factor on the table's tokens where microbatches run in two threads: switching takes the host as long as a launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class TwoBatchRule:
-    """Steps with prompts of at least so many tokens run as two microbatches, unless they have images among their
-    prompts."""
+    """Steps with prompts of at least `min_tokens` tokens run as two microbatches, unless their prompts contain
+    images."""
 
     min_tokens: int
     reason: str
     exact: bool = False
-    """Their sums travel as they are, also where those of whole steps take eight bits."""
+    """True: their all-reduces are not quantized, even where those of whole steps are."""
 
     def __str__(self) -> str:
         return f"from {self.min_tokens:,} tokens on ({self.reason})"
@@ -39,17 +40,15 @@ class TwoBatchRule:
 def two_batch_rule(
     args: ServerArgs, topology: Topology | None, model: ModelDescription, choices: Mapping[str, Choice]
 ) -> TwoBatchRule | None:
-    """Returns the rule; None where every step runs as one. `topology`: the way of large sums, None for CPUs or where
-    nobody has looked.
-
-    Raises UserError where the flag cannot be followed."""
+    """Returns the rule; None where every step runs whole. `topology`: the path of large all-reduces; None: CPUs, or it
+    was not probed. Raises UserError where the flag cannot be followed."""
     if args.enable_two_batch_overlap and args.disable_two_batch_overlap:
         raise UserError(f"{FLAG} and --disable-two-batch-overlap contradict each other")
     if args.disable_two_batch_overlap:
         return None
     row = two_batch_threshold(topology, args.tp_size, has_experts(model), args.enable_quantized_all_reduce != "off")
     if not args.enable_two_batch_overlap and not (row.unasked and args.attn_dp_size == 1):
-        return None  # of groups of requests nothing is predicted: their rows meet padded, more so in microbatches
+        return None  # nothing is predicted for DP attention, whose gathered rows are padded, more so in microbatches
     problem = why_not_split(args.tp_size, args.dcp_size) or _why_attention_cannot(choices)
     if problem and args.enable_two_batch_overlap:
         raise UserError(f"{FLAG}: {problem}")
@@ -61,19 +60,19 @@ def two_batch_rule(
 
 
 def min_tokens(row: TwoBatchThreshold, model: ModelDescription, attn_dp_size: int) -> int:
-    """Returns from how many tokens on steps of the model run as two microbatches by the row of the table."""
+    """Returns the number of tokens from which on the model's steps run as two microbatches, by the row of the table."""
     return row.least * (1 if alternates_by_block(model, attn_dp_size) else THREADS_LEAST)
 
 
 def alternates_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
-    """Returns whether every block leaves its sum over ranks to the norm that follows it and asks for no other
-    collective, so that microbatches alternate block by block in one thread (`CausalLM.defers_all_reduce`)."""
+    """Returns whether every block defers its all-reduce to the norm behind it and needs no other collective, so that
+    microbatches alternate block by block in one thread (`CausalLM.defers_all_reduce`)."""
     return attn_dp_size == 1 and model.per_layer_inputs is None and all(map(_defers_all_reduce, model.layers))
 
 
 def _defers_all_reduce(layer: LayerSpec) -> bool:
-    """Not where a bias belongs to the sum, where a norm, a factor or a convolution comes behind it, or where a norm
-    spans the heads of all ranks."""
+    """Returns whether the layer defers its all-reduces: no bias is part of the sum, no norm, factor or convolution
+    comes right behind it, and no norm spans the heads of all ranks."""
     residual, mixer, ffn = layer.residual, layer.mixer, layer.ffn
     if not isinstance(residual, Sum) or residual.norms_after or residual.layer_scale:
         return False
@@ -85,11 +84,12 @@ def _defers_all_reduce(layer: LayerSpec) -> bool:
 
 
 def has_experts(model: ModelDescription) -> bool:
+    """Returns whether any layer has routed experts."""
     return any(isinstance(layer.ffn, MoE) for layer in model.layers)
 
 
 def why_not_split(tp_size: int, dcp_size: int) -> str:
-    """Returns why ranks laid out so compute every step as one; "" if they need not."""
+    """Returns why ranks of this layout compute every step whole; "" if they need not."""
     if tp_size == 1:
         return "sums travel over the ranks of --tp-size, of which there is one"
     if dcp_size > 1:
@@ -100,6 +100,7 @@ def why_not_split(tp_size: int, dcp_size: int) -> str:
 
 
 def _why_attention_cannot(choices: Mapping[str, Choice]) -> str:
-    """FlashInfer's wrapper for latents has one plan at a time."""
+    """Returns why a chosen kernel cannot serve two microbatches: FlashInfer's wrapper for latents holds one plan at a
+    time. "" if all can."""
     named = [op for op in choices if op.startswith(ATTENTION) and choices[op].name == "flashinfer_mla"]
     return f"{named[0]} over latents by FlashInfer keeps one plan; --attention-backend triton can" if named else ""

@@ -1,4 +1,5 @@
-"""Names of the parameters in a family's checkpoints. No torch: planning asks for the scheme of a module by its name."""
+"""Names of the parameters in a family's checkpoints. No torch: planning looks up a module's quantization by its
+name."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class PartKey:
-    """Names a part within its parameter; the fields fill the checkpoint name's template.
+    """Names a part of a parameter; the fields fill the template of the checkpoint's name.
 
-    `module` is the module of the layer whose template that is, where it is not the parameter's own (a shared expert
-    that is kept among the routed ones).
+    `module` is the module of the layer whose template is used, where it is not the parameter's own (a shared expert
+    that is held among the routed ones).
     """
 
     part: str = ""
@@ -22,17 +23,17 @@ class PartKey:
 
 
 DECODERS = ("language_model.model.", "model.language_model.")
-"""Beginnings of the decoder's names in multimodal checkpoints: as they were, and as newer transformers write them."""
+"""Beginnings of the decoder's names in multimodal checkpoints: the older one, and that of newer transformers."""
 
 
 CACHE_SCALE_ALIASES = ((".k_proj.k_scale", ".k_scale"), (".v_proj.v_scale", ".v_scale"))
 _FP8_ALIASES = ((".weight_scale_inv", ".weight_scale"), (".activation_scale", ".input_scale"))
-"""Names of the numbers of FP8 weights with one scale, as transformers writes them; scales of blocks have one of them,
+"""(transformers' name, usual name) of the scales of FP8 weights with one scale; the first is used for block scales,
 too."""
 
 
 def usual_fp8_name(name: str) -> str:
-    """Returns the name that most checkpoints have for a number of FP8 weights with one scale; others as they are."""
+    """Returns the name that most checkpoints have for a scale of FP8 weights with one scale; other names unchanged."""
     for ending, usual in _FP8_ALIASES:
         if name.endswith(ending):
             return name.removesuffix(ending) + usual
@@ -44,8 +45,8 @@ class WeightMap:
     """Names of modules in the checkpoint, keyed by ours. `{part}` and `{expert}` stand for the fields of a PartKey,
     `{own}` for the part's own name whatever `parts` says.
 
-    `layer` names are relative to `layer_prefix`, in which `{layer}` is the layer's number. `ignore` are endings of
-    checkpoint tensors that are no weights (scales of a cache or of probabilities that are not quantized).
+    `layer` names are relative to `layer_prefix`, in which `{layer}` is the layer's number. `ignore`: endings of
+    checkpoint tensors that are not loaded (scales of a cache or of probabilities that are not quantized).
     """
 
     model: Mapping[str, str]
@@ -55,21 +56,21 @@ class WeightMap:
     """Number that checkpoints give the first layer."""
     ignore: tuple[str, ...] = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale")
     aliases: tuple[tuple[str, str], ...] = CACHE_SCALE_ALIASES
-    """Pairs of name endings: those of some checkpoints, and those that the others have in their place."""
+    """Pairs of name endings: that of some checkpoints, and the usual one that replaces it."""
     beginnings: tuple[tuple[str, str], ...] = ()
-    """Pairs of name beginnings, likewise, which are replaced one after the other."""
+    """Pairs of name beginnings, likewise; they are replaced in order."""
     decoder: str = "model."
     """Prefix of the decoder's names; multimodal checkpoints have it at one of DECODERS."""
     parts: Mapping[str, str] = field(default_factory=dict)
     """Names that stand for `{part}` where it is not the part's own name (gate: w1)."""
     behind: tuple[str, ...] = ()
-    """Beginnings of names of tensors behind the last layer, beside the norm and the output head."""
+    """Beginnings of names of tensors behind the last layer, besides the norm and the output head."""
     unread: tuple[str, ...] = ()
-    """Beginnings of names of tensors that nobody asks for yet: layers that only drafts use, encoders of other
-    inputs."""
+    """Beginnings of names of tensors that are not loaded: layers that only drafts use, encoders of other inputs."""
 
     def checkpoint_name(self, name: str, key: PartKey) -> str:
-        """Returns the name of the checkpoint tensor that is part `key` of our parameter `name`."""
+        """Returns the name of the checkpoint tensor that is part `key` of our parameter `name`
+        ("layers.0.attn.qkv.weight")."""
         module, _, leaf = name.rpartition(".")
         if module.startswith("layers."):
             _, number, module = module.split(".", 2)
@@ -77,7 +78,7 @@ class WeightMap:
         return f"{self.model[module].format(part=self._part(key.part))}.{leaf}".removeprefix(".")
 
     def layer_module(self, layer: int, module: str, part: str = "", expert: int = 0) -> str:
-        """Returns the checkpoint's name of the module in a layer that holds this part of ours ("attn.qkv",
+        """Returns the checkpoint's name of the module of a layer that holds this part of our module ("attn.qkv",
         "moe.w13")."""
         template = self.layer_prefix.format(layer=self.first_layer + layer) + self.layer[module]
         return template.format(part=self._part(part), own=part, expert=expert).removesuffix(".")
@@ -86,7 +87,7 @@ class WeightMap:
         return self.parts.get(part, part)
 
     def canonical(self, name: str) -> str:
-        """Returns the name of a checkpoint tensor without its variants."""
+        """Returns a checkpoint tensor's name with variant prefixes and endings replaced by the usual ones."""
         for place in DECODERS:
             if self.decoder in DECODERS and name.startswith(place):
                 name = self.decoder + name.removeprefix(place)
@@ -99,8 +100,8 @@ class WeightMap:
         return name
 
     def below(self, prefix: str) -> WeightMap:
-        """Returns the same names for a checkpoint that has the decoder at `prefix`; with "model." it is where it was.
-        Names of tensors elsewhere stay as they are."""
+        """Returns the names for a checkpoint that has the decoder at `prefix`; "model." changes nothing. Names of other
+        tensors stay."""
         if prefix == "model.":
             return self
 
@@ -186,4 +187,4 @@ USUAL_NAMES = WeightMap(
         **SHARED_NAMES,
     },
 )
-"""Names in the checkpoints of most families; nobody asks for more of the names of a family that is not served."""
+"""Names in the checkpoints of most families, also used for families that are not served."""

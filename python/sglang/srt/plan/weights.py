@@ -1,6 +1,6 @@
 """Bytes of a model's weights on one rank, known before anything is allocated. No torch.
 
-Counts what `models/` allocates; a test holds the two together for every architecture.
+They are what `models/` allocates; a test compares both for every architecture.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 
 def rank_weight_bytes(
     of_rank: RankWeights, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None
 ) -> int:
-    """Returns the bytes of one rank's parameters, exactly as they are allocated. An `fp8_cache` of keys and values has
-    scales, which are parameters. `features` (of ArchTraits): those of the GPU whose kernels arrange the weights; None:
-    the bytes are those of the weights as stored."""
+    """Returns the bytes of one rank's parameters, exactly as they are allocated. An `fp8_cache` has scales, which are
+    parameters. `features` (of ArchTraits): of the GPU whose kernels rearrange the weights; None: counts the weights as
+    stored."""
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
     total = (of_rank.head.rows + model.embedding_norm) * hidden * item if model.has_embedding else 0
-    norm = hidden * (4 if model.zero_centred_norms else item)  # before a block, and behind the last one
+    norm = hidden * (4 if model.zero_centred_norms else item)  # one before each block, and the final one
     if model.last_stage:
         if not model.tie_embeddings:
             total += matrix_bytes(of_rank.head, model.head_quant, item, features)
@@ -50,7 +50,8 @@ def rank_weight_bytes(
 
 
 def front_bytes(of_rank: RankWeights, dtype: str, embedding_rows: int, head: bool) -> int:
-    """Returns the bytes of the weights before and behind the layers of a draft, whose model ends with its layers."""
+    """Returns the bytes of a draft's weights before and behind its layers. `embedding_rows`: rows of its own embedding
+    on the rank; `head`: it has an output head of its own."""
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     total = _bytes_of(model, 0, of_rank.front, item, None) + embedding_rows * model.hidden_size * item
     return total + (matrix_bytes(of_rank.head, model.head_quant, item) if head else 0)
@@ -58,7 +59,7 @@ def front_bytes(of_rank: RankWeights, dtype: str, embedding_rows: int, head: boo
 
 def wide_bytes(of_rank: RankWeights, dtype: str) -> dict[str, int]:
     """Returns the bytes that a quantized checkpoint keeps in `dtype`, on one rank, by block ("attn", "mlp", ...) and
-    "embeddings", the most first; empty if nothing is quantized."""
+    "embeddings", the largest first; empty if nothing is quantized."""
     item, quantized = _DTYPE_BYTES[dtype], False
     sizes = {"embeddings": of_rank.head.rows * of_rank.head.cols * item}
     for weight, quant in of_rank.matrices():
@@ -93,13 +94,13 @@ def _bytes_of(
 
 
 def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features: Collection[str] | None = None) -> int:
-    """Returns the bytes of data and scales. `item`: bytes of an element that is not quantized; `features`: see
+    """Returns the bytes of a matrix and its scales. `item`: bytes of an unquantized element; `features`: as in
     `rank_weight_bytes`."""
     rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
         return max(1, matrix.experts) * rows * cols * item
     scheme = quant.format
-    # One for each group, in the model's type.
+    # There is one zero point for each group, in the model's dtype.
     zeros = math.prod(scheme.scale_shape(rows, cols)) * item if quant.zero_points else 0
     if features is not None and wants_planes(scheme, features):
         cols = -(-cols // PLANE_COLUMNS) * PLANE_COLUMNS

@@ -1,7 +1,7 @@
-"""Final hidden states that a request wants: of which positions, and how many bytes they may be.
+"""Final hidden states that a request asks for: their positions, and limits of their bytes.
 
-A token's state is what the model makes of it and of all before it, so the last token of an output has none: a prompt of
-P tokens with n > 0 tokens of output has P + n - 1 states.
+A token's state depends on it and all tokens before it. The last token of an output is never fed to the model and has
+none, so a prompt of P tokens with n > 0 tokens of output has P + n - 1 states.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 VALUE_BYTES = 4
-"""float32."""
+"""Size of a float32."""
 MAX_CALL_BYTES = 32 << 20
-"""The limit of one call, all its prompts and samples together; as JSON about five times as many."""
+"""Limit for one call, all its prompts and samples together; as JSON it takes about five times as many bytes."""
 MAX_HELD_BYTES = 512 << 20
-"""The limit of all requests that wait or run, at the length that each may reach."""
+"""Limit for all waiting and running requests together, at the length that each may reach."""
 
 
 def num_states(prompt_len: int, length: int) -> int:
-    """The number of states of a sequence of `length` tokens, the prompt included."""
+    """Returns the number of states of a sequence of `length` tokens, the prompt included."""
     return max(prompt_len, length - 1)
 
 
 class HiddenStates:
-    """The hidden states of one request as steps bring them, one position after the other."""
+    """The hidden states of one request, collected step by step in the order of positions."""
 
     def __init__(self, start: int) -> None:
         """start: the first position that is wanted."""
@@ -33,10 +33,10 @@ class HiddenStates:
         self._row_bytes = 0
 
     def add(self, rows: npt.NDArray[np.float32]) -> None:
-        """[N, H], of the next N positions."""
+        """Appends the states [N, H] of the next N positions."""
         self._row_bytes = rows[0].nbytes
         self._bytes += rows.data
 
     def up_to(self, end: int) -> bytes:
-        """[N, H] float32: the positions that are there, and below `end`."""
+        """Returns the collected states of positions below `end`, [N, H] float32."""
         return bytes(self._bytes[: (end - self.start) * self._row_bytes])

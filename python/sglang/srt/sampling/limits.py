@@ -1,5 +1,5 @@
-"""Limits of stop strings, patterns and grammars in requests. Every limit has its name, its reason and its
-message here; nothing in this file compiles or searches what a client sent."""
+"""Limits of stop strings, patterns and grammars in requests, each with its reason and its message. Nothing in this file
+compiles or searches what a client sent."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ else:
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
-"""Characters of one stop string: the detokenizer keeps a table of that many entries for each sequence."""
+"""Characters of one stop string: the detokenizer keeps a table with as many entries for each sequence."""
 MAX_STOP_REGEX_LENGTH = 2048
 """Characters of all `stop_regex` of a request together: they are parsed on the event loop."""
 MAX_STOP_REGEX_NESTING = 32
 MAX_STOP_REGEX_SIZE = 4096
-"""Elements of all `stop_regex` of a request with their required repetitions written out, which is how the library that
-searches them compiles them: about 250 bytes and 5 microseconds each."""
+"""Elements of all `stop_regex` of a request, with their required repetitions written out as the library compiles them:
+about 250 bytes and 5 microseconds each."""
 
 MAX_GRAMMAR_LENGTH = 256 * 1024
 """Characters of a grammar (json_schema, regex, ebnf, structural_tag) as it was sent."""
 MAX_GRAMMAR_NESTING = 128
-"""Objects, arrays and groups inside of each other; compilation takes cubic time in it."""
+"""Nesting of objects, arrays and groups; compilation takes cubic time in it."""
 MAX_SCHEMA_VALUES = 20_000
 """Objects, arrays, strings and numbers of a JSON schema or structural tag."""
 MAX_ENUM = 4096
-"""Values of one enum."""
+"""Values of one `enum`."""
 MAX_REPETITION = 10_000
 """Any count that a grammar names (maxLength, minItems, {m,n}, ...), and the product of counts around each other."""
 
@@ -41,7 +41,7 @@ _ESCAPE_CLASS_OR_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.D
 
 
 def verify_stop_strings(stop: Sequence[str]) -> None:
-    """Raises ValueError."""
+    """Checks the number and lengths of stop strings. Raises ValueError."""
     if len(stop) > MAX_STOP_STRINGS:
         raise ValueError(f"stop must have at most {MAX_STOP_STRINGS} strings, got {len(stop)}.")
     for text in stop:
@@ -74,14 +74,15 @@ def verify_stop_patterns(patterns: Sequence[str]) -> None:
 
 
 def verify_grammar_source(name: str, source: str) -> None:
-    """Checks what can be checked at once; the rest is checked where the grammar is compiled. Raises ValueError."""
+    """Checks quickly what can be checked without parsing; the rest is checked before the grammar is compiled. Raises
+    ValueError."""
     if len(source) > MAX_GRAMMAR_LENGTH:
         raise ValueError(f"{name} must have at most {MAX_GRAMMAR_LENGTH} characters, got {len(source)}; simplify it.")
     verify_unicode(name, source)
 
 
 def verify_unicode(name: str, text: str) -> None:
-    """Text with lone surrogates cannot be sent to the other processes. Raises ValueError."""
+    """Raises ValueError for text with lone surrogates, which cannot be sent to the other processes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -89,8 +90,8 @@ def verify_unicode(name: str, text: str) -> None:
 
 
 def group_nesting(pattern: str) -> int:
-    """The depth to which the groups of a regular expression nest. Linear, no recursion; also for patterns that are not
-    valid."""
+    """Returns the depth to which the groups of a regular expression nest. Linear, without recursion, and also for
+    invalid patterns."""
     depth = deepest = 0
     for token in _ESCAPE_CLASS_OR_GROUP.finditer(pattern):
         if token[0] == "(":
@@ -102,7 +103,7 @@ def group_nesting(pattern: str) -> int:
 
 
 def compiled_size(pattern: Any) -> int:
-    """Elements of a parsed pattern, where one that is required n times counts n times."""
+    """Returns the number of elements of a parsed pattern; an element that is required n times counts n times."""
     size = 0
     for code, argument in pattern:
         times, parts = 1, list(_subpatterns(argument))
@@ -114,14 +115,14 @@ def compiled_size(pattern: Any) -> int:
 
 
 def longest_match(pattern: str) -> int:
-    """Upper bound of the length of a match in characters. Raises ValueError if the pattern is not valid."""
+    """Returns an upper bound of the characters of a match. Raises ValueError for an invalid pattern."""
     return int(_parsed(pattern).getwidth()[1])
 
 
 def _parsed(pattern: str) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the pattern's style; they would fill the log and a registry
+            warnings.simplefilter("ignore")  # warnings about style would fill the log
             return regex_parser.parse(pattern)
     except (re.error, OverflowError, ValueError) as error:
         raise ValueError(f"stop_regex is not a regular expression: {error}, got {pattern!r}.") from None

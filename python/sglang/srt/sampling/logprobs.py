@@ -30,25 +30,26 @@ MAX_CHUNK_ELEMENTS = 1 << 26
 
 @dataclass(slots=True)
 class LogprobRequest:
-    """The log probabilities that B requests want of R rows."""
+    """The log probabilities that B requests want for R rows."""
 
     top_nums: list[int]  # [B]
     token_ids: list[list[int]]  # [B]
     of_request: np.ndarray | None = None
     """[R] int64, the request (of B) that a row belongs to. None: row r belongs to request r."""
     rows: np.ndarray | None = None
-    """[R] int64, rows of the step's [T] tokens that predict `targets` [R] int64: of prompts, whose tokens are known."""
+    """[R] int64, rows of the step's [T] tokens that predict `targets` [R] int64; set for prompts, whose tokens are
+    known."""
     targets: np.ndarray | None = None
 
     def part(self, rows: range) -> LogprobRequest:
-        """Returns what is asked of some of the R rows: as wide as that of all."""
+        """Returns the request for some of the R rows, with the width of all."""
         of_request = (
             np.arange(rows.start, rows.stop) if self.of_request is None else self.of_request[rows.start : rows.stop]
         )
         return LogprobRequest(self.top_nums, self.token_ids, of_request)
 
     def no_rows(self, vocab_size: int, device: torch.device | str) -> torch.Tensor:
-        """Returns the packed rows, [0, W] int32, of a rank that has none."""
+        """Returns [0, W] int32 packed rows, for a rank that has none."""
         width = 1 + 2 * min(self.num_top, vocab_size) + self.num_ids
         return torch.empty((0, width), dtype=torch.int32, device=device)
 
@@ -65,7 +66,7 @@ class LogprobRequest:
         return 1 + 2 * self.num_top + self.num_ids
 
     def ids_on(self, device: torch.device | str) -> torch.Tensor | None:
-        """[B, num_ids] int64, padded with 0; None if no request names tokens."""
+        """Returns the named tokens, [B, num_ids] int64, padded with 0; None if no request names tokens."""
         if not self.num_ids:
             return None
         padded = np.zeros((len(self.token_ids), self.num_ids), dtype=np.int64)
@@ -75,7 +76,8 @@ class LogprobRequest:
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids: torch.Tensor | None) -> torch.Tensor:
-    """logits [R, V] raw fp32, tokens [R] int64, ids [R, M] int64 or None -> packed [R, W] int32."""
+    """Computes packed [R, W] int32 results from raw fp32 logits [R, V], tokens [R] int64 and ids [R, M] int64 or
+    None."""
     log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
     parts = [(logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)]
     if num_top:
@@ -87,7 +89,7 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids
 
 
 def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobRequest) -> torch.Tensor:
-    """logits [R, V] raw fp32 and the tokens [R] int64 drawn from them -> packed [R, W] int32."""
+    """Computes packed [R, W] int32 results from raw fp32 logits [R, V] and the tokens [R] int64 sampled from them."""
     ids = request.ids_on(logits.device)
     if ids is not None and request.of_request is not None:
         ids = ids[to_device(request.of_request, logits.device)]
@@ -97,8 +99,8 @@ def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: Logpro
 def prompt_logprobs(
     hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], request: LogprobRequest, vocab_size: int
 ) -> torch.Tensor:
-    """hidden [T, H] of a step, of which `request` names the rows; `project` maps hidden rows to fp32 logits, in chunks
-    that bound the [rows, V] memory. -> packed [R, W] int32."""
+    """Computes packed [R, W] int32 results of prompt tokens. hidden: [T, H] of a step, whose rows `request` names;
+    `project` maps hidden rows to fp32 logits and is called in chunks that bound the [rows, V] memory."""
     assert request.rows is not None and request.targets is not None and request.of_request is not None
     sent = send(hidden.device, rows=request.rows, targets=request.targets, of_request=request.of_request)
     ids = request.ids_on(hidden.device)
@@ -114,31 +116,34 @@ def prompt_logprobs(
 
 
 class LogprobResult:
-    """Packed rows on their way to the host; nothing may be read before the step is over."""
+    """Packed rows on their way to the host; do not read them before the step is over."""
 
     def __init__(self, packed: torch.Tensor, request: LogprobRequest, num_ids: int | None = None) -> None:
-        """packed [R, W] int32, contiguous, in host memory. num_ids: M of its columns, where that is not the request's:
-        then the rows were packed together with those of others."""
+        """packed: [R, W] int32, contiguous, in host memory. num_ids: M of its columns, if the rows were packed together
+        with those of other requests; by default the request's own."""
         self.request = request
         self._ints = packed.numpy()
         self._floats = self._ints.view(np.float32)
         num_ids = request.num_ids if num_ids is None else num_ids
-        self._num_top = (packed.shape[1] - 1 - num_ids) // 2  # smaller than asked when the vocabulary is
+        self._num_top = (packed.shape[1] - 1 - num_ids) // 2  # fewer if the vocabulary is smaller
 
     def token(self, row: int) -> float:
+        """Returns the log probability of the row's token."""
         return float(self._floats[row, 0])
 
     def top(self, row: int, count: int) -> list[TokenLogprob]:
+        """Returns the `count` most probable tokens of a row."""
         count = min(count, self._num_top)
         values = self._floats[row, 1 : 1 + count].tolist()
         return list(zip(values, self._ints[row, 1 + self._num_top : 1 + self._num_top + count].tolist(), strict=True))
 
     def named(self, row: int, ids: list[int]) -> list[TokenLogprob]:
+        """Returns the log probabilities of the tokens `ids`, which must be the ones that the row's request names."""
         start = 1 + 2 * self._num_top
         return list(zip(self._floats[row, start : start + len(ids)].tolist(), ids, strict=True))
 
     def add_output(self, out: OutputLogprobs, request: int, row: int, token: int) -> None:
-        """Append the entries of the token that was sampled in `row` for `request` (of B)."""
+        """Appends the entries of the token that was sampled in `row` for `request` (of B)."""
         out.output.append((self.token(row), token))
         if self.request.top_nums[request]:
             out.output_top.append(self.top(row, self.request.top_nums[request]))
@@ -147,8 +152,8 @@ class LogprobResult:
             out.output_token_ids.append(self.named(row, ids))
 
     def add_input(self, out: OutputLogprobs, request: int, rows: range, tokens: Sequence[int]) -> None:
-        """Append the entries of prompt `tokens` of `request` (of B), predicted by `rows`. The first token of a text has
-        no prediction: `Req` puts it in."""
+        """Appends the entries of prompt `tokens` of `request` (of B), predicted by `rows`. `Req` adds the entry of a
+        text's first token, which has no prediction."""
         top_num, ids = self.request.top_nums[request], self.request.token_ids[request]
         for row, token in zip(rows, tokens, strict=True):
             out.input = _appended(out.input, (self.token(row), token))

@@ -18,11 +18,11 @@ GOLDEN = 0x9E3779B9
 KEY_STEP = 0x85EBCA6B
 MASK32 = 0xFFFFFFFF
 UNIFORM_MAX = 1.0 - 2.0**-24
-"""Largest uniform draw: keeps the exponential below it finite."""
+"""Largest uniform draw; it keeps the exponential computed from it finite."""
 
 
 def mix32(x: torch.Tensor) -> torch.Tensor:
-    """Bijection on 32-bit values held in int64 (only the low 32 bits are ever nonzero)."""
+    """Applies a bijection to 32-bit values held in int64 (only the low 32 bits are ever nonzero)."""
     x = x ^ (x >> 16)
     x = (x * MIX_MUL_1) & MASK32
     x = x ^ (x >> 15)
@@ -33,7 +33,7 @@ def mix32(x: torch.Tensor) -> torch.Tensor:
 def row_keys(
     seed_lo: torch.Tensor, seed_hi: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """seed_lo, seed_hi, positions [B] integers -> two keys [B] int64 with 32 significant bits."""
+    """Returns two keys [B] int64 with 32 significant bits from seed_lo, seed_hi and positions, [B] integers each."""
     key_0 = mix32((seed_lo.long() & MASK32) ^ mix32((positions.long() + GOLDEN) & MASK32))
     # The extra steps keep mix32(key_0) and key_1 apart: where they meet, token 0 would always win.
     key_1 = mix32(mix32((seed_hi.long() + KEY_STEP) & MASK32) ^ ((key_0 + GOLDEN) & MASK32))
@@ -43,7 +43,7 @@ def row_keys(
 def gumbel_noise(
     seed_lo: torch.Tensor, seed_hi: torch.Tensor, positions: torch.Tensor, vocab_size: int
 ) -> torch.Tensor:
-    """[B] seeds and positions -> [B, vocab_size] float32 standard Gumbel noise."""
+    """Returns [B, vocab_size] float32 standard Gumbel noise for [B] seeds and positions."""
     key_0, key_1 = row_keys(seed_lo, seed_hi, positions)
     ids = torch.arange(vocab_size, device=positions.device, dtype=torch.int64)
     bits = mix32(mix32((ids[None, :] + key_0[:, None]) & MASK32) ^ key_1[:, None])

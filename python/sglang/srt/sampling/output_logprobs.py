@@ -9,7 +9,7 @@ TokenLogprob = tuple[float, int]
 
 
 class OutputLogprobs(msgspec.Struct, omit_defaults=True):
-    """Log probabilities new in this message, an entry a token. Input fields come once, with the first output."""
+    """New log probabilities of a message, one entry a token. Input fields are filled once, with the first output."""
 
     output: list[TokenLogprob] = []
     output_top: list[list[TokenLogprob]] = []
@@ -20,6 +20,6 @@ class OutputLogprobs(msgspec.Struct, omit_defaults=True):
 
     @property
     def num_values(self) -> int:
-        """Returns how many log probabilities these are."""
+        """Returns the number of log probabilities."""
         rows = (self.output_top, self.output_token_ids, self.input_top or (), self.input_token_ids or ())
         return len(self.output) + len(self.input or ()) + sum(len(row) for part in rows for row in part if row)

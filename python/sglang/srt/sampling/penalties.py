@@ -32,7 +32,7 @@ class PenaltyState:
         self._pending: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def acquire(self, prompt_ids: list[int], output_ids: list[int]) -> int:
-        """A row that holds the counts of these tokens after the next `flush`."""
+        """Returns a row that holds the counts of these tokens after the next `flush`."""
         if self._free:
             row = self._free.pop()
         else:
@@ -50,11 +50,12 @@ class PenaltyState:
         return row
 
     def release(self, row: int) -> None:
+        """Frees a row."""
         self._pending.pop(row, None)
         self._free.append(row)
 
     def flush(self) -> None:
-        """Write the rows acquired since the last call."""
+        """Writes the rows acquired since the last call."""
         if not self._pending:
             return
         self._grow(self._num_rows)
@@ -76,26 +77,27 @@ class PenaltyState:
         self.state = grown
 
     def _rows_for(self, num_rows: int) -> int:
-        """Doubled until it is enough, or all rows where another doubling would leave more than half behind."""
+        """Returns the rows to allocate: capacity doubles until `num_rows` fit. A step that could not be doubled again
+        within `max_rows` goes to `max_rows` at once, so that the old rows are at most half of the new ones."""
         rows = GROW_ROWS if 2 * GROW_ROWS <= self.max_rows else self.max_rows
         while rows < min(num_rows, self.max_rows):
             rows = 2 * rows if 4 * rows <= self.max_rows else self.max_rows
         return max(rows, num_rows)
 
     def add_tokens(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Count one new output token for each of `rows` [B] (int64, 0 for requests without penalties)."""
+        """Counts one new output token for each of `rows` [B] (int64, 0 for requests without penalties)."""
         index = rows * self.vocab_size + tokens
         self.state.view(-1).scatter_add_(0, index, torch.ones_like(index, dtype=torch.int32))
 
 
 def count_draft_tokens(draft_tokens: torch.Tensor) -> torch.Tensor:
-    """Counts how often each draft token [D, k - 1] is among the first j draft tokens of its request, for the rows j of
-    k: [D, k, k - 1] int32.
+    """Counts how often each draft token [D, k - 1] occurs among the first j draft tokens of its request, for each row j
+    of k. Returns [D, k, k - 1] int32.
 
     >>> count_draft_tokens(torch.tensor([[7, 9, 7]]))[0].tolist()
     [[0, 0, 0], [1, 0, 1], [1, 1, 1], [2, 1, 2]]
     """
-    equal = (draft_tokens[:, :, None] == draft_tokens[:, None, :]).int()  # [D, earlier, guess]
+    equal = (draft_tokens[:, :, None] == draft_tokens[:, None, :]).int()  # [D, earlier token, token]
     none = torch.zeros_like(equal[:, :1])
     return torch.cat((none, equal.cumsum(dim=1, dtype=torch.int32)), dim=1)
 
@@ -107,7 +109,7 @@ def apply_penalties(
     frequency: torch.Tensor,
     presence: torch.Tensor,
 ) -> None:
-    """Apply penalties in place on logits [B, V] fp32; state [B, V] int32; one penalty a row.
+    """Applies penalties in place to logits [B, V] fp32; state [B, V] int32; one penalty of each kind a row.
 
     Tokens of prompt or output: positive logits are divided, negative ones multiplied by `repetition`. Tokens of the
     output: minus `frequency` x count, minus `presence`.

@@ -21,16 +21,16 @@ NO_TOKEN = -1
 MAX_STOP_TOKEN_IDS = 65_536
 MAX_SAMPLES = 128
 MAX_COUNT = (1 << 31) - 1
-"""The limit of tokens and of `top_k`: the largest number of 32 bits."""
+"""Limit of token counts and of `top_k`: the largest signed 32-bit number."""
 MAX_TEMPERATURE = 1e6
 MAX_LOGIT_BIAS = 1e9
-"""Logits with this much added and divided by the smallest temperature are finite in 32 bits."""
+"""Logits plus this value, divided by the smallest temperature, are finite in float32."""
 MAX_LOGIT_BIAS_KEY = 10
 """Digits of a token id."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """User intent for one request. Field names and ranges are the public `/generate` interface.
+    """Sampling parameters of one request. Field names and ranges are the public `/generate` interface.
 
     `sampling_seed` of None means that the scheduler draws one, `max_new_tokens` of None "until the context is full".
     """
@@ -61,12 +61,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     @property
     def has_penalties(self) -> bool:
-        """Returns whether a sample depends on how often tokens came before."""
+        """Returns whether sampling depends on the counts of earlier tokens."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def num_bytes(self) -> int:
-        """Returns about the memory that a process needs for what the client wrote in these parameters."""
+        """Returns about how many bytes a process needs for the client's texts in these parameters."""
         texts = (*self.stop, *self.stop_regex, *(getattr(self, name) or "" for name in _GRAMMARS))
         return sum(map(len, texts)) + _ID_BYTES * len(self.stop_token_ids) + _BIAS_BYTES * len(self.logit_bias)
 
@@ -111,7 +111,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
             raise ValueError(f"stop_token_ids must have at most {MAX_STOP_TOKEN_IDS}, got {len(self.stop_token_ids)}.")
 
     def _drop_foreign_stop_ids(self, vocab_size: int) -> None:
-        """Ids of no token are harmless: they are never sampled. Clients send those of other models."""
+        """Drops ids that are not in the vocabulary: clients send those of other models, and they are never sampled."""
         self.stop_token_ids = [token for token in self.stop_token_ids if 0 <= token < vocab_size]
 
     def _verify_bias(self, vocab_size: int) -> None:
@@ -151,7 +151,7 @@ def _interval(low: float, high: float, low_open: bool) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A client's value in an error message, whatever its size."""
+    """Returns a client's value for an error message, shortened if it is long."""
     if isinstance(value, int):
         return str(value) if value.bit_length() <= _SHOWN_BITS else f"an integer of {value.bit_length()} bits"
     if isinstance(value, float):
@@ -164,7 +164,8 @@ def merge(
     model_defaults: Mapping[str, Any] | None = None,
     server_defaults: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """Parameters of one request: its own values, then the server's, then the model's, then the defaults above.
+    """Returns the parameters of one request: its own values, then the server's, then the model's, then the defaults
+    above.
 
     A value of None counts as not given, except for `max_new_tokens`, where it means "until the context is full". Raises
     ValueError for an unknown key or a value of the wrong type; ranges are checked by `verify`.
@@ -186,7 +187,7 @@ def merge(
 
 
 def _normalize(values: dict[str, Any]) -> dict[str, Any]:
-    """Accepted spellings: one stop string instead of a list, a grammar as an object, token ids as numbers."""
+    """Converts accepted spellings: one stop string to a list, a grammar object to text, token ids to numbers."""
     for name in _LISTS:
         if isinstance(values.get(name), str):
             values[name] = [values[name]]

@@ -36,6 +36,8 @@ class Column(IntEnum):
 
 
 class Flag(IntEnum):
+    """Columns of the table of flags, which say what a row's sampling needs."""
+
     SAMPLED = 0
     TOP_K = 1
     TOP_P = 2
@@ -45,24 +47,25 @@ class Flag(IntEnum):
 
 
 def is_greedy(params: SamplingParams) -> bool:
+    """Returns whether the request takes the most probable token."""
     return params.temperature < GREEDY_BELOW or params.top_k == 1
 
 
 def takes_largest(params: SamplingParams) -> bool:
-    """Returns whether the largest of the logits as they are is all that the request wants of them."""
+    """Returns whether the request takes the largest raw logit: it is greedy, and nothing changes its logits."""
     edited = params.has_penalties or params.logit_bias or params.min_new_tokens > 0
     return is_greedy(params) and not edited
 
 
 @dataclass(slots=True)
 class SparseLogits:
-    """Additions to single logits: the columns of `packed` are (batch row, token, float32 bits, position limit). An
+    """Additions to single logits. The columns of `packed` are (batch row, token, float32 bits, position limit); an
     entry applies while the row's position is below its limit."""
 
     packed: torch.Tensor  # [4, n] int32
 
     def part(self, rows: slice) -> SparseLogits:
-        """Returns the entries of some rows; the others add nothing to the first token."""
+        """Returns the entries of some rows; entries of the others add nothing to the first token."""
         row, token, amount, limit = self.packed.unbind(0)
         inside = (row >= rows.start) & (row < rows.stop)
         kept = [torch.where(inside, each, 0) for each in (row - rows.start, token, amount)]
@@ -71,7 +74,8 @@ class SparseLogits:
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The rows of one batch, B = len(slots). The flags, from host memory, say whether any row needs a step at all."""
+    """The sampling rows of one batch, B = len(slots). The flags, in host memory, say whether any row needs a sampling
+    stage."""
 
     slots: torch.Tensor  # [B] int64
     table: torch.Tensor  # [num_slots, ROW_WIDTH] int32
@@ -86,7 +90,7 @@ class SamplingBatch:
 
     @property
     def only_largest(self) -> bool:
-        """Returns whether the largest of the logits as they are is all that is wanted."""
+        """Returns whether every row takes the largest raw logit."""
         return self.all_greedy and self.penalties is None and self.sparse is None
 
     @property
@@ -94,17 +98,17 @@ class SamplingBatch:
         return self.any_top_k or self.any_top_p or self.any_min_p
 
     def count(self, tokens: torch.Tensor) -> None:
-        """tokens [B] int64, drawn in these rows, count for the penalties of later ones. A negative one counts as 0."""
+        """Counts tokens [B] int64, sampled in these rows, for later penalties. A negative token counts as 0."""
         if self.penalties is not None:
             self.penalties.add_tokens(self.rows()[:, Column.PENALTY_ROW].long(), tokens.clamp(min=0))
 
     def part(self, rows: slice) -> SamplingBatch:
-        """Returns the batch of some of the rows, with the flags of all."""
+        """Returns the batch of some of the rows, with the flags of all of them."""
         sparse = None if self.sparse is None else self.sparse.part(rows)
         return replace(self, slots=self.slots[rows], sparse=sparse)
 
     def rows(self) -> torch.Tensor:
-        """[B, ROW_WIDTH] int32 on the device."""
+        """Returns the parameter rows, [B, ROW_WIDTH] int32 on the device."""
         return self.table[self.slots]
 
 
@@ -137,7 +141,7 @@ class SamplingTable:
         output_ids: list[int],
         stop_ids: Collection[int],
     ) -> None:
-        """Take over `slot` for a request that continues after `prompt_ids + output_ids`.
+        """Sets the parameters of `slot` for a request that continues after `prompt_ids + output_ids`.
 
         `seed` is any 64-bit integer. `stop_ids` (end-of-text and stop tokens) cannot be sampled before
         `params.min_new_tokens` tokens are out. Raises ValueError for a logit bias outside the vocabulary.
@@ -170,7 +174,7 @@ class SamplingTable:
             flags[Flag.SPARSE] = True
 
     def clear(self, slot: int) -> None:
-        """Forget the request of `slot`."""
+        """Forgets the request of `slot`."""
         if self._flags[slot, Flag.PENALTY]:
             self.penalties.release(int(self._host[slot, Column.PENALTY_ROW]))
         if self._sparse.pop(slot, None) is not None:
@@ -185,7 +189,7 @@ class SamplingTable:
         self._flags[slot] = False
 
     def _sparse_entries(self, params: SamplingParams, prompt_len: int, stop_ids: Collection[int]) -> np.ndarray:
-        """[3, n] int32: token, float32 bits of the addition, position limit."""
+        """Returns [3, n] int32: token, float32 bits of the addition, position limit."""
         bias = {int(token): value for token, value in params.logit_bias.items()}
         for token in bias:
             if not 0 <= token < self.vocab_size:
@@ -197,7 +201,7 @@ class SamplingTable:
         return np.stack([np.array(tokens, dtype=np.int32), amounts.view(np.int32), np.array(limits, dtype=np.int32)])
 
     def view(self, slots: np.ndarray, slots_dev: torch.Tensor) -> SamplingBatch:
-        """The rows of `slots` ([B] integers; `slots_dev` the same on the device, int64), in that order."""
+        """Returns the batch of `slots` ([B] integers; `slots_dev` the same on the device, int64), in that order."""
         self._flush()
         flags = self._flags[slots]
         any_flag = flags.any(axis=0) if len(slots) else np.zeros(len(Flag), dtype=bool)

@@ -1,4 +1,4 @@
-"""The limit of the thoughts of an answer, as it travels with a request."""
+"""Limit of the thinking tokens of an answer, in the form that travels with a request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
-    """`tokens`: at most so many thoughts. `begin` and `end`: the tokens that spell the marks around them; most formats
-    have one token for each. `inside`: the prompt has the first mark already."""
+    """`tokens`: most thinking tokens. `begin` and `end`: the tokens of the marks around them, one each in most formats.
+    `inside`: the prompt contains the first mark already."""
 
     tokens: int
     begin: list[int]

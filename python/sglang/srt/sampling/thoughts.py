@@ -1,4 +1,4 @@
-"""A limit on the thoughts of a reasoning model: when they reach it, only the mark that ends them is allowed."""
+"""Limit on the thinking tokens of a reasoning model: when it is reached, only the mark that ends them is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
 class Thoughts:
-    """The position of one output in its thoughts. Tokens alone decide, so that all ranks decide alike."""
+    """Tracks whether one output is within its thoughts, and how long they are. It depends on tokens alone, so all ranks
+    agree."""
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
@@ -28,6 +29,7 @@ class Thoughts:
         return other
 
     def push(self, token: int) -> None:
+        """Takes the next token of the output."""
         if self.over:
             return
         self._last.append(token)
@@ -41,12 +43,13 @@ class Thoughts:
             self._num_tokens += 1
 
     def may_end_within(self, num_tokens: int) -> bool:
-        """Returns whether the token after `num_tokens` unknown ones may have to be part of the end."""
+        """Returns whether the token after `num_tokens` unknown ones may have to be part of the end mark."""
         return not self.over and self._num_tokens + num_tokens >= self._budget.tokens
 
     def restrict(self, row: npt.NDArray[np.int32]) -> None:
-        """row [ceil(vocab / 32)]: bit v % 32 of word v // 32 allows token v. Once the budget is used
-        up, it leaves the next token of the end only; but what a grammar forbids stays forbidden."""
+        """Restricts row [ceil(vocab / 32)], in which bit v % 32 of word v // 32 allows token v. Once the budget is used
+        up, only the next token of the end mark stays allowed; if the grammar forbids that token, the row is
+        unchanged."""
         if self.over or not self._begun or self._num_tokens < self._budget.tokens:
             return
         word, bit = divmod(self._budget.end[self._spelled(self._budget.end)], 32)
@@ -56,13 +59,13 @@ class Thoughts:
             row[word] = mask
 
     def _spelled(self, mark: list[int]) -> int:
-        """The number of tokens of `mark` that the output ends with."""
+        """Returns the number of leading tokens of `mark` that the output ends with."""
         last = list(self._last)
         return next(n for n in range(min(len(mark), len(last)), -1, -1) if last[len(last) - n :] == mark[:n])
 
     def _ends_with(self, token: int) -> bool:
-        """Returns whether the thoughts end with `token`. The last token of a mark of three and more may be another than
-        the mark's: one that has the line break behind it, too."""
+        """Returns whether the thoughts end with `token`. The last token of a mark of three or more may differ from the
+        mark's, as it may include the following line break."""
         end = self._budget.end
         if len(end) < 3:
             return self._spelled(end) == len(end)

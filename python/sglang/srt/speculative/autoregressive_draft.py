@@ -1,8 +1,8 @@
-"""Draft tokens of a draft model, one after the other: EAGLE, EAGLE3, multi-token prediction, or a small model of its
-own.
+"""Draft tokens made one after the other by a draft model: EAGLE, EAGLE3, multi-token prediction (MTP), or a small
+standalone model.
 
-A chain of n draft tokens runs the draft's layers over the rows of the target's step, so that the draft has keys and
-values of all tokens that the target has, and then over one further token of each request at a time.
+For a chain of n draft tokens the draft's layers run over the rows of the target's step, so that the draft has keys and
+values of all the target's tokens, and then over one further token of each request at a time.
 
     target     row i   token i                        -> hidden state i
     shifted    row i   token i + 1, hidden state i    -> draft token i + 2      EAGLE, EAGLE3, MTP
@@ -24,15 +24,15 @@ from sglang.srt.speculative.drafter import DraftStep
 
 
 def following_rows(batch: ForwardBatch) -> MaskedRows | None:
-    """Returns the features of images that stand for the tokens behind those of a step's prompts. A prompt's first token
-    is behind none of its rows. Behind the last row of a chunk only the token id is known."""
+    """Returns the image features for draft rows that read the token after their own, i.e. shifted by one within each
+    prompt. The first token of a prompt follows no row; after the last row of a chunk only the token id is known."""
     rows, extend = batch.embedding_rows, batch.extend
     return None if rows is None or extend is None else rows.following(extend.start_loc[:-1], len(batch.input_ids))
 
 
 def _keep_states(batch: ForwardBatch, last_rows: torch.Tensor) -> None:
-    """Advances the states of a draft's layers by the rows of a step of draft tokens that stand, up to `last_rows`
-    [R]."""
+    """Commits the recurrent states of the draft's layers up to `last_rows` [R], the last accepted row of each
+    request."""
     if not batch.state_records:
         return
     assert batch.extend is not None and batch.extend.draft_tokens is not None
@@ -42,8 +42,8 @@ def _keep_states(batch: ForwardBatch, last_rows: torch.Tensor) -> None:
 
 
 class AutoregressiveDraft:
-    """Draft tokens a chain of tokens with a draft model. Implements Drafter. One request brings the whole chain,
-    whatever its first draft tokens were worth."""
+    """Makes a chain of draft tokens with a draft model. Implements Drafter. A request always brings the whole chain,
+    however likely its first draft tokens are."""
 
     def __init__(self, model: DraftModel, num_tokens: int, shares_selection: bool) -> None:
         """shares_selection: as in `plan.drafts.description.DraftDescription`."""
@@ -56,8 +56,8 @@ class AutoregressiveDraft:
         pass
 
     def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
-        """Computes the draft tokens. The rows of the step are computed whatever num_speculative_tokens is: later draft
-        tokens read them."""
+        """Returns the draft tokens. The step's rows are computed even for num_speculative_tokens = 0, because later
+        draft tokens read their keys and values."""
         shifted, model = self.model.shifted, self.model
         features = model.features(step.hidden, step.aux_hidden_states)
         ids = step.next_ids if shifted else step.batch.input_ids

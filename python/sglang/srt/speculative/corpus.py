@@ -1,4 +1,4 @@
-"""External texts on the device, in which n-gram drafts are looked up."""
+"""External texts on the device, in which n-gram drafting looks up continuations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class DeviceCorpus:
-    """Tokens and order of all texts, at addresses that stay, as CUDA graphs need them."""
+    """Tokens and suffix order of all texts, at the fixed addresses that CUDA graphs need."""
 
     def __init__(self, max_tokens: int, device: torch.device | str) -> None:
         tokens = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
@@ -18,8 +18,8 @@ class DeviceCorpus:
         """Arrays of the texts, as `native_ngram.Corpus` takes them."""
 
     def load(self, path: Path) -> None:
-        """Takes the file that `managers.front.corpora` wrote. Copies on the current stream: steps that were launched
-        before read the texts before."""
+        """Loads a file that `managers.front.corpora` wrote. Copies on the current stream, so steps launched before read
+        the old texts."""
         with np.load(path) as content:
             texts, sorted_ends = content["tokens"], content["order"]
         tokens, order, size = self.arrays

@@ -18,8 +18,7 @@ from sglang.srt.speculative.ngram import NgramDrafter
 
 
 def create_drafter(settings: SpeculativeSettings, model: CausalLM, plan: Plan) -> Drafter:
-    """Creates the drafter for a model with its weights. Raises UserError for a draft whose checkpoint is not as it
-    should be."""
+    """Creates the drafter for a model with loaded weights. Raises UserError for an unsuitable draft checkpoint."""
     num_tokens = settings.num_draft_tokens
     if not plan.description.last_stage:
         return DrafterElsewhere(num_tokens, settings.lookahead_slots, plan.next_tokens_read)

@@ -1,15 +1,14 @@
-"""Chooses how many draft tokens a step verifies: the number that gives most tokens a second, which may be none.
+"""Chooses how many draft tokens a step verifies: the number that gives most tokens per second, which may be none.
 
-A step of R requests with w tokens of each takes `step_ms[R, w]`, measured on this server. The draft token at place i,
-behind right ones, is right in a share a_i of cases, estimated from what was verified. So the step is expected to give
+A step of R requests with w tokens each takes `step_ms[R, w]`, measured on this server. The draft token at place i is
+accepted with probability a_i if those before it are, estimated from past steps. So the step is expected to give
 
     R (1 + a_1 + a_1 a_2 + ... + a_1 ... a_(w-1)) tokens in step_ms[R, w].
 
-A drafter may say how likely each of its last draft tokens stands. Then a_1 ... a_i of the next step is the estimate
-times what the drafter says of these draft tokens over what it says on average: what it says of all draft tokens changes
-nothing.
+A drafter may give the confidence of its latest draft tokens. Then a_1 ... a_i of the next step is the estimate times
+their confidence divided by its average, so that a drafter that is always too sure changes nothing.
 
-Plain arithmetic on the host: ranks with the same times and the same results take the same decisions.
+This is plain arithmetic on the host: ranks with the same times and results make the same decisions.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from operator import mul
 from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
 
 StepTimes = Mapping[tuple[int, int], float]
-"""Measured times: (requests, tokens of each) -> milliseconds."""
+"""Measured times: (requests, tokens per request) -> milliseconds."""
 
 FIRST_RATE = 0.7
-"""Share of first draft tokens expected to be right before any was verified."""
+"""Assumed acceptance rate of the first draft token before any was verified."""
 PRIOR_WEIGHT = 4.0
-"""Number of draft tokens that an expectation counts as: the one for a place is the rate of the place before it."""
+"""Number of verified draft tokens that the prior of a place weighs; the prior is the rate of the place before it."""
 PROBE_STEPS = 4
 CONFIDENCE_SHARE = 0.02
-"""Share of the last step in the average of what a drafter says of its draft tokens."""
+"""Weight of the latest step in the moving average of a drafter's confidence."""
 
 
 def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
-    """Returns the numbers of tokens of each request that a step may bring, ascending. Each has graphs of its own, so
-    there are few."""
+    """Returns the numbers of tokens per request that a step may bring, ascending. They are few, because each has graphs
+    of its own."""
     k = settings.num_draft_tokens
     if settings.adaptive is None:
         return (k,)
@@ -44,7 +43,7 @@ def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
 
 
 class Confidences:
-    """What a drafter says of its draft tokens: of the last step, beside the average of steps before."""
+    """A drafter's confidence: of the latest step, and its moving average."""
 
     def __init__(self, num_places: int) -> None:
         self._usual = [0.0] * num_places
@@ -52,7 +51,7 @@ class Confidences:
         self._steps = 0
 
     def observe(self, likely: Sequence[Sequence[float]]) -> None:
-        """Takes how likely the draft tokens of each request stand, each if those before it do.
+        """Records for each request the probability that each draft token is accepted if those before it are.
 
         >>> said = Confidences(2)
         >>> said.observe([[0.5, 0.5], [1.0, 1.0]])
@@ -71,22 +70,22 @@ class Confidences:
         self._usual = [(1 - share) * usual + share * now for usual, now in zip(self._usual, self._latest, strict=True)]
 
     def factors(self) -> list[float]:
-        """Returns, for each place, how much likelier than usual the draft tokens up to it stand."""
+        """Returns for each place the confidence that all draft tokens up to it are accepted, relative to its
+        average."""
         pairs = zip(self._latest, self._usual, strict=True)
         return [now / usual if usual > 0 else 1.0 for now, usual in pairs]
 
 
 class AcceptanceRates:
-    """Estimates the acceptance rates a_1, a_2, ...: for each place how often its guess was right where those before it
-    were."""
+    """Estimates a_1, a_2, ...: for each place how often its draft token was accepted when those before it were."""
 
     def __init__(self, num_places: int) -> None:
         self._tested = [0.0] * num_places
         self._right = [0.0] * num_places
 
     def observe(self, width: int, count: int) -> None:
-        """Counts the result of a request that brought `width` tokens, of which `count` stand: the first, and each one
-        behind a right draft token.
+        """Counts the result of a request that brought `width` tokens, of which `count` were accepted, the last sampled
+        token included.
 
         >>> rates = AcceptanceRates(3)
         >>> rates.observe(width=4, count=2)  # the first draft token was right, the second was not, the third is unknown
@@ -98,15 +97,16 @@ class AcceptanceRates:
             self._right[place] += place < count - 1
 
     def counts(self) -> list[tuple[float, float]]:
-        """Returns (right, tested) for each place."""
+        """Returns (accepted, tested) for each place."""
         return list(zip(self._right, self._tested, strict=True))
 
     def decay(self, alpha: float) -> None:
+        """Reduces the weight of all counts so far by the share `alpha`."""
         self._tested = [(1 - alpha) * count for count in self._tested]
         self._right = [(1 - alpha) * count for count in self._right]
 
     def rates(self) -> list[float]:
-        """Returns a_1, a_2, ...: a place of which little is known is expected to be like the place before it."""
+        """Returns a_1, a_2, ...; a place with few observations is drawn to the rate of the place before it."""
         rates, expected = [], FIRST_RATE
         for right, tested in self.counts():
             expected = (right + PRIOR_WEIGHT * expected) / (tested + PRIOR_WEIGHT)
@@ -114,8 +114,8 @@ class AcceptanceRates:
         return rates
 
     def expected_tokens(self, widths: Sequence[int], factors: Sequence[float]) -> dict[int, float]:
-        """Returns the expected tokens of a request in a step, for each width. factors: of the likelihood that all
-        draft tokens up to a place stand; 1 where there is none."""
+        """Returns the expected tokens per request and step, for each width. factors: relative confidence that all draft
+        tokens up to a place are accepted, 1 if unknown."""
         reached, likely, total, by_width = 1.0, 1.0, 1.0, [1.0]
         for rate, factor in zip_longest(self.rates(), factors, fillvalue=1.0):
             reached *= rate
@@ -126,11 +126,10 @@ class AcceptanceRates:
 
 
 class AdaptiveDepth:
-    """Chooses the width of each step: tokens that a request brings, the last sampled one included; 1: no draft
-    tokens."""
+    """Chooses the width of each step: tokens per request, the last sampled one included; 1: no draft tokens."""
 
     def __init__(self, settings: AdaptiveSettings, num_draft_tokens: int, step_ms: StepTimes) -> None:
-        """step_ms: times for several numbers of requests, the same on every rank; empty: nothing was measured, and
+        """step_ms: times for several numbers of requests, equal on every rank; empty if nothing was measured, and then
         every step brings `num_draft_tokens`."""
         steps = settings.candidate_steps or tuple(range(1, num_draft_tokens))
         asked = (1, *(step + 1 for step in steps if step < num_draft_tokens))
@@ -161,11 +160,11 @@ class AdaptiveDepth:
 
     @property
     def rates(self) -> list[float]:
-        """Returns the estimated share of right draft tokens at each place behind right ones."""
+        """Returns the estimated acceptance rate of each place, given that all before it were accepted."""
         return self._acceptance.rates()
 
     def observe(self, widths: Sequence[int], counts: Sequence[int]) -> None:
-        """Counts a step's result: for each request how many tokens it brought, and how many stand."""
+        """Counts a step's result: for each request the tokens it brought (`widths`) and those accepted (`counts`)."""
         if max(widths, default=1) == 1:
             return
         for width, count in zip(widths, counts, strict=True):
@@ -176,12 +175,12 @@ class AdaptiveDepth:
             self._verified = 0
 
     def expect(self, likely: Sequence[Sequence[float]]) -> None:
-        """Takes how likely the draft tokens behind a step stand, for each request: the next choice counts on it."""
+        """Records the confidence of the draft tokens made after a step, which the next choice uses."""
         self._confidences.observe(likely)
         self._factors = self._confidences.factors()
 
     def next_width(self, num_requests: int) -> int:
-        """Returns the width of the step that is launched now, of `num_requests` requests."""
+        """Returns the width of the step that is launched now with `num_requests` requests."""
         if len(self.widths) == 1:
             return self.widths[0]
         self._steps += 1
@@ -195,8 +194,8 @@ class AdaptiveDepth:
         return self._probed(num_requests)
 
     def _probed(self, num_requests: int) -> int:
-        """Returns the choice, or now and then some draft tokens where the choice is to have none: acceptance changes
-        with texts."""
+        """Returns the chosen width; if that is 1, now and then a wider one as a probe, because acceptance changes with
+        the text."""
         if self._width > 1:
             self._without = self._probe = 0
             return self._width
@@ -210,7 +209,7 @@ class AdaptiveDepth:
         return max(self.widths[1:], key=lambda width: (speeds[width], -width))
 
     def _choice(self, num_requests: int, factors: Sequence[float] = ()) -> int:
-        """Returns the fastest width; the present one unless another is faster by a margin. factors: as in
+        """Returns the fastest width; keeps the current one unless another is faster by a margin. factors: as in
         `AcceptanceRates.expected_tokens`."""
         speeds = self._speeds(num_requests, factors)
         best = max(self.widths, key=lambda width: (speeds[width], -width))
@@ -219,13 +218,13 @@ class AdaptiveDepth:
         return best
 
     def _speeds(self, num_requests: int, factors: Sequence[float] = ()) -> dict[int, float]:
-        """Returns the tokens of a request in a millisecond, for each width."""
+        """Returns the expected tokens per request and millisecond, for each width."""
         expected = self._acceptance.expected_tokens(self.widths, factors)
         return {width: expected[width] / self._step_ms(num_requests, width) for width in self.widths}
 
     def _step_ms(self, num_requests: int, width: int) -> float:
-        """Returns the time of a step of the next larger measured number of requests, to which the step is padded.
-        Beyond the largest number, times grow in proportion to the requests."""
+        """Returns the time of the next larger measured number of requests, to which a step is padded. Beyond the
+        largest, times grow in proportion to the requests."""
         times = self._times[width]
         index = bisect_left(times, (num_requests, 0.0))
         if index < len(times):
@@ -234,7 +233,7 @@ class AdaptiveDepth:
         return ms * num_requests / requests
 
     def _measured_load(self, num_requests: int) -> int:
-        """Returns a number for the load; loads of one number have the same times, up to a factor that all widths
-        share."""
+        """Returns an index of the load; loads with the same index have the same times, up to a factor common to all
+        widths."""
         times = self._times[self.widths[-1]]
         return bisect_left(times, (num_requests, 0.0))

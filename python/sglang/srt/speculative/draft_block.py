@@ -1,4 +1,4 @@
-"""Draft tokens of a block draft (DFLASH, DSPARK): all of a step in one pass of the draft.
+"""Draft tokens of a block draft (DFLASH, DSPARK), which makes all draft tokens of a step in one pass.
 
     position    0 .. n - 1                                n           n + 1 .. n + B - 1
     row         of the target's steps: the draft keeps    last token  mask tokens
@@ -6,8 +6,8 @@
     guess       DFLASH                                                of the token at its position
                 DSPARK                                    of the token behind its position, by the draft token before it
 
-A block is always as long as the draft was trained for, also where fewer draft tokens are asked for: its rows see each
-other.
+A block always has the length that the draft was trained for, even if fewer draft tokens are asked for, because its rows
+attend to each other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sglang.srt.speculative.drafter import DraftStep
 
 
 class DraftBlock:
-    """Draft tokens a block of tokens with a draft model. Implements Drafter."""
+    """Makes a block of draft tokens with a draft model. Implements Drafter."""
 
     next_tokens_read = 0
 
     def __init__(self, model: BlockDraft, num_tokens: int, max_requests: int) -> None:
-        """max_requests: of a step, as the memory of logits is planned."""
+        """max_requests: of a step, which bounds the rows of logits computed at once."""
         self.model, self.num_tokens, self.form = model, num_tokens, model.form
         self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.lookahead_slots = self.form.size
@@ -38,7 +38,7 @@ class DraftBlock:
         pass
 
     def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
-        """Computes the draft tokens. The rows of the step are kept whatever num_speculative_tokens is: later blocks
+        """Returns the draft tokens. The step's rows are kept even for num_speculative_tokens = 0, because later blocks
         read them."""
         model, count, form = self.model, len(step.tokens), self.form
         rows = replace(step.batch, aux_hidden_states=[], step_cache={}, state_records=None, mrope_positions=None)
@@ -61,12 +61,12 @@ class DraftBlock:
         return draft_tokens
 
     def _parts(self, count: int, num_speculative_tokens: int) -> Iterator[slice]:
-        """Yields runs of `count` requests whose logits are computed at once."""
+        """Yields slices of the `count` requests whose logits are computed at once."""
         at_once = max(1, self.rows_at_once // num_speculative_tokens)
         return (slice(first, first + at_once) for first in range(0, count, at_once))
 
     def _draft_block(self, step: DraftStep, state: torch.Tensor, requests: slice) -> torch.Tensor:
-        """Draws the draft tokens of some requests from the rows [R, num_speculative_tokens, H] of all."""
+        """Returns draft tokens of the requests in the slice, drawn from `state` [R, num_speculative_tokens, H]."""
         rows, slots, lens = state[requests], step.slots[requests], step.lens[requests].to(torch.int64)
         count, num_speculative_tokens = rows.shape[:2]
         logits = self.model.logits(rows.flatten(0, 1))
@@ -87,7 +87,7 @@ def _in_turn(
     lens: torch.Tensor,
     previous: torch.Tensor,
 ) -> torch.Tensor:
-    """Draws one draft token after the other, each by the one before it: logits [R, n, V], rows [R, n, H] -> [R, n]."""
+    """Returns draft tokens [R, n], each drawn given the one before it. logits [R, n, V], rows [R, n, H]."""
     state, draft_tokens = head.begin(logits, rows), []
     for place in range(logits.shape[1]):
         corrected, state = head(place, logits[:, place], rows[:, place], previous, state)

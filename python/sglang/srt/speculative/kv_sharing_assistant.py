@@ -17,10 +17,11 @@ from sglang.srt.speculative.drafter import DraftStep
 
 
 class KVSharingAssistant:
-    """Draft tokens a chain of tokens over a cache that stays as it is. Implements Drafter.
+    """Makes a chain of draft tokens over a cache that it only reads. Implements Drafter.
 
-    Stages of a pipeline that do not draft know only the flag, which is that of MTP. So slots are planned as for MTP,
-    though this draft needs none ahead and reads no token behind a row."""
+    Pipeline stages that do not draft only know the flag, which is that of MTP. So slots are planned as for MTP, though
+    this draft needs no lookahead slots and reads no token after a row.
+    """
 
     aux_layers: tuple[int, ...] = ()
     caches: tuple[CacheStore, ...] = ()
@@ -34,6 +35,7 @@ class KVSharingAssistant:
         pass
 
     def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
+        """Returns the draft tokens, all computed from the query row at position `lens`."""
         if not num_speculative_tokens or not len(step.tokens):
             return step.tokens.new_empty((len(step.tokens), num_speculative_tokens))
         model, last = self.model, step.tokens

@@ -1,18 +1,17 @@
-"""Draft tokens of a draft with a layer for each depth: MiMo-V2's, Step's and Inkling's layers for multi-token
-prediction.
+"""Draft tokens of multi-token prediction (MTP) with a layer for each depth, as MiMo-V2, Step and Inkling have it.
 
     depth 0    row i   token i + 1, features i    -> draft token i + 2
     depth d    row i   token i + 1 + d            -> draft token i + 2 + d
 
-A step that computes the tokens up to position n - 1 and samples token n lets depth d compute its rows up to n - 1 - d.
-So the rows of depth d lag d positions behind the step's. The d rows behind them need tokens that are drafted: they are
-computed with the draft tokens, and again when the tokens are known. What depth d reads of the depth before it lies one
-row further back in each step; the last such row of the step before is kept for each request (`tails`).
+A step that computes tokens up to position n - 1 and samples token n knows the inputs of depth d up to row n - 1 - d. So
+the rows of depth d lag d positions behind the step's. The next d rows need draft tokens: they are computed with these,
+and again once the real tokens are known. A row of depth d reads the output of depth d - 1 one row further back, which
+for the first row of a step was computed in the step before; that row is kept for each request (`tails`).
 
-A request whose first computed row is f (behind a cached prefix, or 0) has features from there on only. Until it has as
-many as a depth lags, the rows of this depth begin at f, and those at the end of a run, whose tokens are unknown, are
-computed of any and written over later: rows see only what lies before them. Where requests have states, which are kept
-from position 0 on, features are copied with them, and a request goes on where another one stood.
+Features of a request exist only from its first computed row f on (0, or the end of a cached prefix). Until depth d is d
+rows past f, its rows begin at f; those at the end of a run whose tokens are unknown are computed with arbitrary tokens
+and overwritten later, which is harmless because attention is causal. If the draft's layers have recurrent states, these
+start at position 0, so tails are copied with the states and a request continues where the cached prefix ended.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from sglang.srt.speculative.drafter import DraftStep
 
 
 class MultiLayerMTP:
-    """Draft tokens a chain of tokens, each with the layer of its depth. Implements Drafter."""
+    """Makes a chain of draft tokens, each with the layer of its depth. Implements Drafter."""
 
     def __init__(self, model: DepthDraft, num_tokens: int, max_requests: int, device: torch.device | str) -> None:
         self.model, self.num_tokens = model, num_tokens
         self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.num_depths = self.next_tokens_read = len(model.depths)
-        # Nothing is kept behind the computed tokens; the stages before the last one plan as for other chains.
+        # No cache slots are needed after the computed tokens, but earlier pipeline stages plan as for other drafts.
         self.lookahead_slots = num_tokens - 2
         shape = (0 if model.keeps_states else self.num_depths - 1, max_requests + 1, model.hidden_size)
         self._tails = torch.zeros(shape, dtype=model.dtype, device=device)
@@ -46,18 +45,18 @@ class MultiLayerMTP:
 
     @property
     def tails(self) -> list[torch.Tensor]:
-        """Of each depth but the last, what the next one reads at the first row of the next step, [slots, H] by request
-        slot."""
+        """Returns, for each depth but the last, the output [slots, H] by request slot that the next depth reads at the
+        first row of the next step."""
         return [store["tail"] for store in self.model.tails] if self.model.keeps_states else [*self._tails]
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
-        """Forgets the features of the slot's last request, in the order of the stream."""
+        """Resets the slot's first position with features, in stream order, unless features are kept with states."""
         if not self.model.keeps_states:
             self.first[slot] = -1
 
     def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
-        """Computes the draft tokens. All depths compute the rows of the step, whatever num_speculative_tokens is: later
-        draft tokens read them."""
+        """Returns the draft tokens. All depths compute the step's rows even for num_speculative_tokens = 0, because
+        later draft tokens read them."""
         state = self._compute_rows(step)
         if not num_speculative_tokens:
             return step.tokens.new_empty((len(step.tokens), 0))
@@ -85,7 +84,7 @@ class MultiLayerMTP:
         return step.draw(self.model.logits(depth, state), step.slots, positions).clamp(min=0)
 
     def _compute_rows(self, step: DraftStep) -> torch.Tensor:
-        """Computes the rows of the step at every depth, and keeps the tails. Returns the states [T, H] of the first
+        """Computes the step's rows at every depth, keeps the tails, and returns the outputs [T, H] of the first
         depth."""
         runs = runs_of(step.batch)
         self.first[runs.slots] = torch.where(self.first[runs.slots] < 0, runs.before, self.first[runs.slots])
@@ -125,8 +124,8 @@ class MultiLayerMTP:
 def lagging_step(
     batch: ForwardBatch, positions: torch.Tensor, row_slots: torch.Tensor, lag: torch.Tensor
 ) -> CompressedStep:
-    """Returns what layers with states read of a batch whose rows are those of `batch` at earlier positions [T], as
-    `BuildLagging` says. Rows of request slot 0 belong to nobody."""
+    """Returns the step of layers with states for a batch with the rows of `batch` at earlier positions [T], as in
+    `BuildLagging`. Rows of request slot 0 are padding."""
     step, back = compressed_step(batch), lag[row_slots]
     firsts = torch.where(row_slots > 0, step.requests.firsts - back, positions)
     stops = torch.where(row_slots > 0, step.requests.stops - back, positions + 1)
@@ -135,7 +134,7 @@ def lagging_step(
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """The runs of rows of a step, one of each of S requests; padding is of request slot 0."""
+    """The runs of rows of a step, one for each of S requests; padding has request slot 0."""
 
     slots: torch.Tensor  # [S] int64
     before: torch.Tensor  # [S] int32, tokens computed before
@@ -144,7 +143,7 @@ class Runs:
 
 
 def runs_of(batch: ForwardBatch) -> Runs:
-    """Returns the runs of a step of any kind."""
+    """Returns the runs of a step of any kind (decode, verify, prompts)."""
     decode, extend, count = batch.decode, batch.extend, len(batch.positions)
     single = torch.arange(0 if decode is None else len(decode), dtype=torch.int32, device=batch.positions.device)
     if extend is None:

@@ -1,9 +1,9 @@
-"""Draft tokens looked up in earlier tokens: those that followed the last ones in the request, or in external texts.
+"""Draft tokens looked up as the continuation of the latest tokens, earlier in the request or in external texts.
 
     history  [request slots + 1, context_len] int32    tokens by position; behind the last one, the latest draft tokens
 
-A table instead of a trie: the longest match is searched for anew behind every step, which takes microseconds of a GPU,
-forgets nothing, and needs nothing of the host. Idea: prompt lookup decoding (Saxena, 2023), by suffixes of any length.
+It is a table instead of a trie: each step searches the longest match again, which takes microseconds on a GPU, forgets
+nothing and needs no host. Source: prompt lookup decoding (Saxena, 2023), here with suffixes of any length.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class NgramDrafter:
-    """Implements Drafter."""
+    """Proposes the tokens that followed the longest earlier match. Implements Drafter."""
 
     aux_layers: tuple[int, ...] = ()
     lookahead_slots = 0
@@ -48,18 +48,17 @@ class NgramDrafter:
         self.history = torch.zeros((max_requests + 1, context_len), dtype=torch.int32, device=device)
 
     def begin(self, slot: int, tokens: Sequence[int]) -> None:
-        """Enters the tokens in the order of the stream: steps in flight that still propose for the slot's last request
-        come before it."""
+        """Writes the request's tokens to its slot, in stream order: steps in flight still propose for the slot's last
+        request."""
         known = to_device(np.asarray(tokens, np.int32), self.history.device)
         self.history[slot, : len(known)] = known
 
     def propose(self, step: DraftStep, num_speculative_tokens: int) -> torch.Tensor:
-        """Looks draft tokens up, and enters the sampled token even when there are no draft tokens. Draft tokens that
-        stand are the tokens that were sampled, so the table needs no other word of them; the others are overwritten
-        before anything looks at them."""
+        """Returns the draft tokens, and stores the sampled token even if none are wanted. The draft tokens are stored
+        too: accepted ones equal the sampled tokens, and the others are overwritten before they are read."""
         corpus = self._corpus.arrays
         return self._op(self.history, step.slots, step.lens, step.tokens, self._longest, num_speculative_tokens, corpus)
 
     def load_texts(self, path: Path) -> None:
-        """Loads external texts, in the place of those before: a file of `managers.front.corpora`."""
+        """Replaces the external texts by a file of `managers.front.corpora`."""
         self._corpus.load(path)

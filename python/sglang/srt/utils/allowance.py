@@ -1,4 +1,4 @@
-"""The CPU budget of one request in a loop that serves all of them."""
+"""Processor time budget of one request in a loop that serves all requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 class Allowance:
     """Processor seconds that a request may spend: `burst_s` at once, `refill_s` a token on average.
 
-    A clock decides, so with tensor parallelism only the leader may ask.
+    It depends on a clock, so with tensor parallelism only the leader may ask.
     """
 
     __slots__ = ("_burst_s", "_clock", "_left_s", "_refill_s", "_started")
@@ -23,6 +23,7 @@ class Allowance:
 
     @property
     def left_s(self) -> float:
+        """Returns the seconds that are left; negative if more were spent."""
         return self._left_s
 
     @property
@@ -30,11 +31,11 @@ class Allowance:
         return self._left_s <= 0
 
     def refill(self) -> None:
-        """One more token."""
+        """Adds the time for one more token."""
         self._left_s = min(self._burst_s, self._left_s + self._refill_s)
 
     def __enter__(self) -> Allowance:
-        """Charges what happens in the block."""
+        """Begins to charge the time until the block ends."""
         self._started = self._clock()
         return self
 

@@ -1,4 +1,4 @@
-"""Small host arrays on their way to the device, in one copy: what a copy costs is its launch, not bandwidth."""
+"""Copies small host arrays to the device in one transfer, because a copy costs its launch, not bandwidth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCH_DTYPE = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32
 
 
 class Field(NamedTuple):
-    """Shape and type of a named array. `rest` is the value of the entries that a load does not give."""
+    """Shape and type of a named array. `rest`: value of the entries that a load does not give."""
 
     shape: tuple[int, ...]
     dtype: npt.DTypeLike
@@ -23,7 +23,7 @@ class Field(NamedTuple):
 
 
 class DeviceArrays:
-    """Named arrays in one block of device memory, at addresses that stay, as CUDA graphs need them.
+    """Named arrays in one block of device memory at fixed addresses, as CUDA graphs need them.
 
     >>> arrays = DeviceArrays({"slots": Field((8,), np.int64)}, "cuda")
     >>> arrays.load(slots=np.array([3, 1]))
@@ -51,7 +51,7 @@ class DeviceArrays:
         return name in self._arrays
 
     def load(self, **values: npt.NDArray[Any]) -> None:
-        """Write the leading entries of each array, along every dimension; asynchronous on the current stream."""
+        """Writes the leading entries of each array, along every dimension; asynchronous on the current stream."""
         # The pinned block returns to torch's host allocator, which reuses it only after this copy has run.
         host = torch.empty_like(self._block, device="cpu", pin_memory=True) if self._block.is_cuda else self._block
         memory = host.numpy()
@@ -75,20 +75,20 @@ class DeviceArrays:
 
 
 def send(device: torch.device | str, **arrays: npt.NDArray[Any]) -> DeviceArrays:
-    """Copies of these arrays on the device. On CUDA the copy is asynchronous on the current stream."""
+    """Returns copies of these arrays on the device. On CUDA the copy is asynchronous on the current stream."""
     sent = DeviceArrays({name: Field(a.shape, a.dtype) for name, a in arrays.items()}, device)
     sent.load(**arrays)
     return sent
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device | str) -> torch.Tensor:
-    """A copy of one array."""
+    """Returns a copy of one array on the device."""
     return send(device, array=array)["array"]
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """x where it is in host memory, or a copy there, complete once an event that is recorded behind it (`event_on`) has
-    passed."""
+    """Returns x if it is in host memory, otherwise a copy there, which is complete once an event recorded after this
+    call (`event_on`) has passed."""
     if not x.is_cuda:
         return x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -96,7 +96,7 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 
 def event_on(device: torch.device | str) -> torch.cuda.Event | None:
-    """Recorded on the current stream of a GPU."""
+    """Returns an event recorded on the current stream of a GPU; None on other devices."""
     if torch.device(device).type != "cuda":
         return None
     ready = torch.cuda.Event()

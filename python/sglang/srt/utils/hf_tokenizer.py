@@ -1,6 +1,5 @@
-"""The model's tokenizer. Reads tokenizer.json with the `tokenizers` library alone where that is the whole truth,
-because importing transformers (and with it torch) costs every process seconds; otherwise transformers loads it.
-"""
+"""The model's tokenizer. Uses the `tokenizers` library alone if tokenizer.json is complete, because importing
+transformers (and with it torch) costs every process seconds; otherwise loads it with transformers."""
 
 from __future__ import annotations
 
@@ -27,14 +26,15 @@ logger = logging.getLogger(__name__)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _PANIC = "PanicException"
 _WORD_START = "\u2581"
-"""Stands for a space in SentencePiece vocabularies."""
+"""Mark for a space in SentencePiece vocabularies."""
 
 
 class Tokenizer:
-    """Text to ids and back. Decoding never "cleans up" spaces: the text is exactly what the tokens spell."""
+    """Converts text to token ids and back. Decoding never "cleans up" spaces: the text is exactly what the tokens
+    spell."""
 
     def __init__(self, files: TokenizerFiles, rust: tokenizers.Tokenizer | None, hf: Any | None) -> None:
-        """`rust` is the `tokenizers` object, None for a tokenizer that is written in Python; then `hf` is given."""
+        """`rust`: the `tokenizers` object; None for a tokenizer written in Python, for which `hf` is given."""
         self._files = files
         self._rust = rust
         self._hf = hf
@@ -48,8 +48,8 @@ class Tokenizer:
         self.chat_template = files.chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; special tokens that are spelled out in it count as such. Safe in several threads, of which
-        the others go on meanwhile. Raises TokenizerError for a text on which the tokenizer fails."""
+        """Returns the ids of `text`; special tokens that are spelled out in it count as such. Thread-safe, and other
+        threads go on meanwhile. Raises TokenizerError for a text on which the tokenizer fails."""
         if self._rust is not None:  # `encode` would keep Python's lock, and locate every token in the text
             with _panics_as_errors():
                 (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -59,7 +59,8 @@ class Tokenizer:
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids outside of the vocabulary print nothing, those on which the tokenizer fails U+FFFD."""
+        """Returns the text of `ids`; ids outside of the vocabulary print nothing, those on which the tokenizer fails
+        print U+FFFD."""
         if self._rust is not None:
             try:
                 with _panics_as_errors():
@@ -74,21 +75,21 @@ class Tokenizer:
             )
 
     def text_decoder(self) -> TextDecoder:
-        """Decoder for sequences as they grow."""
+        """Returns a decoder for growing sequences."""
         if self._byte_level is not None:
             return self._byte_level
         special_ids = _special_ids(self._rust) if self._rust is not None else frozenset(self.hf.all_special_ids)
         return WindowDecoder(self.decode, special_ids)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token, special tokens included; U+FFFD for parts of characters."""
+        """Returns the text of one token, special tokens included; U+FFFD for parts of characters."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for; empty for an unknown id."""
+        """Returns the bytes that one token stands for; empty for an unknown id."""
         if self._byte_level is not None:
             return self._byte_level.token_bytes(token_id)
         if self._rust is None:
@@ -101,14 +102,15 @@ class Tokenizer:
 
     @property
     def spells_tokens(self) -> bool:
-        """Returns whether `token_bytes` is exact, by what tokenizer.json says about decoding."""
+        """Returns whether `token_bytes` is exact, according to the decoder in tokenizer.json."""
         if self._hf is not None or self._rust is None:  # transformers may have changed or left out something
             return False
         return self._byte_level is not None or _has_byte_tokens(self._rust)
 
     @property
     def vocab_size(self) -> int:
-        """Ids with a meaning, added tokens included. The model's vocabulary may be padded beyond."""
+        """Returns the number of ids with a meaning, added tokens included. The model's vocabulary may be padded
+        beyond."""
         return self._rust.get_vocab_size(with_added_tokens=True) if self._rust is not None else len(self.hf)
 
     def token_id(self, token: str) -> int | None:
@@ -138,7 +140,7 @@ class Tokenizer:
         return {} if self._rust is None else self._rust.get_added_tokens_decoder()
 
     def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text by itself, without those that frame a prompt. Raises TokenizerError."""
+        """Returns the ids of each text by itself, without BOS and the like. Raises TokenizerError."""
         if self._rust is None:
             return [self.encode(text, add_special_tokens=False) for text in texts]
         with _panics_as_errors():
@@ -146,25 +148,25 @@ class Tokenizer:
 
     @property
     def rust(self) -> tokenizers.Tokenizer | None:
-        """The underlying `tokenizers` object, if there is one."""
+        """Returns the underlying `tokenizers` object, None if there is none."""
         return self._rust
 
     @property
     def hf(self) -> Any:
-        """The transformers tokenizer; the first use imports transformers and torch (seconds)."""
+        """Returns the transformers tokenizer; the first use imports transformers and torch (seconds)."""
         if self._hf is None:
             self._hf = _load_with_transformers(self._files, trust_remote_code=False)
         return self._hf
 
 
 class TokenizerError(ValueError):
-    """A tokenizer's own rules fail, as a pattern that gives up does."""
+    """Raised when a tokenizer's own rules fail on a text, for example when a pattern exceeds its limits."""
 
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """The library raises bare Exceptions, and panics, which are none: those would end whatever thread or process meets
-    one."""
+    """Converts the library's bare Exceptions and panics to TokenizerError. A panic is not an Exception and would end
+    its thread or process."""
     try:
         yield
     except BaseException as error:
@@ -174,7 +176,7 @@ def _panics_as_errors() -> Iterator[None]:
 
 
 def load_tokenizer(args: ServerArgs) -> Tokenizer | None:
-    """The tokenizer of `--tokenizer-path`, None with --skip-tokenizer-init. Raises UserError."""
+    """Returns the tokenizer of `--tokenizer-path`; None with --skip-tokenizer-init. Raises UserError."""
     if args.skip_tokenizer_init:
         return None
     assert args.tokenizer_path is not None
@@ -202,7 +204,7 @@ def _read_tokenizer_json(files: TokenizerFiles) -> tokenizers.Tokenizer:
 
 
 def _mismatch(files: TokenizerFiles, rust: tokenizers.Tokenizer) -> str | None:
-    """Returns how tokenizer.json alone differs from what tokenizer_config.json describes; None if it does not."""
+    """Returns how tokenizer.json alone differs from tokenizer_config.json's description; None if it does not."""
     added = rust.get_added_tokens_decoder()
     for number, described in files.added_tokens:
         token, special = added.get(number), described.get("special", False)
@@ -239,12 +241,13 @@ def _special_ids(rust: tokenizers.Tokenizer) -> frozenset[int]:
 
 
 def _is_byte_level(rust: tokenizers.Tokenizer) -> bool:
-    """Returns whether decoding is nothing but joining the tokens' bytes."""
+    """Returns whether decoding only joins the tokens' bytes."""
     return [part["type"] for part in _decoders(rust)] == ["ByteLevel"]
 
 
 def _has_byte_tokens(rust: tokenizers.Tokenizer) -> bool:
-    """Returns whether the vocabulary is one of SentencePiece: texts with a mark for spaces, and tokens for bytes."""
+    """Returns whether the vocabulary is SentencePiece's kind: texts with a mark for spaces, and tokens for single
+    bytes."""
     steps = {part["type"]: part for part in _decoders(rust)}
     marks = {steps["Replace"]["pattern"].get("String")} if "Replace" in steps else {_WORD_START}
     known = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}

@@ -1,4 +1,4 @@
-"""Addresses as people write them."""
+"""Parsing of HOST:PORT addresses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How deeply JSON that clients send may be nested, and reading it within that.
+"""Limits the nesting of JSON that clients send, and reads JSON within it.
 
-What walks such a value (templates, grammars, encoders) calls itself a few times a level. The limit is far from Python's
-of 1,000 calls, so that none of them has to expect a RecursionError.
+Code that walks such a value (templates, grammars, encoders) recurses a few times a level. The limit is far below
+Python's of 1,000 calls, so that none of it has to expect a RecursionError.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import msgspec
 import numpy as np
 
 MAX_JSON_NESTING = 128
-"""Objects and arrays inside of each other. Schemas of tools rarely pass 30."""
+"""Nesting depth of objects and arrays. Schemas of tools rarely exceed 30."""
 NESTED_TOO_DEEPLY = f"nested more than {MAX_JSON_NESTING} levels deep; make it flatter"
 
 _BLOCK = 1 << 16
-"""Bytes at a time: what is derived from them stays in a core's cache."""
+"""Bytes processed at a time; intermediate results then fit in a core's cache."""
 _NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 _LOWER = 0x20
-"""`[` and `{` differ in this bit alone, and so do `]` and `}`."""
+"""The only bit in which `[` and `{` differ; the same holds for `]` and `}`."""
 
 
 def read_json(text: str) -> Any:
-    """The value of JSON that was a string in a request. Raises ValueError, which says what the text is: not JSON (half
-    of a surrogate pair is no text), or nested too deeply."""
+    """Returns the value of JSON text. Raises ValueError, which says what is wrong: not JSON (a lone surrogate is not
+    text), or nested too deeply."""
     try:
         raw = text.encode()
         if not nests_too_deeply(raw):
@@ -35,22 +35,22 @@ def read_json(text: str) -> Any:
 
 
 def nests_too_deeply(raw: bytes, num_brackets: int | None = None) -> bool:
-    """Whether this JSON nests more than is allowed. `num_brackets`: by `count_brackets`, where it is known already. Few
-    brackets cannot nest deeply: most bodies, those with images among them, are not looked at twice."""
+    """Returns whether JSON exceeds the nesting limit. `num_brackets`: from `count_brackets`, if known. Few brackets
+    cannot nest deeply, so most bodies, also those with images, need no second look."""
     if num_brackets is None:
         num_brackets = count_brackets(raw)
     return num_brackets > MAX_JSON_NESTING and _nests_deeper(raw, MAX_JSON_NESTING)
 
 
 def count_brackets(raw: bytes) -> int:
-    """Opening brackets, those within strings included. Numpy compares many bytes at once, `bytes.count` one."""
-    if len(raw) < _BLOCK // 8:  # too little for numpy's calls to pay
+    """Counts opening brackets, including those within strings. Numpy compares many bytes at once, `bytes.count` one."""
+    if len(raw) < _BLOCK // 8:  # too short for numpy to pay off
         return raw.count(b"[") + raw.count(b"{")
     return sum(int(np.count_nonzero(part | _LOWER == ord("{"))) for part in _blocks(raw))
 
 
 def count_commas(raw: bytes) -> int:
-    """Commas, those within strings included."""
+    """Counts commas, including those within strings."""
     return sum(int(np.count_nonzero(part == ord(","))) for part in _blocks(raw))
 
 
@@ -60,12 +60,13 @@ def _blocks(raw: bytes) -> list[np.ndarray]:
 
 
 def _nests_deeper(raw: bytes, limit: int) -> bool:
-    """Brackets within strings do not count. What is no JSON gets either answer."""
+    """Returns whether brackets outside of strings nest deeper than `limit`. The answer for invalid JSON is
+    arbitrary."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
     depth, inside_string = 0, False
     for first in range(0, len(raw), _BLOCK):
-        if inside_string and raw.find(b'"', first, first + _BLOCK) < 0:  # most of an image
+        if inside_string and raw.find(b'"', first, first + _BLOCK) < 0:  # skips most of an image
             continue
         structure = np.frombuffer(raw[first : first + _BLOCK].translate(None, _NO_STRUCTURE), np.uint8)
         if not len(structure):

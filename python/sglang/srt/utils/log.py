@@ -1,4 +1,4 @@
-"""One look for the messages of every process of the server."""
+"""Log format of all processes of the server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Log to standard error as `[2026-01-31 12:00:00 PROCESS] message`; `level` as in `--log-level`.
+    """Logs to standard error as `[2026-01-31 12:00:00 PROCESS] message`; `level` as in `--log-level`.
 
-    Called once in each process, by its entry point.
+    Call it once in each process, at its start.
     """
     name = f" {process}" if process else ""
     formatter = logging.Formatter(f"[%(asctime)s{name}] %(message)s", "%Y-%m-%d %H:%M:%S")

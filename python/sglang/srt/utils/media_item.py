@@ -1,4 +1,4 @@
-"""An image or a video of a prompt, as messages carry it."""
+"""An image or video of a prompt, in the form that messages carry."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class MediaItem(msgspec.Struct, omit_defaults=True, kw_only=True):
 
     kind: Literal["image", "video"]
     digest: bytes
-    """32 bytes, SHA-256 of the picture or of the patches of a video, the grid and the kind: items with equal digests
-    have equal features."""
+    """SHA-256 (32 bytes) of the picture or of a video's patches, the grid and the kind: items with equal digests have
+    equal features."""
     spans: list[tuple[int, int]]
     """Runs [start, end) of placeholder positions in `input_ids`, ascending. A video may have one for each frame."""
     grid: tuple[int, int, int]
-    """Frames (after those that are taken together), rows and columns of patches."""
+    """Temporal patches, rows and columns of patches."""
     pixels: SharedArray
-    """[patches, values of a patch], as the model's processor gives them."""
+    """[patches, values a patch], as the model's processor gives them."""
     frame_seconds: float = 0.0
-    """Between frames of the grid of a video."""
+    """Seconds between the grid's frames of a video."""

@@ -1,4 +1,4 @@
-"""The part of a JSON object that can be read when the rest of it is missing or wrong, as in an output that was cut."""
+"""Reads the beginning of a JSON object whose rest is missing or wrong, as in an output that was cut."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from sglang.srt.utils.json_nesting import MAX_JSON_NESTING
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"((?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*)("?)')
-"""A string as far as it goes; the second group is its end."""
+"""A string, perhaps cut; the second group is its closing quote."""
 _SCALAR = re.compile(r"(?:-?[0-9]{1,64}(?:\.[0-9]{1,64})?(?:[eE][+-]?[0-9]{1,3})?|true|false|null)(?=[ \t\r\n,}\]])")
-"""A number or word behind which something follows: at the end of a text half of it may be missing."""
+"""A number or word with something after it: at the end of a text half of it may be missing."""
 
 
 class _Broken(Exception):
-    """Nothing can be read from here on."""
+    """Raised where nothing more can be read."""
 
 
 def longest_object(text: str) -> dict[str, Any]:
-    """The object with which `text` begins, up to the first place that is no JSON; {} if it begins otherwise. A string
-    that is cut keeps what there is of it; a key, a number or a word that is cut is left out."""
+    """Returns the object with which `text` begins, up to the first invalid place; {} if it begins otherwise. A cut
+    string keeps its beginning; a cut key, number or word is left out."""
     reader = _Reader(text)
     try:
         if reader.following() == "{":
@@ -45,7 +45,7 @@ class _Reader:
         return self._text[self._at : self._at + 1]
 
     def read_object(self, depth: int) -> tuple[dict[str, Any], bool]:
-        """What there is of an object, and whether it is whole."""
+        """Returns the readable part of an object, and whether it is complete."""
         value: dict[str, Any] = {}
         self._at += 1
         if self._ends("}"):

@@ -1,4 +1,4 @@
-"""Limits that a process puts on itself before it touches what others wrote."""
+"""Limits that a process sets on itself before it handles untrusted input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _SIZES = Path("/proc/self/statm")
 
 
 def die_with_parent() -> None:
-    """Has the system kill this process when the thread that started it ends: one that computes would not notice."""
+    """Has the system kill this process when the thread that started it ends, as a computing process would not notice
+    that."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -24,14 +25,14 @@ def name_process(name: str) -> None:
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Limits the address space to what it is now and `more_bytes`; allocations beyond it fail."""
+    """Limits the address space to its present size plus `more_bytes`; further allocations fail."""
     if _SIZES.exists():
         pages = int(_SIZES.read_text().split()[0])
         lower_limit(resource.RLIMIT_AS, pages * _PAGE_BYTES + more_bytes)
 
 
 def lower_limit(kind: int, limit: int) -> None:
-    """Sets a limit of the system for good, or keeps a lower one."""
+    """Lowers a system limit for good; keeps one that is lower already."""
     hard = resource.getrlimit(kind)[1]
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     resource.setrlimit(kind, (limit, limit))

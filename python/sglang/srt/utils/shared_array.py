@@ -1,7 +1,7 @@
-"""Arrays that processes of one host share: files in a directory that only the user can enter.
+"""Arrays shared by processes of one host, as files in a directory that only the user can enter.
 
-The front writes the pixels of an image once, and every rank reads them. A message carries the name, the shape and the
-type (`SharedArray`); what reads them trusts none of the three.
+The front writes the pixels of an image once, and every rank reads them. A message carries name, shape and type
+(`SharedArray`); readers validate all three.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, BinaryIO
 import msgspec
 
 if TYPE_CHECKING:
-    import numpy as np  # messages are read without it
+    import numpy as np  # messages are decoded without numpy
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int32": 4, "int64": 8}
 """Bytes of a value by type."""
 _HELD_AS = {"bfloat16": "int16"}
-"""Types that numpy lacks, and what holds their bits."""
+"""Types that numpy lacks, and the type that holds their bits."""
 MAX_BYTES = 1 << 33
 MAX_DIMS = 8
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class SharedArray(msgspec.Struct):
-    """`name`: of a file in the server's directory of shared arrays."""
+    """A shared array. `name`: of its file in the server's directory of shared arrays."""
 
     name: str
     shape: list[int]
@@ -36,13 +36,13 @@ class SharedArray(msgspec.Struct):
 
 
 class SharedArrayError(ValueError):
-    """A message's description of an array is wrong, or does not fit its file."""
+    """Raised when a message's description of an array is invalid, or does not fit its file."""
 
 
 def write(directory: Path, array: np.ndarray, prefix: str = "array", dtype: str | None = None) -> SharedArray:
-    """Writes a new file with mode 0600, whose name begins with `prefix`. dtype: of the values, where the array holds
-    their bits alone. Raises SharedArrayError for a type or size that is not shared, OSError for a full disk; then no
-    file stays."""
+    """Writes a new file with mode 0600, whose name begins with `prefix`. dtype: type of the values, if the array holds
+    only their bits. Raises SharedArrayError for an unsupported type or size, OSError for a full disk; then no file
+    remains."""
     import numpy as np
 
     shared = SharedArray(f"{prefix}-{uuid.uuid4().hex}", list(array.shape), dtype or array.dtype.name)
@@ -60,9 +60,9 @@ def write(directory: Path, array: np.ndarray, prefix: str = "array", dtype: str 
 
 
 def append(directory: Path, shared: SharedArray, offset: int, data: bytes) -> None:
-    """Writes bytes of an array that another machine has: the first ones begin the file, later ones come behind those
-    that are there. Raises SharedArrayError for a part that is not the next one or is too long, and OSError for a full
-    disk; then no file stays."""
+    """Writes a part of an array of another machine: the first part creates the file, later ones are appended. Raises
+    SharedArrayError for a part that is not the next one or is too long, and OSError for a full disk; then no file
+    remains."""
     path = _checked(directory, shared)
     if offset < 0 or offset + len(data) > num_bytes(shared):
         raise SharedArrayError(f"{len(data)} bytes from {offset} on are not in the shared array {shared.name}")
@@ -79,8 +79,8 @@ def append(directory: Path, shared: SharedArray, offset: int, data: bytes) -> No
 
 
 def read(directory: Path, shared: SharedArray) -> np.ndarray:
-    """Maps the file, without a copy, for reading only: it may be unlinked meanwhile. Of a type that numpy lacks it has
-    the bits. Raises SharedArrayError, and FileNotFoundError for one that is gone."""
+    """Maps the file read-only without a copy; it may be unlinked meanwhile. Returns the bits of types that numpy lacks.
+    Raises SharedArrayError, and FileNotFoundError if it is gone."""
     import numpy as np
 
     with opened(directory, shared) as file:
@@ -91,7 +91,7 @@ def read(directory: Path, shared: SharedArray) -> np.ndarray:
 
 
 def opened(directory: Path, shared: SharedArray) -> BinaryIO:
-    """Opens the file, which may be unlinked meanwhile, at its first byte; nothing is read ahead. Raises as `read`."""
+    """Opens the file, which may be unlinked meanwhile, at its first byte, without reading ahead. Raises like `read`."""
     descriptor = os.open(_checked(directory, shared), os.O_RDONLY | os.O_NOFOLLOW)
     file = os.fdopen(descriptor, "rb", buffering=0)
     size = os.fstat(descriptor).st_size
@@ -102,22 +102,23 @@ def opened(directory: Path, shared: SharedArray) -> BinaryIO:
 
 
 def num_bytes(shared: SharedArray) -> int:
+    """Returns the bytes of the array's values."""
     return math.prod(shared.shape) * DTYPES[shared.dtype]
 
 
 def remove_all(directory: Path, prefix: str) -> None:
-    """Unlinks the files that were written with this prefix, also one that is not whole."""
+    """Unlinks all files written with this prefix, also incomplete ones."""
     for path in directory.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
 
 
 def remove(directory: Path, shared: SharedArray) -> None:
-    """Unlinks the file, if it is still there; who has mapped it keeps it."""
+    """Unlinks the file, if it still exists; processes that have mapped it keep it."""
     _checked(directory, shared).unlink(missing_ok=True)
 
 
 def remove_named(directory: Path, name: str) -> None:
-    """Unlinks the file of an array of any shape, if it is still there."""
+    """Unlinks the file of an array of any shape, if it still exists."""
     _named(directory, name).unlink(missing_ok=True)
 
 

@@ -1,8 +1,8 @@
-"""Stop strings: whether text contains one, what must be held back because it may become one, and where to cut.
+"""Stop strings: finds them in text, holds back text that may become one, and cuts the text where they begin.
 
-Text here has its special tokens spelled out (`text_stream.SpelledStream`), whether or not they print. Patterns come
-from clients: their size was checked before (`sampling.limits`), they are compiled in the process that uses them, and
-searched by a library that can stop, because a pattern may need exponential time.
+Special tokens are spelled out in this text (`text_stream.SpelledStream`), whether or not they print. Patterns come from
+clients: their size was checked before (`sampling.limits`), they are compiled in the process that uses them, and
+searched by a library that can time out, because a pattern may need exponential time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from sglang.srt.utils.allowance import Allowance
 from sglang.srt.utils.text_stream import TextDelta
 
 REGEX_WINDOW = 4096
-"""Characters at the end of the text in which a stop_regex is searched, so that its cost a token is bounded."""
+"""Characters at the end of the text in which a stop_regex is searched, to bound its cost a token."""
 SEARCH_BURST_S = 0.05
 SEARCH_REFILL_S = 0.001
-"""Time for searching: common patterns take microseconds a token."""
+"""Seconds a token for searching: common patterns take microseconds."""
 MAX_REGEX_HOLD = 256
 """Characters held back for a stop regex whose matches have no small upper bound."""
 
 
 @functools.lru_cache(maxsize=16)
 def compile_pattern(pattern: str) -> regex.Pattern[str]:
-    """Compiles a stop pattern, which takes up to 10 ms and 1 MB; samples and prompts of a call have the same ones. The
-    library's own cache would hold hundreds of clients' patterns. Raises ValueError for what the check of the request,
-    which knows Python's own syntax, let pass."""
+    """Compiles a stop pattern, which takes up to 10 ms and 1 MB; cached, since samples and prompts of a call share
+    patterns, while the library's own cache would hold hundreds of clients' patterns. Raises ValueError for what the
+    check of the request, which knows Python's own syntax, accepted."""
     try:
         return regex.compile(pattern, cache_pattern=False)
     except (regex.error, RecursionError) as error:
@@ -38,7 +38,7 @@ def compile_pattern(pattern: str) -> regex.Pattern[str]:
 
 
 class StopSearch:
-    """Finds stop strings in the text of one sequence as it grows."""
+    """Finds stop strings in the growing text of one sequence."""
 
     __slots__ = ("_allowance", "_keep", "_patterns", "_stop", "_tail")
 
@@ -51,8 +51,8 @@ class StopSearch:
         self._allowance = allowance or Allowance(SEARCH_BURST_S, SEARCH_REFILL_S)
 
     def push(self, text: str) -> str | None:
-        """The stop string, or stop regex as given, that the text now contains. Raises TimeoutError when the patterns
-        take too long to search."""
+        """Returns the stop string, or stop regex as given, that the text now contains. Raises TimeoutError when
+        searching the patterns takes too long."""
         text = self._tail + text
         for stop in self._stop:
             if stop in text:
@@ -74,7 +74,7 @@ class StopSearch:
 
 
 class PrefixTracker:
-    """Tracks how much of a stop string the end of a text already spells: the Knuth-Morris-Pratt automaton. Four bytes a
+    """Tracks how much of a stop string the end of a text spells, with the Knuth-Morris-Pratt automaton: four bytes a
     character of the stop string, constant time a character of text on average."""
 
     __slots__ = ("_failure", "_stop", "length")
@@ -93,6 +93,7 @@ class PrefixTracker:
         self._failure = failure
 
     def push(self, text: str) -> None:
+        """Updates `length` with further text."""
         stop, failure, length = self._stop, self._failure, self.length
         if not length and stop[0] not in text:
             return
@@ -108,7 +109,7 @@ class PrefixTracker:
 class StopHold:
     """Holds back the end of one sequence's text while it might be the beginning of a stop string.
 
-    Who decides that a sequence stops is the scheduler; this keeps text of the stop from being printed before that.
+    The scheduler decides that a sequence stops; this keeps text of the stop from being printed before.
     """
 
     __slots__ = ("_length", "_patterns", "_pieces", "_regex_hold", "_trackers")
@@ -123,7 +124,7 @@ class StopHold:
         self._length = 0
 
     def push(self, pieces: Iterable[TextDelta]) -> str:
-        """Add a piece of text; return the part of the text that no stop string can claim any more."""
+        """Adds text; returns the part that can no longer belong to a stop string."""
         self._append(pieces)
         if not self._length:
             return ""
@@ -131,11 +132,11 @@ class StopHold:
         return self._take(self._length - keep)
 
     def finish(self, pieces: Iterable[TextDelta], last: Iterable[TextDelta], matched: str | None) -> str:
-        """The rest of what prints, cut where the stop `matched` (a stop string, or a stop regex as given) begins;
-        None: uncut.
+        """Returns the rest of the printed text, cut where the stop `matched` (a stop string, or a stop regex as given)
+        begins; None: uncut.
 
-        `last` is the text of the sequence's last token (`pieces` come before it): the match ends in there, an earlier
-        occurrence is one that did not count.
+        `last` is the text of the sequence's last token (`pieces` come before it), in which the match ends; earlier
+        occurrences did not count.
         """
         self._append(pieces)
         last_start = self._length
@@ -154,7 +155,7 @@ class StopHold:
                     tracker.push(piece.text)
 
     def _take(self, length: int) -> str:
-        """Removes so many characters from the front; returns those that print."""
+        """Removes `length` characters from the front; returns those that print."""
         taken = []
         while length > 0:
             text, prints = self._pieces.popleft()

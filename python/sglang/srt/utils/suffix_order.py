@@ -1,4 +1,4 @@
-"""The positions of a text sorted by what ends there, read backwards: to find the longest match of a text's end."""
+"""Sorts the positions of a text by the reversed text before them, to find the longest match of a text's end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def suffix_order(tokens: npt.NDArray[np.int32], longest: int) -> npt.NDArray[np.
     array([3, 1, 2, 0], dtype=int32)
     """
     size = len(tokens)
-    rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1  # 0: nothing stands there
+    rank = np.unique(tokens, return_inverse=True)[1].astype(np.int64) + 1  # 0 stands for positions before the text
     if size and tokens.min() >= 0:
-        rank += 1  # -1 is smaller than every token, also where there is none
+        rank += 1  # -1 is smaller than every token, also before the text
     length = 1
     while length < longest and length < size:
         before = np.concatenate((np.full(length, 1, np.int64), rank[:-length]))

@@ -1,8 +1,7 @@
-"""Token ids to text, a few ids at a time, without ever printing half a character.
+"""Converts token ids to text, a few ids at a time, without printing incomplete characters.
 
-A `TextDecoder` belongs to a tokenizer, a `TextStream` to one sequence. For every way of cutting the ids into chunks,
-the pieces that `push` and `finish` return concatenate to the tokenizer's decoding of all ids (without clean-up of
-spaces).
+A `TextDecoder` belongs to a tokenizer, a `TextStream` to one sequence. However the ids are cut into chunks, the pieces
+that `push` and `finish` return concatenate to the tokenizer's decoding of all ids (without clean-up of spaces).
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_IDS = 3
-"""Ids that may wait for the rest of their character: it has at most 4 bytes, and an id stands for at least one."""
+"""Ids that may wait for the rest of their character, which has at most 4 bytes; an id stands for at least one."""
 MAX_CONTEXT_IDS = 32
-"""Printed ids that a window keeps at most."""
+"""Most printed ids that a window keeps."""
 
 
 class TextStream(Protocol):
     """Decoding state of one sequence."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these ids make certain."""
+        """Returns the text that these ids make certain."""
 
     def finish(self) -> str:
-        """Return the rest of the text: incomplete bytes show as U+FFFD."""
+        """Returns the rest of the text: incomplete bytes show as U+FFFD."""
 
 
 class TextDecoder(Protocol):
@@ -34,20 +33,22 @@ class TextDecoder(Protocol):
     def stream(self, skip_special_tokens: bool) -> TextStream: ...
 
     def special_text(self, token_id: int) -> str | None:
-        """The spelling of a special token; None for any other token."""
+        """Returns the spelling of a special token; None for any other token."""
 
 
 # --- text in which special tokens show --------------------------------------------------------------------------------
 
 
 class TextDelta(NamedTuple):
+    """A piece of text."""
+
     text: str
     prints: bool
     """False for a special token that the request does not want to see."""
 
 
 class SpelledStream:
-    """The text of one sequence with its special tokens spelled out: what stop strings are looked for in."""
+    """The text of one sequence with its special tokens spelled out, in which stop strings are searched."""
 
     __slots__ = ("_decoder", "_skip_special_tokens", "_stream")
 
@@ -57,7 +58,7 @@ class SpelledStream:
         self._skip_special_tokens = skip_special_tokens
 
     def push(self, ids: Sequence[int]) -> list[TextDelta]:
-        """The pieces that print are what `TextDecoder.stream` gives for these ids."""
+        """Returns pieces; those that print are what `TextDecoder.stream` gives for these ids."""
         if not self._skip_special_tokens:
             return [TextDelta(self._stream.push(ids), True)]
         pieces, start = [], 0
@@ -77,7 +78,7 @@ class SpelledStream:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE vocabularies use, character -> byte: bytes that are printable in
+    """Returns the printable stand-ins of byte-level BPE vocabularies, character -> byte: bytes that are printable in
     Latin-1 stand for themselves, the others are numbered from U+0100 in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): byte for byte in printable}
@@ -86,10 +87,10 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 class ByteLevelDecoder:
-    """Decodes vocabularies whose tokens are byte strings: a table lookup a token, and an incremental UTF-8 decoder."""
+    """Decodes vocabularies of byte strings with a table lookup a token and an incremental UTF-8 decoder."""
 
     def __init__(self, token_of: Callable[[int], str | None], special_ids: frozenset[int]) -> None:
-        """`token_of` gives the vocabulary's spelling of an id, None if there is none (such ids print nothing)."""
+        """`token_of` returns the vocabulary's spelling of an id, None if there is none (such ids print nothing)."""
         self._token_of = token_of
         self._special_ids = special_ids
         self._alphabet = byte_level_alphabet()
@@ -97,7 +98,7 @@ class ByteLevelDecoder:
         self._bytes_without_special: dict[int, bytes] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; empty for an unknown id."""
+        """Returns the bytes that a token stands for; empty for an unknown id."""
         text = self._bytes.get(token_id)
         if text is None:
             text = self._bytes[token_id] = self._spell(token_id)
@@ -126,6 +127,8 @@ class ByteLevelDecoder:
 
 
 class ByteLevelStream:
+    """Decoding state of one sequence."""
+
     __slots__ = ("_decode", "_fill", "_table")
 
     def __init__(self, table: dict[int, bytes], fill: Callable[[int], bytes]) -> None:
@@ -166,8 +169,8 @@ class WindowDecoder:
 
 
 class WindowStream:
-    """Keeps the ids of the piece printed last as context: how a token prints may depend on the one before (a leading
-    space, say), and is taken not to depend on older ones."""
+    """Decoding state of one sequence. Keeps the ids of the last printed piece as context: how a token prints may depend
+    on the one before (a leading space, say), and is assumed not to depend on older ones."""
 
     __slots__ = ("_decode", "_num_printed", "_skip_special_tokens", "_window")
 
@@ -199,13 +202,13 @@ class WindowStream:
         return now[len(before) :]
 
     def _whole_characters(self, final: bool) -> tuple[int, str]:
-        """The part of the window that can be printed, at least what is printed already, and its text."""
+        """Returns the printable part of the window, at least what was printed already, and its text."""
         length = len(self._window)
         now = ""
         for end in range(length, max(self._num_printed, length - MAX_HELD_IDS - 1), -1):
             now = self._decode(self._window[:end], self._skip_special_tokens)
             if final or not now.endswith(REPLACEMENT):
                 return end, now
-        if length - self._num_printed > MAX_HELD_IDS:  # text that is not UTF-8, however it goes on
+        if length - self._num_printed > MAX_HELD_IDS:  # the text is invalid UTF-8, whatever follows
             return length - MAX_HELD_IDS, now
         return self._num_printed, now

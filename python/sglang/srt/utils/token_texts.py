@@ -1,5 +1,5 @@
-"""Tokens whose texts count as equal for DeepSeek-V4.1's n-grams: the same letters, whatever their case, accents and
-spaces.
+"""Numbers of token texts for DeepSeek-V4.1's n-grams: texts that differ only in case, accents and spaces have the same
+number.
 
 Source: the rules in the inference code beside the checkpoint, as others describe them.
 """
@@ -14,14 +14,14 @@ from tokenizers import Regex, Tokenizer, normalizers
 from sglang.srt.errors import UserError
 
 _LONE_SPACE = "\ue000"
-"""Stands for a token of spaces alone while spaces around texts are taken off."""
+"""Stands for a token of only spaces while spaces around texts are stripped."""
 _UNDECODED = "\ufffd"
 
 
 def text_numbers(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
-    """Returns the number of each token's text, int64 [vocab_size]: texts are numbered as they first occur in the order
-    of token ids. A token that is no whole character has its own name as text; ids behind the tokenizer's last one have
-    the number of the first token."""
+    """Returns the number of each token's text, int64 [vocab_size], numbered by first occurrence in the order of token
+    ids. A token that is not a whole character has its own name as text; ids beyond the tokenizer's last one get the
+    number of the first token."""
     alike = normalizers.Sequence(
         [
             normalizers.NFKC(),
@@ -44,9 +44,9 @@ def text_numbers(tokenizer: Tokenizer, vocab_size: int) -> np.ndarray:
 
 
 def read_text_numbers(directory: str, vocab_size: int, num_texts: int) -> np.ndarray:
-    """Returns `text_numbers` of the tokenizer.json of a checkpoint. Raises UserError without one, and for one with
-    another number of texts than the checkpoint's hashes were made for. Beside a config.json without weights, for which
-    dummy ones stand, tokens have any of the texts."""
+    """Returns `text_numbers` of a checkpoint's tokenizer.json. Raises UserError if it is missing, or has another number
+    of texts than the checkpoint's hashes were made for. For a config.json without weights, which gets dummy ones, any
+    texts are accepted."""
     file = Path(directory) / "tokenizer.json"
     if not file.is_file() and not any(Path(directory).glob("*.safetensors")):
         return np.arange(vocab_size, dtype=np.int64) % num_texts

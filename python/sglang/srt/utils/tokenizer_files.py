@@ -1,4 +1,5 @@
-"""The contents of a Hugging Face tokenizer directory beside its vocabulary: special tokens and chat templates."""
+"""Reads the files of a Hugging Face tokenizer directory other than the vocabulary: special tokens and chat
+templates."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 from sglang.srt.errors import UserError
 
 MAX_FILE_BYTES = 64 << 20
-"""Of tokenizer_config.json, of a template and of their like."""
+"""Limit of tokenizer_config.json, of a template, and of similar files."""
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -26,7 +27,7 @@ class TokenizerFiles:
 
     @property
     def has_own_code(self) -> bool:
-        """Returns whether the tokenizer is a Python class that comes with the model."""
+        """Returns whether the tokenizer is a Python class that the model's directory contains."""
         return "AutoTokenizer" in (self.config.get("auto_map") or {})
 
     @property
@@ -44,7 +45,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(directory: Path) -> TokenizerFiles:
-    """Raises UserError on malformed JSON."""
+    """Reads the files of a directory. Raises UserError for malformed JSON."""
     config = _read_object(directory / "tokenizer_config.json")
     tokens = {**_read_object(directory / "special_tokens_map.json"), **config}
     special = {name: text for name in SPECIAL_TOKEN_NAMES if (text := _token_text(tokens.get(name))) is not None}
@@ -64,7 +65,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _text_of(path: Path) -> str:
-    """Raises UserError for a file that is no text of the size that such files have."""
+    """Returns a file's text. Raises UserError for a file that is not text or too large."""
     if path.stat().st_size > MAX_FILE_BYTES:
         raise UserError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB, which no such file needs.")
     try:
@@ -80,7 +81,8 @@ def _token_text(value: Any) -> str | None:
 
 
 def _chat_template(directory: Path, config: dict[str, Any]) -> str | dict[str, str] | None:
-    """Files win over tokenizer_config.json; further templates may lie in additional_chat_templates/."""
+    """Returns the chat template. Files take precedence over tokenizer_config.json; further templates may be in
+    additional_chat_templates/."""
     single = directory / "chat_template.jinja"
     if single.is_file():
         default = _text_of(single)

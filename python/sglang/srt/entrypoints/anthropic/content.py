@@ -1,4 +1,4 @@
-"""Content blocks of Anthropic's Messages API that are read: text and images, and what is shown to the model as such."""
+"""Content blocks of Anthropic's Messages API, and their form for the model: text and images."""
 
 from __future__ import annotations
 
@@ -100,6 +100,7 @@ class DocumentBlock(Block, tag="document"):
     citations: Citations | None = None
 
     def plain(self) -> list[TextBlock | ImageBlock]:
+        """Returns the blocks that the model gets."""
         given = self.source
         content = given.content if isinstance(given, BlocksSource) else getattr(given, "data", "")
         heading = [TextBlock(text) for text in (self.title, self.context) if text]
@@ -136,7 +137,7 @@ def blocks_of(content: Any) -> list[Any]:
 
 
 def plain_blocks(content: Any) -> list[Any]:
-    """Returns `blocks_of`, with text and images in place of documents and the like."""
+    """Returns `blocks_of` with text and images in place of documents and the like."""
     blocks: list[Any] = []
     for block in blocks_of(content):
         blocks += block.plain() if isinstance(block, SHOWN_AS_TEXT) else [block]

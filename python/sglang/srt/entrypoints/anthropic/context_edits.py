@@ -1,4 +1,4 @@
-"""The edits of `context_management`, on the messages of a request. Messages that an edit changes are copied."""
+"""Applies the edits of `context_management` to the messages of a request. Messages that an edit changes are copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang.srt.entrypoints.anthropic.protocol import (
 )
 
 CLEARED = "[The result of this call was cleared.]"
-"""The text that the model reads in a result's place."""
+"""Text that replaces a cleared result for the model."""
 
 Edited = tuple[list[AnyMessage], int]
 """The messages, and how many turns or calls were cleared."""
@@ -30,8 +30,8 @@ Edited = tuple[list[AnyMessage], int]
 async def apply_edits(
     body: CountTokensRequest, count: Callable[[], Awaitable[int]], beside: Callable[..., Awaitable[Edited]]
 ) -> list[dict[str, Any]]:
-    """Applies the edits of the request to its messages, and returns those that cleared something, as the answer lists
-    them. `count` tells the tokens of the request as it is then; `beside` calls a function beside the event loop."""
+    """Applies the edits of the request to its messages, and returns those that cleared something, in the answer's form.
+    `count()` returns the request's present tokens; `beside` calls a function outside of the event loop."""
     applied: list[dict[str, Any]] = []
     for edit in body.edits:
         messages, num_cleared = await beside(_edited, edit, body.messages)
@@ -54,7 +54,7 @@ _NAMES: dict[type, tuple[str, str]] = {
     ClearThinking: ("clear_thinking_20251015", "cleared_thinking_turns"),
     ClearToolUses: ("clear_tool_uses_20250919", "cleared_tool_uses"),
 }
-"""The type of an edit, and the name of its number in the answer."""
+"""For each kind of edit, its type in the answer and the name of its count."""
 
 
 def _edited(edit: AnyEdit, messages: list[AnyMessage]) -> Edited:
@@ -64,7 +64,7 @@ def _edited(edit: AnyEdit, messages: list[AnyMessage]) -> Edited:
 
 
 def _without_thoughts(messages: list[AnyMessage], num_kept: int | None) -> Edited:
-    """Results of tools are within a turn, which another message of the user ends."""
+    """Removes thoughts of old turns. A turn ends at the next user message; tool results do not end it."""
     turns: list[list[int]] = [[]]
     """The messages with thoughts, by turn."""
     for index, message in enumerate(messages):

@@ -1,4 +1,5 @@
-"""`context_management` of Anthropic's Messages API: what is cleared from a conversation before the model reads it."""
+"""`context_management` of Anthropic's Messages API: parts of a conversation that are cleared before the model reads
+it."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class ClearThinking(Edit, tag="clear_thinking_20251015"):
 
     @property
     def kept_turns(self) -> int | None:
-        """None: of all turns."""
+        """Returns how many turns keep their thoughts; None: all."""
         if self.keep is None:
             return 1
         return None if isinstance(self.keep, str) or self.keep.type == "all" else self.keep.value
@@ -57,6 +58,7 @@ class ClearToolUses(Edit, tag="clear_tool_uses_20250919"):
 
     @property
     def least_tokens(self) -> int:
+        """Returns the fewest tokens that must be cleared for the edit to apply."""
         return 0 if self.clear_at_least is None else self.clear_at_least.value
 
 

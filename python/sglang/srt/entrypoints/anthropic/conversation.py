@@ -1,4 +1,4 @@
-"""Anthropic's form of a conversation as the chat request that templates, formats and sampling understand."""
+"""Converts Anthropic's form of a conversation to a chat request."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from sglang.srt.entrypoints.openai.protocol import (
 _SEPARATOR = "\n"
 """Separator between text blocks that follow one another."""
 _UNREADABLE = "__unparsedToolInput"
-"""Claude Code's name for what was no JSON."""
+"""Claude Code's key for tool input that was not JSON."""
 _ERROR_MARK = "Error: "
 """Prefix of a tool's result that is an error, as chat templates have no other place for it."""
 
 
 def chat_request(body: CountTokensRequest) -> ChatCompletionRequest:
-    """Raises ApiError 400 for calls and results that do not belong together."""
+    """Returns the chat request. Raises ApiError 400 for tool calls and results that do not match."""
     choice = body.tool_choice
     request = ChatCompletionRequest(
         model=body.model,
@@ -68,14 +68,14 @@ def _tool(tool: MessageTool) -> dict[str, Any]:
     if tool.shown_description is not None:
         function["description"] = tool.shown_description
     examples = {"examples": tool.input_examples} if tool.input_examples else {}
-    function["parameters"] = {**tool.schema, **examples}  # in the order in which templates print them
+    function["parameters"] = {**tool.schema, **examples}  # the order of keys in which templates print them
     if tool.strict:
         function["strict"] = True
     return {"type": "function", "function": function}
 
 
 def _effort(body: CountTokensRequest) -> str | None:
-    """The last one that is given."""
+    """Returns the effort that was set last."""
     configs = [message.output_config for message in body.messages if isinstance(message, SystemMessage)]
     efforts = [config.effort for config in (body.output_config, *configs) if config is not None]
     return next((effort for effort in reversed(efforts) if effort is not None), None)
@@ -91,7 +91,7 @@ def _tool_choice(body: CountTokensRequest) -> Any:
 
 
 def _template_variables(body: CountTokensRequest) -> dict[str, Any] | None:
-    """The names that templates have for the switch; without one the model's default holds."""
+    """Returns the switch of thoughts under the names that templates use; empty if it is not given."""
     if body.thinking is None:
         return None
     thinks = body.thinking.type != "disabled"
@@ -130,7 +130,7 @@ def _messages(body: CountTokensRequest) -> list[dict[str, Any]]:
 
 
 def _lasting(messages: list[AnyMessage]) -> list[AnyMessage]:
-    """The messages without those of the system that have nothing to say, or have been said until now."""
+    """Returns the messages without system messages that are empty or no longer apply."""
     last = max((i for i, message in enumerate(messages) if isinstance(message, UserMessage)), default=-1)
 
     def lasts(index: int, message: AnyMessage) -> bool:
@@ -146,7 +146,8 @@ def _text(blocks: list[Block]) -> str:
 
 
 def _user_messages(blocks: list[Block], tool_names: dict[str, str]) -> list[dict[str, Any]]:
-    """Results are messages of their own; the text between them keeps its place."""
+    """Returns a user message as several: tool results become messages of their own, in order with the text between
+    them."""
     messages: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
@@ -163,7 +164,7 @@ def _user_messages(blocks: list[Block], tool_names: dict[str, str]) -> list[dict
 
 
 def _content(blocks: list[Block]) -> str | list[dict[str, Any]]:
-    """Text, or with images parts, of which those of text that follow one another are one."""
+    """Returns text, or with images a list of parts, in which adjacent texts are joined."""
     parts: list[dict[str, Any]] = []
     for is_text, group in itertools.groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
         if is_text:
@@ -220,7 +221,7 @@ def _assistant_message(blocks: list[Block]) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """The input of a call; the model's own text where the client says that it could not read it."""
+    """Returns the input of a call as JSON text; the model's own text if the client could not parse it."""
     broken = given.get(_UNREADABLE) if isinstance(given, dict) and len(given) == 1 else None
     raw = broken.get("raw") if isinstance(broken, dict) else None
     return raw if isinstance(raw, str) else given

@@ -1,7 +1,7 @@
 """Thoughts of answers that do not show them (`thinking.display` omitted).
 
-The block's signature carries them, so that the client sends them back with the conversation and the model goes on from
-them. It is no secret: a client that wants to read them can.
+The block's signature carries them, so that the client sends them back with the conversation and the model can continue
+from them. The signature is not encrypted: a client can decode it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import base64
 import binascii
 
 _MARK = "local-thoughts."
-"""The beginning of signatures that this server wrote."""
+"""Prefix of the signatures that this server writes."""
 
 
 def signature_of(thoughts: str) -> str:
+    """Returns a signature that carries the thoughts."""
     return _MARK + base64.b64encode(thoughts.encode()).decode()
 
 

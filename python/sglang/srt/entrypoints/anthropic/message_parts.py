@@ -1,4 +1,4 @@
-"""The parts of an answer that a whole message and a stream share: content blocks, usage, the reason of its end."""
+"""Parts of an answer that whole messages and streams share: content blocks, usage, stop reason."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def text_block(text: str = "") -> dict[str, Any]:
 
 
 def thinking_block(thinking: str = "", hidden: bool = False) -> dict[str, Any]:
-    """Thoughts are not signed: they come back as text, and the model may read them. `hidden`: they do so in the
-    signature alone."""
+    """Returns a block of thoughts. They are not signed: they come back as text, and the model may read them. `hidden`:
+    the block's signature carries them instead of its text."""
     shown, signature = ("", signature_of(thinking)) if hidden and thinking else (thinking, "")
     return {"type": "thinking", "thinking": shown, "signature": signature}
 
 
 def tool_use_block(call_id: str, name: str, arguments: str = "{}") -> dict[str, Any]:
-    """`arguments`: a JSON object, which stays as the model wrote it."""
+    """Returns a block of a call. `arguments`: a JSON object, kept as the model wrote it."""
     return {"type": "tool_use", "id": call_id, "name": name, "input": msgspec.Raw(arguments.encode())}
 
 
 def message(message_id: str, model: str, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-    """A message that has not ended."""
+    """Returns a message that has not ended."""
     return {
         "id": message_id,
         "type": "message",
@@ -44,7 +44,7 @@ def message(message_id: str, model: str, content: list[dict[str, Any]], usage: d
 
 
 def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
-    """`input_tokens` leaves out those that were read from the cache, where the server reports them."""
+    """Returns token counts. `input_tokens` leaves out cached tokens if the server reports them."""
     cached = meta.cached_tokens if reports_cached else 0
     return {
         "input_tokens": meta.prompt_tokens - cached,
@@ -56,21 +56,21 @@ def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
 
 
 class EndingRules(NamedTuple):
-    """What of a request tells why its answer ended."""
+    """Fields of a request on which the stop reason of its answer depends."""
 
     max_tokens: int
     stop_sequences: list[str] | None
 
     def ending(self, finish: FinishReason, has_calls: bool, meta: TokenMeta) -> dict[str, Any]:
-        """`stop_reason` and `stop_sequence`. Raises RequestError 503 for an aborted answer, which has none."""
+        """Returns `stop_reason` and `stop_sequence`. Raises RequestError 503 for an aborted answer, which has none."""
         return ending(finish, has_calls, self.stop_sequences, meta.completion_tokens < self.max_tokens)
 
 
 def ending(
     finish: FinishReason, has_calls: bool, stop_sequences: list[str] | None, room_left: bool = False
 ) -> dict[str, Any]:
-    """`stop_reason` and `stop_sequence`. `room_left`: `max_tokens` allowed more. Raises RequestError 503 for an aborted
-    answer, which has none."""
+    """Returns `stop_reason` and `stop_sequence`. `room_left`: `max_tokens` was not reached. Raises RequestError 503 for
+    an aborted answer, which has none."""
     refuse_aborted(finish)
     if finish.type == "stop" and finish.matched in (stop_sequences or ()):
         return {"stop_reason": "stop_sequence", "stop_sequence": finish.matched}

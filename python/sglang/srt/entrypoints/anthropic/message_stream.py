@@ -20,8 +20,8 @@ def _sse(name: str, **fields: Any) -> bytes:
 
 
 class MessageStream:
-    """Writes the events of one answer. `shows_thoughts`: they are text, else a signature. `new_message`: the message
-    as it begins, with its usage. `context`: what the end tells of the edits of the conversation."""
+    """Writes the events of one answer. `shows_thoughts`: thoughts are text, otherwise a signature. `new_message`: the
+    message at its beginning, with its usage. `context`: the report on edits of the conversation for the end."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class MessageStream:
         return b""
 
     def _within(self, block: dict[str, Any]) -> bytes:
-        """Opens the block unless one of its type is open."""
+        """Opens the block unless one of its type is open. Returns the events."""
         return b"" if self._open == block["type"] else self._start(block)
 
     def _start(self, block: dict[str, Any]) -> bytes:

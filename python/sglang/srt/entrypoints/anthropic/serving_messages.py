@@ -27,6 +27,7 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 async def messages(service: OpenAIService, body: MessagesRequest, request: Request) -> Response:
+    """Answers `POST /v1/messages`, whole or as a stream."""
     rid, model = rid_of(request), body.model or service.model_name
     rules = parts.EndingRules(body.max_tokens, body.stop_sequences)
     shows = not body.hides_thoughts
@@ -54,7 +55,7 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
 async def _call(
     service: OpenAIService, body: MessagesRequest, num_bytes: int, rid: str
 ) -> tuple[GenerateRequest, ChatFormats, dict[str, Any]]:
-    """The call, how its outputs are read, and what the answer tells of the edits of the conversation."""
+    """Returns the call, the formats of its outputs, and the report on edits of the conversation."""
     context = await _edit(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
     chat = await beside(service, num_bytes, chat_request, body)
@@ -62,7 +63,7 @@ async def _call(
 
 
 async def _edit(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> dict[str, Any]:
-    """Applies `context_management` to the messages. Returns its field of the answer, if the client asked for any."""
+    """Applies `context_management` to the messages. Returns its field of the answer, if the client asked for edits."""
     if body.context_management is None:
         return {}
     aside = partial(beside, service, num_bytes)
@@ -77,7 +78,7 @@ async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: in
 def _content(
     formats: ChatFormats, choice: ChoiceOutput, output: GenerateOutput, hides_thoughts: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """The blocks of a whole answer, and whether it has calls."""
+    """Returns the blocks of a whole answer, and whether it has calls."""
     parsed = collect_events(choice.push(output))
     content = [parts.thinking_block(parsed.reasoning, hides_thoughts)] if parsed.reasoning else []
     if parsed.text:
@@ -89,6 +90,7 @@ def _content(
 
 
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
+    """Answers `POST /v1/messages/count_tokens`."""
     num_bytes = body_bytes(request)
     count = await until_disconnect(request, _count(service, body, num_bytes))
     if body.context_management is None:

@@ -1,7 +1,7 @@
 """Tools of Anthropic's Messages API.
 
-Functions have a schema. Some tools of the client have none, as Anthropic's models know them; other models are told what
-these do. What Anthropic's servers run is left out of requests, and out of history.
+Functions have a schema. Some client tools have none, because Anthropic's models know them; other models get a
+description and schema from here. Tools that Anthropic's servers run are left out of requests and history.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
 }
-"""Tools of the client without a schema, by type without its date: what they do, and the arguments of their calls."""
+"""Client tools without a schema, by type without its date: description, and schema of the arguments."""
 
 
 class MessageTool(msgspec.Struct):
@@ -88,11 +88,12 @@ class MessageTool(msgspec.Struct):
 
     @property
     def kind(self) -> str | None:
-        """The type without its date; None: a function."""
+        """Returns the type without its date; None for a function."""
         return None if self.type in (None, "custom") else _DATE.sub("", str(self.type))
 
     @property
     def runs_at_client(self) -> bool:
+        """Returns whether the client runs it, so that the model is offered it."""
         return self.kind not in LEFT_OUT
 
     @property
@@ -105,7 +106,7 @@ class MessageTool(msgspec.Struct):
 
 
 def offered_tools(tools: list[MessageTool] | None) -> list[MessageTool]:
-    """Those that the model is offered."""
+    """Returns the tools that the model is offered."""
     for tool in tools or ():
         if not tool.runs_at_client:
             _log_left_out(str(tool.kind))
@@ -114,7 +115,7 @@ def offered_tools(tools: list[MessageTool] | None) -> list[MessageTool]:
 
 @functools.cache
 def _log_left_out(kind: str) -> None:
-    """Logs once what a server would log with each request of an agent."""
+    """Logs a kind of tool once, as agents send it with every request."""
     logger.warning("Tools of type %s run at Anthropic's servers, not here: models are not offered them.", kind)
 
 

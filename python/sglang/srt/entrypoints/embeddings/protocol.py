@@ -1,4 +1,4 @@
-"""Request bodies of what is computed without generating: embeddings, scores, ranks."""
+"""Request bodies of embeddings, scores and reranking."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Inputs = str | Annotated[list[str | Int | list[Int]], Meta(min_length=1)]
 
 
 def _check_inputs(name: str, inputs: Inputs) -> None:
-    """Raises ApiError 400 for lists of different things, and for too many."""
+    """Raises ApiError 400 for lists of mixed kinds, and for too many inputs."""
     if isinstance(inputs, str) or (isinstance(inputs[0], int) and all(isinstance(entry, int) for entry in inputs)):
         return
     if len(set(map(type, inputs))) > 1:
@@ -78,6 +78,7 @@ class ScoreRequest(Body, kw_only=True):
             raise bad_request("query and items must be texts, or all of them lists of token ids", param="items")
 
     def item_list(self) -> list[str | list[int]]:
+        """Returns the items as a list."""
         return [self.items] if isinstance(self.items, str) else self.items
 
 
@@ -99,7 +100,7 @@ class RerankRequest(Body, kw_only=True):
     return_documents: bool | None = True
 
     def texts(self) -> list[str]:
-        """The documents, in either form."""
+        """Returns the texts of the documents."""
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 

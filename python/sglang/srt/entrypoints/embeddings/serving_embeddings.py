@@ -23,6 +23,7 @@ MAX_FLOATS = 1 << 23
 
 
 async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Request) -> Response:
+    """Answers `/v1/embeddings`."""
     given: Any = body.input
     is_text = isinstance(given, str) or isinstance(given[0], str)
     call = GenerateRequest(
@@ -45,8 +46,8 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
 async def collect_complete(
     service: OpenAIService, request: Request, call: GenerateRequest
 ) -> tuple[GenerationStream, list[GenerateOutput]]:
-    """Collects outputs as `collect` does, for callers that cannot use a part of an output. Raises RequestError 503 if
-    one was aborted."""
+    """Collects outputs like `collect`, for callers that cannot use incomplete ones. Raises RequestError 503 if one was
+    aborted."""
     stream, outputs = await collect(service, request, call)
     for output in outputs:
         assert output.finish is not None
@@ -55,7 +56,7 @@ async def collect_complete(
 
 
 async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | None, as_base64: bool) -> list[bytes]:
-    """The embeddings as JSON; the event loop goes on between them."""
+    """Returns the embeddings for JSON, letting the event loop run between them."""
     entries = []
     num_floats = 0
     for output in outputs:
@@ -73,7 +74,8 @@ async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | No
 
 
 def normalized(output: GenerateOutput, dimensions: int | None = None) -> np.ndarray:
-    """[H] float32 of length 1, or the first `dimensions` of it. Raises ApiError 400 for more than there are."""
+    """Returns the embedding [H] float32 with length 1, or its first `dimensions` values, normalized again. Raises
+    ApiError 400 for more dimensions than it has."""
     vector = np.frombuffer(output.hidden, np.float32)
     if dimensions is not None and dimensions > len(vector):
         raise bad_request(f"dimensions must be in [1, {len(vector)}] for this model", param="dimensions")
@@ -83,12 +85,13 @@ def normalized(output: GenerateOutput, dimensions: int | None = None) -> np.ndar
 
 
 def usage(outputs: list[GenerateOutput]) -> dict[str, int]:
+    """Returns the token counts of a call without output."""
     count = sum(output.meta.prompt_tokens for output in outputs)
     return {"prompt_tokens": count, "total_tokens": count}
 
 
 async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> Response:
-    """One dict, or a list for a batch."""
+    """Answers `/encode`: one dict, or a list for a batch."""
     ids: Any = body.input_ids
     call = GenerateRequest(text=body.text, input_ids=ids, embed=True, rid=body.rid, priority=body.priority)
     del body, ids  # the answer needs no more of it

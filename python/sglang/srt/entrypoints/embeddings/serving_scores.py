@@ -1,4 +1,4 @@
-"""`/v1/score` and `/v1/rerank`: how probable tokens are after a text, and how well documents fit a query."""
+"""`/v1/score` and `/v1/rerank`: probabilities of tokens after a text, and relevance of documents to a query."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ _INSTRUCT = "Given a web search query, retrieve relevant passages that answer th
 _ANSWERS = ("yes", "no")
 
 RENDERED_AT_ONCE = 16
-"""Documents whose prompts are made by one job of the chat template's process."""
+"""Documents whose prompts are rendered in one job of the chat template's process."""
 MAX_PROMPT_LENGTHS = 1 << 26
-"""Characters, or tokens, of all prompts of a call together. Each has the query: what a client sends once would be
-copied thousands of times."""
+"""Characters, or tokens, of all prompts of a call together. Each prompt repeats the query, so a small request could
+otherwise grow thousandfold."""
 
 
 async def score(service: OpenAIService, body: ScoreRequest, request: Request) -> Response:
+    """Answers `/v1/score`."""
     items = body.item_list()
     _refuse_many_long(len(body.query), items)
     prompts: list[Any] = [
@@ -51,8 +52,8 @@ async def score(service: OpenAIService, body: ScoreRequest, request: Request) ->
 
 
 def _refuse_many_long(repeated: int, parts: Sequence[str | list[int]]) -> None:
-    """Refuses prompts that are too long together, before they are built. `repeated`: length of the beginning or end
-    that all prompts share. Raises ApiError 400."""
+    """Raises ApiError 400 for prompts that are too long together, before they are built. `repeated`: length of the part
+    that all prompts share."""
     length = repeated * len(parts) + sum(map(len, parts))
     if length > MAX_PROMPT_LENGTHS:
         raise bad_request(
@@ -63,7 +64,7 @@ def _refuse_many_long(repeated: int, parts: Sequence[str | list[int]]) -> None:
 
 
 def _next_tokens(prompts: list[Any], labels: list[int], rendered: bool = False) -> GenerateRequest:
-    """The call for an output a prompt, with the log probabilities of `labels` as its next token."""
+    """Returns a call that gives the log probabilities of `labels` as the next token of each prompt."""
     is_text = isinstance(prompts[0], str)
     return GenerateRequest(
         text=prompts if is_text else None,
@@ -87,14 +88,14 @@ def _probabilities(output: GenerateOutput, among_labels: bool) -> list[float]:
 
 
 async def rerank(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
-    """SGLang's form of an answer: a list, the best document first."""
+    """Answers in SGLang's form: a list, the best document first."""
     ranking = await _ranking(service, body)
     del body  # the answer needs no more of it
     return json_response((await _ranked(service, ranking, request))[: ranking.top_n])
 
 
 async def rerank_results(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
-    """The form of an answer that Jina and Cohere have in common."""
+    """Answers in the form that Jina and Cohere share."""
     ranking = await _ranking(service, body)
     del body  # the answer needs no more of it
     ranked = await _ranked(service, ranking, request)
@@ -117,7 +118,8 @@ async def rerank_results(service: OpenAIService, body: RerankRequest, request: R
 
 
 class _Ranking(NamedTuple):
-    """The call behind a ranking, and what its answer needs of the request. `documents`: None if it has none."""
+    """The call of a ranking, and the fields of the request for its answer. `documents`: None if the answer leaves them
+    out."""
 
     call: GenerateRequest
     documents: list[str] | None
@@ -126,7 +128,8 @@ class _Ranking(NamedTuple):
 
 
 async def _ranking(service: OpenAIService, body: RerankRequest) -> _Ranking:
-    """A server of embeddings compares those of query and documents; others ask the model for yes or no."""
+    """Returns the ranking. A server of embeddings compares embeddings of query and documents; others ask the model yes
+    or no."""
     texts = body.texts()
     call = _similarities(body, texts) if service.manager.args.is_embedding else await _judgements(service, body, texts)
     documents = texts if body.return_documents else None
@@ -135,7 +138,7 @@ async def _ranking(service: OpenAIService, body: RerankRequest) -> _Ranking:
 
 
 async def _ranked(service: OpenAIService, ranking: _Ranking, request: Request) -> list[dict[str, Any]]:
-    """An entry for each document, the best first."""
+    """Returns an entry for each document, the best first."""
     stream, outputs = await collect_complete(service, request, ranking.call)
     if service.manager.args.is_embedding:
         query, *outputs = outputs
@@ -157,13 +160,13 @@ async def _ranked(service: OpenAIService, ranking: _Ranking, request: Request) -
 
 
 def _similarities(body: RerankRequest, texts: list[str]) -> GenerateRequest:
-    """The call for the embeddings of the query and of the documents, whose cosines are the scores."""
+    """Returns the call for embeddings of the query and the documents, whose cosines are the scores."""
     query = f"Instruct: {body.instruct}\nQuery:{body.query}" if body.instruct else body.query
     return GenerateRequest(text=[query, *texts], embed=True)
 
 
 async def _judgements(service: OpenAIService, body: RerankRequest, texts: list[str]) -> GenerateRequest:
-    """The call whose outputs score the documents by the probability of yes relative to yes and no together."""
+    """Returns the call whose outputs score the documents by P(yes) / (P(yes) + P(no))."""
     _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), texts)
     prompts: list[str] = []
     for start in range(0, len(texts), RENDERED_AT_ONCE):
@@ -180,7 +183,7 @@ def _question(body: RerankRequest, document: str) -> ChatCompletionRequest:
 
 
 def _answer_ids(service: OpenAIService) -> list[int]:
-    """Raises ApiError 400 for a vocabulary in which the answers are not single tokens."""
+    """Returns the token ids of yes and no. Raises ApiError 400 if they are not single tokens."""
     ids = [service.tokenizer.encode(answer, add_special_tokens=False) for answer in _ANSWERS]
     if any(len(answer) != 1 for answer in ids):
         raise bad_request("this model has no single tokens for yes and no: rank by embeddings, with --is-embedding")

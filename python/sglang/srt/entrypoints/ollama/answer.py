@@ -1,4 +1,4 @@
-"""Answers in Ollama's form: lines of JSON, the last of which has the counts and times."""
+"""Answers in Ollama's form: JSON lines, the last of which has the counts and times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
 
 def now() -> str:
+    """Returns the present time in ISO format."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat().replace("+00:00", "Z")
 
 
 class AnswerWriter:
-    """Writes the lines of one answer. `in_message`: of a chat; else of a prompt."""
+    """Writes the lines of one answer, to a chat (`in_message`) or to a prompt."""
 
     def __init__(self, model: str, output: ChoiceOutput, in_message: bool) -> None:
         self._model = model
@@ -42,7 +43,7 @@ class AnswerWriter:
         return b""
 
     async def whole(self, outputs: GenerationStream) -> dict[str, Any]:
-        """The answer of a stream in one."""
+        """Returns the whole answer as one object."""
         pieces = []
         async for output in outputs:
             pieces += self._pieces(output)
@@ -61,7 +62,7 @@ class AnswerWriter:
         return [piece for event in self._output.push(output) if (piece := self._piece(event))]
 
     def _piece(self, event: Event) -> dict[str, Any]:
-        """The part of a line for an event; calls come whole, broken ones as the text that they are."""
+        """Returns the part of a line for an event; calls come whole, broken ones as text."""
         match event:
             case TextDelta(text):
                 return {"content": text}
@@ -89,7 +90,7 @@ class AnswerWriter:
         return msgspec.json.encode(self._fields(piece) | {"done": done, **ending}) + b"\n"
 
     def _ending(self, finish: FinishReason, meta: TokenMeta) -> dict[str, Any]:
-        """Raises RequestError 503 for an aborted answer."""
+        """Returns the fields of the last line. Raises RequestError 503 for an aborted answer."""
         refuse_aborted(finish)
         assert self._first is not None
         end = time.perf_counter_ns()

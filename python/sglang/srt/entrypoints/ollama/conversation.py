@@ -1,4 +1,4 @@
-"""Ollama's form of a conversation as the chat request that templates, formats and sampling understand."""
+"""Converts Ollama's form of a conversation to a chat request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RENAMED = {
 
 
 def chat_request(body: OllamaChatRequest | OllamaGenerateRequest, formats: ModelFormats) -> ChatCompletionRequest:
-    """Raises ApiError 400."""
+    """Returns the chat request. Raises ApiError 400."""
     request = ChatCompletionRequest(
         model=body.model,
         messages=_messages(body.messages or [], formats) if isinstance(body, OllamaChatRequest) else _prompt(body),
@@ -46,7 +46,7 @@ def _prompt(body: OllamaGenerateRequest) -> list[dict[str, Any]]:
 
 
 def _content(text: str | None, images: list[str] | None) -> str | list[dict[str, Any]]:
-    """The images stand in front of the text."""
+    """Returns the content, with images before the text."""
     if not images:
         return text or ""
     return [*map(base64_part, images), {"type": "text", "text": text or ""}]
@@ -61,12 +61,12 @@ def _response_format(wanted: str | dict[str, Any] | None) -> ResponseFormat | No
 
 
 def _template_variables(think: bool | str | None) -> dict[str, Any] | None:
-    """The names that templates have for the switch; without one the model's default holds."""
+    """Returns the switch of thoughts under the names that templates use; empty if it is not given."""
     return None if think is None else {"enable_thinking": bool(think), "thinking": bool(think)}
 
 
 def _messages(messages: list[OllamaMessage], formats: ModelFormats) -> list[dict[str, Any]]:
-    """Calls have no ids here: results belong to the calls before them, in their order."""
+    """Returns the messages. Calls have no ids here, so results belong to the preceding calls in order."""
     converted = []
     call_ids: list[str] = []
     num_results = 0

@@ -1,4 +1,4 @@
-"""Ollama's `/api/...`: chat, generate, embed, and what it says about models."""
+"""Ollama's `/api/...`: chat, generate, embed, and information about models."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 
 API_VERSION = "0.12.0"
-"""The release of Ollama whose API this is."""
+"""The Ollama release whose API this is."""
 
 
 async def chat(service: OpenAIService, body: OllamaChatRequest, request: Request) -> Response:
+    """Answers `/api/chat`."""
     if not body.messages:
         return _loaded(service, body)
     model, calling = body.model, _chat_call(service, body, request)
@@ -46,6 +47,7 @@ async def chat(service: OpenAIService, body: OllamaChatRequest, request: Request
 
 
 async def generate(service: OpenAIService, body: OllamaGenerateRequest, request: Request) -> Response:
+    """Answers `/api/generate`."""
     if not body.prompt:
         return _loaded(service, body)
     model, calling = body.model, (_raw_call if body.raw else _chat_call)(service, body, request)
@@ -65,7 +67,7 @@ async def _chat_call(
 async def _raw_call(
     service: OpenAIService, body: OllamaGenerateRequest, request: Request
 ) -> tuple[GenerateRequest, ChatFormats]:
-    """The call for a prompt that no template renders."""
+    """Returns the call for a prompt that is not rendered by a template."""
     chat = chat_request(body, service.formats)
     params = sampling_dict(chat, chat.max_tokens)
     call = GenerateRequest(text=body.prompt, sampling_params=params, stream=bool(chat.stream), cuts_length=True)
@@ -75,7 +77,7 @@ async def _raw_call(
 
 
 def _loaded(service: OpenAIService, body: OllamaChatRequest | OllamaGenerateRequest) -> Response:
-    """The answer to a request that only wants the model to be there."""
+    """Answers a request that only loads the model."""
     in_message = isinstance(body, OllamaChatRequest)
     empty: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if in_message else {"response": ""}
     head = {"model": body.model or service.model_name, "created_at": now()}
@@ -94,7 +96,7 @@ async def _answer(
     writer = AnswerWriter(model or service.model_name, choice, in_message)
     if call.stream:
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"", form=NDJSON)
-    call.stream = True  # the answer tells when its first token came
+    call.stream = True  # the answer reports when its first token came
     lets_go(request, call)
 
     async def work() -> dict[str, Any]:
@@ -105,6 +107,7 @@ async def _answer(
 
 
 async def embed(service: OpenAIService, body: OllamaEmbedRequest, request: Request) -> Response:
+    """Answers `/api/embed`."""
     started = time.perf_counter()
     call = GenerateRequest(text=[body.input] if isinstance(body.input, str) else body.input, embed=True)
     dimensions, model = body.dimensions, body.model or service.model_name
@@ -168,7 +171,7 @@ def _card(service: OpenAIService) -> dict[str, Any]:
 
 
 def tags(service: OpenAIService, created: int) -> dict[str, Any]:
-    """The one model there is."""
+    """Returns the list of models, which has one."""
     return {"models": [_card(service) | {"modified_at": _time(created)}]}
 
 
@@ -179,6 +182,7 @@ def running(service: OpenAIService) -> dict[str, Any]:
 
 
 def show(service: OpenAIService, created: int) -> dict[str, Any]:
+    """Returns the description of the model."""
     model, tokenizer = service.manager.model_config, service.manager.tokenizer
     family = str(model.hf_config.get("model_type") or "")
     capabilities = ["completion", "embedding"]

@@ -19,13 +19,13 @@ _FOLDER = Path(__file__).parent / "templates"
 
 
 class BuiltInTemplate(NamedTuple):
-    """`variables`: what the file is told unless a server or a request says otherwise."""
+    """A template file. `variables`: set unless a server or request sets them."""
 
     file: str
     variables: Mapping[str, str] = MappingProxyType({})
 
     def source(self) -> str:
-        """The template's text, with its variables in front."""
+        """Returns the template's text, preceded by its variables."""
         defaults = [f"{{%- set {name} = {name} | default({text!r}) -%}}\n" for name, text in self.variables.items()]
         return "".join(defaults) + (_FOLDER / self.file).read_text(encoding="utf-8")
 
@@ -43,11 +43,11 @@ _EDITIONS: Mapping[tuple[str, str], BuiltInTemplate] = {
     ("DeepseekV4ForCausalLM", "0731"): _v4("0731"),
     ("DeepseekV4ForCausalLM", "0813"): _v4("0731"),
 }
-"""By architecture and a word behind the model's name in its path: editions with the same config and another prompt."""
+"""Templates by architecture and a word in the model's path: editions with the same config and different prompts."""
 
 
 def built_in_template(architecture: str, model_path: str) -> BuiltInTemplate | None:
-    """None for a model whose checkpoints bring their own."""
+    """Returns the template; None for a model whose checkpoints contain one."""
     editions = (
         template for (of, word), template in _EDITIONS.items() if of == architecture and _is_named(model_path, word)
     )
@@ -55,12 +55,13 @@ def built_in_template(architecture: str, model_path: str) -> BuiltInTemplate | N
 
 
 def _is_named(model_path: str, word: str) -> bool:
-    """Returns whether a part of the path is a name with this word in it: dates and hashes have the same digits."""
+    """Returns whether a component of the path is a name that contains this word: dates and hashes may have the same
+    digits."""
     return re.search(rf"[A-Za-z][^/]*(?<![0-9A-Za-z]){word}(?![0-9A-Za-z])", model_path) is not None
 
 
 def template_source(tokenizer: Tokenizer, architecture: str, model_path: str) -> str | dict[str, str] | None:
-    """The tokenizer's own template, else the one that comes with the server, else None."""
+    """Returns the tokenizer's own template, else the server's built-in one, else None."""
     built_in = None if tokenizer.chat_template else built_in_template(architecture, model_path)
     if built_in is None:
         return tokenizer.chat_template
@@ -77,7 +78,7 @@ def template_source(tokenizer: Tokenizer, architecture: str, model_path: str) ->
 def model_template(
     args: ServerArgs, tokenizer: Tokenizer | None, architecture: str, given: str | None
 ) -> TemplateSource:
-    """What conversations with the model are rendered with. `given`: the text of --chat-template, if there is one."""
+    """Returns the template for conversations with the model. `given`: the text of --chat-template, if any."""
     source: str | dict[str, str] | None = given
     if source is None and tokenizer is not None:
         source = template_source(tokenizer, architecture, args.model_path)

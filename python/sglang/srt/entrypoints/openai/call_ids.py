@@ -1,7 +1,7 @@
-"""The ids of the calls in a conversation, as the model's format has them.
+"""Renumbers the ids of calls in a conversation in the form that the model's format has.
 
-Some models know calls by ids of one form, and imitate those that they read: after a conversation with other ids their
-next call would be text. Some templates refuse other ids.
+Some models know call ids of one form, and imitate those that they read: after a conversation with other ids their next
+call would be text. Some templates refuse other ids.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from sglang.srt.function_call.model_formats import ModelFormats
 
 
 def with_ids_of_format(messages: list[dict[str, Any]], formats: ModelFormats) -> list[dict[str, Any]]:
-    """Returns the conversation with calls counted from its beginning, and results of the calls whose ids they had.
-    Nothing is changed where all ids are such as the model's format has."""
+    """Returns the conversation with calls numbered from its beginning, and results renumbered alike. Returns it
+    unchanged if all ids have the format's form."""
     calls = [call for message in messages if message["role"] == "assistant" for call in message.get("tool_calls") or ()]
     if all(formats.has_id(call.get("id"), _name(call), number) for number, call in enumerate(calls)):
         return messages
@@ -49,7 +49,7 @@ class _Counter:
 
 
 def _name(call: dict[str, Any]) -> str:
-    """The function's name; "" where there is none, which the template's form of the call refuses."""
+    """Returns the function's name; "" if there is none, which the template's form of the call refuses."""
     function = call.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""

@@ -1,4 +1,4 @@
-"""A chat request as a call of the engine, in whichever form of the API it came."""
+"""Converts a chat request, from any of the APIs, to a call of the engine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.managers.front.tokenizer_manager import LONG_WORK
 
 MAX_THOUGHTS = 1 << 31
-"""Tokens; more than any context has."""
+"""More tokens than any context has."""
 PROMPT_END_TOKENS = 32
-"""Tokens of a prompt that are looked at for the beginning of thoughts."""
+"""Tokens at the end of a prompt that are searched for the beginning of thoughts."""
 
 
 async def chat_call(
@@ -33,8 +33,9 @@ async def chat_call(
     target: int | None = None,
     folds: bool = False,
 ) -> tuple[GenerateRequest, ChatFormats]:
-    """The call, and how its outputs are read. `num_bytes`: about the size of the conversation. `target`: tokens of
-    thoughts after which they are ended if the model's format allows it. `folds`: as `_fitted`. Raises ApiError 400."""
+    """Returns the call, and the formats of its outputs. `num_bytes`: approximate size of the conversation. `target`:
+    tokens after which thoughts are ended if the model's format allows it. `folds`: see `_fitted`. Raises ApiError
+    400."""
     body = await beside(service, num_bytes, _fitted, service, folds, body)
     media = await beside(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)
@@ -61,8 +62,8 @@ def _with_formats(
 def _limit_thoughts(
     service: OpenAIService, body: ChatCompletionRequest, formats: ChatFormats, call: GenerateRequest, target: int | None
 ) -> None:
-    """Limit thoughts as the client says. If it says nothing, thoughts before a constrained answer have a share of the
-    output: else a model may think until nothing is left for the answer."""
+    """Limits thoughts as the client asks. Without a limit, thoughts before a constrained answer get a share of the
+    output; otherwise a model may think until nothing is left for the answer."""
     wanted = target if body.thinking_budget is None else body.thinking_budget
     share = service.manager.args.constrained_thinking_share
     if wanted is not None:
@@ -78,8 +79,8 @@ def _limit_thoughts(
 
 
 def _fitted(service: OpenAIService, folds: bool, body: ChatCompletionRequest) -> ChatCompletionRequest:
-    """The request with its messages in an order that the chat template takes, where the server's flag asks for it, or
-    the API is one of agents (`folds`)."""
+    """Returns the request with its messages in an order that the chat template accepts, if the server's flag asks for
+    it, or the API is one for agents (`folds`)."""
     place = service.manager.args.fold_system_messages or ("in-place" if folds else None)
     if place is None or body.input_ids is not None:
         return body
@@ -90,7 +91,7 @@ def _fitted(service: OpenAIService, folds: bool, body: ChatCompletionRequest) ->
 
 
 async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, num_bytes: int) -> str:
-    """The conversation as the model reads it."""
+    """Returns the conversation as rendered by the template."""
     _ = service.tokenizer
 
     def checked(body: ChatCompletionRequest) -> None:
@@ -109,8 +110,7 @@ async def count_prompt(
     enough: float = math.inf,
     folds: bool = False,
 ) -> int:
-    """The tokens of the conversation, images included; no more are counted than it takes to have `enough`. `folds`: as
-    `_fitted`."""
+    """Counts the tokens of the conversation, with images; stops at `enough`. `folds`: see `_fitted`."""
     body = await beside(service, num_bytes, _fitted, service, folds, body)
     media = await beside(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)
@@ -126,8 +126,8 @@ async def count_prompt(
 
 
 def check_tools(calls_name: str | None, body: ChatCompletionRequest) -> None:
-    """Raises ApiError 400 for parameters that are no JSON schema, whether or not a grammar would be made of them, and
-    for names that calls in the format `calls_name` cannot have."""
+    """Raises ApiError 400 for parameters that are not a JSON schema, also without a grammar, and for names that calls
+    in the format `calls_name` cannot have."""
     for tool in body.tools or ():
         function = tool["function"]
         try:
@@ -143,7 +143,8 @@ def check_tools(calls_name: str | None, body: ChatCompletionRequest) -> None:
 
 
 def _check_names(calls_name: str, body: ChatCompletionRequest) -> None:
-    """Arguments count where a grammar has their names: a model that writes freely may have other ways."""
+    """Checks names. Those of arguments matter only if a grammar contains them: a model that writes freely may have
+    other ways."""
     functions = [tool["function"] for tool in body.tools or ()]
     check_function_names(calls_name, (function["name"] for function in functions))
     choice = body.tool_choice

@@ -1,4 +1,4 @@
-"""The output formats of a chat request: which apply to the model's text, and what it may force."""
+"""Output formats of a chat request: which of them apply to the model's text, and which grammar they need."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from sglang.srt.utils.json_nesting import read_json
 
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 PROMPT_END_CHARS = 256
-"""Characters at the end of a prompt that tell whether it ends within thoughts: more than any mark has."""
+"""Characters at the end of a prompt that show whether it ends within thoughts: more than any mark has."""
 _ANY_OBJECT: Format = {"type": "object", "additionalProperties": True}
 _TYPED_BY = frozenset(
     "type properties patternProperties additionalProperties $ref anyOf oneOf allOf enum const".split()
 )
-"""Keywords of which a schema of arguments needs one, or a grammar takes any value for arguments."""
+"""Keywords one of which a schema of arguments needs; without any, a grammar would accept every value."""
 
 
 class ChatFormats:
-    """The formats of one request, of which they hold its tools alone. `prompt`: the rendered conversation, or its
+    """The formats of one request. Of the request they hold only its tools. `prompt`: the rendered conversation, or its
     end."""
 
     def __init__(self, formats: ModelFormats, body: ChatCompletionRequest, prompt: str) -> None:
@@ -79,16 +79,17 @@ class ChatFormats:
 
     @property
     def num_bytes(self) -> int:
-        """Returns about the size of the tools, which are held while the answer is read."""
+        """Returns the approximate size of the tools, which are held while the answer is read."""
         return len(msgspec.json.encode(self._functions))
 
     @property
     def counts_reasoning(self) -> bool:
+        """Returns whether thoughts are counted."""
         return self._formats.reasoning is not None
 
     def thinking_budget(self, tokenizer: Tokenizer, num_tokens: int) -> ThinkingBudget | None:
-        """A limit for the thoughts of an output. None for a model without any, and for one that writes messages unless
-        the answer is constrained: a free one may think again."""
+        """Returns a limit for the thoughts of an output. None for a model without thoughts; also None for one that
+        writes messages, unless the answer is constrained, because in a free answer it may think again."""
         reasoning = self._formats.reasoning
         if reasoning is None or (isinstance(reasoning, MessageFormat) and not self._is_constrained):
             return None
@@ -96,7 +97,7 @@ class ChatFormats:
         return ThinkingBudget(num_tokens, begin, end, self._inside)
 
     def new_parser(self) -> OutputParser:
-        """A parser for one choice."""
+        """Returns a parser for one choice."""
         return OutputParser(
             calls=self._formats.calls,
             tools=self.tools,
@@ -108,7 +109,7 @@ class ChatFormats:
         )
 
     def call_id(self, name: str, number: int, prefix: str = "call_") -> str:
-        """`number`: of the call in its answer. `prefix`: of an id that means nothing to the model."""
+        """Returns an id for call `number` of an answer. `prefix`: for ids that mean nothing to the model."""
         if self._formats.calls_name in NUMBERED_IDS:
             return self._formats.counted_id(name, self._calls_before + number)
         if self._formats.calls_name in SHORT_IDS:
@@ -116,12 +117,12 @@ class ChatFormats:
         return prefix + uuid.uuid4().hex[:24]
 
     def constrain(self, params: dict[str, Any]) -> None:
-        """Adds to sampling parameters what the formats and `tool_choice` ask for. Raises ApiError 400."""
+        """Adds the grammar that the formats and `tool_choice` need to sampling parameters. Raises ApiError 400."""
         if self.parses and self._formats.hidden_markers:
             params["skip_special_tokens"] = False
         given = next((name for name in GRAMMARS if name in params), None)
         if sum(name in params for name in GRAMMARS) > 1 or len(params.get(given or "", "")) > MAX_GRAMMAR_LENGTH:
-            return  # refused with the other parameters, by the names that the client knows
+            return  # refused later, under the names that the client knows
         answer = None
         if given is not None and self.parses:
             answer = constrained_answer(given, params[given])
@@ -141,8 +142,8 @@ class ChatFormats:
             params["structural_tag"] = encoded_tag(made_of(given or "tools", tag))
 
     def _with_calls(self, given: str | None, answer: Format | None) -> Format | None:
-        """The format of an output with the calls that `tool_choice` asks for or allows. Raises ApiError, and ValueError
-        for parameters that no grammar is made of."""
+        """Returns the format of an output with the calls that `tool_choice` requires or allows. Raises ApiError, and
+        ValueError for parameters that cannot become a grammar."""
         if self._forces_call:
             if given is not None:
                 raise bad_request(
@@ -160,7 +161,7 @@ class ChatFormats:
         raise bad_request(f'tool_choice that forces a call {lack}; use tool_choice "auto"', param="tool_choice")
 
     def _calls(self, forced: ForcedCalls) -> Format:
-        """Calls of the functions that the choice allows, by their schemas."""
+        """Returns the format of calls of the allowed functions, by their schemas."""
         schemas = {
             function["name"]: _arguments_schema(function.get("parameters"))
             for function in self._functions
@@ -174,7 +175,7 @@ class ChatFormats:
 
     def _calls_or(self, forced: ForcedCalls, answer: Format | None, constrained: bool) -> Format | None:
         """Returns the format for a model that chooses between calls and text: calls or the constrained answer, or calls
-        among any text where something limits them. Returns None if nothing does."""
+        among free text if something restricts them. Returns None if nothing does."""
         schemas = {
             function["name"]: _arguments_schema(function.get("parameters") if function.get("strict") else None)
             for function in self._functions
@@ -188,26 +189,26 @@ class ChatFormats:
 
 
 def _start_behind(prompt: str, messages: MessageFormat, reasoning: ReasoningFormat | MessageFormat | None) -> Start:
-    """Thoughts are text for a server that does not tell them apart."""
+    """Returns where in a message the output begins. Thoughts are text for a server that does not separate them."""
     start = messages.start_behind(prompt)
     return Start.TEXT if start is Start.THOUGHTS and not isinstance(reasoning, MessageFormat) else start
 
 
 def _arguments_schema(parameters: Format | None) -> Format:
-    """Arguments are an object, also where the parameters leave that to be understood."""
+    """Returns the schema of arguments, made an object also where the parameters do not say so."""
     parameters = parameters or {}
     return parameters if parameters.keys() & _TYPED_BY else {**_ANY_OBJECT, **parameters}
 
 
 def constrained_answer(kind: str, source: str) -> Format | None:
-    """Returns the format of an answer like `answer_format`, from a client's request. Raises ApiError 400."""
+    """Returns the format of an answer like `answer_format`, for a client's request. Raises ApiError 400."""
     if source == ANY_JSON:
         return answer_format(kind, _ANY_OBJECT)
     return answer_format(kind, _read_json(source) if kind in ("json_schema", "structural_tag") else source)
 
 
 def encoded_tag(tag: Format) -> str:
-    """The structural tag as sampling parameters have it."""
+    """Returns the structural tag in the form of sampling parameters."""
     return msgspec.json.encode(tag).decode()
 
 
@@ -223,7 +224,7 @@ def _num_calls(messages: list[dict[str, Any]]) -> int:
 
 
 class ChoiceOutput:
-    """One choice's text as events, and how many of its tokens are thoughts."""
+    """Parses one choice's text into events, and counts the tokens of its thoughts."""
 
     def __init__(self, formats: ChatFormats, tokenizer: Tokenizer | None) -> None:
         self._parser = formats.new_parser() if formats.parses else None
@@ -238,7 +239,8 @@ class ChoiceOutput:
         self._token_bytes = 0
 
     def push(self, output: GenerateOutput) -> list[Event]:
-        """The events of the next piece; the last piece has all that is left. Sets the piece's `reasoning_tokens`."""
+        """Returns the events of the next piece; the last piece gives all that is left. Sets the piece's
+        `reasoning_tokens`."""
         if self._parser is None:
             return [TextDelta(output.text)] if output.text else []
         if self._counts:
@@ -252,7 +254,7 @@ class ChoiceOutput:
         return events
 
     def _reasoning_tokens(self, parser: OutputParser) -> int:
-        """Tokens up to the end of the last thoughts, their marks included."""
+        """Returns the tokens up to the end of the last thoughts, including their marks."""
         if parser.in_reasoning:
             return len(self._ids)
         num_new = parser.reasoning_end - self._counted_end

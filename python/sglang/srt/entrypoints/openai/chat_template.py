@@ -1,7 +1,7 @@
 """Renders conversations with a model's Jinja chat template.
 
-A template is a program that comes with a checkpoint and runs on what a client sends: a server calls this in processes
-of its own (`template_pool`).
+A template is a program from the checkpoint that runs on client input, so a server calls this in separate processes
+(`template_pool`).
 """
 
 from __future__ import annotations
@@ -30,24 +30,25 @@ _DEFAULT = "default"
 _WITH_TOOLS = "tool_use"
 _SWITCH, _EFFORT = "enable_thinking", "reasoning_effort"
 _NO_EFFORT = re.compile(r"""['"]none['"]""")
-"""`none` as a template names it, which is another thing than the value none."""
+"""`none` as a string in a template, unlike the value none."""
 
 _SET_BY_SERVER = frozenset({"messages", "tools", "add_generation_prompt", "response_format", *SPECIAL_TOKEN_NAMES})
 
 MAX_ENDING = 64
-"""Characters: no template writes more behind a message, so that a longer text is nowhere in it."""
+"""Most characters that a template writes after a message; the check uses a longer text, which therefore does not occur
+by chance."""
 _OTHER_TEXT = "⁂another text⁂"
 
 
 class ConversationTooLong(ApiError):
-    """The prompt would be longer than any that fits the context."""
+    """Raised when the prompt would be longer than any that fits the context."""
 
     def __init__(self, message: str) -> None:
         super().__init__(400, message, param="messages")
 
 
 def read_template_file(path: str) -> str:
-    """The template text of `--chat-template`: a Jinja file, or a JSON file with a `chat_template` string."""
+    """Returns the template text of `--chat-template`: a Jinja file, or a JSON file with a `chat_template` string."""
     file = Path(path)
     if not file.is_file():
         raise UserError(f"--chat-template: no such file: {path} (give the path of a .jinja or .json file)")
@@ -64,11 +65,11 @@ def read_template_file(path: str) -> str:
 
 
 class ChatTemplate:
-    """Compiled templates of one model.
+    """Compiled chat templates of one model.
 
-    `source` is the template, several by name (`default`, `tool_use`), or None if the model has none.
-    `special_tokens` (bos_token, eos_token, ...) become template variables, and so do `defaults`, unless a request has
-    another value. `max_chars`: of what a template may write.
+    `source` is the template's text, a dict of texts by name (`default`, `tool_use`), or None if the model has none.
+    Templates get `special_tokens` (bos_token, eos_token, ...) and `defaults` as variables; a request's variables
+    override `defaults`. `max_chars` limits what a template may write.
     """
 
     def __init__(
@@ -84,7 +85,11 @@ class ChatTemplate:
         self._globals = frozenset(environment.globals)
         try:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
-        except (jinja2.TemplateError, RecursionError, SyntaxError) as error:  # the latter two of one that nests
+        except (
+            jinja2.TemplateError,
+            RecursionError,
+            SyntaxError,
+        ) as error:  # the latter two: nested too deeply
             raise UserError(f"the chat template does not compile: {error}") from error
         self._special_tokens = special_tokens
         self._defaults = defaults or {}
@@ -100,7 +105,8 @@ class ChatTemplate:
         }
 
     def render(self, request: ChatCompletionRequest) -> str:
-        """The prompt text. Raises ApiError 400 for conversations that the model or its template does not take."""
+        """Returns the prompt text. Raises ApiError 400 for conversations that the model or its template does not
+        accept."""
         tools = _template_tools(request)
         name = self._pick(tools)
         messages = self._messages(name, request.messages)
@@ -124,7 +130,7 @@ class ChatTemplate:
             raise ConversationTooLong(f"{error}; send fewer or shorter messages") from None
         except jinja2.TemplateError as error:
             raise bad_request(f"the chat template refused the messages: {error}", param="messages") from error
-        except Exception as error:  # a template is a program, and what it meets are a client's values
+        except Exception as error:  # a template is a program that runs on a client's values
             reason = f"{type(error).__name__}: {error}"
             raise bad_request(f"the chat template failed on these messages: {reason}", param="messages") from error
         if continued is None:
@@ -133,12 +139,12 @@ class ChatTemplate:
         return _cut_after(text, continued, ending)
 
     def message_rules(self, tools: list[dict[str, Any]] | None) -> MessageRules:
-        """Returns the order of messages that conversations with these tools may have."""
+        """Returns the message orders that conversations with these tools may have."""
         return self._message_rules.get(self._pick(tools), MessageRules())
 
     @property
     def sources(self) -> str:
-        """The text of all templates."""
+        """Returns the text of all templates."""
         return "\n".join(self._sources.values())
 
     def render_probe(
@@ -163,7 +169,7 @@ class ChatTemplate:
         return write(self._template(name), variables, self._max_chars)
 
     def _asked_variables(self, request: ChatCompletionRequest) -> dict[str, Any]:
-        """Raises ApiError 400 for names that have another meaning."""
+        """Returns the request's variables. Raises ApiError 400 for reserved names."""
         asked = request.chat_template_kwargs or {}
         taken = sorted(asked.keys() & (_SET_BY_SERVER | self._globals))
         if taken:
@@ -175,7 +181,7 @@ class ChatTemplate:
         return asked
 
     def _pick(self, tools: list[dict[str, Any]] | None) -> str:
-        """The name of the template for a request with these tools."""
+        """Returns the name of the template for a request with these tools."""
         return _WITH_TOOLS if tools and _WITH_TOOLS in self._templates else _DEFAULT
 
     def _messages(self, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -197,7 +203,8 @@ def _template_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | No
 
 
 def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
-    """`response_format` as a client writes it, for templates that tell the model of it; none for plain text."""
+    """Returns `response_format` as a client writes it, for templates that describe it to the model; None for plain
+    text."""
     given = request.response_format
     if given is not None and given.type != "text":
         return {"response_format": msgspec.to_builtins(given)}
@@ -211,7 +218,8 @@ def _answer_form(request: ChatCompletionRequest) -> dict[str, Any]:
 
 
 def _schema(given: str | dict[str, Any]) -> Any:
-    """None for text that is no JSON: SGLang's word for any object, or what is refused later, by its name."""
+    """Returns the schema; None for text that is not JSON: SGLang's word for any object, or an invalid value that is
+    refused later by name."""
     if not isinstance(given, str):
         return given
     try:
@@ -221,14 +229,14 @@ def _schema(given: str | dict[str, Any]) -> Any:
 
 
 def _effort(effort: str | None) -> dict[str, Any]:
-    """Most templates have no word for none, but switches."""
+    """Returns the effort for templates, most of which have a switch instead of the word none."""
     if effort == "none":
         return {_SWITCH: False, "thinking": False}
     return {} if effort is None else {_EFFORT: effort}
 
 
 def _is_quiet_by_effort(source: str) -> bool:
-    """Returns whether a template has no switch for thoughts, and an effort that means none, as Inkling's."""
+    """Returns whether a template turns thoughts off by an effort instead of a switch, as Inkling's does."""
     return _SWITCH not in source and _EFFORT in source and _NO_EFFORT.search(source) is not None
 
 
@@ -245,7 +253,8 @@ def _continued_text(request: ChatCompletionRequest, messages: list[dict[str, Any
 
 
 def _ending(template: jinja2.Template, variables: dict[str, Any], max_chars: int) -> str:
-    """What the template writes behind the text of the last message; "" if it does not take another text there."""
+    """Returns what the template writes after the text of the last message; "" if it does not accept another text
+    there."""
     messages = variables["messages"]
     messages = [*messages[:-1], {**messages[-1], "content": _OTHER_TEXT}]
     try:
@@ -256,8 +265,8 @@ def _ending(template: jinja2.Template, variables: dict[str, Any], max_chars: int
 
 
 def _cut_after(rendered: str, text: str, ending: str) -> str:
-    """The rendered conversation up to the end of its last message's text, so that the model goes on there. `ending`:
-    what may stand behind it, which may have the same characters.
+    """Returns the rendered conversation up to the end of its last message's text, so that the model continues it.
+    `ending`: the text that may follow, which may contain the same characters.
 
     Templates that trim messages lose the text's trailing space.
     """

@@ -1,4 +1,4 @@
-"""Server-sent events of a streamed choice, assembled from bytes that are encoded once a request."""
+"""Server-sent events of a streamed choice, assembled from parts that are encoded once a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ChunkWriter:
         self._head = b"data: " + encode(fields)[:-1] + b',"choices":['
 
     def totals(self, usage: dict[str, Any] | None, extension: dict[str, Any] | None = None) -> bytes:
-        """The final event with what was asked for of the whole response and no choice; empty if that is nothing."""
+        """Returns the final event, which has the requested totals and no choice; empty if none were requested."""
         if usage is None and extension is None:
             return b""
         tail = b"" if extension is None else b',"sglext":' + encode(extension)
@@ -47,12 +47,12 @@ _RUNNING = b',"finish_reason":null,"matched_stop":null'
 
 
 def finish_fields(reason: str, matched: int | str | None) -> bytes:
-    """The tail of a choice that ended."""
+    """Returns the last fields of a choice that ended."""
     return b',"finish_reason":' + encode(reason) + b',"matched_stop":' + encode(matched)
 
 
 class ChatChunks(ChunkWriter):
-    """Writes chunks of a chat. Call per choice: `role`, then `text`, `reasoning`, `call` and `arguments` for the
+    """Writes chunks of a chat. For each choice call `role`, then `text`, `reasoning`, `call` and `arguments` for the
     pieces, then `finish`."""
 
     def __init__(self, response_id: str, created: int, model: str) -> None:
@@ -73,7 +73,7 @@ class ChatChunks(ChunkWriter):
     def call(
         self, index: int, number: int, call_id: str, name: str, logprobs: bytes = _NULL, usage: bytes = _NULL
     ) -> bytes:
-        """The start of a function call; `number` counts the calls of the choice."""
+        """Returns the event that starts a function call; `number` counts the calls of the choice."""
         function = {"name": name, "arguments": ""}
         call = {"index": number, "id": call_id, "type": "function", "function": function}
         return self._tool_calls(index, call, logprobs, usage)
@@ -91,7 +91,8 @@ class ChatChunks(ChunkWriter):
 
 
 class CompletionChunks(ChunkWriter):
-    """Writes chunks of a completion. Call per choice: `text` for each piece, the last one with its finish reason."""
+    """Writes chunks of a completion. For each choice call `text` for each piece, the last one with its finish
+    reason."""
 
     def __init__(self, response_id: str, created: int, model: str) -> None:
         super().__init__("text_completion", response_id, created, model)

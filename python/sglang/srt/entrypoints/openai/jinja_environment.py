@@ -1,4 +1,4 @@
-"""What chat templates may use of Jinja, and how much they may write.
+"""Jinja environment of chat templates, with a limit of their output.
 
 Follows the conventions of Hugging Face tokenizers (sandbox, whitespace control, `raise_exception`, `strftime_now`,
 `tojson` that keeps non-ASCII text, `generation` blocks) without importing transformers, which would add seconds to
@@ -23,14 +23,14 @@ MAX_RENDERED = 1 << 26
 
 
 class OutputTooLong(RuntimeError):
-    """A template writes more than it may."""
+    """Raised when a template writes more than it may."""
 
     def __init__(self, max_chars: int) -> None:
         super().__init__(f"the chat template makes more than {max_chars} characters of these messages")
 
 
 def write(template: jinja2.Template, variables: Mapping[str, Any], max_chars: int) -> str:
-    """What the template makes of the variables. Stops, and raises OutputTooLong, as soon as that is too long."""
+    """Returns the template's output. Stops and raises OutputTooLong as soon as it is too long."""
     parts, num_chars = [], 0
     for part in template.generate(variables):
         parts.append(part)
@@ -41,7 +41,7 @@ def write(template: jinja2.Template, variables: Mapping[str, Any], max_chars: in
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks training targets; for inference only the contents matter."""
+    """Ignores `{% generation %}...{% endgeneration %}`, which marks training targets, but keeps its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -65,7 +65,7 @@ def _to_json(
 
 
 def _positions(values: Iterable[Any]) -> dict[Any, int]:
-    """The index of each value, the last one of equal values; of those that are something."""
+    """Returns the last index of each distinct value, without empty values."""
     return {value: index for index, value in enumerate(values) if value}
 
 
@@ -74,11 +74,12 @@ def _now(form: str) -> str:
 
 
 def make_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Returns an environment for chat templates."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.filters["positions"] = _positions  # of the built-in templates
+    environment.filters["positions"] = _positions  # used by the built-in templates
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _now
     return environment

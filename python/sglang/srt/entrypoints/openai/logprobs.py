@@ -8,7 +8,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs, TokenLogprob
 
 
 class TokenTexts(Protocol):
-    """The part of the tokenizer that names single tokens."""
+    """The methods of a tokenizer that name single tokens."""
 
     def token_text(self, token_id: int) -> str: ...
 
@@ -25,7 +25,7 @@ def _entry(tokens: TokenTexts, token: TokenLogprob) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: TokenTexts, logprobs: OutputLogprobs) -> dict[str, Any]:
-    """`{"content": [{token, bytes, logprob, top_logprobs}]}`, one entry a token."""
+    """Returns `{"content": [{token, bytes, logprob, top_logprobs}]}`, one entry a token."""
     tops = logprobs.output_top or [[] for _ in logprobs.output]
     content = [
         {**_entry(tokens, token), "top_logprobs": [_entry(tokens, candidate) for candidate in top]}
@@ -35,7 +35,7 @@ def chat_logprobs(tokens: TokenTexts, logprobs: OutputLogprobs) -> dict[str, Any
 
 
 class CompletionLogprobs:
-    """`{tokens, token_logprobs, top_logprobs, text_offset}` of one choice, in as many pieces as it is streamed in.
+    """Writes `{tokens, token_logprobs, top_logprobs, text_offset}` of one choice, in the pieces of its stream.
 
     Offsets count characters of the tokens' own texts from the start of the choice.
     """

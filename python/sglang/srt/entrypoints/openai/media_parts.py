@@ -9,16 +9,16 @@ from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.managers.front.media.media_source import Kind, MediaSource
 
 _FIELDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
-"""Type of a part, which is the name of its field, too."""
+"""Kind of media by the type of a part, which is also the name of its field."""
 
 
 def media_kind(part: dict[str, Any]) -> Kind | None:
-    """None for a part of another type."""
+    """Returns the kind of media in a part; None for other parts."""
     return _FIELDS.get(part["type"])
 
 
 def media_of(messages: list[dict[str, Any]]) -> list[MediaSource]:
-    """All images and videos of a conversation, in order. Raises ApiError 400 for a part without its URL."""
+    """Returns all images and videos of a conversation, in order. Raises ApiError 400 for a part without its URL."""
     return list(_sources(messages))
 
 
@@ -38,7 +38,7 @@ def _sources(messages: list[dict[str, Any]]) -> Iterator[MediaSource]:
 
 
 def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
-    """An image as the content of a chat request has it."""
+    """Returns an image in the form of a chat request's content."""
     return {"type": "image_url", "image_url": {"url": url, "detail": detail}}
 
 

@@ -1,8 +1,8 @@
-"""Conversations in an order that the model's chat template takes.
+"""Reorders conversations so that the model's chat template accepts them.
 
-Agents send instructions among the messages, several messages of one role behind each other, and words of the user
-behind the result of a tool. Many templates print all of that. Others refuse a system message that is not the first, or
-any, or turns that do not alternate; for them these texts are moved to where they are taken, and none is dropped.
+Agents send instructions among the messages, adjacent messages of one role, and user text after a tool result. Many
+templates print all of that. Others refuse a system message that is not the first, or any, or turns that do not
+alternate; for them these texts are moved to where they are accepted, and none is dropped.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Render = Callable[[list[Message]], str]
 SYSTEM_ROLES = ("system", "developer")
 _GAP = "\n\n"
 _REMINDER = ("<system-reminder>\n", "\n</system-reminder>")
-"""What stands around a reminder in the user's text: the marks of Claude Code, which models for agents have met."""
+"""Marks around a reminder in the user's text: those of Claude Code, which models for agents know."""
 
 
 class MessageRules(NamedTuple):
-    """What a template takes: system messages at the beginning, and elsewhere; `refused` pairs of roles must not follow
-    one another."""
+    """What a template accepts: system messages at the beginning, and elsewhere; `refused` pairs of roles must not
+    follow one another."""
 
     system: bool = True
     later_system: bool = True
     refused: frozenset[tuple[str, str]] = frozenset()
 
     def __str__(self) -> str:
-        """Says what is moved."""
+        """Describes what is moved."""
         system = "first only" if self.system else "in the text of the first user"
         pairs = ", ".join(f"{second} behind {first}" for first, second in sorted(self.refused))
         moved = [] if self.later_system else [f"system messages {system}"]
@@ -43,7 +43,7 @@ def _probe(role: str, name: str) -> Message:
 _SYSTEM, _LATER = _probe("system", "system"), _probe("system", "later")
 _QUESTION, _NEXT = _probe("user", "question"), _probe("user", "next")
 _ANSWER, _MORE = _probe("assistant", "answer"), _probe("assistant", "more")
-_CALL_ID = "probe0001"  # some templates want nine characters
+_CALL_ID = "probe0001"  # some templates require nine characters
 _CALL = {
     "role": "assistant",
     "content": "",
@@ -59,7 +59,8 @@ _LATER_PLACES = (
 
 
 def message_rules(render: Render) -> MessageRules:
-    """Finds out what a template takes. One that shows no conversation at all is left to refuse by itself."""
+    """Finds out what a template accepts by rendering probes. One that shows no conversation at all gets no
+    restrictions."""
     if not _shows(render, [_QUESTION, _ANSWER, _NEXT]):
         return MessageRules()
     takes_system = _shows(render, [_SYSTEM, _QUESTION])
@@ -89,10 +90,11 @@ def _shows(render: Render, messages: list[Message]) -> bool:
 
 
 def fitted_messages(messages: list[Message], rules: MessageRules, in_place: bool = False) -> list[Message]:
-    """The conversation as a template with these rules takes it; the same list if that changes nothing.
+    """Returns the conversation in an order that these rules allow; the same list if that changes nothing.
 
-    System messages that are not taken where they are go into the first one; `in_place`: as reminders into the text of
-    the user or the result that is there, so that all before them is still cached."""
+    System messages that are not accepted in place go into the first one; with `in_place`, into the neighbouring user
+    text or result as reminders, so that the preceding tokens stay cached.
+    """
     if not rules.later_system and any(message["role"] in SYSTEM_ROLES for message in messages):
         messages = _with_reminders(messages) if in_place else _with_system_first(messages)
     if not rules.system and messages[0]["role"] in SYSTEM_ROLES:
@@ -106,7 +108,7 @@ def _with_system_first(messages: list[Message]) -> list[Message]:
 
 
 def _with_reminders(messages: list[Message]) -> list[Message]:
-    """System messages at the beginning are one; others belong to the user's text or the result before or behind."""
+    """Joins system messages at the beginning; moves others into the preceding or following user text or result."""
     num_first = next((i for i, each in enumerate(messages) if each["role"] not in SYSTEM_ROLES), len(messages))
     groups = [messages[:num_first]] if num_first else []
     waiting: list[Message] = []
@@ -138,7 +140,7 @@ def _reminder(message: Message) -> Message:
 
 
 def _without_system(messages: list[Message]) -> list[Message]:
-    """The first user's text begins with the system message."""
+    """Moves the system message to the beginning of the first user's text."""
     first, rest = messages[0], messages[1:]
     at = next((i for i, message in enumerate(rest) if message["role"] == "user"), None)
     if at is None or any(message["role"] == "assistant" for message in rest[:at]):
@@ -147,7 +149,7 @@ def _without_system(messages: list[Message]) -> list[Message]:
 
 
 def _with_turns(messages: list[Message], refused: frozenset[tuple[str, str]]) -> list[Message]:
-    """Messages of which the template refuses the second behind the first are one."""
+    """Joins adjacent messages of which the template refuses the second after the first."""
     groups: list[list[Message]] = []
     for message in messages:
         role = message["role"]
@@ -165,8 +167,8 @@ def _has_media(message: Message) -> bool:
 
 
 def _joined(group: list[Message]) -> Message:
-    """One message with all that the group has. Its role and further fields are those of the message that a template
-    knows best: a result before a user's text."""
+    """Returns one message with the content of all in the group. Its role and further fields are those of the message
+    that templates know best: a result before a user's text."""
     if len(group) == 1:
         return group[0]
     head = next((message for message in group if message["role"] != "user"), group[0])

@@ -1,4 +1,4 @@
-"""OpenAI request fields as sampling parameters of the engine."""
+"""Converts OpenAI request fields to sampling parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _as_json(value: str | dict[str, Any] | msgspec.Struct) -> str:
 
 
 def _format_constraint(request: SamplingFields) -> dict[str, str]:
-    """The grammar that `response_format` asks for."""
+    """Returns the grammar that `response_format` asks for."""
     wanted = request.response_format
     if wanted is None or wanted.type == "text":
         return {}
@@ -53,9 +53,9 @@ def _format_constraint(request: SamplingFields) -> dict[str, str]:
 
 
 def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[str, Any]:
-    """Sampling parameters that the request sets; those it leaves out keep the model's defaults.
+    """Returns the sampling parameters that the request sets; omitted ones keep the model's defaults.
 
-    `max_new_tokens` of None: until the context is full, as is any number that no context has.
+    `max_new_tokens` of None, and any number beyond every context, mean: until the context is full.
     """
     params: dict[str, Any] = {"max_new_tokens": max_new_tokens and min(max_new_tokens, MAX_COUNT)}
     for name in _SAME_NAME:

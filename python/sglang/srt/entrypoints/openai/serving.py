@@ -1,4 +1,4 @@
-"""The part that the OpenAI endpoints share: the engine as they see it, and how a call becomes one response."""
+"""Shared parts of the OpenAI endpoints: their view of the engine, and the collection of a call's outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class OpenAIService:
-    """The engine as the endpoints see it."""
+    """The engine with the settings that the endpoints need."""
 
     manager: TokenizerManager
     chat_template: TemplatePool
@@ -36,20 +36,20 @@ class OpenAIService:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Raises ApiError 400 when the server runs without one."""
+        """Returns the tokenizer. Raises ApiError 400 if the server runs without one."""
         if self.manager.tokenizer is None:
             raise ApiError(400, "the server runs with --skip-tokenizer-init: use /generate with input_ids")
         return self.manager.tokenizer
 
 
 async def beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
-    """Does the work on a conversation of about `num_bytes` beside the event loop, unless it is short."""
+    """Calls `work` for a conversation of about `num_bytes` outside of the event loop, unless it is short."""
     return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, *args)
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The fields that all parts of one response repeat."""
+    """The fields that all chunks of one response repeat."""
 
     id: str
     created: int
@@ -59,8 +59,8 @@ class ResponseHead:
 def new_head(
     prefix: str, body: SamplingFields, service: OpenAIService, request: Request
 ) -> tuple[ResponseHead, str | list[str]]:
-    """The response's identity and the request id(s) that the engine shall use. The response names the model as the
-    request does."""
+    """Returns the response's head and the request id(s) for the engine. The response names the model as the request
+    does."""
     rid = body.rid or rid_of(request)
     name = rid if isinstance(rid, str) else rid[0]
     return ResponseHead(prefix + name, int(time.time()), body.model or service.model_name), rid
@@ -69,7 +69,8 @@ def new_head(
 async def collect(
     service: OpenAIService, request: Request, call: GenerateRequest
 ) -> tuple[GenerationStream, list[GenerateOutput]]:
-    """All outputs of `call`, complete; aborted when the client disconnects. The request's body is let go of."""
+    """Returns all complete outputs of `call`, releasing the request's body; aborts the call when the client
+    disconnects."""
     lets_go(request, call)
 
     async def work() -> tuple[GenerationStream, list[GenerateOutput]]:

@@ -32,6 +32,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
+    """Answers `POST /v1/chat/completions`, whole or as a stream."""
     head, rid = new_head("chatcmpl-", body, service, request)
     told, shows = ToldUsage.of(body), not body.hides_thoughts
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
@@ -86,7 +87,7 @@ def _choice(
 
 
 def _message(service: OpenAIService, formats: ChatFormats, output: GenerateOutput) -> tuple[dict[str, Any], bool]:
-    """The answer, and whether it has calls."""
+    """Returns the answer's message, and whether it has calls."""
     parsed = collect_events(ChoiceOutput(formats, service.manager.tokenizer).push(output))
     calls = [
         {
@@ -157,7 +158,7 @@ class _ChatWriter:
         return events
 
     def _deltas(self, output: GenerateOutput) -> list[Event]:
-        """The deltas that a client gets for the output's events."""
+        """Returns the deltas for the output's events."""
         choice = self._choices.get(output.index)
         if choice is None:
             choice = self._choices[output.index] = ChoiceOutput(self._formats, self._service.manager.tokenizer)

@@ -28,8 +28,9 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
+    """Answers `POST /v1/completions`, whole or as a stream."""
     _check(body)
-    _ = service.tokenizer  # an answer of token ids alone would be an empty text
+    _ = service.tokenizer  # without a tokenizer the answer would be an empty text
     head, rid = new_head("cmpl-", body, service, request)
     call = _generate_request(body, rid)
     echoes, told = bool(body.echo), ToldUsage.of(body)
@@ -96,7 +97,7 @@ def _generate_request(body: CompletionRequest, rid: str | list[str]) -> Generate
 
 
 class _Echo:
-    """The prompt's share of the choices (`echo`), and their log probabilities."""
+    """The prompts' texts and log probabilities in the choices (`echo`)."""
 
     def __init__(self, service: OpenAIService, echoes: bool, stream: GenerationStream) -> None:
         self._service = service
@@ -107,7 +108,7 @@ class _Echo:
         """Texts of prompts that were given as ids, which samples of a prompt share."""
 
     def prompt_text(self, index: int) -> str:
-        """The text before the first output text of choice `index`."""
+        """Returns the text before the first output text of choice `index`."""
         if not self._echo:
             return ""
         prompt = index // self._stream.num_samples
@@ -119,7 +120,7 @@ class _Echo:
         return self._decoded[prompt]
 
     def logprobs(self, index: int, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
-        """The next piece of choice `index`; its first piece has the prompt's tokens when they are echoed."""
+        """Returns the next piece of choice `index`; the first piece includes the prompt's tokens if they are echoed."""
         if logprobs is None:
             return None
         if index in self._logprobs:

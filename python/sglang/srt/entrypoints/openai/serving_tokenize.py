@@ -1,4 +1,4 @@
-"""`POST /tokenize`: the token ids of texts, or of a conversation as the model reads it."""
+"""`POST /tokenize`: token ids of texts, or of a rendered conversation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TOKENIZE_CHARS = 1 << 21
 
 
 async def tokenize(service: OpenAIService, body: TokenizeRequest, num_bytes: int) -> dict[str, Any]:
-    """The fields of the answer; of a list of texts they are lists. Raises ApiError 400."""
+    """Returns the fields of the answer; lists for a list of texts. Raises ApiError 400."""
     tokenizer = service.tokenizer
     single = not isinstance(body.prompt, list)
     chat = body.chat()
@@ -45,14 +45,14 @@ async def _texts(service: OpenAIService, given: str | list[str], special: bool) 
     tokens = []
     for prompt in prompts:
         tokens.append(await service.manager.encode(prompt, special))
-        await asyncio.sleep(0)  # many short texts leave the event loop alone, too
+        await asyncio.sleep(0)  # many short texts must not block the event loop either
     return tokens
 
 
 async def _conversation(
     service: OpenAIService, chat: ChatCompletionRequest, num_bytes: int, special: bool
 ) -> list[int]:
-    """The ids of the rendered conversation; an image has as many as the model reads of it."""
+    """Returns the ids of the rendered conversation, with all placeholders of its images."""
     media = await beside(service, num_bytes, media_of, chat.messages)
     service.manager.preparer.require_media(media)
     text = await rendered_prompt(service, chat, num_bytes)

@@ -1,7 +1,7 @@
-"""A conversation as chat templates read it.
+"""Converts messages of the API to the form that chat templates expect.
 
-The API carries the arguments of calls as JSON text, and null for what is not there. Most templates print an object and
-take any content as text; some join the text of arguments to other text, or know calls by a content that is none.
+In the API, arguments of calls are JSON text, and missing values null. Most templates print an object and accept any
+text as content; some join the text of arguments to other text, or recognize calls by content none.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PART_SEPARATOR = " "
 
 
 class CallForm(NamedTuple):
-    """The form in which a template takes calls: `text_arguments`, else an object; `no_content` where there is none,
-    else "". `broken_text`: it prints arguments that are no JSON as they are."""
+    """The form in which a template expects calls. `text_arguments`: arguments as text, else as an object; `no_content`:
+    content none, else "". `broken_text`: it prints arguments that are not JSON as they are."""
 
     text_arguments: bool = False
     no_content: bool = False
@@ -29,8 +29,8 @@ class CallForm(NamedTuple):
 
 
 def call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
-    """The form in which the template shows a call and the least beside it. The usual one comes first, and holds for
-    templates that show no calls."""
+    """Returns the form with which the template shows a call and least besides. The usual form is tried first, and is
+    the result for templates that show no calls."""
     lengths: dict[CallForm, int] = {}
     for form in (CallForm(), CallForm(False, True), CallForm(True, False), CallForm(True, True)):
         text = _shown_call(render, json.dumps(_PROBE_ARGUMENTS), form)
@@ -42,7 +42,7 @@ def call_form(render: Callable[[list[dict[str, Any]]], str]) -> CallForm:
 
 
 def _shown_call(render: Callable[[list[dict[str, Any]]], str], arguments: str, form: CallForm) -> str:
-    """A conversation with a call as the template prints it; "" if it does not take that."""
+    """Returns a conversation with a call as the template prints it; "" if it refuses."""
     function = {"name": "probe_function", "arguments": arguments}
     call = {"id": "probe0001", "type": "function", "function": function}  # some templates want nine characters
     message = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -59,7 +59,7 @@ _PROBE_QUESTION = {"role": "user", "content": "probe question"}
 
 
 def separates_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Whether the template writes white space of its own between two parts of a message's text."""
+    """Returns whether the template writes its own white space between two text parts of a message."""
     try:
         text = render([{"role": "user", "content": [{"type": "text", "text": text} for text in _PROBE_PARTS]}])
     except Exception:  # a template is a program
@@ -71,9 +71,11 @@ _PROBE_PARTS = ("probe_part", "probe_rest")
 
 
 def template_message(message: dict[str, Any], form: CallForm, keeps_parts: bool = False) -> dict[str, Any]:
-    """Fields that are null are left out, as templates that ask for them with a default would print "None".
+    """Returns a message for a template. Null fields are left out, as templates that use a default for missing ones
+    would print "None".
 
-    keeps_parts: the parts of a text reach the template, which separates them itself; else they are joined."""
+    keeps_parts: the template gets the parts of a text, which it separates itself; otherwise they are joined.
+    """
     fields = {name: value for name, value in message.items() if name != "tool_calls" and value is not None}
     if message["role"] == "developer":
         fields["role"] = "system"
@@ -82,7 +84,7 @@ def template_message(message: dict[str, Any], form: CallForm, keeps_parts: bool 
     if thoughts:
         fields["reasoning_content"] = thoughts
     if thoughts and not fields["content"]:
-        fields.setdefault("thinking", thoughts)  # its name in templates of Harmony
+        fields.setdefault("thinking", thoughts)  # the name in Harmony's templates
     if message.get("tool_calls"):
         fields["tool_calls"] = [_tool_call(call, form) for call in message["tool_calls"]]
         if form.no_content and not fields["content"]:
@@ -91,7 +93,7 @@ def template_message(message: dict[str, Any], form: CallForm, keeps_parts: bool 
 
 
 def _thoughts(message: dict[str, Any]) -> str:
-    """The thoughts of a message by any of the names that servers give them."""
+    """Returns the thoughts of a message under any of the names that servers use."""
     for name in ("reasoning_content", "reasoning", "thinking"):
         if isinstance(message.get(name), str) and message[name]:
             return str(message[name])
@@ -101,7 +103,7 @@ def _thoughts(message: dict[str, Any]) -> str:
 
 
 def _template_content(content: str | list[dict[str, Any]] | None, keeps_parts: bool) -> str | list[dict[str, Any]]:
-    """Text, or with images or videos a list of parts, of which templates write a placeholder each."""
+    """Returns text, or with images or videos a list of parts, for each of which templates write a placeholder."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -136,9 +138,9 @@ def _tool_call(call: dict[str, Any], form: CallForm) -> dict[str, Any]:
 
 
 def _arguments(given: Any, form: CallForm) -> Any:
-    """Arguments as the template takes them. Those of history are there to be read, not to be run: a call that the model
-    wrote wrongly, or that its limit of tokens cut, ends no conversation. The template prints its text, or gets as much
-    of it as is an object."""
+    """Returns arguments as the template expects them. History is only read: a call that the model wrote wrongly, or
+    that was cut by a token limit, must not end the conversation. The template prints its text, or gets the readable
+    part of the object."""
     if isinstance(given, dict) and not form.text_arguments:
         return given
     if not isinstance(given, str):
@@ -158,7 +160,7 @@ _NO_JSON = object()
 
 
 def _value(arguments: str) -> Any:
-    """The value of JSON; _NO_JSON for another text. Nothing, and null, are an object without entries."""
+    """Returns the value of JSON text; _NO_JSON for other text. Empty text and null count as an empty object."""
     try:
         value = read_json(arguments or "null")
     except ValueError:

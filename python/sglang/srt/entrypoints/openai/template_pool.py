@@ -1,7 +1,7 @@
-"""Renders conversations in processes that have limits of time, memory and output, and can be ended.
+"""Renders conversations in processes with limits of time, memory and output.
 
-A chat template is a program of the checkpoint's and may take any time for what a client sends. Short conversations
-pass long ones: one of the processes takes no other.
+A chat template is a program from the checkpoint and may take any time on a client's input. Short conversations pass
+long ones: one of the processes takes no other.
 """
 
 from __future__ import annotations
@@ -53,23 +53,25 @@ _FIELDS = (
     "continue_final_message",
     "add_generation_prompt",
 )
-"""What a template sees of a request, beside `tool_choice`."""
+"""Fields of a request that a template gets, besides `tool_choice`."""
 
 
 class TemplateLimits(NamedTuple):
+    """Limits of the template processes."""
+
     seconds: float = 10.0
-    """Of one job, and of compiling the template."""
+    """Limit of one job, and of compiling the template."""
     contended_seconds: float = 2.0
-    """Of one job while others wait for its process."""
+    """Limit of one job while others wait for its process."""
     start_seconds: float = 120.0
-    """In which a process must have imported what it needs."""
+    """Limit of a process's imports at its start."""
     max_chars: int = MAX_RENDERED
-    """Of a conversation, before and after rendering."""
+    """Limit of a conversation, before and after rendering."""
     working_bytes: int = WORKING_BYTES
 
 
 def template_limits(args: ServerArgs, context_len: int) -> TemplateLimits:
-    """What no prompt of the model can have is not rendered."""
+    """Returns limits that refuse conversations which cannot fit the model's context."""
     longest = MAX_RENDERED if args.allow_auto_truncate else min(MAX_RENDERED, context_len * CHARS_PER_TOKEN_BOUND)
     return TemplateLimits(max_chars=longest)
 
@@ -82,11 +84,11 @@ class _Job:
 
 
 class TemplatePool:
-    """The processes of one model's template. `render` belongs to an event loop."""
+    """Processes that render with one model's template. Call `render` on an event loop."""
 
     def __init__(self, source: TemplateSource, limits: TemplateLimits | None = None, num_long: int = 1) -> None:
-        """Starts the processes. num_long: those that take long conversations, beside one that takes short ones
-        alone."""
+        """Starts the processes. num_long: those that take long conversations, besides one that takes only short
+        ones."""
         self.sources = source.text
         self._limits = limits or TemplateLimits()
         args = (source, self._limits.max_chars, self._limits.working_bytes)
@@ -108,7 +110,7 @@ class TemplatePool:
             logger.info("chat template: it takes %s", rules)
 
     def message_rules(self, tools: list[dict[str, Any]] | None) -> MessageRules:
-        """Returns the order of messages that conversations with these tools may have, once the template is ready."""
+        """Returns the message orders that conversations with these tools may have; the template must be ready."""
         return self._rules[bool(tools)]
 
     @property
@@ -116,10 +118,10 @@ class TemplatePool:
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def render(self, bodies: Sequence[ChatCompletionRequest], is_long: bool) -> list[str]:
-        """The prompts of these conversations. Raises ApiError: 400 for what the template does not take or make within
-        its limits, 503 if it might while others wait for it."""
+        """Returns the prompts of these conversations. Raises ApiError: 400 if the template refuses or exceeds its
+        limits, 503 if it might succeed when no others wait."""
         job = _Job(b"")
-        try:  # no name for the future: it has the error, which has this frame
+        try:  # the future gets no name: a cycle future - error - this frame would stay
             return await asyncio.wrap_future(self._lanes.submit(is_long, partial(self._render, job, bodies)))
         except asyncio.CancelledError:
             job.abandoned = True
@@ -128,7 +130,7 @@ class TemplatePool:
     def render_probe(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> str:
-        """Renders as `ChatTemplate.render_probe` does; blocks."""
+        """Renders like `ChatTemplate.render_probe`; blocks."""
         job = _Job(packed(Probe(messages, tools, add_generation_prompt)))
         future: Future[list[str]] = self._lanes.submit(True, partial(self._ask, job))
         try:
@@ -192,8 +194,8 @@ class TemplatePool:
             raise bad_request(text, param="messages") from None
 
     def _wait_ready(self, number: int) -> None:
-        """Raises ApiError 503 for a template that does not compile: it does in the first process, or there is no
-        server."""
+        """Waits until the template is compiled. Raises ApiError 503 if it is not: it compiled in the first process, or
+        there would be no server."""
         if self._ready[number]:
             return
         reply = Refused(f"the chat template does not compile within {self._limits.seconds:g} s")
@@ -212,11 +214,11 @@ class TemplatePool:
 
 
 _OVERHEAD = 1 << 16
-"""Bytes of a conversation that are none of its text."""
+"""Bytes of a conversation that are not its text."""
 
 
 def _fields(body: ChatCompletionRequest) -> dict[str, Any]:
-    """What the template sees of a request, without the data of images and videos."""
+    """Returns the fields of a request that the template gets, without the data of images and videos."""
     fields = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
     fields["messages"] = [_without_media(message) for message in body.messages]
     if body.response_format is not None:

@@ -1,4 +1,4 @@
-"""Body of a process that renders conversations: compiles the model's template, then does one job after another."""
+"""Main of a process that renders conversations: compiles the model's template, then does one job after another."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from sglang.srt.utils.free_memory import trim_allocator
 from sglang.srt.utils.process_limits import limit_memory
 
 WORKING_BYTES = 1 << 30
-"""Memory that a template may take beside what its process has at first."""
+"""Memory that a template may take beyond that of the idle process."""
 
 
 LARGE_JOB_BYTES = 1 << 18
-"""Size of a conversation after which memory that the C library keeps is given back to the system."""
+"""Size of a conversation after which memory kept by the C library is returned to the system."""
 
 
 class TemplateSource(NamedTuple):
-    """What a ChatTemplate is made of."""
+    """Arguments of a ChatTemplate."""
 
     source: str | dict[str, str] | None
     special_tokens: dict[str, str]
@@ -36,7 +36,7 @@ class TemplateSource(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The text of all templates."""
+        """Returns the text of all templates."""
         if isinstance(self.source, dict):
             return "\n".join(self.source.values())
         return self.source or ""
@@ -55,7 +55,7 @@ class Started(msgspec.Struct, tag=True):
 
 
 class Compiled(msgspec.Struct, tag=True):
-    """Second message, unless the template is refused. The rules are those of conversations without and with tools."""
+    """Second message, unless the template is refused. Has the rules of conversations without and with tools."""
 
     rules: tuple[MessageRules, MessageRules]
 
@@ -67,7 +67,7 @@ class Rendered(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """`too_long`: for any model of this context length, whatever its template is."""
+    """A refusal. `too_long`: the conversation does not fit this context length, whatever the template."""
 
     message: str
     param: str | None = None
@@ -78,8 +78,8 @@ Reply = Started | Compiled | Rendered | Refused
 
 
 def run_templates(source: TemplateSource, max_chars: int, working_bytes: int, connection: Connection) -> None:
-    """Jobs are as `packed` makes them: a list of the fields of ChatCompletionRequests, or the fields of a Probe by
-    their names."""
+    """Runs the process. Jobs come from `packed`: a list of fields of ChatCompletionRequests, or the fields of a Probe
+    by name."""
     begin_jobs()
     with suppress(EOFError, OSError):  # the front is gone
         _send(connection, Started())
@@ -98,8 +98,8 @@ def run_templates(source: TemplateSource, max_chars: int, working_bytes: int, co
 
 
 def packed(job: list[dict[str, Any]] | Probe) -> bytes:
-    """A message with plain values, whole numbers of any size and halves of surrogate pairs among them. No objects are
-    remembered: what that takes for 300,000 of them would stay with the thread."""
+    """Returns a message of plain values, including integers of any size and lone surrogates. Does not memoize objects:
+    the memory for 300,000 of them would stay with the thread."""
     values = job._asdict() if isinstance(job, Probe) else job
     return json.dumps(values, ensure_ascii=False, check_circular=False).encode("utf-8", "surrogatepass")
 

@@ -10,7 +10,7 @@ from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
 class ToldUsage(NamedTuple):
-    """Which counts the client is told, and when: in each chunk, behind the last one, and those of draft tokens."""
+    """Which counts the client gets: in each chunk, after the last one, and those of draft tokens."""
 
     continuous: bool
     final: bool
@@ -22,7 +22,7 @@ class ToldUsage(NamedTuple):
 
 
 class UsageCounter:
-    """Keeps the newest counts of every sequence. The `num_choices` samples of a prompt count its prompt once."""
+    """Keeps the newest counts of every sequence. A prompt counts once for its `num_choices` samples."""
 
     def __init__(self, num_choices: int, report_cached: bool) -> None:
         self._num_choices = num_choices
@@ -33,8 +33,8 @@ class UsageCounter:
         self._meta[index] = meta
 
     def extension(self) -> dict[str, Any]:
-        """`sglext` of requests with `return_spec_tokens_details`: how draft tokens of each choice fared, a list of
-        several; null without draft tokens."""
+        """Returns `sglext` of requests with `return_spec_tokens_details`: statistics of each choice's draft tokens, as
+        a list for several choices; null without draft tokens."""
         metas = [meta for _, meta in sorted(self._meta.items())]
         details = [None if meta.drafts is None else draft_details(meta.drafts) for meta in metas]
         return {"spec_tokens_details": details[0] if len(details) == 1 else details}

@@ -1,4 +1,4 @@
-"""The page at `/`: static files of this package, which need no API key and load nothing from elsewhere."""
+"""The page at `/`: static files of this package, which need no API key and load nothing from other servers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # asked for again each time, and sent only when it has changed
+    "cache-control": "no-cache",  # revalidated each time, and sent only when it has changed
 }
 
-mimetypes.add_type("text/javascript", ".js")  # some systems say otherwise, and browsers refuse that
+mimetypes.add_type("text/javascript", ".js")  # some systems map .js to a type that browsers refuse
 
 
 class _StaticFile:

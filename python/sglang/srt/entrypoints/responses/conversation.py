@@ -1,4 +1,4 @@
-"""The items of a conversation as the chat request that templates, formats and sampling understand."""
+"""Converts the items of a conversation to a chat request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _SAME_NAME = (
 
 
 def tool_catalog(body: ResponseContext, items: list[ConversationItem]) -> ToolCatalog:
-    """The tools of the request, and those that its conversation adds."""
+    """Returns the tools of the request, and those that its conversation adds."""
     tools = list(body.tools or ())
     for item in items:
         if isinstance(item, ToolSearchResultItem | AdditionalToolsItem):
@@ -63,8 +63,8 @@ def tool_catalog(body: ResponseContext, items: list[ConversationItem]) -> ToolCa
 def chat_request(
     body: ResponseContext, items: list[ConversationItem], catalog: ToolCatalog | None = None
 ) -> ChatCompletionRequest:
-    """`items`: the whole conversation. `catalog`: its tools, if they are known. Raises ApiError 400 for results that
-    belong to no call."""
+    """Returns the chat request. `items`: the whole conversation. `catalog`: its tools, if they are known. Raises
+    ApiError 400 for results without a call."""
     catalog = tool_catalog(body, items) if catalog is None else catalog
     chosen = body.chosen_names(catalog)
     messages = [*_instructions(body), *_with_thoughts(body, _messages(items))]
@@ -113,7 +113,7 @@ def _instructions(body: ResponseContext) -> list[dict[str, Any]]:
 
 
 def _with_thoughts(body: ResponseContext, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with those thoughts that `reasoning.context` wants."""
+    """Returns the messages with only those thoughts that `reasoning.context` keeps."""
     if body.reasoning is None or body.reasoning.context != "current_turn":
         return messages
     begin = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
@@ -123,7 +123,7 @@ def _with_thoughts(body: ResponseContext, messages: list[dict[str, Any]]) -> lis
 
 
 def _messages(items: list[ConversationItem]) -> list[dict[str, Any]]:
-    """Thoughts, text and calls that follow one another in this order are one message of the assistant."""
+    """Returns the messages. Adjacent thoughts, text and calls in this order become one message of the assistant."""
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     """The names of the calls so far, by id."""
@@ -150,11 +150,11 @@ def _messages(items: list[ConversationItem]) -> list[dict[str, Any]]:
 
 
 _FIELDS = ("reasoning_content", "content", "tool_calls")
-"""The fields of an assistant's message, in the order of their items."""
+"""Fields of an assistant message, in the order of their items."""
 
 
 def _open_turn(messages: list[dict[str, Any]], closing: tuple[str, ...]) -> dict[str, Any]:
-    """The assistant's message at the end; a new one if that has one of the `closing` fields."""
+    """Returns the assistant's message at the end, or a new one if that already has one of the `closing` fields."""
     last = messages[-1] if messages else None
     if last is None or last["role"] != "assistant" or any(name in last for name in closing):
         last = {"role": "assistant"}
@@ -163,7 +163,7 @@ def _open_turn(messages: list[dict[str, Any]], closing: tuple[str, ...]) -> dict
 
 
 def _result(item: ResultItem, names: dict[str, str]) -> list[dict[str, Any]]:
-    """No message for the result of what ran elsewhere, which has no id."""
+    """Returns the message for a result; None for the result of a call that ran at OpenAI, which has no id."""
     call_id, content = item.result()
     if call_id is None:
         return []

@@ -106,7 +106,7 @@ class CallItem(Item):
     """A call of the model in history."""
 
     def call(self) -> tuple[str | None, str, str]:
-        """Its id, the name by which the model called the tool, and the arguments as the model wrote them."""
+        """Returns its id, the name by which the model called the tool, and the arguments as the model wrote them."""
         raise NotImplementedError
 
 
@@ -256,7 +256,7 @@ ELSEWHERE = frozenset(
     "web_search_call file_search_call code_interpreter_call image_generation_call mcp_list_tools mcp_call "
     "mcp_approval_request mcp_approval_response program program_output".split()
 )
-"""Types of items about what OpenAI's servers did. The model does not see them."""
+"""Types of items for calls that OpenAI's servers ran. The model does not see them."""
 ItemFields = Annotated[
     dict[str, Any],
     Meta(extra_json_schema={"anyOf": [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in ITEMS]}),
@@ -343,7 +343,8 @@ class ResponseContext(Body, kw_only=True):
             self.chosen_names(ToolCatalog(self.tools or ()))
 
     def chosen_names(self, catalog: ToolCatalog) -> list[str] | None:
-        """The tools that `tool_choice` names, as the model knows them; None: it names none. Raises ApiError 400."""
+        """Returns the tools that `tool_choice` names, as the model knows them; None if it names none. Raises ApiError
+        400."""
         choice = self.tool_choice
         if choice is None or isinstance(choice, str):
             return None
@@ -358,7 +359,7 @@ class ResponseContext(Body, kw_only=True):
         return [tool.name for _, tool in tools if tool is not None]
 
     def items(self) -> list[dict[str, Any]]:
-        """`input` as items."""
+        """Returns `input` as items."""
         if isinstance(self.input, str):
             return [{"type": "message", "role": "user", "content": self.input}]
         return self.input
@@ -406,8 +407,8 @@ class ResponsesRequest(ResponseContext, kw_only=True):
 
 
 def read_items(items: list[dict[str, Any]]) -> list[ConversationItem]:
-    """Raises ApiError 400 for an item that is not known, or not complete. Those about what ran elsewhere are not
-    read."""
+    """Returns the items. Raises ApiError 400 for an unknown or incomplete item. Skips those about calls that OpenAI's
+    servers ran."""
     typed = [{"type": "message", **item} for item in items if item.get("type") not in ELSEWHERE]
     try:
         return msgspec.convert(typed, list[ConversationItem], strict=False)

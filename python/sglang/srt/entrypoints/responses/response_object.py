@@ -1,4 +1,4 @@
-"""The response object: what the request asked for, the items of the answer, usage and state."""
+"""The response object: fields of the request, the items of the answer, usage and status."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 
 
 def item_id(prefix: str) -> str:
+    """Returns a new id."""
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
@@ -30,12 +31,13 @@ def message_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
 
 
 def reasoning_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
-    """Thoughts are not summarized and not encrypted: they come back as text, and the model may read them."""
+    """Returns an item of thoughts. They are not summarized or encrypted: they come back as text, and the model may read
+    them."""
     return {"id": item_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": list(content)}
 
 
 def typed_item(item: dict[str, Any]) -> dict[str, Any]:
-    """Returns an item of the input as the API lists it: with its type and status, and content as parts."""
+    """Returns an item of the input as the API lists it, with type, status, and content as parts."""
     item = {"type": "message", "status": "completed", **item}
     if item["type"] == "message" and isinstance(item.get("content"), str):
         said = item.get("role") == "assistant"
@@ -58,7 +60,7 @@ def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
 
 
 def item_status(finish: FinishReason) -> str:
-    """The status of the item that the answer ended in."""
+    """Returns the status of the item in which the answer ended."""
     return "completed" if finish.type == "stop" else "incomplete"
 
 
@@ -74,11 +76,12 @@ class ResponseHead:
     reports_cached: bool
 
     def call_item(self, status: str, call_id: str, name: str) -> dict[str, Any]:
-        """The item of a call by the name that the model has for the tool; `tools.fill` adds the arguments."""
+        """Returns the item of a call of the tool that the model knows as `name`; `tools.fill` adds the arguments."""
         return self.tools.call_item(item_id, status, call_id, name)
 
     def state(self, status: str, **fields: Any) -> dict[str, Any]:
-        """The response in a state: `output`, `usage`, `error`, `incomplete_details` as far as there are."""
+        """Returns the response with this status; `fields` are `output`, `usage`, `error` and `incomplete_details`, as
+        available."""
         body = self.body
         return {
             "id": self.id,
@@ -113,7 +116,7 @@ class ResponseHead:
         }
 
     def ended(self, output: list[dict[str, Any]], meta: TokenMeta, finish: FinishReason) -> dict[str, Any]:
-        """Completed, or cut by the limit of tokens."""
+        """Returns the response as completed, or as incomplete if the token limit cut it."""
         whole = finish.type == "stop"
         return self.state(
             "completed" if whole else "incomplete",
@@ -123,6 +126,7 @@ class ResponseHead:
         )
 
     def failed(self, message: str, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Returns the response as failed."""
         return self.state("failed", error={"code": "server_error", "message": message}, output=output or [])
 
 
@@ -134,7 +138,7 @@ def _text_format(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _tool(tool: ResponseTool) -> Any:
-    """A function has all of its fields, others those that the client gave."""
+    """Returns a tool as the API lists it: a function with all of its fields, others with the client's."""
     if tool.type != "function":
         return msgspec.to_builtins(tool)
     return {name: getattr(tool, name) for name in ("type", "name", "description", "parameters", "strict")}

@@ -1,4 +1,5 @@
-"""Responses that can be fetched again and continued: in memory, bounded in number and bytes, the oldest go first."""
+"""Responses that can be fetched again and continued: in memory, bounded in number and bytes, the oldest dropped
+first."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ import msgspec
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
-"""The limit of all responses and their conversations, also those of answers on their way, as JSON."""
+"""Limit of all responses and their conversations as JSON, including those of answers in progress."""
 MAX_ENTRY_BYTES = 16 << 20
-"""The limit of one response and its conversation, which a short request can have read again."""
+"""Limit of one response and its conversation, which a short request can make the model read again."""
 
 
 @dataclass(slots=True)
 class StoredResponse:
-    """`response` and `conversation`: JSON. The conversation is the items of the answer behind `num_inputs` others;
-    empty until the response has ended."""
+    """One response. `response` and `conversation` are JSON; the conversation has the answer's items after `num_inputs`
+    others, and is empty until the response has ended."""
 
     response: bytes
     conversation: bytes = b"[]"
@@ -29,7 +30,7 @@ class StoredResponse:
     task: asyncio.Task[None] | None = None
     """The task that computes the answer in the background."""
     num_waiting_bytes: int = 0
-    """About the size of the conversation that the task holds."""
+    """Approximate size of the conversation that the task holds."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,19 +41,19 @@ class StoredResponse:
         return self.task is not None and not self.task.done()
 
     def items(self) -> list[dict[str, Any]]:
-        """The conversation."""
+        """Returns the conversation."""
         items: list[dict[str, Any]] = msgspec.json.decode(self.conversation)
         return items
 
     def fields(self) -> dict[str, Any]:
-        """The response."""
+        """Returns the response."""
         fields: dict[str, Any] = msgspec.json.decode(self.response)
         return fields
 
 
 @dataclass(slots=True, weakref_slot=True)
 class HeldInput:
-    """The `num_items` items before an answer on its way, as a JSON list; None: the answer will not be stored."""
+    """The `num_items` items before an answer in progress, as a JSON list; None: the answer will not be stored."""
 
     items: bytes | None
     num_items: int
@@ -66,15 +67,15 @@ class HeldInput:
         return 0 if self.items is None else len(self.items)
 
     def conversation(self, output: list[dict[str, Any]]) -> bytes:
-        """The items with those of the answer behind them, as JSON."""
+        """Returns the items followed by those of the answer, as JSON."""
         assert self.items is not None and self.num_items
         ending = msgspec.json.encode(output)[1:]
         return b"".join((self.items[:-1], b"," if output else b"", ending))
 
 
 class ResponseStore:
-    """The kept responses by id, the least recently written first. Those that run stay until they have ended. What is
-    held for answers on their way counts, and gives way behind the responses that have ended: the oldest goes first."""
+    """Stored responses by id, the least recently written first. Running ones stay until they have ended. Inputs held
+    for answers in progress count too; after ended responses, the oldest of these inputs are dropped."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class ResponseStore:
         return sum(entry.is_running for entry in self._entries.values())
 
     def has_room(self, entry: StoredResponse) -> bool:
-        """Returns whether one more that runs can be kept beside those that do."""
+        """Returns whether one more running response can be kept besides the present ones."""
         running = [other.num_bytes for other in self._entries.values() if other.is_running]
         return len(running) < self._max_responses and sum(running) + entry.num_bytes <= self._max_bytes
 
@@ -107,7 +108,7 @@ class ResponseStore:
         return self._entries.get(response_id)
 
     def put(self, response_id: str, entry: StoredResponse) -> None:
-        """Replaces what has this id. What is too large is not kept."""
+        """Stores a response, replacing one of the same id; does not keep one that is too large."""
         self._remove(response_id)
         if entry.num_bytes > self._max_entry_bytes:
             return
@@ -116,8 +117,8 @@ class ResponseStore:
         self._make_room()
 
     def hold(self, waiting: HeldInput) -> None:
-        """Counts the input as long as anything refers to it. One that is too large loses its items, and so do the
-        oldest where there is no room."""
+        """Counts the input as long as anything refers to it. If it is too large, its items are dropped, and so are the
+        oldest inputs if there is no room."""
         if waiting.num_bytes > self._max_entry_bytes:
             waiting.items = None
             return
@@ -139,7 +140,7 @@ class ResponseStore:
                 break
 
     def discard(self, response_id: str) -> bool:
-        """Forget a response; one that runs is cancelled. False: there is none."""
+        """Forgets a response, cancelling a running one. Returns False if there is none."""
         entry = self._remove(response_id)
         if entry is not None and entry.task is not None and entry.task is not asyncio.current_task():
             entry.task.cancel()

@@ -16,14 +16,15 @@ from sglang.srt.function_call.events import ArgumentsDelta, CallEnd, CallStart, 
 from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
 
 _CONTENT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
-"""The events of an item's text, by the item's type."""
+"""Prefixes of the events of an item's text, by the item's type."""
 _CALLS = {form.type: form for form in CALL_ITEMS.values()}
 _STREAMED = "function_call"
-"""The calls whose text is sent while the model writes it. Of others it is JSON that the client does not know."""
+"""Type of the calls whose arguments are sent while the model writes them. Those of others are in a JSON form unknown to
+clients."""
 
 
 class ResponseStream:
-    """Writes the events of one answer. `on_end` gets the response as it ended."""
+    """Writes the events of one answer. `on_end` gets the final response."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class ResponseStream:
         return b""
 
     def fail(self, error: ApiError) -> bytes:
-        """The events of a failure behind the first event."""
+        """Returns the events of a failure after the first event."""
         events = self._close("incomplete")
         response = self._head.failed(error.message, self._items)
         self._on_end(response)
@@ -90,7 +91,7 @@ class ResponseStream:
                 return self._close("completed" if complete else "incomplete")
 
     def _within(self, kind: str) -> bytes:
-        """Opens an item unless one of its kind is open."""
+        """Opens an item unless one of its kind is open. Returns the events."""
         if self._text is not None and self._items[-1]["type"] == kind:
             return b""
         closed = self._close()
@@ -105,7 +106,7 @@ class ResponseStream:
         return self._sse("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
 
     def _item_event(self, event: str, /, **fields: Any) -> bytes:
-        """About the open item."""
+        """Returns an event about the open item."""
         return self._sse(event, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **fields)
 
     def _delta(self, text: str) -> bytes:
@@ -133,7 +134,7 @@ class ResponseStream:
         return events + self._sse("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _end_call(self, item: dict[str, Any], arguments: str) -> bytes:
-        """The events that end a call, before the one with the whole item."""
+        """Returns the events that end a call, before the one with the whole item."""
         fill(item, arguments)
         form = _CALLS[item["type"]]
         if form.events is None:
@@ -150,5 +151,5 @@ def _part(kind: str, text: str = "") -> dict[str, Any]:
 
 
 def _content_event(kind: str) -> tuple[str, dict[str, Any]]:
-    """The name of the events of such an item's text without `.delta` and `.done`, and their further fields."""
+    """Returns the name of the text events of such an item, without `.delta` and `.done`, and their further fields."""
     return _CONTENT_EVENTS[kind], {"content_index": 0, **({"logprobs": []} if kind == "message" else {})}

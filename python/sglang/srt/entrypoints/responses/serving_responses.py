@@ -37,27 +37,27 @@ from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateR
 logger = logging.getLogger(__name__)
 
 MAX_BACKGROUND = 256
-"""Answers that are computed in the background at once."""
+"""Answers that may be computed in the background at the same time."""
 MAX_BACKGROUND_BYTES = MAX_ENTRY_BYTES // 2
-"""The limit of a conversation with its request: the response that is kept meanwhile repeats much of it."""
+"""Limit of a conversation with its request: the response that is kept meanwhile repeats much of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """One response on its way: the call that computes it, and where it goes."""
+    """One response in progress: its call, and where the result goes."""
 
     service: OpenAIService
     store: ResponseStore
     head: ResponseHead
     waiting: HeldInput | None
-    """The conversation up to the answer, where that is to be stored."""
+    """The conversation up to the answer, if that is to be stored."""
     call: GenerateRequest
     formats: ChatFormats
     num_bytes: int
-    """About the size of the conversation."""
+    """Approximate size of the conversation."""
 
     def keep(self, response: dict[str, Any]) -> None:
-        """Stores the response as it ended, unless the client does not want that, or the store has no room."""
+        """Stores the final response, unless the client does not want that or the store has no room."""
         if self.waiting is None or self.waiting.items is None:
             return
         conversation, self.waiting.items = self.waiting.conversation(response["output"]), None
@@ -65,7 +65,7 @@ class _Answer:
         self.store.put(self.head.id, StoredResponse(encoded, conversation, self.waiting.num_items))
 
     def response(self, output: GenerateOutput) -> dict[str, Any]:
-        """The response for the whole output. Raises RequestError 503 for an aborted one."""
+        """Returns the response for the whole output. Raises RequestError 503 for an aborted one."""
         assert output.finish is not None
         refuse_aborted(output.finish)
         choice = ChoiceOutput(self.formats, self.service.tokenizer)
@@ -82,6 +82,7 @@ class _Answer:
 
 
 async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, request: Request) -> Response:
+    """Answers `POST /v1/responses`: whole, as a stream, or in the background."""
     making = _new_answer(service, store, body, request)
     del body  # the answer needs no more of it
     answer = await until_disconnect(request, making)
@@ -100,6 +101,7 @@ async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRe
 async def count_tokens(
     service: OpenAIService, store: ResponseStore, body: ResponseContext, request: Request
 ) -> Response:
+    """Answers `POST /v1/responses/input_tokens`."""
     count = await until_disconnect(request, _count(service, store, body, body_bytes(request)))
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -112,7 +114,7 @@ async def _count(service: OpenAIService, store: ResponseStore, body: ResponseCon
 
 
 async def _new_answer(service: OpenAIService, store: ResponseStore, body: ResponsesRequest, http: Request) -> _Answer:
-    """Raises ApiError."""
+    """Returns the answer for a request, ready to run. Raises ApiError."""
     previous = _previous(store, body)
     num_bytes = body_bytes(http) + (0 if previous is None else previous.num_bytes)
     if body.background and num_bytes > MAX_BACKGROUND_BYTES:
@@ -153,7 +155,7 @@ def _held(items: list[dict[str, Any]]) -> HeldInput:
 
 
 class _Translated(NamedTuple):
-    """The items that the model is to read, and the chat request and tools that they make."""
+    """The items that the model will read, and the chat request and tools made from them."""
 
     items: list[dict[str, Any]]
     request: ChatCompletionRequest
@@ -161,7 +163,7 @@ class _Translated(NamedTuple):
 
 
 def _translated(body: ResponseContext, previous: StoredResponse | None) -> _Translated:
-    """Raises ApiError 400."""
+    """Converts the input, after that of the `previous` response. Raises ApiError 400."""
     items = body.items() if previous is None else previous.items() + body.items()
     read = read_items(items)
     catalog = tool_catalog(body, read)
@@ -169,7 +171,7 @@ def _translated(body: ResponseContext, previous: StoredResponse | None) -> _Tran
 
 
 def _previous(store: ResponseStore, body: ResponseContext) -> StoredResponse | None:
-    """The response whose conversation goes on, if one does. Raises ApiError 400."""
+    """Returns the response that is continued, if any. Raises ApiError 400."""
     if body.previous_response_id is None:
         return None
     previous = store.get(body.previous_response_id)
@@ -188,7 +190,7 @@ def _previous(store: ResponseStore, body: ResponseContext) -> StoredResponse | N
 
 
 def _start(answer: _Answer, request: Request) -> dict[str, Any]:
-    """The response that a task goes on to compute. Raises ApiError 503 if too many run."""
+    """Returns the initial response, which a task then completes. Raises ApiError 503 if too many run."""
     if answer.store.num_running >= MAX_BACKGROUND:
         raise ApiError(503, f"{MAX_BACKGROUND} responses are computed in the background; try again later")
     response = answer.head.state("queued")
@@ -222,7 +224,7 @@ async def _compute(answer: _Answer) -> None:
 
 
 def stored(store: ResponseStore, response_id: str) -> StoredResponse:
-    """Raises ApiError 404."""
+    """Returns a stored response. Raises ApiError 404."""
     entry = store.get(response_id)
     if entry is None:
         raise ApiError(404, f"Response with id '{response_id[:64]}' not found.", param="response_id")
@@ -230,7 +232,7 @@ def stored(store: ResponseStore, response_id: str) -> StoredResponse:
 
 
 def cancel(store: ResponseStore, response_id: str) -> Response:
-    """Ends a response that runs in the background; one that has ended stays as it is."""
+    """Cancels a response that runs in the background; leaves one that has ended."""
     entry = stored(store, response_id)
     response = entry.fields()
     if not response["background"]:
@@ -243,13 +245,14 @@ def cancel(store: ResponseStore, response_id: str) -> Response:
 
 
 def delete(store: ResponseStore, response_id: str) -> Response:
+    """Deletes a stored response. Raises ApiError 404."""
     stored(store, response_id)
     store.discard(response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 def input_items(store: ResponseStore, response_id: str, limit: int, after: str | None, newest_first: bool) -> Response:
-    """A page of the items that the model read, `after` the item of that id."""
+    """Returns a page of the items that the model read, starting after the item with the id `after`."""
     entry = stored(store, response_id)
     items = entry.items()[: entry.num_inputs]
     if newest_first:

@@ -1,8 +1,8 @@
-"""Tools of the Responses API as functions that any model may call, and its calls as items that the client knows.
+"""Converts tools of the Responses API to functions that any model may call, and calls to the items that clients know.
 
-A model is offered functions alone. Those of a namespace have its name in front of theirs; a custom tool takes a text;
-tools that OpenAI's models know without a description, and that run at the client, have one here. What runs at OpenAI is
-left out: the model then answers without it.
+A model is offered only functions. Those of a namespace are prefixed with its name; a custom tool takes a text; tools
+that OpenAI's models know without a description, and that run at the client, are described here. Tools that run at
+OpenAI are left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOOL_TYPES = (
 )
 _NAMED = ("function", "custom", "namespace")
 _BETWEEN = "__"
-"""Between the name of a namespace and that of a function in it."""
+"""Separator between the name of a namespace and that of a function in it."""
 TEXT = "input"
 """The name of the one argument of a custom tool."""
 
@@ -76,8 +76,8 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
 
 
 class CallItem(NamedTuple):
-    """How the calls of a type of tools are written: `type` of the item, the beginning of its id, and the field that has
-    what the model wrote. `events`: the beginning of the names of a stream's events for that text, if it has any."""
+    """How calls of a type of tool are written: `type` of the item, prefix of its id, and the field with the model's
+    text. `events`: prefix of the stream events of that text, if there are any."""
 
     type: str
     prefix: str
@@ -93,7 +93,7 @@ CALL_ITEMS = {
     "apply_patch": CallItem("apply_patch_call", "apc", "operation"),
     "tool_search": CallItem("tool_search_call", "tsc", "arguments"),
 }
-"""By the type of the tool."""
+"""Form of call items by the type of the tool."""
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
     "local_shell": (
@@ -124,19 +124,19 @@ _BUILT_IN: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Type -> what the tool does, and the properties of its arguments, as those are in the items of calls."""
+"""Description and argument properties of a tool by its type; the properties are those of the call items."""
 _REQUIRED = {"local_shell": ["command"], "shell": ["commands"], "apply_patch": ["type", "path"]}
 
 
 class OfferedTool(NamedTuple):
-    """A tool as the model is offered it. `name`: how the model calls it."""
+    """A tool as the model is offered it. `name`: the name by which the model calls it."""
 
     name: str
     tool: ResponseTool
     namespace: str | None = None
 
     def function(self) -> dict[str, Any]:
-        """The function of a chat request."""
+        """Returns the function of a chat request."""
         tool = self.tool
         description, parameters = tool.description, tool.parameters
         if tool.type == "custom":
@@ -167,14 +167,14 @@ def _custom_description(tool: ResponseTool) -> str:
 
 
 def offered_name(name: str, namespace: str | None) -> str:
-    """The name by which the model calls a function of a namespace."""
+    """Returns the name by which the model calls a function of a namespace."""
     if not namespace:
         return name
     return namespace + name if namespace.endswith(_BETWEEN) else f"{namespace}{_BETWEEN}{name}"
 
 
 class ToolCatalog:
-    """The tools of one request, by the names that the model has for them."""
+    """The tools of one request, by the names that the model uses."""
 
     def __init__(self, tools: Iterable[ResponseTool]) -> None:
         self._offered: dict[str, OfferedTool] = {}
@@ -189,24 +189,24 @@ class ToolCatalog:
                 _log_left_out(tool.type)
 
     def _add(self, offered: OfferedTool) -> None:
-        """A tool that comes again, as in a second search, takes the place of the first."""
+        """Adds a tool; one that comes again, as in a second search, replaces the first."""
         self._offered[offered.name] = offered
         self._by_own_name.setdefault(offered.tool.name or offered.name, {})[offered.name] = offered
 
     def find(self, name: str, namespace: str | None = None) -> OfferedTool | None:
-        """The tool that a model or a client means: a function of a namespace has its own name, too, where no other
-        has it."""
+        """Returns the tool that a model or client means. A function of a namespace is also found by its own name if
+        that is unique."""
         exact = self._offered.get(offered_name(name, namespace))
         alike = list(self._by_own_name.get(name, {}).values())
         return exact or (alike[0] if len(alike) == 1 and namespace is None else None)
 
     def functions(self, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """The functions of a chat request; `only` those of these names."""
+        """Returns the functions of a chat request; `only` those of these names."""
         chosen = self._offered.values() if only is None else [self._offered[name] for name in dict.fromkeys(only)]
         return [offered.function() for offered in chosen]
 
     def call_item(self, item_id: Callable[[str], str], status: str, call_id: str, name: str) -> dict[str, Any]:
-        """The item of a call that has no arguments so far; `fill` adds them. item_id: makes an id."""
+        """Returns the item of a call without arguments, which `fill` adds. item_id: makes an id."""
         offered = self.find(name)
         form = CALL_ITEMS["function" if offered is None else offered.tool.type]
         item = {"id": item_id(form.prefix), "type": form.type, "status": status, "call_id": call_id}
@@ -222,7 +222,7 @@ class ToolCatalog:
 
 @functools.cache
 def _log_left_out(kind: str) -> None:
-    """Logs once what a server would log with each request of an agent."""
+    """Logs a kind of tool once, as agents send it with every request."""
     logger.warning("Tools of type %s run at OpenAI's servers, not here: models are not offered them.", kind)
 
 
@@ -242,7 +242,7 @@ def fill(item: dict[str, Any], arguments: str) -> None:
 
 
 def custom_text(arguments: str) -> str:
-    """The text for a custom tool. A model that gave it another name, or none, meant it all the same."""
+    """Returns the text for a custom tool, also if the model gave the argument another name, or none."""
     values = longest_object(arguments)
     if isinstance(values.get(TEXT), str):
         return str(values[TEXT])
@@ -251,4 +251,5 @@ def custom_text(arguments: str) -> str:
 
 
 def written_arguments(values: Any) -> str:
+    """Returns values as JSON text."""
     return json.dumps(values, ensure_ascii=False)

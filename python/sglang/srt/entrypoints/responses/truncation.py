@@ -1,4 +1,4 @@
-"""`truncation: auto`: conversations that do not fit the context lose their oldest messages."""
+"""`truncation: auto`: drops the oldest messages of conversations that do not fit the context."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Awaitable, Callable
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 ROOM_SHARE = 4
-"""The share of the context that an answer has without a limit of output tokens: a fourth."""
+"""Divisor of the context that gives the room for an answer without a token limit: a fourth."""
 
 
 async def fit_context(
     request: ChatCompletionRequest, context_len: int, count: Callable[[ChatCompletionRequest], Awaitable[int]]
 ) -> None:
-    """Drops as many of the first messages of `request` as it must, up to a message of the user; instructions stay.
+    """Drops the fewest first messages of `request` that make it fit, up to a message of the user; instructions stay.
 
-    `count` tells the tokens of a request. What does not fit even with the last message of the user alone is left so,
-    to be refused like any other that is too long.
+    `count` returns the tokens of a request. If even the last user message alone does not fit, it is left, to be refused
+    like any other request that is too long.
     """
     room = context_len // ROOM_SHARE if request.max_tokens is None else request.max_tokens
     limit = context_len - room

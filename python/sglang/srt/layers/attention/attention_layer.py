@@ -1,4 +1,4 @@
-"""Description of a layer for the attention backend that computes it."""
+"""The description of an attention layer, which attention backends read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
 
 @dataclass(slots=True)
 class AttentionLayer:
-    """Attention of one layer over the paged cache. Head counts are those of this rank."""
+    """Parameters of one layer's attention over the paged KV cache. Head counts are those of this rank."""
 
     cache: CacheStore
     num_heads: int
@@ -29,11 +29,11 @@ class AttentionLayer:
     sinks: torch.Tensor | None = None
     """[num_heads] fp32: an extra logit a head that takes part in the softmax and has no value."""
     bias_extent: int = 0
-    """> 0: scores of keys at each distance below it get a bias, which comes with the queries."""
+    """> 0: keys at distances below it get a score bias by distance, which comes with the queries."""
     top_k: int = 0
-    """> 0: attention is over so many tokens that an indexer selects."""
+    """> 0: attention covers at most this number of tokens, selected by an indexer."""
     dcp_size: int = 1
-    """> 1: so many ranks share out the tokens of the cache."""
+    """Number of DCP ranks that shard the tokens of the cache; 1: not sharded."""
     site: AttentionSite = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Block-sparse attention with this project's Triton kernels: what chooses blocks, and what attends to them."""
+"""Block-sparse attention with this project's Triton kernels: block selection, and attention to the selected blocks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class TritonBlockIndexer:
-    """Implements BlockIndexerOp: scores of some tokens, then the choice of each of their heads, until all have theirs.
-    Nothing is asked of the device, so that a graph may hold it; contexts that are short whatever the lengths launch no
-    scores."""
+    """Implements BlockIndexerOp. It scores as many tokens as the memory for scores allows, selects their blocks, and
+    repeats. It never reads from the device, so it may be captured. If no context can have more blocks than are
+    selected, no scores are computed."""
 
     def __init__(self, plan: Plan) -> None:
         self._ladder = plan.fallbacks("block_indexer")
@@ -58,8 +58,8 @@ class TritonBlockIndexer:
 
 
 class TritonBlockAttention:
-    """Implements BlockAttentionOp, with the planned tile for as many tokens or the next smaller one that a launch steps
-    down to."""
+    """Implements BlockAttentionOp with the tile planned for the number of tokens, or its fallbacks if a launch
+    fails."""
 
     def __init__(self, plan: Plan) -> None:
         self._tile_configs = plan.tiles("block_attention")

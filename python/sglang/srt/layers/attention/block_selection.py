@@ -1,4 +1,4 @@
-"""Selection of blocks of neighbouring tokens: where they lie, and the unfinished block that is read with them."""
+"""Selections of blocks of neighbouring tokens, with the unfinished block that is read as well."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class BlockSelection:
-    """What each of T tokens attends to: whole blocks of `block` tokens, and the first tokens of one more.
+    """The keys of each of T tokens: whole blocks of `block` tokens, and the first tokens of one unfinished block.
 
-    Tokens of a block lie at neighbouring slots: block b is slots b * block to (b + 1) * block - 1.
+    Tokens of a block lie in neighbouring slots: block b is slots b * block to (b + 1) * block - 1.
     """
 
-    blocks: torch.Tensor  # [T, K] int32; from `counts` on not looked at
+    blocks: torch.Tensor  # [T, K] int32; entries from `counts` on are not read
     counts: torch.Tensor  # [T] int32, blocks that were selected
     tails: torch.Tensor  # [T] int32, the unfinished block
-    tail_counts: torch.Tensor  # [T] int32, its tokens up to the one that looks: 0 to block - 1
+    tail_counts: torch.Tensor  # [T] int32, its tokens up to the query: 0 to block - 1
     block: int
 
     def token_slots(self, tokens: slice) -> torch.Tensor:
-        """Returns the slots [t, K * block + block - 1] int64 of all that some of the tokens see; -1: nothing."""
+        """Returns the slots [t, K * block + block - 1] int64 that the given tokens attend to; -1 fills the rest."""
         device, block = self.blocks.device, self.block
         place = torch.arange(block, device=device)
         wide = self.blocks.shape[1]

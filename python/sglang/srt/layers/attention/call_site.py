@@ -1,4 +1,4 @@
-"""The attention call site of a model layer; what attends comes with the batch."""
+"""The attention call site of model layers; the backend's metadata comes with the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 
 
 class Attention(AttentionLayer):
-    """An attention layer that models call."""
+    """The attention layer that models call."""
 
     __slots__ = ()
 
@@ -23,8 +23,8 @@ class Attention(AttentionLayer):
         batch: ForwardBatch,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv], stored already, bias [T, Hq, bias_extent] of the keys at each
-        distance, of layers that have some -> [T, Hq * Dv]."""
+        """Returns the attention output [T, Hq * Dv]. q [T, Hq, D]; k [T, Hkv, D], v [T, Hkv, Dv], which are already in
+        the cache; bias [T, Hq, bias_extent]: score biases by distance, for layers that have them."""
 
         def biases(count: int) -> dict[str, Any]:
             return {} if bias is None else {"bias": bias[:count]}

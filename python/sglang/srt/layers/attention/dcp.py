@@ -1,4 +1,5 @@
-"""Builders of attention sites whose tokens the ranks of a group share out (`token_shares`), around those of a backend.
+"""Decode context parallelism (DCP): builders of attention groups whose tokens are sharded over ranks (`token_shares`).
+They wrap the builders of a backend.
 
 requests that decode        attend with the heads of all ranks to this rank's tokens; the parts are merged
 prompts, draft tokens            each token as if it decoded, where only the device knows the lengths, as in CUDA
@@ -38,13 +39,15 @@ if TYPE_CHECKING:
 
 
 class PartMetadata(Protocol):
+    """Metadata that attends to this rank's tokens and returns the log-sum-exp, so that ranks' results can be merged."""
+
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """q [D, H, D] -> out [D, H, Dv] and lse [D, H] fp32, the natural logarithm of the sum of exponentials: -inf for
-        a row without tokens, whose `out` is not read. Sinks are left out."""
+        """Writes the attention of q [D, H, D] over this rank's tokens to out [D, H, Dv], and the natural log-sum-exp to
+        lse [D, H] fp32. A row without tokens gets -inf, and its `out` is not read. Sinks are left out."""
 
 
 class PartBuilder(Protocol):
-    """A `DecodeBuilder` for rows that may have no tokens, with metadata that gives parts of a softmax."""
+    """A `DecodeBuilder` for rows that may have no tokens, whose metadata is `PartMetadata`."""
 
     plans_on_host: bool
     in_graphs: bool
@@ -54,23 +57,24 @@ class PartBuilder(Protocol):
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None: ...
 
     def build_in_graph(self, rows: DecodeRows) -> PartMetadata:
-        """What plans on the host gets no table of this rank's tokens here."""
+        """Builds metadata inside a graph. Builders that plan on the host get no table of this rank's tokens here."""
 
     def refresh(self, rows: DecodeRows) -> None: ...
 
 
 class PartBackend(AttentionBackend, Protocol):
-    """A backend that serves sites whose tokens are shared out."""
+    """A backend that serves attention groups with DCP-sharded caches."""
 
     reads_new_tokens: bool
-    """True if attention of prompts reads the new tokens in the cache, too."""
+    """True if attention of prompts reads the new tokens from the cache as well."""
 
     def part_builder(self, shape: AttentionShape, max_rows: int) -> PartBuilder:
-        """Returns a new one for batches of up to so many rows, whose heads are those of all ranks."""
+        """Returns a new builder for batches of up to `max_rows` rows, whose heads are those of all ranks."""
 
 
 class DcpDecode:
-    """Implements DecodeBuilder."""
+    """Builds decode metadata that attends with all ranks' heads to this rank's tokens and merges the results.
+    Implements DecodeBuilder."""
 
     def __init__(self, parts: PartBuilder, merge: PartMerge) -> None:
         self.parts, self.merge = parts, merge
@@ -92,6 +96,8 @@ class DcpDecode:
 
 @dataclass(slots=True)
 class DcpDecodeMetadata:
+    """Implements DecodeMetadata."""
+
     rows: PartMetadata
     merge: PartMerge
 
@@ -102,13 +108,13 @@ class DcpDecodeMetadata:
 
 
 class DcpExtend:
-    """Implements ExtendBuilder."""
+    """Builds metadata of prompts over DCP-sharded caches. Implements ExtendBuilder."""
 
     def __init__(
         self, whole: ExtendBuilder, tokens: PartBuilder, merge: PartMerge, reads_new_tokens: bool, max_tokens: int
     ) -> None:
-        """whole: for prompts over a cache that holds all their tokens. tokens: for rows of one token each. max_tokens:
-        that come together on every rank at once, if one request has no more."""
+        """whole: builder for prompts over a cache with all their tokens. tokens: builder for one row per token.
+        max_tokens: most tokens gathered on every rank at once, unless a single request has more."""
         self.whole, self.tokens, self.merge = whole, tokens, merge
         self.reads_new_tokens, self.max_tokens = reads_new_tokens, max_tokens
         self.plans_on_host = whole.plans_on_host
@@ -128,7 +134,8 @@ class DcpExtend:
         return 1
 
     def _one_by_one(self, rows: ExtendRows) -> TokenRowsMetadata:
-        """Tokens before those of the first request are other rows' and see nothing here."""
+        """Builds metadata with one decode row per token. Tokens before the first request's belong to other rows and see
+        nothing."""
         count, begins = len(rows.token_slots[0].out_cache_loc), rows.start_loc
         token = torch.arange(count, dtype=torch.int32, device=begins.device)
         request = torch.searchsorted(begins, token, right=True) - 1
@@ -164,7 +171,7 @@ class DcpExtend:
 
 
 def _runs(lens: list[int], most: int) -> list[slice]:
-    """Runs of requests with at most so many tokens together, or one request."""
+    """Returns runs of requests with at most `most` tokens together, or a single request."""
     runs, begin, total = [], 0, 0
     for i, length in enumerate(lens):
         if i > begin and total + length > most:
@@ -176,14 +183,18 @@ def _runs(lens: list[int], most: int) -> list[slice]:
 
 @dataclass(slots=True)
 class GatheredRange:
+    """A run of requests whose tokens are gathered on every rank together."""
+
     rows: ExtendMetadata
     tokens: GatheredTokens
     num_behind: int
-    """New tokens of the requests behind these."""
+    """New tokens of the requests after this run."""
 
 
 @dataclass(slots=True)
 class GatheredMetadata:
+    """Attends to gathered tokens with this rank's own heads, run by run. Implements ExtendMetadata."""
+
     runs: list[GatheredRange]
 
     def attend(
@@ -196,6 +207,8 @@ class GatheredMetadata:
 
 @dataclass(slots=True)
 class TokenRowsMetadata:
+    """Attends token by token, as in decoding. Implements ExtendMetadata."""
+
     rows: DcpDecodeMetadata
     counts: torch.Tensor  # [T] bool, tokens of the requests
 
@@ -210,7 +223,7 @@ class TokenRowsMetadata:
 def builders_of(
     sites: Iterable[AttentionSite], decode: AttentionBackend, extend: AttentionBackend, plan: Plan
 ) -> tuple[Mapping[AttentionSite, DecodeBuilder], Mapping[AttentionSite, ExtendBuilder]]:
-    """Returns the builders of each site, from backends for requests that decode and for prompts."""
+    """Returns the decode and prompt builders of each attention group, from the backends `decode` and `extend`."""
     context = parallel_state.groups().context
     decodes: dict[AttentionSite, DecodeBuilder] = {}
     extends: dict[AttentionSite, ExtendBuilder] = {}

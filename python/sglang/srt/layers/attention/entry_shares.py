@@ -1,22 +1,23 @@
-"""Into how many shares the selected entries of a token are cut. No torch, no Triton: the plan of times asks it too."""
+"""The number of splits of a token's selected entries. Imports neither torch nor Triton, since the cost model uses it
+too."""
 
 from __future__ import annotations
 
 import functools
 
 MOST_SHARES = 64
-"""Shares of one token that the merge has registers for."""
+"""Maximum number of splits per token, for which the merge kernel has registers."""
 START_TILES = 2
-"""What the start and the end of a program take, in tiles of entries."""
+"""Cost of a program's start and end, in tiles of entries."""
 MOST_ROUNDS = 4
-"""Rounds of programs that may be made by cutting: bounds the memory of the shares."""
+"""Maximum number of waves of programs that splitting may create, which bounds the memory of partial results."""
 
 
 @functools.cache
 def num_shares(programs: int, tiles: int, slots: int) -> int:
-    """Into how many shares the entries of a token are cut: `programs` without a cut, each of up to `tiles` tiles of
-    entries, on a GPU that runs `slots` of them at once. Counts in tiles what a program, a round of programs and the
-    merge take."""
+    """Returns into how many splits a token's entries are cut. `programs`: their number without splits, each with up to
+    `tiles` tiles of entries; `slots`: programs that the GPU runs at once. Minimizes the cost of programs, waves and the
+    merge, counted in tiles."""
 
     def cost(shares: int) -> int:
         rounds = -(-programs * shares // slots)

@@ -1,7 +1,7 @@
-"""Attention of the patches of images by torch's flash kernels, which are built for every GPU that torch serves.
+"""Attention over image patches with torch's flash kernels, which are built for every GPU that torch supports.
 
-Encoders run outside of graphs and have no cache, so a library's kernel is all that they need. Heads of 72 elements lie
-in no multiples of 32 bytes, of which Triton's loads make pieces; the library pads them while it loads.
+Encoders run outside of graphs and have no cache, so a library kernel suffices. Heads of 72 elements are no multiple of
+32 bytes, which splits Triton's loads into small ones; the library pads them while loading.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def flash_attention(
     share: tuple[int, int] = (0, 1),
     tile: Mapping[str, int] | None = None,
 ) -> None:
-    """Fills o [T, H, D] for q, k, v [T, H, D] (bf16/fp16; elements of a head contiguous, D a multiple of 8) of
-    sequences with rows start_loc[i] .. start_loc[i + 1] (int32, on the device), of which the longest has `longest`
-    rows. share (i, n), without causality: fills the i-th of n shares of the rows only."""
+    """Fills o [T, H, D] for q, k, v [T, H, D] (bf16/fp16; elements of a head contiguous, D a multiple of 8). Sequence i
+    has rows start_loc[i] to start_loc[i + 1] (int32, on the device); the longest has `longest` rows. share (i, n),
+    without causality: fills only the i-th of n equal ranges of rows."""
     assert not is_causal or share == (0, 1)
     first, last = (len(q) * (share[0] + i) // share[1] for i in (0, 1))
     if first == last:
@@ -49,7 +49,7 @@ def flash_attention(
 
 
 def problem_of(need: Need) -> str:
-    """The reason against torch's kernel for the need on the GPU of this process; "" if there is none."""
+    """Returns why torch's kernel cannot serve the need on this process's GPU; "" if it can."""
     return _problem(need.head_dim, getattr(torch, need.q_dtype))
 
 
@@ -63,7 +63,7 @@ def _problem(head_dim: int, dtype: torch.dtype) -> str:
 
 
 def probe_error(head_dim: int, dtype: torch.dtype) -> float:
-    """Relative error of sequences of several lengths, computed in two shares."""
+    """Returns the relative error on sequences of several lengths, computed in two ranges of rows."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(sum(PROBE_LENGTHS), 3, 2, head_dim, generator=generator).to("cuda", dtype)
     q, k, v = x.unbind(1)

@@ -1,9 +1,9 @@
 """Attention with FlashInfer's paged wrappers (flashinfer-python 0.6). Imported only when the plan chooses it.
 
 The wrappers plan on the host: page counts come from `seq_lens_cpu`, so nothing is read back from the GPU; page indices
-are gathered on the device. Heads and a window are properties of a planned wrapper, so each of the model's attention
-sites has wrappers of its own, and all of them are planned before a step runs. A window's wrapper is given the pages
-that the new tokens see and no others. Layers must have neither logit caps nor sinks.
+are gathered on the device. A planned wrapper is bound to head counts and a window, so each attention group has wrappers
+of its own, and all are planned before a step runs. With a sliding window a wrapper gets only the pages that the new
+tokens see. Layers must have neither logit caps nor sinks.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 256 << 20
 PLAN_BYTES = 8 << 20
-"""Size in bytes of the lists that a planner makes; each wrapper has as much pinned memory."""
+"""Bytes of the lists that a planner writes; each wrapper has pinned memory of the same size."""
 CHECKED_TOKENS = 200
 CHECK_BOUND = 0.02
-"""Of a right result: probabilities are rounded to the queries' type, or in some kernels to float8."""
+"""Largest relative error of a correct result: probabilities are rounded to the queries' dtype, in some kernels to
+float8."""
 PLANS_AT_ONCE = 3
-"""Of each kind: where a step runs as two halves (`plan.halves`), both are planned before either attends, and before
-them the whole step, over whose rows a draft attends behind them."""
+"""Plans of each kind alive at once: with two-batch overlap both microbatches are planned before either attends, and
+before them the whole step, over whose rows a draft model attends afterwards."""
 TENSOR_CORE_GROUP = 4
-"""Number of query heads for each KV head from which decoding on tensor cores is faster than plain FMA."""
+"""Query heads per KV head from which decoding on tensor cores is faster than plain FMA."""
 
 
 def library_kernels(arch: ArchTraits, cache_dtype: torch.dtype = torch.bfloat16) -> str:
-    """Returns the library's name of its kernels for prompts and latents. FA3 has wgmma, which only Hopper has, and for
-    16-bit queries it reads 16-bit keys alone; FA2 runs everywhere."""
+    """Returns FlashInfer's name of its kernels for prompts and latents. FA3 needs wgmma, which only Hopper has, and
+    reads only 16-bit keys for 16-bit queries; FA2 runs everywhere."""
     return "fa3" if "wgmma" in arch.features and cache_dtype.itemsize == 2 else "fa2"
 
 
 class PlannedWrapper:
-    """A wrapper whose planner never overwrites lists that are still to be copied.
+    """A FlashInfer wrapper whose planner never overwrites lists that are still to be copied.
 
-    `plan` writes its lists into pinned memory of the wrapper and starts their copy, which on the stream stands behind
-    the steps before. The next `plan` writes the same memory, so it waits for that copy first. A step is launched when
-    all but the previous one are over: then the copy is over too, or next in line, and the wait is none.
+    `plan` writes its lists into pinned memory of the wrapper and starts their copy, which the stream runs after earlier
+    steps. The next `plan` writes the same memory, so it waits for that copy first. That wait is short: when a step is
+    launched at most the previous one is still running.
     """
 
     def __init__(self, wrapper: Any, copied: torch.cuda.Event | None) -> None:
@@ -62,6 +63,7 @@ class PlannedWrapper:
         self._num_plans = 0
 
     def plan(self, *args: Any, **options: Any) -> WrapperPlan:
+        """Plans the wrapper with the arguments of FlashInfer's `plan`, and returns the plan."""
         if self._copied is not None:
             self._copied.synchronize()  # at once if it was never recorded
         self._wrapper.plan(*args, **options)
@@ -71,28 +73,30 @@ class PlannedWrapper:
         return self.current()
 
     def current(self) -> WrapperPlan:
-        """Returns the plan that was made last."""
+        """Returns the latest plan."""
         return WrapperPlan(self, self._num_plans)
 
     def run(self, number: int, *args: Any, **options: Any) -> None:
+        """Runs the wrapper. Asserts that plan `number` is the latest."""
         assert number == self._num_plans, "the wrapper was planned for another step meanwhile"
         self._wrapper.run(*args, **options)
 
 
 @dataclass(frozen=True, slots=True)
 class WrapperPlan:
-    """What a wrapper was planned for, which belongs to one metadata: who runs a plan that another one has replaced gets
-    an AssertionError instead of a wrong answer."""
+    """One plan of a wrapper, owned by one step's metadata. Running it after the wrapper was planned again fails with
+    AssertionError instead of giving a wrong result."""
 
     wrapper: PlannedWrapper
     number: int
 
     def run(self, *args: Any, **options: Any) -> None:
+        """Runs the wrapper with this plan."""
         self.wrapper.run(self.number, *args, **options)
 
 
 class FlashInferAttnBackend:
-    """Implements AttentionBackend. All wrappers share a workspace: they run one after the other."""
+    """Implements AttentionBackend. All wrappers share one workspace, since they run one after the other."""
 
     def __init__(self, plan: Plan, device: torch.device | str) -> None:
         self._plan = plan
@@ -105,14 +109,14 @@ class FlashInferAttnBackend:
         return FlashInferExtend(_SiteOptions(self._plan, site), self._workspace)
 
     def long_prompt_builder(self, site: AttentionSite) -> FlashInferExtend:
-        """Implements LongPromptBackend."""
+        """Returns a prompt builder that has passed `check`. Implements LongPromptBackend."""
         builder = self.extend_builder(site)
         builder.check()
         return builder
 
 
 class _SiteOptions:
-    """Options that the wrappers of one site are planned with."""
+    """Options for planning the wrappers of one attention group."""
 
     def __init__(self, plan: Plan, site: AttentionSite) -> None:
         shape = site.shape
@@ -131,16 +135,18 @@ class _SiteOptions:
         self.tensor_cores = shape.num_heads // shape.num_kv_heads >= TENSOR_CORE_GROUP
 
     def pages(self, rows: DecodeRows | ExtendRows) -> Pages:
+        """Returns the pages that the rows attend to."""
         return gather_pages(rows, self.table, self.page_size, self.window)
 
     def run(self, plan: WrapperPlan, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
+        """Runs a plan for a layer. Raises NotImplementedError for logit caps and sinks."""
         if layer.logit_cap > 0 or layer.sinks is not None:
             raise NotImplementedError(
                 "the flashinfer backend here has neither logit caps nor sinks; use --attention-backend triton"
             )
         cache = layer.cache
         k_cache, v_cache = (c.unflatten(0, (-1, self.page_size)) for c in (cache.k, cache.v))
-        # The wrapper was planned for head_dim ** -0.5; what differs from that goes into the scale of the keys.
+        # The wrapper was planned for head_dim ** -0.5; a layer's other factor goes into the scale of the keys.
         k_scale = cache.k_scale * layer.scale * self.head_dim**0.5
         plan.run(q, (k_cache, v_cache), k_scale=k_scale, v_scale=cache.v_scale, out=out)
 
@@ -151,13 +157,13 @@ def _planned(wrapper: Any, workspace: torch.Tensor, lists: torch.Tensor) -> Plan
 
 
 def _plan_lists(device: torch.device) -> torch.Tensor:
-    """Wrappers that never are planned in one step share them: every plan fills its lists anew, and steps run in
-    order."""
+    """Returns a buffer for plan lists. Wrappers that are never planned in the same step share one, because every plan
+    fills it again and steps run in order."""
     return torch.empty(PLAN_BYTES, dtype=torch.uint8, device=device)
 
 
 class FlashInferExtend:
-    """Implements ExtendBuilder. PLANS_AT_ONCE wrappers take turns."""
+    """Implements ExtendBuilder with PLANS_AT_ONCE wrappers used in rotation."""
 
     plans_on_host = True
     in_graphs = False
@@ -187,8 +193,8 @@ class FlashInferExtend:
         )
 
     def check(self) -> None:
-        """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
-        RuntimeError if the result is not that of plain torch."""
+        """Attends to random tokens, which may make FlashInfer compile. Raises any error, and RuntimeError if the result
+        differs from plain torch."""
         num_heads, num_kv_heads, head_dim, page_size = self.site.shape
         dtype, device = self.site.options["q_data_type"], self.device
         new, num_pages = 24, 1 + -(-CHECKED_TOKENS // page_size)
@@ -216,6 +222,8 @@ class FlashInferExtend:
 
 @dataclass(slots=True)
 class FlashInferExtendMetadata:
+    """Implements ExtendMetadata with a planned wrapper."""
+
     site: _SiteOptions
     plan: WrapperPlan
     num_tokens: int
@@ -228,8 +236,8 @@ class FlashInferExtendMetadata:
 
 
 class FlashInferDecode:
-    """Implements DecodeBuilder. Outside of graphs PLANS_AT_ONCE wrappers take turns; those of graphs, each of which is
-    planned directly before its replay, share the lists of the first."""
+    """Implements DecodeBuilder. Outside of graphs PLANS_AT_ONCE wrappers are used in rotation. Graphs' wrappers are
+    planned directly before each replay and share the lists of the first of these."""
 
     plans_on_host = True
     in_graphs = True
@@ -254,8 +262,8 @@ class FlashInferDecode:
         return FlashInferDecodeMetadata(self.site, self._plan(next(self._eager), self.site.pages(rows)))
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
-        """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
-        depend on is the batch size alone. They share the buffers, whose front the smaller ones use."""
+        """Creates one wrapper per batch size, planned for one page per request, because a graph's launches depend on
+        the batch size alone. All share buffers, of which smaller ones use the front."""
         largest, device = batch_sizes[-1], self._workspace.device
         indptr = torch.zeros(largest + 1, dtype=torch.int32, device=device)
         last_len = torch.ones(largest, dtype=torch.int32, device=device)
@@ -284,6 +292,8 @@ class FlashInferDecode:
 
 @dataclass(slots=True)
 class FlashInferDecodeMetadata:
+    """Implements DecodeMetadata with a planned wrapper."""
+
     site: _SiteOptions
     plan: WrapperPlan
 

@@ -1,15 +1,15 @@
 """Long prompts of latent attention over expanded keys and values, with FlashInfer's ragged wrappers (flashinfer-python
 0.6). Imported only when the plan chooses it.
 
-The new tokens and each chunk of cached prefixes are attended to by a wrapper of their own, and what these make is
-merged by the logarithms of their sums, so that together they are one softmax. All wrappers of a step are planned on the
-host once, before any layer runs; layers run one after the other, in the same memory.
+One wrapper attends to the new tokens and one to each chunk of cached prefixes; their results are merged by log-sum-exp
+into one softmax. All wrappers of a step are planned on the host once, before any layer runs; layers run one after the
+other in the same memory.
 
-Wrappers write the model's type, and FlashInfer merges nothing else: 32 chunks would round the result as often. So what
-is merged stays in fp32, and `out` takes each part in turn. That is 4 bytes for each token, head and value dim, as the
-other kernel carries from chunk to chunk: 64 MiB for 8,192 tokens of 16 heads of 128 (2 more than a second part in 16
-bits would take). Beside them are the logarithms, two of 4 bytes for each token and head, and three while they are
-merged. A merge reads and writes 18 bytes a value, in two launches, and has five short ones.
+Wrappers write the model's dtype, and FlashInfer's merge does too, which would round the result once per chunk, up to 32
+times. So the merged result is kept in fp32 here, and `out` receives the chunks' results in turn. It takes 4 bytes per
+token, head and value dim, as in the Triton kernel: 64 MiB for 8,192 tokens of 16 heads of 128. The log-sum-exps take
+8 bytes per token and head, 12 during a merge. A merge moves 18 bytes per value in two launches, and has five short
+ones.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 32 << 20
-"""Of parts of one launch that share a prompt: at most as many tiles of 128 queries as two programs for each SM."""
+"""Workspace bytes for a launch that splits a prompt's keys: at most two programs per SM, of 128 queries each, do so."""
 MOST_CHUNKS = 32
-"""Of a step; with more of them it is left to the other kernel."""
+"""Most chunks of a step; steps with more use the Triton kernel."""
 LIST_BYTES = 256 << 10
-"""Size in bytes of the lists of one wrapper, on the GPU and in pinned memory. FA2: 13 bytes for each tile of 16 queries
-or more, and 4 for each request and, where tiles are few, for each token. FA3: WORK_BYTES for each tile of FA3_TILE
-queries of a request and each head, and 4 for each SM; steps that need more are left to the other kernel."""
+"""Bytes of one wrapper's lists, on the GPU and in pinned memory. FA2 needs 13 bytes per tile of at least 16 queries,
+and 4 per request and, if tiles are few, per token. FA3 needs WORK_BYTES per tile of FA3_TILE queries of a request and
+per head, and 4 per SM; steps that need more use the Triton kernel."""
 WORK_BYTES, FA3_TILE, SM_LIST_BYTES = 28, 128, 2048
 CHECKED = ([24, 5, 40], [100, 0, 60], 64)
-"""New tokens, cached tokens, and those of a chunk, the second one of which has keys on both sides of a request without
-any."""
+"""New tokens, cached tokens and chunk size of `check`; the second chunk has keys of the requests before and after one
+without any."""
 
 
 class FlashInferLatentPrompt:
-    """Implements LongLatentsBuilder. Wrappers take turns, as many as PLANS_AT_ONCE steps have."""
+    """Implements LongLatentsBuilder with wrappers used in rotation, enough for PLANS_AT_ONCE steps."""
 
     def __init__(self, plan: Plan, spec: MLA, device: torch.device | str) -> None:
         self.spec, self.dtype, self.kernels = spec, getattr(torch, plan.dtype), library_kernels(plan.arch)
@@ -76,7 +76,7 @@ class FlashInferLatentPrompt:
         return WORK_BYTES * works + SM_LIST_BYTES <= LIST_BYTES
 
     def _of(self, starts: tuple[int, ...], chunk: LatentChunk) -> _Part:
-        """Plans a chunk for the requests from the first to the last one that have keys in it."""
+        """Plans a chunk, for the requests from the first to the last with keys in it."""
         keys = chunk.key_start_cpu
         first = max(i for i, start in enumerate(keys[:-1]) if start == 0)
         end = keys.index(keys[-1])
@@ -98,8 +98,8 @@ class FlashInferLatentPrompt:
         return _Part(plan, starts[0], starts[-1])
 
     def check(self) -> None:
-        """Attends to random tokens, for which FlashInfer may have to compile. Raises whatever goes wrong, and
-        RuntimeError if the result is not that of plain torch."""
+        """Attends to random tokens, which may make FlashInfer compile. Raises any error, and RuntimeError if the result
+        differs from plain torch."""
         new_lens, prefix_lens, chunk_tokens = CHECKED
         spec, total, cached = self.spec, sum(new_lens), sum(prefix_lens)
         generator = torch.Generator(self.device).manual_seed(0)
@@ -135,7 +135,7 @@ def _planned(workspace: torch.Tensor, lists: torch.Tensor, kernels: str) -> Plan
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A planned wrapper, and the prompt tokens that it attends for: from `first` to before `end`."""
+    """A planned wrapper with the range of prompt tokens, `first` to `end`, that it attends for."""
 
     plan: WrapperPlan
     first: int
@@ -144,8 +144,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferLatents:
-    """Implements LatentPromptOp for the layers of one step: `causal` is planned for the new tokens, `cached` for each
-    chunk."""
+    """Implements LatentPromptOp for the layers of one step: `causal` is planned for the new tokens, each of `cached`
+    for a chunk."""
 
     scale: float
     causal: _Part
@@ -184,8 +184,8 @@ class FlashInferLatents:
 
 
 def _merge(merged: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Makes of merged [T, H, Dv] and lse [T, H] (both fp32; base 2) the attention over the keys of both. part
-    [T, H, Dv] is in the model's type; part_lse is overwritten."""
+    """Merges the attention over two sets of keys in place. merged [T, H, Dv] and lse [T, H] fp32 (base 2) become those
+    of both; part [T, H, Dv] is in the model's dtype; part_lse is overwritten."""
     both = torch.logaddexp2(lse, part_lse)
     merged.mul_(lse.sub_(both).exp2_()[..., None])
     merged.addcmul_(part, part_lse.sub_(both).exp2_()[..., None])

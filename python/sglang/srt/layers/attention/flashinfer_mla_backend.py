@@ -1,9 +1,9 @@
-"""Absorbed latent attention with FlashInfer's kernels (flashinfer-python 0.6): FA3's on GPUs with wgmma, elsewhere
-FA2's, which 99 KB of shared memory are enough for. Imported only when the plan chooses it.
+"""Absorbed latent attention (MLA) with FlashInfer's kernels (flashinfer-python 0.6): FA3's on GPUs with wgmma,
+elsewhere FA2's, which need no more than 99 KB of shared memory. Imported only when the plan chooses it.
 
-As in `flashinfer_backend` the wrappers plan on the host, and page indices are gathered on the device. The latents are
-read where they lie: keys and values are views of one cache. Where ranks share out the tokens (`shared_tokens`), a page
-has a rank's share of its entries, and prompts read tokens that came together, each of which is a page.
+As in `flashinfer_backend` the wrappers plan on the host, and page indices are gathered on the device. Keys and values
+are views of the latent cache, which is read in place. With DCP (`token_shares`) a page holds only this rank's entries,
+and prompts read gathered tokens, each of which is a page of its own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 128 << 20
 MOST_WORKS, WORK_ROWS = 16384, 128
-"""What lists of the library's planner have room for, which it does not check: tiles of so many queries times heads,
-and two more for each SM."""
+"""Capacity of the library planner's lists, which it does not check: tiles of WORK_ROWS queries times heads, and two
+more per SM."""
 DCP_SHARDED = -1
-"""Number of the row table of caches whose tokens ranks share out."""
+"""Index of the row table of DCP-sharded caches."""
 
 
 class FlashInferMLABackend:
-    """Implements PartBackend for a cache in 16 bits. All wrappers share a workspace: a step may have prompts and
-    decoding requests, both planned before either runs; they run one after the other."""
+    """Implements PartBackend for 16-bit caches. All wrappers share one workspace: prompts and decoding requests of a
+    step are both planned before either runs, and run one after the other."""
 
     reads_new_tokens = True
 
@@ -67,7 +67,7 @@ class FlashInferMLABackend:
 
 
 class _Options:
-    """Options that wrappers are planned with."""
+    """Options for planning wrappers."""
 
     def __init__(self, plan: Plan, shape: AttentionShape, page_size: int, table: int = 0) -> None:
         scales = {layer.mixer.softmax_scale for layer in plan.description.layers if isinstance(layer.mixer, MLA)}
@@ -85,7 +85,7 @@ class _Options:
         return _Lists.of(new_lens, pages.indptr, pages.indices, torch.tensor(rows.seq_lens_cpu, dtype=torch.int32))
 
     def plan(self, wrapper: PlannedWrapper, lists: _Lists, causal: bool) -> WrapperPlan:
-        """Raises UserError for more tokens than the library can plan."""
+        """Plans a wrapper. Raises UserError for more tokens than the library can plan."""
         tokens, heads = int(lists.starts[-1]), self.shape[0]
         if len(lists.lens) + tokens * heads // WORK_ROWS > self.max_works:
             raise UserError(
@@ -97,22 +97,22 @@ class _Options:
         )
 
     def run(self, plan: WrapperPlan, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, **sums: Any) -> None:
-        """q [T, H, rank + rope]: absorbed queries, whose last dims are rotated."""
+        """Runs a plan on q [T, H, rank + rope]: absorbed queries, whose last dims carry RoPE."""
         latents = layer.cache.k[:, 0].unflatten(0, (-1, self.page_size))
         rank = self.rank
         plan.run(q[..., :rank], q[..., rank:], latents[..., :rank], latents[..., rank:], out=out, **sums)
 
     def wrapper(self, workspace: torch.Tensor, lists: torch.Tensor, **buffers: Any) -> PlannedWrapper:
         wrapper = BatchMLAPagedAttentionWrapper(workspace, backend=self.kernels, **buffers)
-        # Each allocates lists of its own and, unlike FlashInfer's other wrappers, has no method that replaces them.
+        # Each wrapper allocates its own lists and, unlike FlashInfer's others, has no method to replace them.
         wrapper._int_workspace_buffer = lists
         return PlannedWrapper(wrapper, torch.cuda.Event() if workspace.is_cuda else None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """What a wrapper plans a step by: int32, on the host but for `indices`. starts [R + 1] of the queries, indptr
-    [R + 1] of the pages, indices [indptr[-1]], lens [R]."""
+    """A wrapper's planning inputs, int32, on the host except `indices`: starts [R + 1] of queries, indptr [R + 1] of
+    pages, indices [indptr[-1]], lens [R]."""
 
     starts: torch.Tensor
     indptr: torch.Tensor
@@ -126,8 +126,8 @@ class _Lists:
 
 
 class FlashInferMLAExtend:
-    """Implements ExtendBuilder. It has one wrapper, which is planned for what was built last; what was built before
-    plans it anew when it attends, as the runs of prompts do whose tokens do not come together at once."""
+    """Implements ExtendBuilder with one wrapper, planned for the metadata built last. Earlier metadata plans it again
+    when it attends, which happens when the runs of DCP prompts are gathered one after the other."""
 
     plans_on_host = True
     in_graphs = False
@@ -147,6 +147,7 @@ class FlashInferMLAExtend:
         return metadata
 
     def plan_for(self, metadata: FlashInferMLAExtendMetadata) -> WrapperPlan:
+        """Returns a plan for the metadata, made again if the wrapper was planned for another."""
         if self._planned_for is not metadata:
             self.options.plan(self._wrapper, metadata.lists, causal=True)
             self._planned_for = metadata
@@ -158,6 +159,8 @@ class FlashInferMLAExtend:
 
 @dataclass(slots=True, eq=False)
 class FlashInferMLAExtendMetadata:
+    """Implements ExtendMetadata."""
+
     builder: FlashInferMLAExtend
     lists: _Lists
     num_tokens: int
@@ -170,8 +173,8 @@ class FlashInferMLAExtendMetadata:
 
 
 class FlashInferMLADecode:
-    """Implements DecodeBuilder and PartBuilder. Outside of graphs PLANS_AT_ONCE wrappers take turns; those of graphs,
-    each of which is planned directly before its replay, share the lists of the first."""
+    """Implements DecodeBuilder and PartBuilder. Outside of graphs PLANS_AT_ONCE wrappers are used in rotation. Graphs'
+    wrappers are planned directly before each replay and share the lists of the first of these."""
 
     plans_on_host = True
     in_graphs = True
@@ -190,8 +193,8 @@ class FlashInferMLADecode:
         return self.options.plan(wrapper, self.options.lists(rows, [1] * len(rows)), causal=False)
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
-        """One wrapper a batch size, since a wrapper's is fixed, planned for one page a request: what a graph's launches
-        depend on is the batch size alone. They share the buffers, whose front the smaller ones use."""
+        """Creates one wrapper per batch size, planned for one page per request, because a graph's launches depend on
+        the batch size alone. All share buffers, of which smaller ones use the front."""
         largest, device = batch_sizes[-1], self._workspace.device
         starts, indptr = torch.zeros(2, largest + 1, dtype=torch.int32, device=device)
         lens = torch.ones(largest, dtype=torch.int32, device=device)
@@ -223,6 +226,8 @@ class FlashInferMLADecode:
 
 @dataclass(slots=True)
 class FlashInferMLADecodeMetadata:
+    """Implements DecodeMetadata and PartMetadata."""
+
     options: _Options
     plan: WrapperPlan
     empty: torch.Tensor  # [D] bool, rows without tokens
@@ -231,8 +236,8 @@ class FlashInferMLADecodeMetadata:
         self.options.run(self.plan, q, layer, out)
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """As `shared_tokens.PartMetadata` says, whatever the kernels write for a row without tokens. Logarithms come to
-        base 2: FlashInfer's own `return_lse_base_on_e` has the threads that merge a row multiply one number in place,
-        64 of them in two warps, so that a warp may multiply what the other one has multiplied."""
+        """Attends as `dcp.PartMetadata` says; rows without tokens are masked, whatever the kernels wrote for them. The
+        log-sum-exp is taken to base 2 and converted here, because FlashInfer's `return_lse_base_on_e` has a race: 64
+        threads in two warps multiply one number in place, so that a warp may multiply the other's result."""
         self.options.run(self.plan, q, layer, out, lse=lse, return_lse=True)
         lse.mul_(math.log(2)).masked_fill_(self.empty[:, None], float("-inf"))

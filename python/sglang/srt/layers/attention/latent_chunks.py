@@ -1,4 +1,4 @@
-"""The cached prefixes of a step, cut into runs of equal size that latent attention expands one after the other."""
+"""The cached prefixes of a step, cut into chunks of equal size that latent attention expands one after the other."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens
 
 @dataclass(frozen=True, slots=True)
 class LatentChunk:
-    """`slots` [C] int64: cache slots of consecutive prefix tokens, sequence after sequence. The keys of sequence i are
-    its rows key_start[i] to key_start[i + 1] (int32, [B + 1]); none for a sequence that lies in other chunks. `shared`:
-    where ranks share out the tokens. `key_start_cpu`: the same numbers on the host."""
+    """A chunk of cached prefix tokens. `slots` [C] int64: their cache slots, sequence after sequence. Sequence i has
+    rows key_start[i] to key_start[i + 1] (int32, [B + 1]), none if it lies in other chunks; `key_start_cpu`: the same
+    numbers on the host. `shared`: how to gather the tokens with DCP."""
 
     slots: torch.Tensor
     key_start: torch.Tensor
@@ -24,7 +24,7 @@ class LatentChunk:
     key_start_cpu: tuple[int, ...] = ()
 
     def of(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a cache with the entries of the tokens, and where they lie in it [C] int64."""
+        """Returns a cache that holds the chunk's entries, and their slots [C] int64 in it."""
         return (cache, self.slots) if self.shared is None else (self.shared.entries(cache), self.shared.index)
 
 
@@ -37,7 +37,7 @@ def cut_prefixes(
 ) -> tuple[LatentChunk, ...]:
     """Cuts the cached prefixes, the first prefix_lens[i] tokens of each request (rows req_pool_indices [B] of
     req_to_token), into chunks of at most `chunk_tokens`. The lengths come from the host, so nothing waits for the
-    device. `context`: the ranks that share out the tokens.
+    device. `context`: the DCP ranks that shard the tokens.
 
     Example: prefixes of 5 and 3 tokens in chunks of 4 -> key_start [0, 4, 4], then [0, 1, 4].
     """

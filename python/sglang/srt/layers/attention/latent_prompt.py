@@ -1,4 +1,4 @@
-"""Prompts of latent attention over expanded keys and values, with this project's Triton kernels."""
+"""Prompt attention over expanded latent keys and values with this project's Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 class TritonLatentPrompt:
-    """`latent_prompt_attention` with the planned tile, or the next smaller one that a launch steps down to."""
+    """Runs `latent_prompt_attention` with the planned tile, or its fallbacks if a launch fails. Implements
+    LatentPromptOp."""
 
     def __init__(self, plan: Plan) -> None:
         self._ladder = plan.fallbacks("latent_prompt_attention")

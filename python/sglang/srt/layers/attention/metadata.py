@@ -1,18 +1,18 @@
-"""Metadata that attention reads of a step, by site.
+"""Attention metadata of a step, by attention site.
 
-A site is what the layers that share one plan of a step have in common (`plan.layer_spec.AttentionSite`). For each site
-there is a builder for the requests that decode and one for those with prompts; they may be of different backends. A
-builder makes the metadata of a step, and metadata attends:
+A site (attention group) is the set of layers that share one attention plan per step (`plan.layer_spec.AttentionSite`).
+Each site has a builder for decoding requests and one for prompts, possibly of different backends. A builder makes a
+step's metadata, and the metadata computes attention:
 
     metadata = batch.metadata[layer.site]
     metadata.decode.attend(q[:D], layer, out[:D])
     metadata.extend.attend(q, k, v, layer, out)
 
-Where a layer has biases by distance, `attend` also takes `bias` [rows of q, Hq, bias_extent]: metadata of backends
-that serve "relative_bias" does.
+For layers with biases by distance, `attend` also takes `bias` [rows of q, Hq, bias_extent]; backends that serve
+"relative_bias" have it.
 
-Metadata reads the layer's cache through the row table of that cache, so layers of one site may have caches of several
-lifetimes. New keys and values are stored before anything attends.
+Metadata reads a layer's cache through that cache's row table, so layers of one site may have caches of different
+lifetimes (with and without a window). New keys and values are stored before anything attends.
 
 A step in a CUDA graph has three moments:
 
@@ -22,9 +22,9 @@ A step in a CUDA graph has three moments:
 - before each replay: `refresh`, of builders that plan on the host, plans and launches copies and kernels; it never
   waits for the step in flight.
 
-The graph itself enters the new tokens' slots in the table of caches that keep all tokens. So inside a capture that
-table is complete, and before a replay it is not: a builder that reads pages there takes the last one of each request
-from `out_cache_loc`. The tables of windows are complete before each replay of a graph whose builders plan on the host.
+The graph itself writes the new tokens' slots into the table of caches that keep all tokens. So inside a capture that
+table is complete, but before a replay it is not: a builder that reads pages then takes each request's last one from
+`out_cache_loc`. Sliding-window tables are complete before each replay if a builder plans on the host.
 """
 
 from __future__ import annotations
@@ -44,56 +44,65 @@ if TYPE_CHECKING:
 
 
 class DecodeMetadata(Protocol):
+    """Attention of a step's decoding requests."""
+
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """q [D, Hq, D] -> out [D, Hq, Dv]."""
+        """Computes out [D, Hq, Dv] for q [D, Hq, D]."""
 
 
 class ExtendMetadata(Protocol):
+    """Attention of a step's prompts or draft tokens."""
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, out: torch.Tensor
     ) -> None:
-        """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens (already stored) -> the rows of out
-        [T, Hq, Dv] from start_loc[0] on; the rows before it belong to requests that decode."""
+        """Computes the rows of out [T, Hq, Dv] from start_loc[0] on; rows before belong to decoding requests. q [T, Hq,
+        D]; k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens, which are already in the cache."""
 
 
 class DecodeBuilder(Protocol):
+    """Builds the metadata of decoding requests."""
+
     plans_on_host: bool
     """True if the metadata depends on lengths on the host: then `refresh` is called before every replay."""
     in_graphs: bool
     """True if a CUDA graph may contain the attention kernels of this builder."""
 
     def build(self, rows: DecodeRows) -> DecodeMetadata:
-        """Builds the metadata of a step that is not replayed. Must leave the metadata of a prompt builder of the same
-        step whole."""
+        """Builds the metadata of a step outside of graphs. Must not invalidate prompt metadata of the same step."""
 
     def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
-        """Everything that captured graphs with so many decoding rows (ascending) will read, at its final address."""
+        """Allocates everything that graphs with these numbers of decoding rows (ascending) will read, at its final
+        address."""
 
     def build_in_graph(self, rows: DecodeRows) -> DecodeMetadata:
-        """Builds metadata of static tensors, as part of the graph; also called in the runs that precede the capture.
-        Reads no host lengths and neither plans nor waits."""
+        """Builds metadata from static tensors as part of a graph; also called in the warm-up runs before capture. Reads
+        no lengths on the host, and neither plans nor waits."""
 
     def refresh(self, rows: DecodeRows) -> None:
-        """Update what the graph reads besides the static tensors, which are loaded. `rows.seq_lens_cpu` is that of the
-        step, with 1 for rows of padding."""
+        """Updates what the graph reads besides its input arrays, which are already loaded. `rows.seq_lens_cpu` is the
+        step's, with 1 for padding rows."""
 
 
 class ExtendBuilder(Protocol):
+    """Builds the metadata of prompts and draft tokens."""
+
     plans_on_host: bool
     in_graphs: bool
 
     def build(self, rows: ExtendRows, causal: bool = True) -> ExtendMetadata:
         """Builds the metadata of any step. In a graph the lengths on the host are those of the widest case. causal
-        False: new tokens of a request see all of its new tokens; asked only of models with images that do so."""
+        False: new tokens of a request see all of its new tokens; used only for images that attend in both
+        directions."""
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
-        """Returns the programs that share a cached prefix of a step with prompts of these lengths, [P] each. Where they
-        are more than 1, the step has no graph: graphs serve prefixes of every length."""
+        """Returns how many programs share a cached prefix in a step with prompts of these lengths, [P] each. With more
+        than 1 the step has no graph, since a graph must serve prefixes of every length."""
 
 
 class AttentionBackend(Protocol):
-    """Built once for a model runner, with (plan, device). Sites that can share what a step computes get the same
-    builder."""
+    """Creates builders. Built once per model runner with (plan, device). Sites that can share a step's computations get
+    the same builder."""
 
     def decode_builder(self, site: AttentionSite) -> DecodeBuilder: ...
 
@@ -101,27 +110,27 @@ class AttentionBackend(Protocol):
 
 
 class LongPromptBackend(Protocol):
-    """Built as an AttentionBackend."""
+    """A backend with builders for long prompts. Built like an AttentionBackend."""
 
     def long_prompt_builder(self, site: AttentionSite) -> ExtendBuilder:
-        """Returns one that has attended. Raises whatever goes wrong where it is tried."""
+        """Returns a builder that has attended once as a check. Raises any error of that."""
 
 
 class LongLatentsBuilder(Protocol):
-    """Built with (plan, latent description, device)."""
+    """Plans long prompts of latent attention. Built with (plan, latent description, device)."""
 
     def build(self, new_lens: Sequence[int], chunks: Sequence[LatentChunk]) -> LatentPromptOp | None:
-        """Plans a step of prompts with so many new tokens each, behind cached prefixes in chunks. Returns what attends
-        in every layer of the step; None for steps that it has no room to plan."""
+        """Plans a step of prompts with these numbers of new tokens behind cached prefixes in chunks. Returns the op
+        that attends in every layer of the step; None if the step is too large to plan."""
 
     def check(self) -> None:
-        """Attends once. Raises whatever goes wrong."""
+        """Attends once. Raises any error."""
 
 
 @dataclass(slots=True)
 class WithImages:
-    """Implements ExtendMetadata for a site with a window, where images see themselves both ways: they attend once more,
-    each as a request of its own, over what lies before it in the cache."""
+    """Implements ExtendMetadata for a site with a sliding window where images attend in both directions: after the
+    causal pass they attend once more, each as a request of its own, over what lies before it in the cache."""
 
     text: ExtendMetadata
     images: ExtendMetadata
@@ -146,12 +155,12 @@ class SiteMetadata:
     """Cached prefixes of a latent site that the prompts of the step attend to over expanded keys and values; None: the
     prompts attend with absorbed queries over latents."""
     latent_prompt: LatentPromptOp | None = None
-    """What attends to them in the place of the plan's kernel, where the prompts of the step are long."""
+    """Op that replaces the plan's kernel when the prompts of the step are long."""
     sparse: Any = None
-    """A `sparse_rows.SparseRows`, whose module imports this one: tokens of the step that attend to what an indexer
-    selects, at a site whose layers do so. `decode` and `extend` are None where their tokens are among these."""
+    """A `sparse_rows.SparseRows` (typed Any, because that module imports this one): the tokens that attend to an
+    indexer's selection. `decode` and `extend` are None if their tokens are among these."""
     keys_values: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """Keys and values of the new tokens that later layers of the site attend to as well, by layer id."""
+    """Keys and values of the new tokens that later layers of the site reuse, by layer id."""
 
     @property
     def decodes_sparsely(self) -> bool:

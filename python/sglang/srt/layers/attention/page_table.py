@@ -1,4 +1,4 @@
-"""A batch's cache pages in the compressed form that library kernels take, from our per-token table."""
+"""Converts our per-token row table into the compressed page lists (CSR) that library kernels take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Pages of a batch in the wrappers' form: int32, `indptr` and `last_len` on the host, `indices` on the device."""
+    """Pages of a batch as CSR lists, int32; `indptr` and `last_len` on the host, `indices` on the device."""
 
     indptr: torch.Tensor  # [B + 1]
     last_len: torch.Tensor  # [B], tokens on the last page
@@ -22,12 +22,12 @@ class Pages:
 def gather_pages(
     rows: DecodeRows | ExtendRows, table: int, page_size: int, window: int = 0, entered: bool = False
 ) -> Pages:
-    """The pages that hold the first seq_lens tokens of each request; with a `window` those that its new tokens see,
-    because what lies before may be another request's by now. Launches a few kernels, never synchronizes.
+    """Returns the pages that hold the first seq_lens tokens of each request; with a `window` only those that the new
+    tokens see, because earlier ones may belong to another request by now. Launches a few kernels, never synchronizes.
 
-    The last page of a request that decodes comes from `out_cache_loc`: before a graph's replay the table does not have
-    it yet. Tables of windows do (`AttentionSites`), and there `out_cache_loc` is a replay behind. entered: so does this
-    table, in which a request may have no tokens.
+    The last page of a decoding request comes from `out_cache_loc`, because before a graph's replay the table does not
+    have it yet. Sliding-window tables do (`AttentionSites`), and for them `out_cache_loc` is one replay behind.
+    entered: this table has it too, and requests may have no tokens in it.
     """
     assert rows.seq_lens_cpu is not None
     slots = rows.token_slots[table]

@@ -1,8 +1,7 @@
-"""Attention of several ranks to tokens that they share out, each with the heads of all of them, as one softmax.
+"""Merging of DCP attention: ranks attend with all heads to their own tokens, and the results become one softmax.
 
-Every rank attends with all heads to its own tokens: parts, and the logarithms of the sums of their exponentials. The
-part of a head that has no tokens on a rank has the logarithm -inf, and may be no number. Then each rank gets the parts
-of its own heads:
+Every rank has partial outputs and their log-sum-exps for all heads. Without tokens on a rank the log-sum-exp is -inf,
+and the partial output may be NaN. Then each rank gets the partial results of its own heads:
 
     a2a      parts and sums in one exchange (`pack_parts`), merged where they arrive (`merge_parts`)
     ag_rs    sums to all ranks, each of which weights its parts; a reduce-scatter adds them up
@@ -24,11 +23,12 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 AttendPart = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""q [T, H, D] of all heads -> parts [T, H, Dv] and the logarithms of their sums [T, H]."""
+"""Attends with q [T, H, D] of all ranks' heads; fills partial outputs [T, H, Dv] and log-sum-exps [T, H]."""
 
 
 class PartMerge:
-    """[T, heads of all, Dv] of each rank -> [T, own heads, Dv]. Launches alone, so that a graph may hold it."""
+    """Merges each rank's partial outputs [T, all heads, Dv] into [T, own heads, Dv]. Only launches work, so it may be
+    captured."""
 
     def __init__(self, plan: Plan) -> None:
         self.context: Group = parallel_state.groups().context
@@ -38,13 +38,13 @@ class PartMerge:
             self.merge_received: MergePartsOp = plan.entry("merge_parts")
 
     def all_heads(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries of this rank's heads [T, H, D] -> those of all ranks [T, size * H, D]."""
+        """Gathers the ranks' queries [T, H, D] into [T, size * H, D]."""
         return self.context.all_gather(q, dim=1)
 
     def attend(
         self, q: torch.Tensor, attend_part: AttendPart, out: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> None:
-        """q [T, H, D] -> out [T, H, Dv], over the tokens of all ranks; sinks as in `merge`."""
+        """Fills out [T, H, Dv] with the attention of q [T, H, D] over the tokens of all ranks; sinks as in `merge`."""
         heads = self.all_heads(q)
         parts = heads.new_empty((*heads.shape[:2], out.shape[2]))
         lse = torch.empty(heads.shape[:2], dtype=torch.float32, device=q.device)
@@ -54,8 +54,8 @@ class PartMerge:
     def merge(
         self, parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
     ) -> None:
-        """parts [T, size * H, Dv] and lse [T, size * H] fp32, natural logarithms -> out [T, H, Dv]. sinks [H]: one more
-        logit a head, without a value."""
+        """Fills out [T, H, Dv] from parts [T, size * H, Dv] and natural log-sum-exps lse [T, size * H] fp32. sinks [H]:
+        one more logit per head, without a value."""
         if self.method == ALL_TO_ALL:
             self.merge_received(self.context.exchange(self.pack(parts, lse, self.context.size)), sinks, out)
         else:
@@ -65,7 +65,7 @@ class PartMerge:
             )
 
     def _gather_scatter(self, parts: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """parts [size, T, H, Dv], lse [size, T, H] -> [T, H, Dv]."""
+        """Returns [T, H, Dv] from parts [size, T, H, Dv] and lse [size, T, H]."""
         if sinks is not None:
             sinks = self.context.all_gather(sinks, dim=0).view(self.context.size, 1, -1)
         all_lse = self.context.all_gather(lse[None], dim=0)  # [ranks, size, T, H]
@@ -74,12 +74,12 @@ class PartMerge:
 
 
 def _weighted(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Zeros where a part weighs nothing, also where it is no number."""
+    """Returns the weighted parts; zeros for weight 0, even if the part is NaN."""
     return torch.where(weights > 0, parts * weights, 0)
 
 
 def _weights(lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """lse [ranks, ..., H] -> the share of each rank in the softmax; 0 where nobody has a token. sinks [..., H]."""
+    """Returns each rank's weight in the softmax from lse [ranks, ..., H]; 0 if no rank has a token. sinks [..., H]."""
     if sinks is not None:
         lse = torch.cat((lse, sinks.to(lse.dtype).expand(lse.shape[1:])[None]))
     weights = lse.softmax(0).nan_to_num(0.0)

@@ -1,4 +1,4 @@
-"""The attention sites of a model on one rank, each with the builders of its metadata."""
+"""The attention sites of a model on one rank, each with its metadata builders."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONG_PROMPTS = 2048
-"""Tokens of a step's prompts from which those of `long_prompts` pay where the step waits for the host to plan them: a
-lone prompt of 1,024 tokens of Qwen3-8B took an H100 no less time with them, and 16 at once took 5 of 378 ms less."""
+"""Prompt tokens of a step from which the `long_prompts` builders pay, since the step waits for their planning on the
+host. Measured with Qwen3-8B on an H100: no gain for one prompt of 1,024 tokens, 5 of 378 ms for 16 at once."""
 
 LONG_PREFIX = 16384
-"""Tokens of the cached prefix behind which a start computes a prompt to compile what shares it: four times the least
-part that a program gets (`prefix_parts.LEAST_PART`)."""
+"""Cached prefix of the start-up prompt that compiles the kernels sharing a prefix between programs: four times the
+smallest part of a program (`prefix_parts.LEAST_PART`)."""
 
 
 class AttentionSites:
-    """Makes `ForwardBatch.metadata`. Everything that a step must know of its attention backends is asked here."""
+    """Builds `ForwardBatch.metadata`, and answers all questions that steps have about their attention backends."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class AttentionSites:
         long_prompts: Mapping[AttentionSite, ExtendBuilder] | None = None,
         long_latents: Mapping[AttentionSite, LongLatentsBuilder] | None = None,
     ) -> None:
-        """latent: the description of the latent sites; chunk_tokens: of a cached prefix that is expanded at once;
-        sparse: of the sites whose layers attend to what an indexer selects; long_prompts: of those where long prompts
-        have a builder of their own, and long_latents: of latent ones."""
+        """latent: descriptions of the latent (MLA) sites; chunk_tokens: of a cached prefix expanded at once; sparse:
+        sites whose layers attend to an indexer's selection; long_prompts, long_latents: separate builders for long
+        prompts, of latent sites in the latter."""
         self.decode, self.extend, self.sparse = decode, extend, sparse or {}
         self.long_prompts, self.long_latents = dict(long_prompts or {}), dict(long_latents or {})
         self._latent, self._chunk_tokens = latent or {}, chunk_tokens
@@ -75,13 +75,13 @@ class AttentionSites:
             builder.prepare_graphs(batch_sizes)
 
     def shares_prefixes(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> bool:
-        """Returns whether several programs share a cached prefix of a step with such prompts, which has no graph."""
+        """Returns whether several programs share a cached prefix in a step with such prompts, which then has no
+        graph."""
         return any(builder.num_parts(new_lens, prefix_lens) > 1 for builder in self._extend_builders)
 
     def prefixes(self, num_tokens: int, context_len: int) -> list[int]:
-        """Returns lengths of cached prefixes that prompts of so many tokens meet with different kernels, as far as a
-        context is long enough: none, a short one, one that several programs share, and one whose latents are expanded
-        in several chunks."""
+        """Returns prefix lengths that run different kernels with prompts of `num_tokens`, as far as the context allows:
+        none, a short one, one shared by several programs, and one whose latents are expanded in several chunks."""
         most = context_len - 1 - num_tokens
         long = min(LONG_PREFIX, most)
         lengths = [0, 1, *([long] if self.shares_prefixes([num_tokens], [long]) else [])]
@@ -90,9 +90,8 @@ class AttentionSites:
     def metadata(
         self, batch: ForwardBatch, in_graph: bool = False, in_blocks: bool = False
     ) -> dict[AttentionSite, SiteMetadata]:
-        """Builds the metadata of a batch whose rows are complete. Requests that decode are planned before prompts;
-        neither runs before both are planned. `in_blocks`: each decoding row stands for a block of a draft, whose layers
-        select nothing."""
+        """Builds the metadata of a complete batch. Decoding requests are planned before prompts; neither runs before
+        both are planned. in_blocks: each decoding row stands for a draft's block, whose layers use no indexer."""
         sites = {site: SiteMetadata() for site in self.decode}
         for site, sparse in self.sparse.items() if not in_blocks else ():
             sites[site].sparse = sparse.rows(batch, in_graph)
@@ -128,7 +127,7 @@ class AttentionSites:
             self._build_long_latents(rows, sites)
 
     def _build_long_latents(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata]) -> None:
-        """Plans once for all sites of a builder: their prompts and the chunks of their prefixes have equal lengths."""
+        """Plans once per builder, since prompts and prefix chunks have equal lengths at all its sites."""
         built: dict[LongLatentsBuilder, LatentPromptOp | None] = {}
         for site, builder in self.long_latents.items():
             chunks = sites[site].latent_chunks
@@ -150,7 +149,8 @@ class AttentionSites:
             sites[site].extend = WithImages(text, built[builder], images.tokens)
 
     def _cut(self, spec: MLA, site: AttentionSite, rows: ExtendRows) -> tuple[LatentChunk, ...] | None:
-        """None in a graph, which serves prefixes of every length, and where expanding does not pay."""
+        """Returns the chunks of cached prefixes to expand; None if expanding does not pay, or in a graph, which must
+        serve prefixes of every length."""
         if rows.seq_lens_cpu is None or not spec.expanding_pays(rows.prefix_lens_cpu, rows.new_lens_cpu):
             return None
         table = rows.token_slots[0].req_to_token
@@ -158,7 +158,7 @@ class AttentionSites:
         return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens, context)
 
     def refresh(self, rows: DecodeRows | None) -> None:
-        """Updates, before every replay of a graph, what its decoding rows need that the host plans."""
+        """Updates, before every replay of a graph, what its decoding rows need from the host."""
         if rows is None:
             return
         for builder in self._decode_builders:
@@ -167,14 +167,14 @@ class AttentionSites:
 
 
 def _is_long(rows: ExtendRows) -> bool:
-    """Returns whether the step's prompts are long, and no graph holds them. Lengths are known to the host then."""
+    """Returns whether the step has long prompts and no graph; its lengths are then known on the host."""
     known = rows.seq_lens_cpu is not None and rows.draft_tokens is None and rows.images is None
     return known and sum(rows.new_lens_cpu) >= LONG_PROMPTS
 
 
 def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionSites:
-    """Creates the attention sites with the backends that the plan chose: one object of each backend, also where it
-    serves prompts and decoding. Models whose attention is chosen token by token have no site."""
+    """Creates the attention sites with the backends that the plan chose, one object per backend even if it serves both
+    prompts and decoding. A model without attention layers of this kind has no sites."""
     if not plan.attention_sites:
         return AttentionSites({}, {})
     choices = {op: plan.choices[op] for op in ("decode_attention", "extend_attention")}
@@ -198,8 +198,8 @@ def create_attention_sites(plan: Plan, device: torch.device | str) -> AttentionS
 def _long_prompts(
     plan: Plan, device: torch.device | str, backends: Mapping[str, Any]
 ) -> dict[AttentionSite, ExtendBuilder]:
-    """Builders for long prompts of the sites without windows, by the backends that the plan chose for their heads. A
-    backend that fails when it is tried costs its speed alone: a library may have to compile its kernels here."""
+    """Creates builders for long prompts of sites without windows, with the backends chosen for their heads. A backend
+    that fails its trial only costs speed: a library may have to compile its kernels here."""
     builders: dict[AttentionSite, ExtendBuilder] = {}
     for site in plan.attention_sites:
         choice = plan.choices.get(plan.attention_op("long_prompt_attention", site.shape))
@@ -217,8 +217,8 @@ def _long_prompts(
 def _long_latents(
     plan: Plan, device: torch.device | str, layers: Sequence[LayerSpec]
 ) -> dict[AttentionSite, LongLatentsBuilder]:
-    """The builder for long prompts of the first latent layer's site and of those that it can plan a step for as well.
-    As with `_long_prompts`, one that fails costs its speed alone."""
+    """Creates the builder for long prompts of the first latent layer's site, used for all sites that it can plan as
+    well. As with `_long_prompts`, failure only costs speed."""
     choice = next((each for op, each in plan.choices.items() if op.startswith("long_latent_prompt")), None)
     if choice is None:
         return {}
@@ -242,18 +242,18 @@ def _long_latents(
 
 
 def _planned_with(mixer: MLA) -> tuple[float, ...]:
-    """What a plan of a step depends on."""
+    """Returns the numbers on which a step's plan depends."""
     return mixer.num_heads, mixer.qk_dim, mixer.v_dim, mixer.softmax_scale
 
 
 def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -> dict[AttentionSite, MLA]:
-    """The description of the layers of each latent site."""
+    """Returns the layer description of each latent site."""
     mixers = {site_of(layer.mixer, tp_size, dcp_size): layer.mixer for layer in layers}
     return {site: mixer for site, mixer in mixers.items() if site is not None and isinstance(mixer, MLA)}
 
 
 def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
-    """The sites whose layers attend to what an indexer selects."""
+    """Returns the sites whose layers attend to an indexer's selection."""
     sites: dict[AttentionSite, SparseSite] = {}
     for mixer in dict.fromkeys(layer.mixer for layer in layers):
         if isinstance(mixer, GQA | MLA) and mixer.top_k:

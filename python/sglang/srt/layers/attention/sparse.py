@@ -1,4 +1,4 @@
-"""Sparse attention with this project's Triton kernels: what chooses entries, and what attends to them."""
+"""Sparse attention with this project's Triton kernels: entry selection, and attention to the selected entries."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 LOGIT_BYTES = 256 << 20
-"""Limit in bytes of the logits that lie in memory at once, unless one row has more. Longer steps are scored in
+"""Limit in bytes of the indexer logits in memory at once, unless a single row has more. Larger steps are scored in
 parts."""
 LOGIT_MULTIPLE = 16
-"""Multiple that the number of columns is padded to: rows begin at multiples of 64 bytes."""
+"""The number of columns is padded to a multiple of this, so that rows begin at multiples of 64 bytes."""
 
 
 class TritonSparseIndexer:
-    """Implements SparseIndexerOp: logits of some tokens, then the choice of each, until all have theirs. Nothing is
-    asked of the device, so that a graph may hold it; contexts that are short whatever the lengths launch no scores."""
+    """Implements SparseIndexerOp. It computes the logits of as many tokens as memory allows, selects their entries, and
+    repeats. It never reads from the device, so it may be captured. If no context can be longer than `top_k`, no logits
+    are computed."""
 
     def __init__(self, plan: Plan) -> None:
         self._ladder = plan.fallbacks("sparse_indexer")
@@ -76,13 +77,13 @@ def logit_columns(max_count: int) -> int:
 
 
 def rows_at_once(num_rows: int, columns: int) -> int:
-    """Tokens whose logits lie in memory at once: LOGIT_BYTES of them, or one row."""
+    """Returns the number of tokens whose logits are in memory at once: up to LOGIT_BYTES of them, at least one row."""
     return max(1, min(num_rows, LOGIT_BYTES // (4 * columns)))
 
 
 class TritonSparseAttention:
-    """Implements SparseAttentionOp, with the planned tile for as many tokens or the next smaller one that a launch
-    steps down to."""
+    """Implements SparseAttentionOp with the tile planned for the number of tokens, or its fallbacks if a launch
+    fails."""
 
     def __init__(self, plan: Plan) -> None:
         self._tile_configs = plan.tiles("sparse_attention")

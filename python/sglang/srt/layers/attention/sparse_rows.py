@@ -1,16 +1,15 @@
-"""Tokens of a step that attend to what an indexer selects, and which of a step's tokens those are.
+"""Decides which tokens of a step attend to an indexer's selection, and holds them.
 
-Attention over the `top_k` tokens of a request that an indexer chooses, one by one or in blocks, is attention over all
-of them as long as the request has no more than that. So the requests that decode, and the prompts of a step, each go
-one of two ways:
+Attention to the `top_k` tokens that an indexer selects, one by one or in blocks, equals dense attention while the
+request has at most `top_k` tokens. So a step's decoding requests, and its prompts, each take one of two paths:
 
     dense     the host knows that none of them is longer than top_k: nothing is scored or selected
     sparse    others, and every step of a CUDA graph, whose requests may be of any length
 
-Packed latents (`MLA.packed`) are read by sparse attention only: over them prompts are dense where none of their tokens
-is in the cache before the step, and requests that are no longer than top_k attend to a selection of all their tokens.
+Packed latents (`MLA.packed`) can only be read by sparse attention: with them prompts are dense only if none has a
+cached prefix, and requests up to top_k tokens attend to a selection of all their tokens.
 
-A selection of all tokens gives what dense attention gives, so the way is a matter of time alone.
+A selection of all tokens gives the same result as dense attention, so the path affects speed only.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class SparseRows:
-    """N consecutive tokens of a step, the first of which is token `first`; `entries`: what each may see, itself
-    included. `with_decodes`, `with_prompts`: which rows of the step are among them."""
+    """N consecutive tokens of a step, from token `first` on; `entries`: what each may see, itself included.
+    `with_decodes`, `with_prompts`: whether the step's decoding rows and prompts are among them."""
 
     site: SparseSite
     first: int
@@ -46,28 +45,30 @@ class SparseRows:
     with_decodes: bool
     with_prompts: bool
     selection: Selection | None = None
-    """Selection of the last layer with an indexer, which leaves it here; later layers without one read it."""
+    """Selection of the latest layer with an indexer; later layers without one reuse it."""
     blocks: EntryRows | None = None
-    """Where blocks are selected: those that each token may see, for each KV head."""
+    """The blocks that each token may see, per KV head, if blocks are selected."""
 
     @property
     def tokens(self) -> slice:
+        """Returns the slice of the step's tokens."""
         return slice(self.first, self.first + len(self.entries))
 
     @property
     def selects(self) -> bool:
-        """Returns whether anything is to be scored: otherwise all entries that are seen are selected from the start."""
+        """Returns whether scores are needed; otherwise all visible entries are selected without any."""
         return self.entries.max_count > self.site.top_k
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor) -> None:
-        """q [N, heads, D] -> out [N, heads, Dv], over the selected tokens of the layer's cache."""
+        """Fills out [N, heads, Dv] with the attention of q [N, heads, D] over the selected tokens of the layer's
+        cache."""
         assert self.selection is not None, "no layer before this one selects tokens"
         self.site.attend(q, layer, self.selection, self.entries, out)
 
 
 class SparseSite(ABC):
-    """Properties that layers with equal heads share when they attend to at most `top_k` selected tokens. `packed`: only
-    sparse attention reads their cache."""
+    """What layers with equal heads share when they attend to at most `top_k` selected tokens. `packed`: only sparse
+    attention can read their cache."""
 
     def __init__(self, top_k: int, context_len: int, packed: bool = False) -> None:
         self.top_k, self.context_len, self.packed = top_k, context_len, packed
@@ -76,11 +77,11 @@ class SparseSite(ABC):
     def attend(
         self, q: torch.Tensor, layer: AttentionLayer, selection: Selection, entries: EntryRows, out: torch.Tensor
     ) -> None:
-        """q [N, heads, D] -> out [N, heads, Dv] for the tokens of `entries`."""
+        """Fills out [N, heads, Dv] for q [N, heads, D] of the tokens of `entries`."""
 
     def rows(self, batch: ForwardBatch, in_graph: bool) -> SparseRows | None:
-        """None: the whole step is dense. In a graph the tokens of prompts may begin among the rows of decoding requests
-        that are padding: what request a token is of is read on the device."""
+        """Returns the step's sparse rows; None if the whole step is dense. In a graph prompt tokens may begin among
+        padding rows of decoding requests, so a token's request is looked up on the device."""
         decode, extend = batch.decode, batch.extend
         decodes = 0 if decode is None else self._longest(None if in_graph else decode.seq_lens_cpu)
         prompts = 0 if extend is None else self._longest(extend.seq_lens_cpu)
@@ -107,11 +108,11 @@ class SparseSite(ABC):
         return rows
 
     def blocks(self, entries: EntryRows) -> EntryRows | None:
-        """Returns the blocks of these tokens, of sites that select such."""
+        """Returns the blocks of these tokens; None for sites that do not select blocks."""
         return None
 
     def _over_cached(self, extend: ExtendRows) -> bool:
-        """Returns whether a prompt of the step has tokens in the cache, as far as the host knows."""
+        """Returns whether a prompt of the step may have a cached prefix, as far as the host knows."""
         return extend.seq_lens_cpu is None or any(extend.prefix_lens_cpu)
 
     def _longest(self, seq_lens: Sequence[int] | None) -> int:
@@ -142,8 +143,7 @@ class LatentSite(SparseSite):
         self.merge.attend(q, attend, out)
 
     def _own_selection(self, selection: Selection) -> Selection:
-        """What this rank has of the selected tokens where ranks share them out; made once for all layers that read the
-        selection."""
+        """Returns this rank's part of the selection with DCP, computed once for all layers that use the selection."""
         if self._own is None or self._own[0] is not selection:
             context = self.merge.context
             self._own = (selection, selection.select_rank(context.rank, context.size))
@@ -151,7 +151,7 @@ class LatentSite(SparseSite):
 
 
 class BlockSite(SparseSite):
-    """Layers whose KV heads attend to selected blocks of tokens, each to its own."""
+    """Layers whose KV heads each attend to their own selected blocks of tokens."""
 
     def __init__(self, spec: GQA, plan: Plan) -> None:
         assert spec.indexer is not None

@@ -1,9 +1,8 @@
-"""The tokens of caches that the ranks of a group share out: which of them are this rank's, and how all of them get to
-every rank.
+"""Sharding of cached tokens over DCP ranks: which tokens a rank holds, and how to gather them on every rank.
 
-Position p of a request is of rank p % size of the group. A page holds a multiple of `size` tokens, so the slots of the
-row table tell it too: slot s is of rank s % size, and lies at entry s // size of its cache. What the host knows of
-slots, prefixes and pages is the same on all ranks.
+Position p of a request belongs to rank p % size. A page holds a multiple of `size` tokens, so slots of the row table
+tell the same: slot s belongs to rank s % size and lies at entry s // size of its cache. The host's view of slots,
+prefixes and pages is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from sglang.srt.mem_cache.memory_pool import CacheStore
 
 
 def own_slots(slots: torch.Tensor, context: Group) -> torch.Tensor:
-    """Slots [T] int64 of the row table -> entries [T] of this rank's caches; 0, which is padding, for the tokens of
-    other ranks."""
+    """Converts slots [T] int64 of the row table to entries [T] of this rank's caches; 0, which is padding, for other
+    ranks' tokens."""
     return torch.div(slots, context.size, rounding_mode="floor") * (slots % context.size == context.rank)
 
 
 def own_rows(rows: DecodeRows, context: Group) -> DecodeRows:
-    """The same requests with this rank's tokens only, of which some may have none; each has a row of a table of its
-    own. Launches alone, so that a graph may hold it."""
+    """Returns the same requests with this rank's tokens only, possibly none, and a row table of their own. Only
+    launches work, so it may be captured."""
     return _own(rows, own_table(rows.token_slots, rows.req_pool_indices, context), context)
 
 
 def own_lengths(rows: DecodeRows, context: Group) -> DecodeRows:
-    """As `own_rows`, for what reads lengths alone: the tables stay those of all ranks."""
+    """Does as `own_rows` for code that reads lengths only: the tables stay those of all ranks."""
     return _own(rows, rows.token_slots, context)
 
 
@@ -46,9 +45,8 @@ def _own(rows: DecodeRows, token_slots: tuple[TokenSlots, ...], context: Group) 
 
 
 def own_rows_before_replay(rows: DecodeRows, context: Group) -> DecodeRows:
-    """As `own_rows` makes them, of a step that a graph is about to compute: it enters the slots of the new tokens in
-    the row table, which does not have them yet. The table ends with the longest request, whose length the host knows
-    now."""
+    """Does as `own_rows` for a step that a graph is about to compute. The graph will write the new tokens' slots to the
+    row table, so they are added here. The table has as many columns as the longest request needs."""
     assert rows.seq_lens_cpu is not None
     columns = -(-max(rows.seq_lens_cpu) // context.size)
     mine = _own(rows, own_table(rows.token_slots, rows.req_pool_indices, context, columns), context)
@@ -63,21 +61,21 @@ def own_rows_before_replay(rows: DecodeRows, context: Group) -> DecodeRows:
 def own_table(
     token_slots: tuple[TokenSlots, ...], requests: torch.Tensor, context: Group, columns: int | None = None
 ) -> tuple[TokenSlots, ...]:
-    """The slots with a row table [R, ceil(context_len / size)] of this rank's tokens of the requests [R]; or with the
-    first `columns` of it."""
+    """Returns the slots with a row table [R, ceil(context_len / size)] of this rank's tokens of the requests [R];
+    `columns` limits its width."""
     table = token_slots[0].req_to_token[:, context.rank :: context.size]
     return with_own_table(token_slots, table[:, :columns][requests] // context.size)
 
 
 def own_count(lens: torch.Tensor, context: Group) -> torch.Tensor:
-    """How many of the first `lens` positions are this rank's."""
+    """Returns how many of the first `lens` positions this rank holds."""
     return torch.div(lens - context.rank + context.size - 1, context.size, rounding_mode="floor")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Cached tokens of some requests, one request after the other. `bounds` [R + 1]: where each begins; `rows`,
-    `positions` [C] int64: of which request each token is, and its position."""
+    """Cached tokens of R requests, one request after the other. `bounds` [R + 1]: where each request begins; `rows`,
+    `positions` [C] int64: each token's request and position."""
 
     bounds: torch.Tensor
     rows: torch.Tensor
@@ -85,7 +83,8 @@ class Tokens:
 
     @staticmethod
     def first(lens: Sequence[int], device: torch.device) -> Tokens:
-        """The first lens[i] tokens of each request. The lengths come from the host, so nothing waits for the device."""
+        """Returns the first lens[i] tokens of each request. Lengths come from the host, so nothing waits for the
+        device."""
         bounds = torch.tensor([0, *lens], dtype=torch.int64).cumsum(0)
         if device.type == "cuda":
             bounds = bounds.pin_memory()
@@ -97,8 +96,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class GatheredTokens:
-    """Tokens of which every rank of the group gets the entries: `local` [N] int64 of this rank's caches, and `index`
-    [C] int64 of each token among those of all ranks. Ranks with fewer tokens send padding."""
+    """Tokens whose entries are gathered on every rank: `local` [N] int64, entries that this rank sends, and `index` [C]
+    int64, where each token lies among all ranks' entries. Ranks with fewer tokens send padding."""
 
     context: Group
     local: torch.Tensor
@@ -106,8 +105,8 @@ class GatheredTokens:
 
     @staticmethod
     def of(slots: torch.Tensor, positions: torch.Tensor, num_runs: int, context: Group) -> GatheredTokens:
-        """slots, positions [C]: of the row table, and in their requests; they make up at most `num_runs` runs of
-        positions that follow one another."""
+        """Plans the gathering of tokens with `slots` [C] of the row table and `positions` [C]; the positions form at
+        most `num_runs` consecutive runs."""
         size, count = context.size, len(slots)
         most = min(count, count // size + num_runs)
         owner = positions % size
@@ -118,12 +117,12 @@ class GatheredTokens:
         return GatheredTokens(context, local[:most], owner * most + order)
 
     def entries(self, cache: torch.Tensor) -> torch.Tensor:
-        """cache [entries, ...] of this rank -> [size * N, ...], in which `index` finds the tokens."""
+        """Gathers this rank's cache [entries, ...] into [size * N, ...], which `index` addresses."""
         stored = cache.view(torch.uint8) if cache.element_size() == 1 else cache
         return self.context.all_gather(stored[self.local], dim=0).view(cache.dtype)
 
     def store(self, cache: CacheStore) -> CacheStore:
-        """Keys and values of the tokens in the place of a cache that holds them all."""
+        """Returns a cache with the gathered tokens' keys and values that replaces `cache` for one layer."""
         gathered = CacheStore(cache.layer_id, cache.name)
         gathered.k_scale, gathered.v_scale = cache.k_scale, cache.v_scale
         keys = self.entries(cache.k)
@@ -134,5 +133,5 @@ class GatheredTokens:
 
 
 def with_own_table(token_slots: tuple[TokenSlots, ...], table: torch.Tensor) -> tuple[TokenSlots, ...]:
-    """The slots with `table` as the row table of caches whose tokens are shared out."""
+    """Returns the slots with `table` as the row table of DCP-sharded caches."""
     return (*token_slots[:-1], replace(token_slots[-1], req_to_token=table))

@@ -1,7 +1,8 @@
-"""Attention in plain torch: serves the CPU, and is the reference of the other backends.
+"""Attention in plain torch: the CPU backend, and the reference for the others.
 
-Softmax and products are fp32. Work is cut into pieces whose score matrices stay small, so memory is bounded for any
-length. Everything is read from the pool, the new tokens too. It looks at host lengths and therefore cannot be captured.
+Softmax and products are fp32. Work is cut into pieces with small score matrices, so memory is bounded for any length.
+All keys and values are read from the cache, the new tokens' too. It needs lengths on the host, so it cannot be
+captured.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MAX_SCORES = 1 << 23
 
 
 class TorchNativeAttnBackend:
-    """Implements AttentionBackend. Keeps nothing between steps."""
+    """Implements AttentionBackend and PartBackend. Keeps nothing between steps."""
 
     reads_new_tokens = True
 
@@ -81,6 +82,8 @@ class NativeExtend(_OutsideGraphs):
 
 @dataclass(slots=True)
 class NativeExtendMetadata:
+    """Implements ExtendMetadata."""
+
     rows: ExtendRows
     causal: bool
 
@@ -108,13 +111,15 @@ class NativeExtendMetadata:
                 positions = torch.arange(prefix + first, last, device=q.device)
                 keys_at = torch.arange(begin, end, device=q.device)
                 mask = _visible(positions, keys_at, layer, self.causal)
-                config = None if bias is None else _image_band(bias[rows], positions, keys_at)
-                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=config)
+                distance_bias = None if bias is None else _bias_by_distance(bias[rows], positions, keys_at)
+                out[rows] = attend(q[rows], keys[: end - begin], values[: end - begin], mask, layer, bias=distance_bias)
             start += new
 
 
 @dataclass(slots=True)
 class NativeDecodeMetadata:
+    """Implements DecodeMetadata and PartMetadata."""
+
     rows: DecodeRows
     seq_lens: list[int]
 
@@ -129,7 +134,7 @@ class NativeDecodeMetadata:
             start = group.stop
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """As `shared_tokens.PartMetadata` says."""
+        """Attends as `dcp.PartMetadata` says."""
         start = 0
         while start < len(q):
             group = _group(self.seq_lens, start, q.shape[1])
@@ -149,12 +154,12 @@ class NativeDecodeMetadata:
         key_positions = torch.arange(_first_visible(min(seq_lens) - 1, layer), max(seq_lens), device=q.device)
         slots = rows.req_pool_indices[group, None]
         mask = _visible(lens[:, None] - 1, key_positions, layer)
-        # Elsewhere the table holds anything: read the query's own key there, and mask it.
+        # Other table entries are undefined: the query's own key is read in their place and masked.
         table = rows.token_slots[layer.cache.table].req_to_token
         loc = table[slots, torch.where(mask[:, 0], key_positions, lens[:, None] - 1)]
         keys, values = _gather(layer.cache, loc)
-        config = None if bias is None else _image_band(bias[:, None], lens[:, None] - 1, key_positions)
-        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], config)[:, 0]
+        distance_bias = None if bias is None else _bias_by_distance(bias[:, None], lens[:, None] - 1, key_positions)
+        return attend(q[:, None], keys, values, mask, layer, None if lse is None else lse[:, None], distance_bias)[:, 0]
 
 
 def attend(
@@ -166,14 +171,13 @@ def attend(
     lse: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv], mask [..., N, L] bool, True where a query sees a key
-    -> [..., N, Hq, Dv] in the dtype of q. Every query sees at least one key. With `lse` [..., N, Hq], which takes the
-    logarithms of the sums of exponentials, some may see none, and sinks are left out. bias [..., N, Hq, L] is added to
-    the scores."""
+    """Returns attention [..., N, Hq, Dv] in the dtype of q. q [..., N, Hq, D], k [..., L, Hkv, D], v [..., L, Hkv, Dv],
+    mask [..., N, L] bool, True if a query sees a key. Every query must see a key, unless `lse` [..., N, Hq] is given:
+    it receives the log-sum-exps, and sinks are left out. bias [..., N, Hq, L] is added to the scores."""
     group = q.shape[-2] // layer.num_kv_heads
     # Query heads of one kv head become rows of one product: [..., Hkv, group * N, D].
     queries = torch.unflatten(q.float(), -2, (layer.num_kv_heads, group)).movedim(-4, -2).flatten(-3, -2)
-    # Heads outside tokens, in memory too: the products run several times faster on a CPU.
+    # With heads outermost in memory the products run several times faster on a CPU.
     keys, values = (x.transpose(-3, -2).contiguous().float() for x in (k, v))
     scores = (queries @ keys.transpose(-2, -1)) * layer.scale
     if layer.logit_cap > 0:
@@ -195,9 +199,9 @@ def attend(
     return torch.unflatten(out, -2, (group, -1)).movedim(-2, -4).flatten(-3, -2).to(q.dtype)
 
 
-def _image_band(bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-    """bias [..., N, Hq, E] by distance, positions [..., N] and [L] -> [..., N, Hq, L] fp32: that of each key; 0 behind
-    the query, and from E tokens before it on."""
+def _bias_by_distance(bias: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    """Returns the bias of each key [..., N, Hq, L] fp32 from bias [..., N, Hq, E] by distance, with positions [..., N]
+    and [L]; 0 for keys after the query or at distance E and more."""
     distance = (query_positions[..., None] - key_positions)[..., None, :]
     inside = (distance >= 0) & (distance < bias.shape[-1])
     index = distance.clamp(0, bias.shape[-1] - 1).expand(*bias.shape[:-1], -1)
@@ -205,14 +209,14 @@ def _image_band(bias: torch.Tensor, query_positions: torch.Tensor, key_positions
 
 
 def _gather(cache: CacheStore, loc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [..., Hkv, D] and values [..., Hkv, Dv] of the slots `loc` [...], scaled back if quantized."""
+    """Returns dequantized keys [..., Hkv, D] and values [..., Hkv, Dv] of the slots `loc` [...]."""
     scales = cache.group_scales()
     keys = load_cache(cache.k, loc, cache.k_scale, scales.get("k_group_scales"))
     return keys, load_cache(cache.v, loc, cache.v_scale, scales.get("v_group_scales"))
 
 
 def _first_visible(position: int, layer: AttentionLayer) -> int:
-    """The first key that a query at `position` sees: those before it may be gone."""
+    """Returns the first position that a query at `position` sees; earlier keys may be gone."""
     if layer.chunked:
         return position // layer.sliding_window * layer.sliding_window
     return max(0, position + 1 - layer.sliding_window) if layer.sliding_window > 0 else 0
@@ -221,7 +225,8 @@ def _first_visible(position: int, layer: AttentionLayer) -> int:
 def _visible(
     query_positions: torch.Tensor, key_positions: torch.Tensor, layer: AttentionLayer, causal: bool = True
 ) -> torch.Tensor:
-    """[..., N] and [L] -> [..., N, L]: causal, within the sliding window or chunk when there is one."""
+    """Returns the mask [..., N, L] of query positions [..., N] and key positions [L]: causal, and within the sliding
+    window or chunk if there is one."""
     window = layer.sliding_window
     distance = query_positions[..., None] - key_positions
     mask = distance >= (0 if causal else -len(key_positions))
@@ -231,7 +236,8 @@ def _visible(
 
 
 def _group(seq_lens: list[int], start: int, num_heads: int) -> slice:
-    """The longest run of requests from `start` whose padded score matrix stays within the limit; at least one."""
+    """Returns the longest run of requests from `start` whose padded score matrix stays within the limit; at least
+    one."""
     longest, stop = seq_lens[start], start + 1
     while stop < len(seq_lens):
         longest = max(longest, seq_lens[stop])

@@ -1,4 +1,4 @@
-"""Attention with this project's Triton kernels, for every head dim and cache dtype that the tile table lists."""
+"""Attention with this project's Triton kernels, for every head dim and cache dtype in the tile table."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class TritonAttnBackend:
-    """Implements AttentionBackend. Sites with and without a window share the builders of their shape: the kernels
-    skip what a window hides."""
+    """Implements AttentionBackend and PartBackend. Sites of the same shape share builders, with and without a window,
+    because the kernels skip the keys outside a window."""
 
     reads_new_tokens = False
 
@@ -61,11 +61,11 @@ class TritonAttnBackend:
 
 
 class _SplitContexts:
-    """How the cached tokens of requests are shared out over the GPU. The device makes the plan of a step from the
-    requests' lengths: in a captured graph that is a part of it, so that a replay needs no work on the host."""
+    """Base of builders that split the keys of long contexts between programs. The split of a step is planned on the
+    device from the requests' lengths, also inside a graph, so that a replay needs no work on the host."""
 
     workspaces: Mapping[int, DecodeWorkspace]
-    """By the tokens that each sequence of a step brings. All steps use them, one behind the other."""
+    """Workspaces by the number of new tokens per sequence. Steps use them one after the other."""
 
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str, max_rows: int) -> None:
         self.shape, self.max_rows = shape, max_rows
@@ -74,31 +74,31 @@ class _SplitContexts:
         self.num_sms, self.context_len = plan.arch.num_sms, plan.context_len
         self.device = device
         self._replaced: list[Mapping[int, DecodeWorkspace]] = []
-        """Workspaces of tiles that were given up: graphs that were captured before write there."""
+        """Workspaces of tiles that failed to launch, kept alive because graphs captured earlier write there."""
 
     def sizes(self) -> tuple[int, int, int, int, int, Tile, torch.device | str, int]:
-        """Returns what sizes a workspace."""
+        """Returns the arguments of `DecodeWorkspace.allocate`."""
         shape = self.shape
         heads = (shape.num_heads, shape.num_kv_heads, shape.v_head_dim)
         return (self.max_rows, *heads, self.num_sms, self.tile, self.device, self.context_len)
 
     def allocate(self) -> None:
-        """Makes new workspaces, for `max_rows` and `tile`."""
+        """Creates new workspaces for `max_rows` and `tile`."""
         raise NotImplementedError
 
     def step_down(self, tile: Tile, make_plan: Callable[[], DecodePlan]) -> DecodePlan:
-        """Changes to another tile for good, on which the workspaces depend. Returns this step's new plan."""
+        """Switches to another tile for good, with new workspaces, and returns this step's new plan."""
         if tile is not self.tile:
             self.tile = tile
             self._replaced.append(self.workspaces)
             self.allocate()
         plan = make_plan()
-        plan.part_lse.zero_()  # q is there already: what lies between the plan and the kernel that reads it
+        plan.part_lse.zero_()  # some launch must lie between plan and reader (`plan_decode`); q is computed already
         return plan
 
 
 class TritonDecode(_SplitContexts):
-    """Implements DecodeBuilder."""
+    """Builds decode metadata. Implements DecodeBuilder and PartBuilder."""
 
     plans_on_host = False
     in_graphs = True
@@ -106,7 +106,7 @@ class TritonDecode(_SplitContexts):
     def __init__(
         self, plan: Plan, shape: AttentionShape, device: torch.device | str, max_rows: int, parts: bool = False
     ) -> None:
-        """parts: rows may have no tokens, and `attend_part` takes the place of `attend`."""
+        """parts: rows may have no tokens, and `attend_part` is called instead of `attend`."""
         super().__init__(plan, shape, device, max_rows)
         self.parts = parts
         self.allocate()
@@ -123,6 +123,7 @@ class TritonDecode(_SplitContexts):
         return TritonDecodeMetadata(self, rows, self.plan(rows))
 
     def plan(self, rows: DecodeRows) -> DecodePlan:
+        """Returns a new plan of the rows' split, made on the device."""
         plan = plan_decode(rows.seq_lens, self.workspaces[1], self.tile)
         if self.parts:
             keep_all_pieces(plan)
@@ -136,6 +137,8 @@ class TritonDecode(_SplitContexts):
 
 @dataclass(slots=True)
 class TritonDecodeMetadata:
+    """Implements DecodeMetadata and PartMetadata."""
+
     builder: TritonDecode
     rows: DecodeRows
     plan: DecodePlan
@@ -146,7 +149,7 @@ class TritonDecodeMetadata:
         self.builder.fallbacks.run(lambda tile: self._launch(tile, q, layer, out, bias=bias))
 
     def attend_part(self, q: torch.Tensor, layer: AttentionLayer, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """As `shared_tokens.PartMetadata` says."""
+        """Attends as `dcp.PartMetadata` says."""
         self.builder.fallbacks.run(lambda tile: self._launch(tile, q, layer, out, lse))
 
     def _launch(
@@ -199,8 +202,8 @@ def _decode(
 
 
 class TritonVerify(_SplitContexts):
-    """Makes the metadata of draft tokens, whose keys and values are in the cache: as decoding reads it, with the keys
-    of a long context split between programs, where the kernel of prompts would read them in one."""
+    """Builds the metadata of draft tokens, whose keys and values are already in the cache. They use the decode kernels,
+    which split a long context between programs; the prompt kernel would read it in one."""
 
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
         super().__init__(plan, shape, device, max(plan.max_running_requests, *plan.cuda_graph_bs, 1))
@@ -211,9 +214,11 @@ class TritonVerify(_SplitContexts):
         self.workspaces = DecodeWorkspace.for_verify(self.most, *self.sizes())
 
     def build(self, rows: ExtendRows, draft_tokens: VerifyRows) -> TritonVerifyMetadata:
+        """Returns the metadata of a step's draft tokens."""
         return TritonVerifyMetadata(self, rows, draft_tokens, self.plan(draft_tokens))
 
     def plan(self, draft_tokens: VerifyRows) -> DecodePlan:
+        """Returns a new plan of the split, made on the device."""
         return plan_decode(draft_tokens.ends, self.workspaces[draft_tokens.width], self.tile)
 
 
@@ -248,13 +253,14 @@ class TritonVerifyMetadata:
 
 
 class TritonExtend:
-    """Implements ExtendBuilder. The kernels read all lengths on the device."""
+    """Builds metadata of prompts and draft tokens. Implements ExtendBuilder. The kernels read all lengths on the
+    device."""
 
     plans_on_host = False
     in_graphs = True
 
     def __init__(self, plan: Plan, shape: AttentionShape, whole: bool, device: torch.device | str) -> None:
-        """whole: the cache has all tokens, also those of draft tokens; else `shared_tokens` attends to these itself."""
+        """whole: the cache holds all tokens on this rank; otherwise `dcp` attends to draft tokens itself."""
         self.shape, self.num_sms = shape, plan.arch.num_sms
         self.fallbacks = plan.fallbacks(plan.attention_op("extend_attention", shape))
         has_registers = (shape.head_dim, shape.v_head_dim) not in WHOLE
@@ -286,6 +292,8 @@ class TritonExtend:
 
 @dataclass(slots=True)
 class TritonExtendMetadata:
+    """Implements ExtendMetadata for prompts. `parts`: buffers if several programs share a cached prefix."""
+
     fallbacks: FallbackTiles
     rows: ExtendRows
     has_prefix: bool

@@ -1,12 +1,12 @@
-"""DeepSeek-V4's attention, from hidden states to hidden states.
+"""DeepSeek-V4's compressed attention.
 
-One vector a token is key and value of all heads. A query sees the last tokens as they are and, in layers that compress,
-entries that stand for runs of tokens before it: all of them, or those that an indexer with heads and entries of its own
-chose. All are one softmax, with a logit a head that has no value (the sink). What a rotary embedding turned in the
-values is turned back in the output, whose heads are then projected group by group and mixed.
+One vector per token is key and value of all heads. A query sees the tokens of a sliding window and, in layers that
+compress, entries that stand for runs of earlier tokens: all of them, or those that an indexer with heads and entries of
+its own selected. All are in one softmax, with a sink (a logit per head without a value). Since values carry RoPE, it is
+reversed in the output, whose heads are then projected group by group and mixed.
 
-Ranks share out heads and groups; entries, indexer and compressors are whole on each. Source: DeepSeek-V4's report,
-section 2.3.
+Heads and groups are sharded over ranks; entries, indexer and compressors are complete on each. Source: DeepSeek-V4's
+report, section 2.3.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class CompressedAttention:
-    """[T, H] -> [T, H]."""
+    """Compressed attention, [T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: CompressedSparse, site: Site) -> None:
         assert spec.rope is not None
@@ -80,10 +80,12 @@ class CompressedAttention:
         self.attend: SparseAttentionOp = attention(scope.plan)
 
     def _take_groups(self, weight: torch.Tensor) -> None:
-        """weight [groups * rank, dims of a group's heads]: a view of it as [groups, dims, rank]."""
+        """Sets `o_a`, a view [groups, dims, rank] of weight [groups * rank, dims of a group's heads]."""
         self.o_a = weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.o_b.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -100,7 +102,8 @@ class CompressedAttention:
         return self.o_b(low.flatten(1))
 
     def _stored(self, q: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Stores what x [T, H] is to later queries, and returns q [T, heads, D] normed and rotated."""
+        """Stores the key-value vectors of x [T, H] in the window cache, and returns q [T, heads, D] normalized and
+        rotated."""
         positions, cos_sin = self.rotary.at(batch.positions)
         loc = batch.slots_of(self.window).out_cache_loc
         heads = q if self.spec.head_norm else q[:, :0]  # the op norms the heads that it rotates
@@ -115,7 +118,8 @@ class CompressedAttention:
     def _entries(
         self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor
     ) -> list[tuple[torch.Tensor, Selection]]:
-        """Makes the entries of the runs that end in the new tokens; returns those that are attended to."""
+        """Stores the entries of runs that the new tokens complete; returns the cache with the selected entries, if
+        any."""
         if self.compressor is None:
             return []
         self.compressor(x, batch, step, cos_sin)
@@ -131,15 +135,15 @@ class CompressedAttention:
 
 
 class BlockWindowAttention(CompressedAttention):
-    """Attention of a draft whose rows come in blocks of one request each; see `CompressedSparse.block`. Each row is [H]
-    of R * B."""
+    """Compressed attention of a block draft, whose rows come in blocks of one request each (`CompressedSparse.block`),
+    [R * B, H] -> [R * B, H]."""
 
     def __init__(self, scope: Scope, spec: CompressedSparse, site: Site) -> None:
         assert not spec.rate
         super().__init__(scope, spec, site)
 
     def keep(self, x: torch.Tensor, batch: ForwardBatch) -> None:
-        """Stores what x [T, H] is to later queries at the tokens of the batch."""
+        """Stores the key-value vectors of x [T, H] at the batch's tokens."""
         self._stored(x.new_empty((len(x), 0, self.spec.head_dim)), x, batch)
 
     def _in_window(self, batch: ForwardBatch, step: CompressedStep) -> Selection:
@@ -154,8 +158,8 @@ class BlockWindowAttention(CompressedAttention):
 
 
 class CompressedIndexer:
-    """Chooses compressed entries by smaller ones of the same runs: hidden states [T, H] and the queries' latents [T, R]
-    -> the slots of the best entries for each token."""
+    """Selects compressed entries by smaller index entries of the same runs: hidden states [T, H] and query latents [T,
+    R] -> the slots of each token's best entries."""
 
     def __init__(self, scope: Scope, spec: CompressedSparse, indexer: Indexer, site: Site) -> None:
         self.spec, self.indexer = spec, indexer

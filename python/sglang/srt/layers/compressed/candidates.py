@@ -1,4 +1,5 @@
-"""The first of two levels of an indexer: runs of entries by their best entry, and the choice of entries in these.
+"""The first level of a two-level indexer: it selects runs of entries by their best entry; then entries are selected in
+these.
 
 Sources: as `compressed.shared`.
 """
@@ -17,19 +18,24 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 WITHIN_AT_ONCE = 512
-"""Tokens whose candidates' slots lie in memory at once."""
+"""Number of tokens whose candidate slots are in memory at once."""
 
 
 class CandidateBlocksOp(Protocol):
+    """Selects runs of entries for the first level."""
+
     def __call__(
         self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, top: int
     ) -> Selection:
-        """q [T, H, D], weights [T, H] of `index_queries`, keys [S, 1, D] -> for each token the `top` runs of `block`
-        entries with the best entry by `index_logits`, in ascending order, the token's own among them: slots [T, top] of
-        runs, each `block` times the slot of its first entry. Tokens that see no more runs have all of them."""
+        """Returns for each token the `top` runs of `block` entries with the best entry by `index_logits`, in ascending
+        order, the token's own among them: slots [T, top] of runs; a run's slot times `block` is that of its first
+        entry. Tokens that see no more runs get all. q [T, H, D], weights [T, H] from `index_queries`, keys [S, 1,
+        D]."""
 
 
 class CandidateBlocksFactory(Protocol):
+    """Creates a `CandidateBlocksOp` for a plan."""
+
     def __call__(self, plan: Plan) -> CandidateBlocksOp: ...
 
 
@@ -41,8 +47,8 @@ def runs_of(rows: EntryRows, block: int) -> EntryRows:
 
 
 def best_of_runs(logits: torch.Tensor, counts: torch.Tensor, block: int) -> torch.Tensor:
-    """logits [T, N], N a multiple of block, of which the first counts [T] are -> the best of each run [T, N / block];
-    infinite of the last run with an entry. Changes logits."""
+    """Returns the best logit of each run [T, N / block], infinity for the last run with an entry. logits [T, N], N a
+    multiple of block, of which the first counts [T] are valid; overwritten."""
     entry = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
     best = logits.masked_fill_(entry >= counts[:, None], float("-inf")).unflatten(1, (-1, block)).amax(-1)
     last_run = (counts[:, None] - 1) // block
@@ -50,7 +56,7 @@ def best_of_runs(logits: torch.Tensor, counts: torch.Tensor, block: int) -> torc
 
 
 def candidate_blocks(plan: object) -> CandidateBlocksOp:
-    """In plain torch: the CPU's kernel, and the reference that others are tested against."""
+    """Returns the op in plain torch: the CPU kernel, and the reference for tests."""
 
     def choose(
         q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, top: int
@@ -73,8 +79,8 @@ def choose_within(
     block: int,
     top_k: int,
 ) -> Selection:
-    """Returns the best `top_k` entries of each token in the runs of `candidate_blocks`; rows: the entries that each
-    sees at all. Runs are ascending and the last one is the token's own, which may be unfinished."""
+    """Returns each token's best `top_k` entries in the runs of `candidate_blocks`; rows: all entries that it sees. Runs
+    are ascending, and the last is the token's own, which may be unfinished."""
     places = torch.arange(block, dtype=torch.int32, device=q.device)
     unfinished = (rows.counts + (block - 1)) % block + 1 - block  # entries of the own run, less a whole one
     counts = (runs.counts * block + unfinished).clamp(min=0).to(torch.int32)

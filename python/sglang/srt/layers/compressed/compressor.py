@@ -1,4 +1,4 @@
-"""Makes compressed cache entries of runs of tokens, which may begin in one step and end in a later one."""
+"""Computes compressed cache entries from runs of tokens, which may begin in one step and end in a later one."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CompressorRecord:
-    """Implements StateRecord: what the tokens of a step left for later entries, which the state does not have yet.
+    """Implements StateRecord: rows of a verify step for later entries, which the state does not include yet.
 
-    Entries that end in tokens that are taken back stay where they are: no token sees them before the run is complete,
-    and the tokens that then complete it store theirs there."""
+    Entries of runs that end in rejected tokens need no cleanup: no token sees them before the run is complete, and then
+    the token that completes it overwrites them."""
 
     kernels: CompressorKernels
     rows: torch.Tensor  # [B k, 2, W], k tokens of each request
@@ -44,8 +44,9 @@ class CompressorRecord:
 
 @dataclass(frozen=True, slots=True)
 class EntryNorm:
-    """What becomes of an entry before it is stored: a norm with `weight` [D], and the rotation by rows of `cos_sin`
-    [max_pos, rot_dim] fp32 at the position of the run's first token, or (None) by as many `angles` of its row."""
+    """Processing of an entry before it is stored: a norm with `weight` [D], and a rotation by rows of `cos_sin`
+    [max_pos, rot_dim] fp32 at the position of the run's first token, or, if that is None, by the `angles` numbers in
+    the token's row."""
 
     weight: torch.Tensor
     eps: float
@@ -63,9 +64,9 @@ def store_entries(
     batch: ForwardBatch,
     step: CompressedStep,
 ) -> None:
-    """Stores the entries of the runs that the step's tokens complete, and leaves in `state` what later ones are made
-    of; of a step whose tokens may be taken back, a record for `batch.state_records` instead. rows [T, 2, W], bias and
-    state: as `native.compress` has them."""
+    """Stores the entries of runs that the step's tokens complete, and keeps in `state` the rows that later entries
+    need; in a verify step it adds a record to `batch.state_records` instead. rows [T, 2, W], bias and state: as in
+    `native.compress`."""
     requests = step.requests
     kernels.compress(
         rows,
@@ -90,7 +91,7 @@ def store_entries(
 
 
 class Compressor:
-    """Hidden states [T, H] -> entries in `cache`, of tokens that complete a run."""
+    """Stores entries in `cache` from hidden states [T, H], for tokens that complete a run."""
 
     def __init__(
         self, scope: Scope, spec: CompressedSparse, dim: int, eps: float, cache: CacheStore, state: CacheStore

@@ -1,4 +1,4 @@
-"""Interface of a compressor's kernels: entries of the tokens of a step, and the tokens that later entries need."""
+"""The interface of a compressor's kernels: storing a step's entries, and keeping the rows that later entries need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Compress(Protocol):
-    """`native.compress` says what the arguments are."""
+    """Signature of `native.compress`."""
 
     def __call__(
         self,
@@ -30,7 +30,7 @@ class Compress(Protocol):
 
 
 class Keep(Protocol):
-    """`native.keep` says what the arguments are."""
+    """Signature of `native.keep`."""
 
     def __call__(
         self,
@@ -44,5 +44,7 @@ class Keep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompressorKernels:
+    """The kernels of a compressor."""
+
     compress: Compress
     keep: Keep

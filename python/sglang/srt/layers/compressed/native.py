@@ -1,6 +1,6 @@
-"""Ops of compressed attention in plain torch: the CPU's kernels, and the reference that others are tested against.
+"""Ops of compressed attention in plain torch: the CPU kernels, and the reference for tests.
 
-Sums are taken in fp32, and in fp64 where what comes in is. Source: DeepSeek-V4's report, sections 2.3.1 and 2.3.2.
+Math is done in fp32, or in fp64 for fp64 inputs. Source: DeepSeek-V4's report, sections 2.3.1 and 2.3.2.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from sglang.srt.layers.compressed.kernels import CompressorKernels
 from sglang.srt.layers.native_ops import apply_rope, rmsnorm, store_cache
 
 
-def _dequantized(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def tail_rotation(
     x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, inverse: bool = False
 ) -> torch.Tensor:
-    """Rotary embedding of the last dims of every head, in place: neighbouring dims rotate together; with `inverse` they
-    rotate back. x [T, H, D], positions [T], cos_sin [max_pos, rot_dim] fp32 -> x."""
+    """Applies RoPE to the last dims of every head of x [T, H, D] in place and returns x; neighbouring dims rotate
+    together. `inverse` rotates back. positions [T], cos_sin [max_pos, rot_dim] fp32."""
     rot_dim = cos_sin.shape[1]
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
     tail = x[..., -rot_dim:]
@@ -37,13 +37,13 @@ def shared_kv_norm_rope_store(
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm of every query head, without a weight; norm of the one vector that is key and value; rotary embedding of the
-    last dims of both; the store of the latter.
+    """Normalizes every query head without a weight, normalizes the vector that is key and value, applies RoPE to the
+    last dims of both, and stores the latter.
 
     q [T, H, D], rewritten; kv [T, D]; positions and out_cache_loc [T]; cos_sin [max_pos, rot_dim] fp32; weight [D];
     cache [slots, 1, D] -> q.
     """
-    normed = _dequantized(q) * torch.rsqrt(_dequantized(q).square().mean(-1, keepdim=True) + eps)
+    normed = _wide(q) * torch.rsqrt(_wide(q).square().mean(-1, keepdim=True) + eps)
     q.copy_(normed)
     tail_rotation(q, positions, cos_sin)
     entries = tail_rotation(rmsnorm(kv, weight, eps)[:, None].clone(), positions, cos_sin)
@@ -73,13 +73,13 @@ def compress(
     added to the gates by place in the run; weight [D]; cache [entries, 1, D]; out_cache_loc [T]: of the tokens, whose
     entry is at their slot // rate.
 
-    An entry is the sum over its tokens of softmax(gates) * values, channel by channel, then normed, then rotated at the
-    position of the run's first token; without weight and cos_sin neither. With W = D it is made of its run, R = rate.
-    With W = 2 D runs overlap, R = 2 rate: an entry is made of the first D channels of the run before (none before the
-    first one) and the last D of its own.
+    An entry is the sum over its tokens of softmax(gates) * values, channel by channel, then normalized (with weight)
+    and rotated at the position of the run's first token (with cos_sin). With W = D it uses its own run, R = rate. With
+    W = 2 D runs overlap, R = 2 rate: an entry uses the first D channels of the previous run (nothing before the first
+    run) and the last D of its own.
 
-    Without a bias an entry is the mean of the values of its run. Then a token has no gates: in their place its row has
-    `angles` cosines and sines, those by which the entry of a run rotates that begins with it. cos_sin is None.
+    Without a bias an entry is the mean of its run's values. Then tokens have no gates: in their place a row holds
+    `angles` cosines and sines for rotating the entry of a run that begins with this token, and cos_sin is None.
     """
     size, dim = state.shape[1], cache.shape[-1]
     rate = size if bias is None else len(bias)
@@ -115,8 +115,8 @@ def compress(
 def keep(
     rows: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stops: torch.Tensor
 ) -> None:
-    """Leaves the new tokens that later entries are made of in `state`, which is as in `compress`: those of the last R
-    positions before `stops` [T]; from there on they are taken back."""
+    """Keeps the new tokens' rows that later entries need in `state` (as in `compress`): those of the last R positions
+    before `stops` [T]; tokens from there on were rejected."""
     size = state.shape[1]
     kept = (positions >= stops - size) & (positions < stops)
     state[torch.where(kept, slots, 0), positions % size] = rows  # slot 0 is padding

@@ -1,9 +1,8 @@
-"""DeepSeek-V4.1's attention, from hidden states to hidden states: as DeepSeek-V4's, over entries of few layers that
-those behind them read too.
+"""DeepSeek-V4.1's attention: compressed attention whose entries come from a few layers and are shared by later ones.
 
-A layer that makes entries pools the tokens of a run, and makes the indexer's key of an entry of the entry itself,
-before it rotates. A layer with an indexer chooses for itself and the layers behind it up to the next one. One of them
-also chooses runs of entries: the indexers behind it look at no others.
+A layer that makes entries pools the tokens of a run, and computes an entry's index key from the entry itself before
+RoPE. A layer with an indexer selects entries for itself and for the layers up to the next indexer. One of them also
+selects runs of entries, to which later indexers are limited.
 
 Sources: the inference code beside the checkpoint of V4.1-Flash, as others describe it.
 """
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class SharedSparseAttention(CompressedAttention):
-    """[T, H] -> [T, H]."""
+    """Compressed attention over shared entries, [T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: SharedSparse, site: Site) -> None:
         super().__init__(scope, spec, site)
@@ -60,7 +59,7 @@ class SharedSparseAttention(CompressedAttention):
 
 
 class EntryMaker:
-    """Hidden states [T, H] -> the entries of runs that the tokens complete, and the indexer's keys of them."""
+    """Stores, from hidden states [T, H], the entries of runs that the tokens complete, and their index keys."""
 
     def __init__(self, scope: Scope, spec: SharedSparse, site: Site) -> None:
         assert spec.indexer is not None
@@ -78,7 +77,7 @@ class EntryMaker:
         self.key_norm = scope.sub("index_norm").param("weight", (index_dim,), init=Init.ONES)
         self.cache, self.keys = (scope.cache(site.layer_id, name) for name in ("compressed", "index"))
         self.state = scope.cache(site.layer_id, "pending") if spec.rate > 1 else None
-        # Nothing is added to gates; of an entry a token there are no gates and no tokens that wait.
+        # Gates have no bias; with one entry per token there are neither gates nor unfinished runs.
         self.bias, self.no_bias, self.no_state = (
             torch.zeros(shape, dtype=torch.float32, device=scope.device)
             for shape in ((spec.rate, dim), (1, dim), (1, 1, 2, dim))
@@ -99,7 +98,7 @@ class EntryMaker:
             rows = rows.unflatten(1, (2, -1))
             latents = self._pooled(rows, x, step)
             store_entries(self.kernels, rows, self.bias, norm, self.cache, self.state["rows"], batch, step)
-            # A key lies where the entry does; those of tokens that complete none go to the place of padding.
+            # A key has its entry's slot; those of tokens that complete no run go to the padding slot.
             loc = torch.where((requests.positions + 1) % rate == 0, loc // rate, 0)
         latents = self.norm(latents, self.norm_weight, self.eps)
         keys = self.linear(latents, self.key_weight, None, torch.float32)
@@ -107,8 +106,8 @@ class EntryMaker:
         self._store_each(keys, EntryNorm(self.key_norm, self.eps, cos_sin), self.keys.k, first, loc)
 
     def _pooled(self, rows: torch.Tensor, x: torch.Tensor, step: CompressedStep) -> torch.Tensor:
-        """The entry [T, D], before its norm, of the run that each token completes; zeros of others. It reads the state
-        that `store_entries` changes."""
+        """Returns the entry [T, D], before its norm, of the run that each token completes; zeros for other tokens. Must
+        run before `store_entries`, which changes the state that it reads."""
         assert self.state is not None
         requests, rate = step.requests, self.spec.rate
         pooled = torch.zeros((len(rows), 1, self.spec.head_dim), dtype=x.dtype, device=x.device)
@@ -122,7 +121,7 @@ class EntryMaker:
     def _store_each(
         self, rows: torch.Tensor, norm: EntryNorm, cache: torch.Tensor, positions: torch.Tensor, loc: torch.Tensor
     ) -> None:
-        """Stores rows [T, D] fp32, normed and rotated by positions [T], at the slots loc [T]."""
+        """Stores rows [T, D] fp32, normalized and rotated by positions [T], at the slots loc [T]."""
         dim, none = rows.shape[1], torch.zeros_like(positions)
         values = torch.zeros((len(rows), 2, dim), dtype=torch.float32, device=rows.device)
         values[:, 0] = rows
@@ -133,7 +132,7 @@ class EntryMaker:
 
 
 class EntryChooser:
-    """Hidden states [T, H] and the queries' latents [T, R] -> the slots of the best entries for each token."""
+    """Selects the slots of each token's best entries from hidden states [T, H] and query latents [T, R]."""
 
     def __init__(self, scope: Scope, spec: SharedSparse, indexer: Indexer, site: Site) -> None:
         self.spec, self.indexer = spec, indexer

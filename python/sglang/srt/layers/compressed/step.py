@@ -1,7 +1,6 @@
-"""Data that compressed attention reads of a step beside its tokens: the request of each token, and the cache entries
-that it sees.
+"""Per-step data of compressed attention: the request of each token, and the cache entries that it sees.
 
-It is the same for all layers of a rate, so the first one makes it and the others take it from the batch.
+It is the same for all layers of a compression rate, so the first one computes it and the batch keeps it for the others.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ class TokenRequests:
     stops: torch.Tensor  # [T] int64, the position behind its last one
 
     def accepted(self, counts: torch.Tensor, width: int) -> TokenRequests:
-        """Of a step that verifies `width` tokens of each request: the first B = len(counts) requests, whose first
-        `counts` [B] tokens stand. Padding behind a request's own tokens says nothing of its position."""
+        """Returns, of a verify step with `width` tokens per request, the first B = len(counts) requests, with `stops`
+        after their first `counts` [B] tokens. Positions are recomputed, because those of padding rows are
+        meaningless."""
         num = len(counts) * width
         token = torch.arange(num, device=counts.device) % width
         counts = counts.repeat_interleave(width, output_size=num)
@@ -44,12 +44,13 @@ class TokenRequests:
         return TokenRequests(self.slots[:num], firsts + token, firsts, firsts + counts)
 
     def copy(self) -> TokenRequests:
-        """A copy of what `accepted` reads, which later steps leave as it is."""
+        """Returns a copy, of what `accepted` reads, that later steps do not change."""
         return replace(self, slots=self.slots.clone(), firsts=self.firsts.clone())
 
 
 def token_requests(batch: ForwardBatch) -> TokenRequests:
-    """Padding rows that decode lie over the tokens of prompts, to which these then belong."""
+    """Returns the requests of a batch's tokens. Padding rows of decoding requests overlap prompt tokens, whose requests
+    win."""
     positions = batch.positions
     if batch.extend is None:
         assert batch.decode is not None
@@ -74,7 +75,7 @@ def token_requests(batch: ForwardBatch) -> TokenRequests:
 
 
 def _prompt_requests(rows: ExtendRows, positions: torch.Tensor) -> TokenRequests:
-    """Tokens before the first request's and behind the last one's belong to none."""
+    """Returns the requests of prompt tokens; tokens before the first and after the last prompt get none."""
     token = torch.arange(len(positions), dtype=rows.start_loc.dtype, device=positions.device)
     request = torch.searchsorted(rows.start_loc, token, right=True) - 1
     inside = (request >= 0) & (token < rows.start_loc[-1])
@@ -89,15 +90,15 @@ def _prompt_requests(rows: ExtendRows, positions: torch.Tensor) -> TokenRequests
 
 @dataclass(slots=True)
 class CompressedStep:
-    """Data of one step. Counts and selections are made when the first layer asks for them."""
+    """Data of one step, computed on first use."""
 
     requests: TokenRequests
     longest: int
-    """No request has more tokens, the new ones among them."""
+    """Upper bound of the requests' lengths, new tokens included."""
     chosen: dict[int, Selection] = field(default_factory=dict)
-    """What the indexers of layers chose that others take over, by the number of the layer."""
+    """Selections of layers with an indexer, which other layers reuse, by layer number."""
     candidates: dict[int, Selection] = field(default_factory=dict)
-    """The runs of entries that layers chose, in which later indexers choose, likewise."""
+    """Runs of entries to which later indexers are limited, by the number of the layer that selected them."""
     _counts: dict[int, torch.Tensor] = field(default_factory=dict)
     _windows: dict[int, Selection] = field(default_factory=dict)
     _all: dict[int, Selection] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class CompressedStep:
     _angles: dict[RopeSpec, torch.Tensor] = field(default_factory=dict)
 
     def entries(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> EntryRows:
-        """Returns what tokens see of a cache with an entry for every `rate` tokens: the entries of complete runs up to
+        """Returns the entries that tokens see in a cache with one entry per `rate` tokens: those of complete runs up to
         the token itself."""
         if rate not in self._counts:
             self._counts[rate] = ((self.requests.positions + 1) // rate).to(torch.int32)
@@ -113,9 +114,8 @@ class CompressedStep:
         return EntryRows(table, self.requests.slots, self._counts[rate], self.longest // rate, rate)
 
     def tails(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the slot of the unfinished run of each token, and how many of its tokens there are up to this one,
-        both [T] int32; of a complete run 0 tokens, and the slot is of no meaning. Such caches lie by the table of all
-        tokens."""
+        """Returns each token's unfinished run and the number of its tokens up to this one, both [T] int32; 0 tokens
+        after a complete run, whose slot is meaningless. Only for caches of the full row table."""
         if rate not in self._tails:
             table, after = batch.slots_of(cache).req_to_token, self.requests.positions + 1
             first = after // rate * rate
@@ -125,8 +125,8 @@ class CompressedStep:
         return self._tails[rate]
 
     def rows_with_angles(self, batch: ForwardBatch, rotary: RotaryTable, dim: int) -> torch.Tensor:
-        """Returns [T, 2, dim] fp32: zeros, and behind them the cosines and sines that turn each token, then zeros.
-        Rows of all layers of one rotation begin as copies of these."""
+        """Returns [T, 2, dim] fp32: zeros, followed by the cosines and sines of each token's RoPE, then zeros. All
+        layers with the same RoPE start from copies of these rows."""
         if rotary.spec not in self._angles:
             index, cos_sin = rotary.at(batch.rotary_positions)
             rows = torch.zeros((len(index), 2, dim), dtype=torch.float32, device=index.device)
@@ -135,28 +135,27 @@ class CompressedStep:
         return self._angles[rotary.spec]
 
     def window(self, batch: ForwardBatch, cache: CacheStore, tokens: int) -> Selection:
-        """A token and those before it, `tokens` in all. Caches of one window have one row table."""
+        """Selects the last `tokens` tokens up to each token itself. Caches of the same window share a row table."""
         if tokens not in self._windows:
             self._windows[tokens] = self.entries(batch, cache, 1).last(tokens)
         return self._windows[tokens]
 
     def all(self, batch: ForwardBatch, cache: CacheStore, rate: int) -> Selection:
-        """Every entry of a rate that tokens see. Such caches lie by the table of all tokens."""
+        """Selects all entries of a rate that tokens see. Only for caches of the full row table."""
         if rate not in self._all:
             self._all[rate] = self.entries(batch, cache, rate).all()
         return self._all[rate]
 
 
 def compressed_step(batch: ForwardBatch) -> CompressedStep:
-    """The batch's; made when it is first asked for."""
+    """Returns the batch's data for compressed attention, created on first use."""
     if batch.compressed is None:
         batch.compressed = CompressedStep(token_requests(batch), _longest(batch))
     return batch.compressed
 
 
 def _longest(batch: ForwardBatch) -> int:
-    """Returns the largest length of the step. In a graph, and where the host does not know lengths, that is the width
-    of a row of the table."""
+    """Returns the largest length of the step; in a graph, or if the host does not know lengths, the context length."""
     lens = [rows.seq_lens_cpu for rows in (batch.decode, batch.extend) if rows is not None]
     known = [max(of_rows) for of_rows in lens if of_rows is not None]
     return max(known) if len(known) == len(lens) else batch.token_slots[0].req_to_token.shape[1]

@@ -1,4 +1,4 @@
-"""Runs of entries by their best entry, with the indexer's kernels. Reference: `compressed.candidates`."""
+"""Selection of runs of entries with the indexer's kernels. Reference: `compressed.candidates`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class TritonCandidateBlocks:
-    """Implements CandidateBlocksOp for blocks that divide LOGIT_MULTIPLE: the scores of some tokens, the best of each
-    run, and the choice, until all have theirs. Nothing is asked of the device."""
+    """Implements CandidateBlocksOp for blocks that divide LOGIT_MULTIPLE. It scores as many tokens as memory allows,
+    reduces and selects their runs, and repeats. It never reads from the device."""
 
     def __init__(self, plan: Plan) -> None:
         self._ladder = plan.fallbacks("sparse_indexer")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class ExpertBranches:
-    """The stream [T, H] -> [T, H]: norm(MLP(norm x)) + norm(experts(norm x)). The router takes a norm of the stream
-    whose weight has the factor 1 / sqrt(H); each expert's weights are multiplied by a number of its own. Source:
-    Gemma 4.
+    """Computes norm(MLP(norm x)) + norm(experts(norm x)) of the residual stream x, [T, H] -> [T, H]. The router reads a
+    norm of the stream whose weight includes the factor 1 / sqrt(H); each expert's routing weights are multiplied by a
+    scale of its own. Source: Gemma 4.
 
     Checkpoint names beside those of MoELayer: "moe.dense_norm" and "moe.dense_norm_after" of the MLP, which is the
     shared expert, "moe.experts_norm", "moe.experts_norm_after", and "moe.router_scales" with the leaves scale and
@@ -45,6 +45,7 @@ class ExpertBranches:
         self.router_norm: RMSNormOp = scope.plan.entry("rmsnorm")
 
     def defer_all_reduce(self) -> Group | None:
+        """Returns None: norms follow the branches' sums."""
         return None  # the branches are normed behind their sums
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:

@@ -29,7 +29,7 @@ SCALE_DTYPES = {
 }
 UNQUANTIZED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PLANE = 16
-"""Columns of a plane of reordered four-bit weights, whose nibbles are at the same place of as many 32-bit words."""
+"""Columns of a plane of reordered four-bit weights: their nibbles are at the same place of 16 32-bit words."""
 PLANES = 8
 assert PLANE * PLANES == PLANE_COLUMNS
 PAIR_PLANES = 4
@@ -43,7 +43,7 @@ MOST_EXPONENT = 152
 (`scaled_dot.LIFTED_SCALES`),
 which must not touch one another. No weight is so large; what nobody stored and nobody reads may be anything."""
 ZERO_BYTE = {"int4": 0x88, "e2m1": 0}
-"""Two nibbles that stand for 0."""
+"""A byte of two zero nibbles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +81,17 @@ class ExpertWeights:
 
     @property
     def zero_points(self) -> bool:
-        """Returns whether scales are words that hold a zero point each as well."""
+        """Returns whether the scales are words that also hold zero points."""
         return self.scale is not None and self.scale.dtype == torch.int16
 
     @property
     def rows(self) -> int:
-        """N, the outputs of the product."""
+        """Returns N, the outputs of the product."""
         return self.data.shape[1]
 
     @property
     def cols(self) -> int:
-        """K, the inputs of the product."""
+        """Returns K, the inputs of the product."""
         return self._stored_cols if self.plane_cols is None else self.plane_cols
 
     @property
@@ -101,7 +101,7 @@ class ExpertWeights:
         return self.data.shape[2] * self.data.element_size() * 2
 
     def dequantized(self, expert: int) -> torch.Tensor:
-        """[N, K] fp32, exact; without the bias."""
+        """Returns an expert's weights [N, K] in fp32, exact, without the bias."""
         if self.scheme is None:
             return self.data[expert].float()
         assert self.scale is not None
@@ -112,7 +112,7 @@ class ExpertWeights:
         return dequantize(Quantized(data, self.scale[expert], factor), self.scheme)[:, : self.cols]
 
     def _problems(self) -> list[str]:
-        """The problems of the tensors, the most telling first."""
+        """Returns what is wrong with the tensors, the most telling first."""
         if self.data.ndim != 3:
             return [f"data must be [experts, rows, columns], not {list(self.data.shape)}"]
         if self.scheme is None:
@@ -144,7 +144,7 @@ class ExpertWeights:
 
 
 def _with_zero_points(data: torch.Tensor, words: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """Codes uint8 [N, K / 2] and the words of their groups -> [N, K] fp32."""
+    """Returns [N, K] fp32 of codes uint8 [N, K / 2] and the words of their groups."""
     scale, zeros = unpack_scales(words)
     codes = unpack_nibbles(data).float()
     scale, zeros = (expand_scale(part, scheme, *codes.shape) for part in (scale, zeros))
@@ -152,11 +152,12 @@ def _with_zero_points(data: torch.Tensor, words: torch.Tensor, scheme: Scheme) -
 
 
 def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
-    """The same weights as the kernels want them on a GPU with these features (of ArchTraits). May reorder in place.
+    """Returns the weights in the layout that kernels need on a GPU with these features (of ArchTraits). May reorder in
+    place.
 
-    Four-bit weights that are unpacked in registers go into planes (see ExpertWeights), so that one shift and mask gives
-    weights of neighbouring columns, with one scale a row. Weights that the matrix unit reads packed stay as they are. A
-    static input scale of each expert becomes the largest one: x is quantized once for all experts.
+    Four-bit weights that are unpacked in registers are reordered into planes (see ExpertWeights), so that one shift and
+    mask gives weights of neighbouring columns, with one scale per row. Weights that tensor cores read packed stay
+    unchanged. Static input scales per expert become the largest one, because x is quantized once for all experts.
     """
     scheme, input_scale = weights.scheme, weights.input_scale
     if input_scale is not None:
@@ -179,7 +180,7 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
 
 
 def _bytes_of(scale: torch.Tensor) -> torch.dtype:
-    """An integer type of the same size: not every torch pads float8."""
+    """Returns an integer dtype of the same size, because not every torch pads float8."""
     return torch.int16 if scale.element_size() == 2 else torch.uint8
 
 
@@ -189,7 +190,7 @@ def _in_pairs(scheme: Scheme) -> bool:
 
 
 def _to_planes(packed: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """uint8 [N, K / 2] as published -> the same shape, in planes. K is a multiple of 128."""
+    """Returns packed weights uint8 [N, K / 2], K a multiple of 128, reordered into planes of the same shape."""
     codes = unpack_nibbles(packed)
     if _in_pairs(scheme):
         return _to_planes_of_pairs(codes)
@@ -199,7 +200,7 @@ def _to_planes(packed: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _from_planes(words: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    """int32 [N, K / 8] -> uint8 [N, K / 2] as published."""
+    """Returns planes int32 [N, K / 8] as published, uint8 [N, K / 2]."""
     if _in_pairs(scheme):
         return pack_nibbles(_from_planes_of_pairs(words))
     pairs = words.view(torch.uint8).unflatten(-1, (-1, PLANE, PLANES // 2)).transpose(-1, -2)
@@ -207,7 +208,7 @@ def _from_planes(words: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _to_planes_of_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [N, K] -> uint8 [N, K / 2]."""
+    """Returns codes uint8 [N, K] as planes of pairs, uint8 [N, K / 2]."""
     planes = codes.to(torch.int32).unflatten(-1, (-1, PAIR_PLANES, PLANE, 2))
     words = torch.zeros_like(planes[..., 0, :, :])  # [N, strips, words, halves]
     for plane, places in enumerate(PAIR_BITS):
@@ -219,7 +220,7 @@ def _to_planes_of_pairs(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _from_planes_of_pairs(words: torch.Tensor) -> torch.Tensor:
-    """int32 [N, K / 8] -> uint8 codes [N, K]."""
+    """Returns planes of pairs int32 [N, K / 8] as codes uint8 [N, K]."""
     halves = words.view(torch.uint16).to(torch.int32).unflatten(-1, (-1, PLANE, 2))
     planes = []
     for plane, places in enumerate(PAIR_BITS):

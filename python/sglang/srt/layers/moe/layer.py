@@ -1,8 +1,8 @@
-"""The mixture-of-experts block: each token goes to its top experts.
+"""The mixture-of-experts (MoE) block: each token is routed to its top experts.
 
-A rank has whole experts, or a share of the intermediate dims of each, or both (`plan/ranks`). Attention leaves every
-token on every rank, so a rank computes what it can of each and the results are summed: the bytes of gathering tokens
-and scattering sums, in half as many collectives (docs/parallelism.md).
+A rank holds whole experts (expert parallel), a share of each expert's intermediate dims (tensor parallel), or both
+(`plan/ranks`). After attention every rank has every token, so each rank computes its part for all tokens and the
+results are all-reduced: the same bytes as an exchange of tokens, in half as many collectives (docs/parallelism.md).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class MoELayer:
-    """[T, H] -> [T, H]: the sum of the chosen experts' outputs by their weights, and of the shared expert's.
+    """The MoE block, [T, H] -> [T, H]: the weighted sum of the routed experts' outputs, plus the shared expert's.
 
-    Checkpoint names that families give: "moe.router" (its linear layer), "moe.correction", "moe.hash"; "moe.w13" and
+    Parameter names: "moe.router" (its linear layer), "moe.correction", "moe.hash"; "moe.w13" and
     "moe.w2" with {expert} and {part}, "moe.experts" where all are one tensor; "moe.shared.gate_up" and
     "moe.shared.down" with {part}, "moe.shared_gate".
     """
@@ -85,7 +85,7 @@ class MoELayer:
             self.shared = SharedExpert(scope, spec.shared, spec.activation)
 
     def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
-        """Rows whose experts are computed pair by pair stay in 16 bits."""
+        """Returns the format of quantized input rows; None for 16 bits, as experts computed pair by pair need."""
         quant, extra = self.experts.quant, spec.fused_shared
         rows = quant and row_format(scope.plan.choices[self.op], quant.format, scope.plan.arch)
         if not rows:
@@ -106,25 +106,26 @@ class MoELayer:
         return self.group.all_reduce(out) if self.reduce else out
 
     def defer_all_reduce(self) -> Group | None:
-        """Leave the sum to the caller: give this rank's summand from now on, and return the group to sum over."""
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         if not self.reduce:
             return None
         self.reduce = False
         return self.group
 
     def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The chosen experts' outputs by their weights [T, k]: this rank's summand of [T, H]."""
+        """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
         w13, w2 = self.experts.w13, self.experts.w2
         rows = x if self.latent is None else self.latent[0](values_of(x))
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
         out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features)
-        # What comes behind is linear: of each rank's summand.
+        # The projection after the experts is linear, so it applies to each rank's partial sums.
         return out if self.latent is None else self.latent[1](out)
 
 
 class SharedExpert:
-    """[T, H] -> this rank's summand of [T, H]."""
+    """The shared expert, [T, H] -> this rank's partial sums [T, H]."""
 
     def __init__(self, scope: Scope, spec: Shared, activation: Activation) -> None:
         self.mlp = GatedMLP(scope.sub("shared"), spec.dense(activation), reduce=False)

@@ -1,7 +1,7 @@
-"""The routed experts with e2m1 weights and e4m3 activations, multiplied as they are by sgl-kernel's products.
+"""Routed experts with e2m1 weights and e4m3 activations, multiplied without conversion by sgl-kernel's products.
 
-For steps with many pairs, which the matrix unit bounds. Decoding reads weights: there, as in everything around the two
-products, the kernels are those of `fused_moe_triton`.
+These serve steps with many pairs, which are bound by tensor cores. Decode steps, bound by reading weights, and all work
+around the two products use the kernels of `fused_moe_triton`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sm120_sgl_kernel import Library
 
 GROUP_M = 8
-"""Row blocks that share each column of weights while it is cached."""
+"""Row blocks that use a block of weight columns while it is in the L2 cache."""
 
 
 def fused_moe(
@@ -41,8 +41,8 @@ def fused_moe(
     configs: TileConfigs,
     features: Collection[str] = (),
 ) -> torch.Tensor:
-    """Computes the experts like `fused_moe_triton.fused_moe`, for weights with the scheme mxfp4_mxfp8 as published.
-    Steps that the tile configs do not give to sgl-kernel are Triton's."""
+    """Computes the experts like `fused_moe_triton.fused_moe`, for weights of the scheme mxfp4_mxfp8 as published. Steps
+    for which the tile configs do not choose sgl-kernel use Triton."""
     config = config_for(configs, len(topk_ids))
     if config.variant != MIXED:
         return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features)
@@ -70,8 +70,8 @@ def _multiply(
     block_m: int,
     activation: Activation | None,
 ) -> None:
-    """out [pairs, columns] = x[pair // pairs_per_row] @ w[its expert]^T, and with an activation its gate. Rows of pairs
-    that name no expert are not written."""
+    """Fills out [pairs, columns] = x[pair // pairs_per_row] @ w[its expert]^T, with the gate applied if there is an
+    activation. Rows of pairs without an expert are not written."""
     assert w.scheme is not None and w.scheme.name == "mxfp4_mxfp8" and w.plane_cols is None, "weights as published"
     data, scale = quantize_activation(x, w.scheme)
     matrix, gate, library = matrix_of(w), gate_constants(activation or SILU), _library()

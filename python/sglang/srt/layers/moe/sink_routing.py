@@ -1,5 +1,5 @@
-"""Chooses the experts of a token where shared experts are scored too: they take their part of the weights, which sum to
-the router's factor (Inkling)."""
+"""The MoE router of models whose shared experts are scored too: routed and shared weights together sum to the router's
+factor (Inkling)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class SinkTopK(TopK):
-    """x [T, H] -> weights [T, k] fp32 and ids [T, k] int32 of the chosen experts, as TopK, and weights [T, sinks] fp32
-    of the shared ones."""
+    """Routes x [T, H] to weights [T, k] fp32 and ids [T, k] int32 as TopK does, and weights [T, sinks] fp32 of the
+    shared experts."""
 
     def __init__(self, scope: Scope, spec: Router, local: slice) -> None:
         super().__init__(scope, spec, with_shared=False, local=local)
@@ -33,6 +33,7 @@ class SinkTopK(TopK):
     def with_sinks(
         self, x: torch.Tensor, batch: ForwardBatch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (weights, ids, weights of the shared experts)."""
         spec, route = self.spec, self.route
         by_score: ScoreRoutingOp = route
         logits = self.linear(x, self.weight, self.bias, torch.float32)

@@ -1,4 +1,4 @@
-"""Chooses the experts of a token."""
+"""The MoE router, which selects the experts of a token."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ if TYPE_CHECKING:
 
 
 class TopK:
-    """x [T, H] -> weights [T, k] fp32 and expert ids [T, k] int32; with the shared expert behind them if `with_shared`.
+    """Routes x [T, H] to weights [T, k] fp32 and expert ids [T, k] int32, followed by the shared expert if
+    `with_shared`. If `local` is not all experts, ids count from its first, and those of other ranks' experts are -1.
 
-    Where `local` is not all experts, ids count from its first, and those of other ranks' experts are -1.
-
-    `scope` names the linear layer; the correction bias and the hash table are its neighbours `correction` and `hash`.
+    The linear layer is `scope`'s "router"; the correction bias and the hash table are "correction" and "hash".
     """
 
     def __init__(self, scope: Scope, spec: Router, with_shared: bool, local: slice) -> None:
@@ -101,7 +100,7 @@ class TopK:
 
 
 def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | None:
-    """[E] int32: the number of each expert among those of this rank, -1 for others; None where it has all."""
+    """Returns [E] int32: each expert's number among this rank's, -1 for others; None if this rank has all."""
     if local == slice(0, num_experts):
         return None
     numbers = torch.arange(num_experts, dtype=torch.int32, device=scope.device)
@@ -109,7 +108,7 @@ def _expert_map(scope: Scope, num_experts: int, local: slice) -> torch.Tensor | 
 
 
 def _hash_table(scope: Scope, spec: Router, num_experts: int) -> torch.Tensor:
-    """[V, k] int32: the experts of every token id."""
+    """Returns [V, k] int32: the experts of every token id."""
     shape = (scope.plan.model.vocab_size, spec.top_k)
     part = TensorPart(shape, dtypes=("I64", "I32"))
 

@@ -1,8 +1,8 @@
-"""Embeddings of n-grams before a layer: from the residual streams and token ids to what is added to the streams.
+"""N-gram embeddings before a layer: computes from residual streams and token ids an addition to the streams.
 
-A token's n-grams find rows of a table by a hash of their ids. A product of these rows gives a key for each stream and a
-value, which the streams gate, and a convolution over neighbouring tokens follows. A request's state is the ids of its
-last tokens and what was convolved of them: a step that may be taken back leaves it as it is and records its tokens.
+A token's n-grams are hashed to rows of a table. A projection of these rows gives a key per stream and one value, which
+each stream gates; then follows a convolution over neighbouring tokens. A request's state is the ids and convolution
+inputs of its last tokens; a verify step leaves it unchanged and records its tokens.
 
 Source: the published classes of Qwen3.8-Flash-Next in transformers (`Qwen4ExpTextPLELayer`).
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NgramRecord:
-    """Implements StateRecord: k tokens of each of B requests, which the state does not have yet."""
+    """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
 
     kernels: NgramKernels
     cache: CacheStore
@@ -52,7 +52,7 @@ class NgramRecord:
 
 
 class NgramBlock:
-    """Streams [T, N, H] -> [T, N, H]."""
+    """N-gram embeddings, streams [T, N, H] -> addition to the streams [T, N, H]."""
 
     def __init__(self, scope: Scope, spec: NgramEmbedding, site: Site) -> None:
         self.spec, self.eps = spec, site.model.norm_eps
@@ -73,6 +73,7 @@ class NgramBlock:
         self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
 
     def defer_all_reduce(self) -> Group | None:
+        """Returns None: every rank computes all of it."""
         return None  # every rank computes all of it
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

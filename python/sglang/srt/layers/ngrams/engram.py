@@ -1,9 +1,9 @@
-"""DeepSeek-V4.1's Engram before a layer: from the residual streams and token ids to what is added to the streams.
+"""DeepSeek-V4.1's Engram before a layer: computes from residual streams and token ids an addition to the streams.
 
-A token's n-grams find rows of a table by a hash of the texts of their tokens. A product of these rows gives a key for
-each stream and a value, which the streams gate. Tokens of images add nothing and end the n-grams of those behind them:
-OF_IMAGE stands for their texts. A request's state is the texts of its last tokens; a step that may be taken back leaves
-it as it is and records its tokens.
+A token's n-grams, as numbers of the tokens' texts, are hashed to rows of a table. A projection of these rows gives a
+key per stream and one value, which each stream gates. Image tokens (OF_IMAGE instead of a text number) add nothing and
+end the n-grams of later tokens. A request's state is the text numbers of its last tokens; a verify step leaves it
+unchanged and records its tokens.
 
 Source: the inference code beside the checkpoint of V4.1-Flash, as others describe it.
 """
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 _DUMMY_EXPONENT = 127 - 12
 OF_IMAGE = -1
-"""In place of the number of a text."""
+"""Text number of image tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngramRecord:
-    """Implements StateRecord: k tokens of each of B requests, which the state does not have yet."""
+    """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
 
     kernels: NgramKernels
     kept: torch.Tensor
@@ -55,7 +55,7 @@ class EngramRecord:
 
 
 class EngramBlock:
-    """Streams [T, N, H] -> [T, N, H], to be added to them."""
+    """Engram, streams [T, N, H] -> addition to the streams [T, N, H]."""
 
     def __init__(self, scope: Scope, spec: Engram, site: Site) -> None:
         self.spec, self.eps = spec, site.model.norm_eps
@@ -76,7 +76,8 @@ class EngramBlock:
         scope.finish.append(self.read_tokens)
 
     def read_tokens(self) -> None:
-        """Raises UserError for a checkpoint without the tokenizer that its tables were made with."""
+        """Reads the numbers of token texts and builds the hash. Raises UserError if the checkpoint lacks the tokenizer
+        with which its tables were made."""
         spec, device = self.spec, self.device
         numbers = read_text_numbers(self.directory, spec.vocab_size, spec.num_texts)
         num = spec.num_heads // self.group.size
@@ -97,6 +98,7 @@ class EngramBlock:
         )
 
     def defer_all_reduce(self) -> Group | None:
+        """Returns None: every rank computes all of it."""
         return None  # every rank computes all of it
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -120,7 +122,7 @@ class EngramBlock:
 
 
 def _table(scope: Scope, spec: Engram) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """This rank's rows of the table [room, D], their scales [room, D / 32] as bytes (None: it is not quantized), and
+    """Returns this rank's rows of the table [room, D], their scales [room, D / 32] as bytes (None: not quantized), and
     the number of the first row."""
     num = spec.num_heads // scope.groups.attention.size
     first_head = scope.groups.attention.rank * num

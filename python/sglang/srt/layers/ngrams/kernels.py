@@ -1,5 +1,4 @@
-"""Interface of the kernels of n-gram embeddings: the rows of a step's tokens, what goes into the streams, and the state
-of each request."""
+"""The interface of the kernels of n-gram embeddings: table lookup, gating, convolution, and the requests' state."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from sglang.srt.layers.compressed.step import TokenRequests
 
 @dataclass(frozen=True, slots=True)
 class NgramHash:
-    """The numbers by which n-grams find their rows: multipliers [longest] of token ids, the last token's first; sizes
-    and offsets [heads] of the heads' parts of the table, those of this rank; all int64. Head h is of n-grams of
-    2 + (first_head + h) // per_ngram tokens. `end_token`: beyond which no n-gram reaches; `fill`: what stands for it
-    and for tokens that an n-gram does not reach (None: the end token)."""
+    """Parameters of the n-gram hash: multipliers [longest] of token ids, the last token's first; sizes and offsets
+    [heads] of this rank's heads in the table; all int64. Head h hashes n-grams of 2 + (first_head + h) // per_ngram
+    tokens. N-grams do not extend beyond an `end_token`; `fill` replaces it and the tokens that an n-gram does not reach
+    (None: the end token)."""
 
     multipliers: torch.Tensor
     sizes: torch.Tensor
@@ -28,11 +27,12 @@ class NgramHash:
 
     @property
     def filling(self) -> int:
+        """Returns the id that replaces end tokens and unreachable tokens."""
         return self.end_token if self.fill is None else self.fill
 
 
 class NgramRows(Protocol):
-    """`native.ngram_rows` says what the arguments are."""
+    """Signature of `native.ngram_rows`."""
 
     def __call__(
         self,
@@ -47,7 +47,7 @@ class NgramRows(Protocol):
 
 
 class GateValues(Protocol):
-    """`native.gate_values` says what the arguments are."""
+    """Signature of `native.gate_values`."""
 
     def __call__(
         self,
@@ -61,7 +61,7 @@ class GateValues(Protocol):
 
 
 class ConvolveValues(Protocol):
-    """`native.convolve_values` says what the arguments are."""
+    """Signature of `native.convolve_values`."""
 
     def __call__(
         self,
@@ -75,13 +75,15 @@ class ConvolveValues(Protocol):
 
 
 class KeepLast(Protocol):
-    """`native.keep_last` says what the arguments are."""
+    """Signature of `native.keep_last`."""
 
     def __call__(self, new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class NgramKernels:
+    """The kernels of n-gram embeddings."""
+
     rows: NgramRows
     gate: GateValues
     convolve: ConvolveValues

@@ -1,6 +1,6 @@
-"""Kernels of n-gram embeddings in plain torch: those of the CPU, and the reference that others are tested against.
+"""Kernels of n-gram embeddings in plain torch: the CPU kernels, and the reference for tests.
 
-Math is done in fp32, and in fp64 where the streams are.
+Math is done in fp32, or in fp64 for fp64 streams.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """fp32, or fp64 as it is."""
+    """Returns x in fp32, or unchanged if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def token_before(
     new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, distance: int, first: torch.Tensor
 ) -> torch.Tensor:
-    """new [T, ...] of the step's tokens, kept [requests, R, ...] of each request's last R tokens, of position p at
-    p % R -> [T, ...]: that of the token `distance` places before each one; `first` before the request's first."""
+    """Returns [T, ...]: for each token the value `distance` tokens before it, `first` before the request's first token.
+    new [T, ...]: values of the step; kept [requests, R, ...]: those of each request's last R tokens, position p at p %
+    R."""
     positions = requests.positions - distance
     token = (torch.arange(len(new), device=new.device) - distance).clamp(min=0)
     past = kept[requests.slots, positions % kept.shape[1]].to(new.dtype)
@@ -32,7 +33,7 @@ def token_before(
 
 
 def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, hashed: NgramHash) -> torch.Tensor:
-    """Returns the rows [T, heads] int64 of `ngram_rows`, before offsets are added to them."""
+    """Returns the rows [T, heads] int64 of `ngram_rows` within each head's part of the table."""
     fill = ids.new_full((), hashed.filling)
     last = torch.where(ids == hashed.end_token, fill, ids)
     mixed, mixes, ended = last * hashed.multipliers[0], [], torch.zeros_like(ids, dtype=torch.bool)
@@ -60,9 +61,8 @@ def ngram_rows(
     position p at p % (longest - 1); table [rows, D], in e4m3 with scale [1] fp32, or [rows, D / G] of bytes: a power of
     two for every G columns, as e8m0 -> out [T, heads * D].
 
-    The n-gram of a token is it and those before it, each id times its multiplier, joined by exclusive or; modulo a
-    head's size that is its row. `hashed.filling` stands for end tokens, for those before one that precedes the last
-    token, and for those before the request's first one.
+    The hash of an n-gram is the exclusive or of its token ids, each times its multiplier; modulo a head's size it is
+    the row. `hashed.filling` replaces end tokens, all tokens before an end token, and those before the request's first.
     """
     places = ngram_places(ids, kept, requests, hashed) + hashed.offsets
     rows = table[places.to(table.device)].to(ids.device)
@@ -88,10 +88,10 @@ def gate_values(
     conv_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """products [T, (N + 1) * H]: a key of each stream and one value; streams [T, N, H]; weights of norms [N, H] fp32 ->
-    the value gated by each stream, and its norm, [T, N, H].
+    """Returns the value gated by each stream, and its norm, each [T, N, H]. products [T, (N + 1) * H]: a key per stream
+    and one value; streams [T, N, H]; norm weights [N, H] fp32.
 
-    The gate is a sigmoid of the signed root of the product of key and stream, both normed, divided by sqrt(H).
+    The gate is the sigmoid of the signed root of the product of key and stream, both normalized, divided by sqrt(H).
     """
     num, size = streams.shape[1:]
     keys, value = products.split((num * size, size), dim=1)
@@ -111,9 +111,9 @@ def convolve_values(
     kept: torch.Tensor,
     requests: TokenRequests,
 ) -> None:
-    """Adds to values [T, N, H], in place, silu of the causal convolution of normed [T, N, H] by weight [N * H, taps],
-    channel by channel, with taps `dilation` tokens apart. kept [requests, R, N * H], R = (taps - 1) * dilation: what of
-    the last R tokens of each request was convolved, of position p at p % R."""
+    """Adds to values [T, N, H] in place silu of the causal depthwise convolution of normed [T, N, H] by weight [N * H,
+    taps], with taps `dilation` tokens apart. kept [requests, R, N * H], R = (taps - 1) * dilation: convolution inputs
+    of each request's last R tokens, position p at p % R."""
     taps = weight.shape[1]
     rows = normed.flatten(1)
     total = wide(rows) * wide(weight)[:, -1]
@@ -125,8 +125,8 @@ def convolve_values(
 
 
 def keep_last(new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
-    """Leaves in kept [requests, R, width] or [requests, R], of position p at p % R, what is new [T, ...] of the last R
-    tokens of each request before `requests.stops`; from there on tokens are taken back."""
+    """Writes the rows new [T, ...] of each request's last R tokens before `requests.stops` into kept [requests, R,
+    width] or [requests, R], position p at p % R; tokens from `stops` on were rejected."""
     size = kept.shape[1]
     stays = (requests.positions >= requests.stops - size) & (requests.positions < requests.stops)
     slots = torch.where(stays, requests.slots, 0)  # 0 is padding

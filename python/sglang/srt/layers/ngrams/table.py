@@ -1,4 +1,4 @@
-"""The table of n-grams: which of its rows a rank holds, where they lie, and the lookup."""
+"""The table of n-gram embeddings: this rank's rows, where they are stored, and the lookup."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FP8_FILES = ("F8_E4M3",)
 
 
 class NgramTable:
-    """Rows of the heads by ids. The ranks share out the heads, each with its part of the table, and gather what they
-    looked up."""
+    """Looks up rows by token ids. Heads, each with its part of the table, are sharded over ranks, which gather the
+    results."""
 
     def __init__(self, scope: Scope, spec: NgramEmbedding) -> None:
         self.spec, self.group, self.dtype = spec, scope.groups.attention, scope.dtype
@@ -46,7 +46,8 @@ class NgramTable:
         self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
 
     def _take_numbers(self) -> None:
-        """Raises UserError where the checkpoint hashes otherwise than config.json says: its rows would be others'."""
+        """Checks the hash. Raises UserError if the checkpoint's numbers differ from those of config.json, since lookups
+        would find wrong rows."""
         for leaf, (stored, expected) in self.numbers.items():
             if not torch.equal(stored.cpu(), expected):
                 raise UserError(
@@ -60,7 +61,7 @@ class NgramTable:
         )
 
     def rows_of_rank(self, ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> torch.Tensor:
-        """ids [T], kept [requests, longest - 1] as in `native.ngram_rows` -> [T, heads / ranks * D]."""
+        """Returns [T, heads / ranks * D] for ids [T], kept [requests, longest - 1] as in `native.ngram_rows`."""
         assert self.hashed is not None, "the weights are loaded"
         width = len(self.hashed.sizes) * self.spec.dim
         out = torch.empty((len(ids), width), dtype=self.dtype, device=ids.device)
@@ -68,12 +69,12 @@ class NgramTable:
         return out
 
     def gathered(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's heads -> of all heads [T, heads * D]. Collective."""
+        """Gathers the rows of this rank's heads into those of all heads, [T, heads * D]. Collective."""
         return self.group.all_gather(rows)
 
 
 def _numbers(scope: Scope, leaf: str, values: Sequence[int]) -> torch.Tensor:
-    """The parameter of whole numbers that checkpoints may repeat."""
+    """Returns a parameter of integers that checkpoints may contain."""
 
     def fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
         tensor.copy_(torch.tensor(values))
@@ -83,7 +84,8 @@ def _numbers(scope: Scope, leaf: str, values: Sequence[int]) -> torch.Tensor:
 
 
 def _table(scope: Scope, spec: NgramEmbedding, rows: range, room: int) -> torch.Tensor:
-    """[room, D], of which the first are `rows` of the whole table; checkpoints cut it into equal runs of rows."""
+    """Returns [room, D], of which the first are `rows` of the whole table; checkpoints split it into equal runs of
+    rows."""
     each = -(-spec.rows // spec.parts)
     parts: dict[PartKey, TensorPart] = {}
     for number in range(rows.start // each, -(-rows.stop // each)):
@@ -104,7 +106,7 @@ def _table(scope: Scope, spec: NgramEmbedding, rows: range, room: int) -> torch.
 
 
 def _leave_others(scope: Scope, spec: NgramEmbedding, each: int, parts: dict[PartKey, TensorPart]) -> None:
-    """Notes the pieces of the table that other ranks hold, and padding behind the last row."""
+    """Registers the pieces of the table that other ranks hold, and padding after the last row."""
     for number in range(-(-spec.rows // each)):
         key = PartKey(f"shard_{number}")
         if key not in parts:

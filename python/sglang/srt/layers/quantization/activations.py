@@ -1,5 +1,4 @@
-"""Activations that come quantized from the norm before a product: the norm has the row at hand, and the product saves a
-launch that would read it again."""
+"""Activations that the preceding norm has already quantized, which saves a launch that would read them again."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
 
 RowForm = Literal["token", "group128"]
-"""e4m3 with one scale a row, or one for 128 columns of a row; as `Scheme.activation`."""
+"""e4m3 with one scale per row, or per 128 columns of a row; as `Scheme.activation`."""
 LEAST_ROWS = 3
-"""Fewer are multiplied in 16 bits."""
+"""Fewest rows that are quantized; fewer are multiplied in 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """The format in which products take x, from `least` rows on; fewer they take in 16 bits."""
+    """The format in which a product takes at least `least` rows; fewer it takes in 16 bits."""
 
     form: RowForm
     least: int = LEAST_ROWS
@@ -30,8 +29,8 @@ class RowFormat:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedActivations:
-    """`values` [T, H] in 16 bits; `data` [T, H] e4m3 and `scale` fp32 [T] or [T, ceil(H / 128)], which are what
-    `quantize_activation` makes of `values`."""
+    """Activations `values` [T, H] in 16 bits, with their result of `quantize_activation`: `data` [T, H] e4m3 and
+    `scale` fp32 [T] or [T, ceil(H / 128)]."""
 
     values: torch.Tensor
     data: torch.Tensor
@@ -43,13 +42,13 @@ Activations = torch.Tensor | QuantizedActivations
 
 
 def values_of(x: Activations) -> torch.Tensor:
-    """[T, H] in 16 bits."""
+    """Returns the activations [T, H] in 16 bits."""
     return x.values if isinstance(x, QuantizedActivations) else x
 
 
 def row_format(choice: Choice, scheme: Scheme | None, arch: ArchTraits) -> RowFormat | None:
-    """The format in which the chosen kernel takes many rows, if a norm can make it. `scheme`: of its weights in
-    memory."""
+    """Returns the format in which the chosen kernel takes many rows, if a norm can produce it; otherwise None.
+    `scheme`: of the weights in memory."""
     if choice.spec.package != "triton" or scheme is None or scheme.element != "e4m3":
         return None
     from sglang.srt.kernels.scaled_product import product_of

@@ -1,7 +1,7 @@
-"""Quantized linear layers: which modules are, and how their tensors get from the checkpoint into memory.
+"""Quantized linear layers: which modules are quantized, and how their tensors are loaded.
 
-Several modules with one input are one product, stacked by rows: their scales stay their own, row by row, and of static
-scales for the activation the largest serves all.
+Modules with the same input become one product, stacked by rows: each row keeps its own scales, and the largest static
+scale of the activation is used for all.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DUMMY_FACTOR = 0.02 / 2.93
 
 
 class QuantizedMethod:
-    """The QuantMethod of a quantized checkpoint; modules that its config leaves alone are in 16 bits."""
+    """The QuantMethod of a quantized checkpoint; modules that its config excludes are in 16 bits."""
 
     def __init__(self, config: QuantConfig) -> None:
         self.config = config
@@ -63,7 +63,8 @@ class QuantizedMethod:
         return QuantizedLinear(scope, quant, _create(scope, shards, quant), bias)
 
     def _say_if_several(self, scope: Scope, modules: list[str]) -> None:
-        """Logs that a product costs more memory than the checkpoint's modules do; once for all layers."""
+        """Logs, once for all layers, that modules of one product with different schemes take more memory than in the
+        checkpoint."""
         schemes = {quant.scheme if quant else "16 bits" for quant in map(self.config.of, modules)}
         if len(schemes) > 1:
             product, ways = re.sub(r"^layers\.\d+", "layers", scope.path), ", ".join(sorted(schemes))
@@ -74,7 +75,7 @@ class QuantizedMethod:
 
     def create_dequantized(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         quants = [self.config.of(scope.module(shard.part)) for shard in shards]
-        # Quantizing what is widened at once would only lose digits.
+        # An online scheme would quantize weights only to dequantize them at once.
         if all(quant is None or quant.storage == "online" for quant in quants):
             return Unquantized().create_weights(scope, shards, bias)
         return DequantizedLinear(scope, shards, quants, _create, bias)
@@ -87,7 +88,7 @@ class QuantizedMethod:
 
     def create_unpacked(self, scope: Scope, shard: WeightShard, take: Callable[[torch.Tensor], None]) -> None:
         quant = self.config.fused_quant([scope.module(shard.part)])
-        # Quantizing what is unpacked at once would only lose digits.
+        # An online scheme would quantize weights only to dequantize them at once.
         if quant is None or quant.storage == "online":
             Unquantized().create_unpacked(scope, shard, take)
         else:
@@ -95,8 +96,8 @@ class QuantizedMethod:
 
 
 class QuantizedLinear:
-    """x [T, in] -> [T, out] (+ bias), of x's type or `out_dtype`. The kernel takes the weight once it is loaded, and
-    may arrange it its own way."""
+    """A linear layer, x [T, in] -> [T, out] (+ bias) in x's dtype or `out_dtype`. After loading, the kernel takes over
+    the weight and may rearrange it."""
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class QuantizedLinear:
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
+        """Passes the loaded weight to the kernel."""
         assert self.weight is not None
         if self.weight.input_scale is not None:
             self.weight.input_scale[:] = largest_usable(self.name, self.weight.input_scale)
@@ -132,12 +134,12 @@ class QuantizedLinear:
 
 
 def shifted(product: QuantizedProduct, offset: torch.Tensor, group: int) -> QuantizedProduct:
-    """`product` with `offset` [N, K / group] divided by `group` added to all weights of a group: the mean of a group's
-    inputs is multiplied by its offset. So zero points need no kernels of their own."""
+    """Returns `product` with `offset` [N, K / group] divided by `group` added to all weights of a group, by multiplying
+    the mean of a group's inputs with its offset. This way zero points need no kernels of their own."""
 
     def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         out = product(x, bias, out_dtype)
-        # Means: sums of large inputs would be infinite in float16.
+        # Means instead of sums, which could overflow float16.
         means = values_of(x).unflatten(-1, (-1, group)).mean(-1)
         out.view(-1, out.shape[-1]).addmm_(means.flatten(0, -2), offset.t())
         return out
@@ -146,7 +148,7 @@ def shifted(product: QuantizedProduct, offset: torch.Tensor, group: int) -> Quan
 
 
 class UnpackedWeight:
-    """A quantized weight that becomes one in the model's type once it is loaded. What it was stored as is freed."""
+    """A quantized weight that is dequantized to the model's dtype after loading; the stored form is freed."""
 
     def __init__(self, scope: Scope, weight: LinearWeight, take: Callable[[torch.Tensor], None]) -> None:
         self.scope, self.take = scope, take
@@ -154,6 +156,7 @@ class UnpackedWeight:
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
+        """Dequantizes the weight and passes it on."""
         assert self.weight is not None
         scope, unpacked = self.scope, self.weight.dequantized().to(self.scope.dtype)
         for name in [name for name in scope.params if name.startswith(f"{scope.path}.")]:
@@ -171,7 +174,7 @@ def _create(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> Line
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """Shards one below the other, as the parameters of `scope` hold them."""
+    """Shards stacked by rows, as the parameters of `scope` hold them."""
 
     scope: Scope
     shards: list[WeightShard]
@@ -192,7 +195,7 @@ class _Stack:
         dtype: torch.dtype,
         fill: Fill,
     ) -> torch.Tensor:
-        """A parameter [held] with one element for `per` = (rows, columns), of which stored ones may hold several."""
+        """Returns a parameter [held] with one element per `per` = (rows, columns); stored elements may hold several."""
         parts: dict[PartKey, TensorPart] = {}
         begin, stored = 0, (per[0] * leaf.rows, per[1])
         for shard in self.shards:
@@ -204,7 +207,7 @@ class _Stack:
         return zeroed_behind(self.shards, self.scope.param(leaf.name, shape, parts, fill, dtype))
 
     def by_row(self, leaf: Leaf, single: bool, fill: Fill) -> torch.Tensor:
-        """A parameter [rows] fp32 of one number a row, or (`single`) a matrix, which is repeated for its rows."""
+        """Returns a parameter [rows] fp32 with a number per row, or (`single`) per matrix, repeated for its rows."""
         parts: dict[PartKey, TensorPart] = {}
         begin = 0
         for shard in self.shards:
@@ -216,7 +219,7 @@ class _Stack:
         return zeroed_behind(self.shards, self.scope.param(leaf.name, (self.rows,), parts, fill, torch.float32))
 
     def by_part(self, leaf: Leaf, fill: Fill) -> torch.Tensor:
-        """A parameter [tensors] fp32 of one number each; several shards may be slices of one tensor."""
+        """Returns a parameter [tensors] fp32 with one number each; several shards may be slices of one tensor."""
         tensors = [shard for shard in self.shards if shard.piece == 0]
         parts = {
             shard.key: TensorPart((1,), (), (slice(i, i + 1),), leaf.dtypes, leaf.convert)
@@ -225,7 +228,7 @@ class _Stack:
         return self.scope.param(leaf.name, (len(tensors),), parts, fill, torch.float32)
 
     def _check_split(self, shard: WeightShard, per: tuple[int, int]) -> None:
-        """Raises UserError where a rank's share, or a module above another, ends within what has one scale or word."""
+        """Raises UserError if a rank's share, or a stacked module, ends inside a group with one scale or word."""
         name, size = self.scope.module(shard.part), self.scope.groups.tp.size
         for what, share, step in (("rows", shard.rows, per[0]), ("columns", shard.cols, per[1])):
             run = share.run
@@ -243,7 +246,7 @@ class _Stack:
 
 
 def _as_stored(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> LinearWeight:
-    """The parameters are the checkpoint's tensors."""
+    """Creates parameters that hold the checkpoint's tensors."""
     layout, scheme, stack = layout_of(quant), held_scheme(quant), _Stack(scope, shards)
     shape = (stack.rows, stack.cols * scheme.bits // 8)
     data = stack.matrix(layout.data, (1, layout.data.columns), shape, ELEMENT_DTYPES[scheme.element], random_codes)
@@ -270,7 +273,8 @@ def _scales(stack: _Stack, leaf: Leaf, quant: ModuleQuant, scheme: Scheme) -> to
 
 
 def _quantized_while_loading(scope: Scope, shards: list[WeightShard], quant: ModuleQuant) -> LinearWeight:
-    """16-bit tensors, quantized as they arrive: one scale a row, of the columns that this rank holds."""
+    """Creates parameters for 16-bit tensors that are quantized as they are read, with one scale per row over this
+    rank's columns."""
     scheme, stack = held_scheme(quant), _Stack(scope, shards)
     scale = scope.param("weight_scale", (stack.rows,), {}, dummy_scale(scheme), torch.float32)
     parts: dict[PartKey, TensorPart] = {}

@@ -17,13 +17,13 @@ from sglang.srt.layers.quantization.layout import layout_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 
 Create = Callable[[Scope, list[WeightShard], ModuleQuant], LinearWeight]
-"""Allocates the tensors in which a checkpoint stores shards."""
+"""Allocates tensors for shards as a checkpoint stores them."""
 
 
 class DequantizedLinear:
-    """x [T, in] -> [T, out] (+ bias). Each shard is read as its own module is stored (None: in 16 bits), so that the
-    modules of a product may differ, and in whole groups of rows with one scale or word, of which a rank keeps its own.
-    What they were stored as is freed once they are loaded."""
+    """A linear layer with weights dequantized after loading, x [T, in] -> [T, out] (+ bias). Each shard is read as its
+    own module is stored (None: in 16 bits), so the modules of a product may differ, and in whole groups of rows with
+    one scale or word, of which a rank keeps its own. The stored form is freed."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class DequantizedLinear:
         scope.finish.append(self.finish)
 
     def _read(self, shard: WeightShard, quant: ModuleQuant | None, create: Create) -> Callable[[], torch.Tensor]:
-        """Allocates what one shard is read into. Returns a function that gives its rows in the model's type."""
+        """Allocates the tensors for one shard. Returns a function that returns its rows in the model's dtype."""
         scope, share = replace(self.scope, params={}), shard.rows
         if quant is None:
             tensor = Unquantized().stacked(scope, [shard])
@@ -58,13 +58,14 @@ class DequantizedLinear:
         return rows
 
     def _record(self, scope: Scope) -> None:
-        """The tensors of several shards have the same names in the checkpoint's modules."""
+        """Registers the shard's parameters under distinct names, since several shards have the same."""
         for param in scope.params.values():
             key = f"{param.name}.{len(self.stored)}"
             self.scope.params[key] = param
             self.stored.append(key)
 
     def finish(self) -> None:
+        """Dequantizes and stacks the shards."""
         self.weight = torch.cat([rows() for rows in self.shards])
         for name in self.stored:
             del self.scope.params[name]
@@ -77,7 +78,7 @@ class DequantizedLinear:
 
 
 def _rows_of_words(quant: ModuleQuant) -> list[int]:
-    """Returns how many rows lie in one word of codes, and in one of zero points."""
+    """Returns the number of rows in one word of codes, and of zero points."""
     if quant.storage == "online":
         return []
     layout = layout_of(quant)

@@ -1,4 +1,4 @@
-"""What a rank holds of a layer's experts: how many of them, and which rows and columns of their matrices."""
+"""The part of a layer's experts that a rank holds: how many experts, and which rows and columns of their matrices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from sglang.srt.plan.ranks import even_slice
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """`w13` and `w2`: what this rank has room for; the rest is of the whole layer. `shared`: one more expert behind the
-    routed ones, read from the layer's shared expert. `form` names how a 16-bit checkpoint keeps the experts: "" one by
-    one, or one of `experts_fused.FUSED`. The routed experts are cut into `ep_size` runs, of which this rank has number
-    `ep_rank`."""
+    """`w13` and `w2`: sizes of this rank's tensors; all other numbers are of the whole layer. `shared`: the shared
+    expert is stored as one more expert after the routed ones. `form`: how a 16-bit checkpoint stores experts: "" one by
+    one, or one of `experts_fused.FUSED`. `ep_rank`, `ep_size`: expert parallelism over runs of the routed experts."""
 
     w13: Matrix
     w2: Matrix
@@ -31,27 +30,29 @@ class ExpertSizes:
 
     @property
     def local(self) -> slice:
-        """The routed experts of this rank."""
+        """Returns the slice of routed experts on this rank."""
         return even_slice(self.num_experts, self.ep_rank, self.ep_size)
 
     @property
     def num_local(self) -> int:
+        """Returns the number of routed experts on this rank."""
         return length(self.local)
 
     @property
     def bias(self) -> bool:
+        """Returns whether the experts have biases."""
         return self.w13.bias
 
     @property
     def padded_experts(self) -> int:
-        """Experts in each tensor, which are as many on every rank."""
+        """Returns the number of experts in each tensor, which is equal on all ranks."""
         return self.w13.experts
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertProduct:
-    """One of the two products. `shards` are what this rank holds of each expert's matrices; matrix i begins at row
-    `at[i]` of `rows`; `cols` are as many as there is room for."""
+    """One of the two products. `shards`: this rank's parts of each expert's matrices; matrix i begins at row `at[i]` of
+    `rows`; `cols`: columns including padding."""
 
     name: str
     shards: tuple[WeightShard, ...]
@@ -61,4 +62,5 @@ class ExpertProduct:
 
     @property
     def padded(self) -> bool:
+        """Returns whether the tensors have more rows or columns than this rank's shards."""
         return sum(s.rows.count for s in self.shards) < self.rows or self.shards[0].cols.count < self.cols

@@ -1,8 +1,8 @@
-"""The weights of a layer's experts: how they get from a checkpoint of any published form into what the products take.
+"""Loading of a layer's experts from checkpoints of any published form into the layout of the products.
 
-A rank holds a run of the experts, and of each a share of the intermediate dims (`plan/ranks`). Where scales cover
-groups, shares are whole groups: the last rank may hold fewer dims, and zeros behind them, which add nothing
-(`expert_share`). Where experts do not divide, some ranks have room for one more than they hold.
+A rank holds a run of the experts (expert parallel) and a share of their intermediate dims (tensor parallel,
+`plan/ranks`). If scales cover groups, shares are whole groups: the last rank may hold fewer dims, padded with zeros,
+which add nothing (`expert_share`). If experts do not divide evenly, some ranks have one padding expert.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from sglang.srt.plan.ranks import padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 
 BY_MATRIX = "by_matrix"
-"""Form of experts of which each matrix is one tensor of all experts, whatever they are stored in (Step)."""
+"""Form in which each matrix of all experts is one tensor, for any scheme (Step)."""
 
 
 class Experts:
-    """`w13` and `w2` are there once the parameters are filled and `finish` has run. `linear_in_up`: see Activation."""
+    """The experts of a layer. `w13` and `w2` exist once the parameters are filled and `finish` has run. `linear_in_up`:
+    see Activation."""
 
     w13: ExpertWeights
     w2: ExpertWeights
@@ -56,6 +57,7 @@ class Experts:
         scope.finish.append(self.finish)
 
     def finish(self) -> None:
+        """Builds `w13` and `w2` from the loaded tensors."""
         up, down = self.products
         if isinstance(up, StoredProduct) and isinstance(down, StoredProduct):
             up, down = finish_pair(up, down, self.linear_in_up)
@@ -66,7 +68,7 @@ class Experts:
 
 
 def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
-    """The storage of the experts of the layer `scope` in the checkpoint. Raises UserError if not all have the same."""
+    """Returns how the checkpoint stores the experts of layer `scope`. Raises UserError if they differ."""
     config = scope.plan.model.quantization
     if config is None:
         return None
@@ -78,7 +80,7 @@ def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:
 
 
 def _in_layer(scope: Scope) -> str:
-    """The path without the layer: "moe.w13"."""
+    """Returns the path without the layer, such as "moe.w13"."""
     return scope.path.split(".", 2)[2]
 
 
@@ -125,7 +127,7 @@ def _create(
 def _as_stored(
     scope: Scope, product: ExpertProduct, sizes: ExpertSizes, scheme: Scheme, layout: Layout
 ) -> StoredProduct:
-    """The parameters are the checkpoint's tensors."""
+    """Creates parameters that hold the checkpoint's tensors."""
     data = _data_param(scope, product, sizes, layout.data, scheme)
     dummy = DUMMY_SCALES[scheme.element]
     if scheme.group == (0, 0):
@@ -144,7 +146,8 @@ def _as_stored(
 
 
 def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[tuple[PartKey, int, int, WeightShard]]:
-    """(key, place of the expert on this rank, matrix, shard) of every checkpoint matrix of the product held here."""
+    """Yields (key, place of the expert on this rank, matrix, shard) for every checkpoint matrix of the product held
+    here."""
     for i, shard in enumerate(product.shards):
         for place, e in enumerate(range(sizes.local.start, sizes.local.stop)):
             yield PartKey(shard.part, e), place, i, shard
@@ -153,8 +156,8 @@ def _each(scope: Scope, product: ExpertProduct, sizes: ExpertSizes) -> Iterator[
 
 
 def _as_kept(sizes: ExpertSizes, parts: dict[PartKey, TensorPart]) -> dict[PartKey, TensorPart]:
-    """Returns the parts of experts that are kept one by one, or where each matrix of all of them is one tensor the
-    slices of these tensors: what the first local expert has, of every one."""
+    """Returns the parts of experts stored one by one; if each matrix of all experts is one tensor, slices of these
+    tensors."""
     if sizes.form != BY_MATRIX:
         return parts
     every = slice(0, sizes.num_local)
@@ -171,7 +174,7 @@ def _as_kept(sizes: ExpertSizes, parts: dict[PartKey, TensorPart]) -> dict[PartK
 
 
 def _note_other_ranks(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: str) -> None:
-    """Names the tensors of the experts that other ranks hold."""
+    """Registers the tensors of other ranks' experts."""
     if sizes.form == BY_MATRIX:
         return
     names, path = scope.weights, f"{scope.path}.{leaf}"
@@ -181,14 +184,15 @@ def _note_other_ranks(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, 
 
 
 def shared_module(scope: Scope, product: str) -> str:
-    """The layer's name of the shared expert's projections, whether they are kept there or among the routed ones."""
+    """Returns the layer's name of the shared expert's projections, whether it is stored separately or among the routed
+    experts."""
     return f"{_in_layer(scope).removesuffix(product)}shared.{'gate_up' if product == 'w13' else 'down'}"
 
 
 def _data_param(
     scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme | None
 ) -> torch.Tensor:
-    """[E, rows, columns, or bytes of two]."""
+    """Returns a parameter [E, rows, columns, or bytes of two]."""
     per_byte = 2 if scheme is not None and scheme.bits == 4 else 1
     parts: dict[PartKey, TensorPart] = {}
     for key, e, i, shard in _each(scope, product, sizes):
@@ -203,7 +207,7 @@ def _data_param(
 
 
 def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
-    """[E, rows] or [E, groups of rows, groups of columns]."""
+    """Returns a parameter [E, rows] or [E, groups of rows, groups of columns]."""
     per_row, per_col = scheme.group
     parts: dict[PartKey, TensorPart] = {}
     for key, e, i, shard in _each(scope, product, sizes):
@@ -221,7 +225,8 @@ def _scale_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
 
 
 def _shift_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, scheme: Scheme) -> torch.Tensor:
-    """[E, rows, groups of columns] int8: 8 less the groups' zero points. It is there until they are in the scales."""
+    """Returns a parameter [E, rows, groups of columns] int8: 8 minus the groups' zero points, kept until merged into
+    the scales."""
     _, per_col = scheme.group
     parts: dict[PartKey, TensorPart] = {}
     for key, e, i, shard in _each(scope, product, sizes):
@@ -237,7 +242,7 @@ def _shift_param(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf:
 
 
 def _singles(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Leaf, dummy: float) -> torch.Tensor:
-    """[E, matrices] fp32: one number a matrix."""
+    """Returns a parameter [E, matrices] fp32 with one number per matrix."""
     parts = {
         key: TensorPart((), (), (e, i), leaf.dtypes, leaf.convert) for key, e, i, _ in _each(scope, product, sizes)
     }
@@ -248,7 +253,8 @@ def _singles(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, leaf: Lea
 
 
 def _while_loading(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, scheme: Scheme) -> ExpertWeights:
-    """16-bit tensors that are quantized as they arrive: a scale a row, over the columns that this rank holds."""
+    """Creates parameters for 16-bit tensors that are quantized as they are read, with a scale per row over this rank's
+    columns."""
     shape = (sizes.padded_experts, product.rows)
     scale = scope.param("weight_scale", shape, {}, dummy_scale(scheme), torch.float32)
     parts: dict[PartKey, TensorPart] = {}
@@ -313,9 +319,9 @@ def _fused_keys(scope: Scope, product: ExpertProduct) -> list[PartKey]:
 
 
 def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, quant: ModuleQuant) -> StoredProduct:
-    """FP8 as transformers writes it: codes [E, rows, columns] of gate and up together, scales of blocks of them, or of
-    matrices [E, matrices, 1], of which some writers have one for gate and up ([E, 1, 1]), and with static activations
-    their scales [E]. Raises UserError for other scales."""
+    """Creates the FP8 experts that transformers writes: codes [E, rows, columns] of gate and up together, scales of
+    blocks, or scales of matrices [E, matrices, 1], or one for gate and up ([E, 1, 1]), and static activation scales
+    [E]. Raises UserError for other scales."""
     scheme, layout, count = quant.format, layout_of(replace(quant, storage="fp8")), len(product.shards)
     if "moe.experts" not in scope.weights.layer or scheme.element != "e4m3" or sizes.shared:
         raise UserError(f"{scope.path}: experts in one tensor of {scheme.name} are not supported for this model")
@@ -364,7 +370,7 @@ def _stacked_codes(scope: Scope, product: ExpertProduct, sizes: ExpertSizes, qua
 
 
 def _quantized_part(part: TensorPart, scale: torch.Tensor, scheme: Scheme) -> TensorPart:
-    """A part of 16-bit weights whose codes the parameter holds; `scale` [E, rows] gets their scales."""
+    """Returns a part of 16-bit weights that is quantized as it is read; `scale` [E, rows] receives the scales."""
     codes = quantize_into(scale[part.dest[:2]], scheme)
     return replace(part, convert=then(part.convert, codes))
 
@@ -373,7 +379,7 @@ def _quantized_part(part: TensorPart, scale: torch.Tensor, scheme: Scheme) -> Te
 
 
 def _zeroed(product: ExpertProduct, sizes: ExpertSizes, tensor: torch.Tensor) -> torch.Tensor:
-    """Fill the tensor with zeros unless checkpoint tensors cover all of it."""
+    """Zeroes the tensor, and returns it, unless checkpoint tensors cover all of it."""
     if (product.padded or sizes.num_local + sizes.shared < sizes.padded_experts) and not tensor.is_meta:
         tensor.zero_()
     return tensor

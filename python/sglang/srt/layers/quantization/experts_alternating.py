@@ -1,7 +1,7 @@
-"""Quantized experts of a layer in one tensor a product, rows of gate and up in turns, as Inkling is published in NVFP4.
+"""Quantized experts with one tensor per product and interleaved rows of gate and up, as Inkling's NVFP4 checkpoint.
 
-The numbers beside the codes have names of their own there; the family's aliases make them those of `JoinedExperts`. An
-expert has one factor for gate and up; the layer's inputs have their largest magnitude in the place of a scale.
+Its scales have other names, which the family's aliases map to those of `JoinedExperts`. An expert has one factor for
+gate and up; for the layer's inputs the largest magnitude is stored instead of a scale.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from sglang.srt.layers.quantization.layout import Leaf
 from sglang.srt.plan.weight_names import PartKey
 
 FORM = "alternating"
-"""The form of 16-bit experts of families whose quantized experts may be stored so."""
+"""The 16-bit form of families whose quantized experts may be stored this way."""
 LARGEST_SCALED = 448.0 * 6.0
 """Largest magnitude of an input whose scale is 1: of an e4m3 scale times an e2m1 code."""
 
 
 def alternates(sizes: ExpertSizes, quant: ModuleQuant | None) -> bool:
+    """Returns whether the experts are stored this way."""
     return quant is not None and sizes.form == FORM and quant.scheme == "nvfp4" and quant.storage == "modelopt"
 
 
 class AlternatingExperts(JoinedExperts):
-    """Makes the parameters of one product."""
+    """Creates the parameters of one product."""
 
     def _matrices(
         self, ending: str, leaf: Leaf, columns: int, shape: tuple[int, ...], fill: Fill, dtype: torch.dtype
@@ -48,7 +49,7 @@ class AlternatingExperts(JoinedExperts):
         return self._param(ending, (self.sizes.padded_experts, *shape), parts, fill, dtype)
 
     def _singles(self, leaf: Leaf, dummy: float) -> torch.Tensor:
-        """[E, matrices] fp32: a number an expert, or of inputs one for all."""
+        """Returns a parameter [E, matrices] fp32 from one number per expert, or for inputs one for all."""
         of_inputs = leaf is self.layout.input_scale
         count, num_local = len(self.product.shards), self.sizes.num_local
         shape, source = ((1,), ()) if of_inputs else ((self.sizes.num_experts,), (self.sizes.local,))
@@ -61,10 +62,10 @@ class AlternatingExperts(JoinedExperts):
 
 
 def _rows_of(first: int, count: int) -> Convert:
-    """[E, count * rows, ...] -> [E, rows, ...]: every `count`-th, from `first` on."""
+    """Returns a conversion of [E, count * rows, ...] to every `count`-th row from `first` on."""
     return lambda stored: stored[:, first::count].contiguous()
 
 
 def _scale_of_inputs(count: int) -> Convert:
-    """The largest magnitude of all inputs [1] -> their scale [count]."""
+    """Returns a conversion of the inputs' largest magnitude [1] to scales [count]."""
     return lambda stored: (stored.float() / LARGEST_SCALED).reshape(1).expand(count)

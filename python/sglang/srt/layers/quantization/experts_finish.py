@@ -1,4 +1,4 @@
-"""Scales as checkpoints keep them, one set a matrix, into those of the two products."""
+"""Merges checkpoint scales, stored per matrix, into the scales of the two products."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StoredProduct:
-    """A product as the checkpoint has it. Matrix i begins at row `at[i]` of `data` [E, rows, ...]. `scale` is
-    [E, matrices] fp32 where a matrix has one, or as the scheme has it; `factor` (NVFP4's) and `inputs` (static scales
-    of the activation) [E, matrices] fp32; `shift`, of the scale's shape: 8 less the zero points of int4 groups."""
+    """A product as the checkpoint stores it. Matrix i begins at row `at[i]` of `data` [E, rows, ...]. `scale`: [E,
+    matrices] fp32 for a scale per matrix, otherwise as in the scheme; `factor` (NVFP4's) and `inputs` (static
+    activation scales) [E, matrices] fp32; `shift`, of the scale's shape: 8 minus the zero points of int4 groups."""
 
     name: str
     scheme: Scheme
@@ -32,18 +32,18 @@ class StoredProduct:
 
     @property
     def matrix_scales(self) -> torch.Tensor | None:
-        """The numbers that cover whole matrices and have to be one for gate and up, or None."""
+        """Returns the numbers per matrix that gate and up must share, or None."""
         if self.scheme.group == (0, 0):
             return None if self.inputs is None else self.scale
         return self.factor
 
 
 def finish_pair(up: StoredProduct, down: StoredProduct, linear_in_up: bool) -> tuple[ExpertWeights, ExpertWeights]:
-    """w13 and w2. Changes the tensors in place. Raises UserError.
+    """Returns w13 and w2. Changes the tensors in place. Raises UserError for invalid numbers.
 
-    Where the numbers of gate and up differ, gate's serves both, and the ratio goes into the down projection's: exact,
-    as long as the gated activation is linear in up (`linear_in_up`). Otherwise the larger serves both, and what belongs
-    to the smaller is rounded again.
+    If the numbers of gate and up differ, gate's is used for both and the ratio is multiplied into the down
+    projection's, which is exact if the gated activation is linear in up (`linear_in_up`). Otherwise the larger is used
+    for both, and the values of the smaller are rounded again.
     """
     numbers, target = up.matrix_scales, down.matrix_scales
     if linear_in_up and numbers is not None and target is not None:
@@ -58,8 +58,8 @@ def finish_pair(up: StoredProduct, down: StoredProduct, linear_in_up: bool) -> t
 
 
 def _finish(product: StoredProduct) -> ExpertWeights:
-    """The activation is quantized once for all experts, so the largest of their static scales serves them all: float
-    formats lose nothing by it."""
+    """Returns the weights. Activations are quantized once for all experts, so the largest static scale is used for all,
+    which costs float formats no precision."""
     data, scale, scheme = product.data, product.scale, product.scheme
     if product.shift is not None:
         return ExpertWeights(data, scheme, _words(product.name, scale, product.shift))
@@ -74,7 +74,7 @@ def _finish(product: StoredProduct) -> ExpertWeights:
 
 
 def _words(name: str, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """Words of scales and zero points, which take the place of the scales [E, rows, groups]."""
+    """Returns words of scales and zero points, written over the scales [E, rows, groups]."""
     words = scale.view(torch.int16)
     for one, expert, shifts in zip(words, scale, shift, strict=True):  # all at once would need several times their size
         one.copy_(pack_scales(name, expert, 8 - shifts))
@@ -82,14 +82,14 @@ def _words(name: str, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
 
 def _by_rows(scale: torch.Tensor, at: tuple[int, ...], rows: int) -> torch.Tensor:
-    """[E, matrices] -> [E, rows]."""
+    """Returns [E, rows] from [E, matrices]."""
     lengths = torch.tensor([*at[1:], rows], device=scale.device) - torch.tensor(at, device=scale.device)
     return scale.repeat_interleave(lengths, dim=1).contiguous()
 
 
 def _one_number(product: StoredProduct, numbers: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor:
-    """[E, matrices] -> [E]: the largest. What a smaller one scales (rows of `scaled` [E, rows, ...]) is rounded again,
-    by the ratio."""
+    """Returns the largest numbers [E] of [E, matrices]. Rows of `scaled` [E, rows, ...] that had a smaller one are
+    rescaled by the ratio and rounded again."""
     largest = numbers.max(dim=1).values
     smaller = (numbers < largest[:, None]).nonzero().tolist()
     for expert, matrix in smaller:

@@ -1,4 +1,4 @@
-"""Checkpoints that keep a layer's experts in one tensor: what of it a rank reads, and how its rows are put in order."""
+"""Checkpoints that store a layer's experts in one tensor: the slices that a rank reads, and the order of their rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PROJECTIONS = {"w13": "gate_up_proj", "w2": "down_proj"}
 
 @dataclass(frozen=True, slots=True)
 class FusedLeaf:
-    """One tensor of all experts. Its name is the projection's and `ending`; `shape` is of (rows, columns) of one
-    expert's matrix, `source` of the slices of them that a rank holds, both without the experts. `columns` of the matrix
-    are one of the parameter; 0: it has none. `convert` as in Part. `other`: the form in which some writers store it
-    instead."""
+    """One tensor of all experts, named by the projection and `ending`. `shape` maps (rows, columns) of one expert's
+    matrix, and `source` the slices of them that a rank holds, to those of the tensor, without the expert dim.
+    `columns`: matrix columns per element of the parameter; 0: it has no columns. `convert`: as in TensorPart. `other`:
+    an alternative form."""
 
     ending: str
     shape: Callable[[int, int], tuple[int, ...]]
@@ -29,12 +29,13 @@ class FusedLeaf:
     other: FusedLeaf | None = None
 
     def name(self, product: str) -> str:
+        """Returns the tensor's name."""
         return PROJECTIONS[product] + self.ending
 
 
 @dataclass(frozen=True, slots=True)
 class FusedForm:
-    """A form of fused experts. With `alternating`, gate's rows are the even ones and up's the odd ones; otherwise up's
+    """A form of fused experts. `alternating`: gate's rows are the even ones and up's the odd ones; otherwise up's
     follow gate's."""
 
     data: FusedLeaf
@@ -51,9 +52,8 @@ class FusedForm:
         local: slice,
         share: int,
     ) -> list[TensorPart]:
-        """Parts of the parameter of one leaf, one a shard, or one for all where the rows of several alternate.
-
-        `local`: the experts of this rank. `share`: rows that each of two matrices has room for."""
+        """Returns the parts of one leaf's parameter, one per shard, or a single one for interleaved rows. `local`: this
+        rank's experts. `share`: padded rows of each of two matrices."""
         first = shards[0]
         if len(shards) == 2 and self.alternating:
             rows = first.rows.scale_dims(2)
@@ -71,7 +71,8 @@ class FusedForm:
 def _cut(
     shard: WeightShard, leaf: FusedLeaf, num_experts: int, local: slice, at: int | None, convert: Convert | None
 ) -> TensorPart:
-    """One slice of each local expert, to rows `at` and following of the parameter; to all of them without `at`."""
+    """Returns the part with a slice of each local expert, for the parameter's rows from `at` on; for all rows without
+    `at`."""
     every = slice(0, local.stop - local.start)
     if leaf.other is not None:
         other = _cut(shard, leaf.other, num_experts, local, at, leaf.other.convert)
@@ -88,8 +89,8 @@ def _cut(
 
 
 def _in_halves(share: int) -> Convert:
-    """[E, 2n, ...] with alternating rows -> [E, 2 * share, ...]: the even ones, then the odd ones, both with zeros
-    behind them up to `share`."""
+    """Returns a conversion of [E, 2n, ...] with interleaved rows to [E, 2 * share, ...]: the even rows, then the odd
+    rows, each zero-padded to `share`."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         num_experts, rows, *rest = tensor.shape
@@ -104,12 +105,12 @@ def _in_halves(share: int) -> Convert:
 
 
 def then(first: Convert | None, second: Convert) -> Convert:
-    """One after the other."""
+    """Returns the composition of both conversions."""
     return second if first is None else lambda tensor: second(first(tensor))
 
 
 def _columns_first(tensor: torch.Tensor) -> torch.Tensor:
-    """[E, K, N] -> [E, N, K]."""
+    """Transposes [E, K, N] to [E, N, K]."""
     return tensor.transpose(1, 2)
 
 
@@ -138,4 +139,4 @@ FUSED: Mapping[str, FusedForm] = {
     "alternating": FusedForm(_ROWS, None, _BIAS, alternating=True),  # Inkling
     "stacked_columns": FusedForm(replace(_COLUMNS, other=_ROWS), None, _BIAS, alternating=False),
 }
-"""The forms by storage, or for 16-bit weights by the form that the family declares."""
+"""The forms by storage, or, for 16-bit weights, by the form that the family declares."""

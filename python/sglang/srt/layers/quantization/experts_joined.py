@@ -1,5 +1,4 @@
-"""Quantized experts of a layer in one tensor a product, columns first: gate and up behind one another, as ModelOpt
-writes Llama 4."""
+"""Quantized experts with one tensor per product, columns first and gate before up, as ModelOpt writes Llama 4."""
 
 from __future__ import annotations
 
@@ -16,16 +15,17 @@ from sglang.srt.layers.quantization.stored import DUMMY_INPUT_SCALE, DUMMY_SCALE
 from sglang.srt.plan.weight_names import PartKey
 
 FORM = "columns"
-"""The form of 16-bit experts of families whose quantized experts may be stored so."""
+"""The 16-bit form of families whose quantized experts may be stored this way."""
 
 
 def is_joined(sizes: ExpertSizes, quant: ModuleQuant | None) -> bool:
+    """Returns whether the experts are stored this way."""
     return quant is not None and sizes.form == FORM and quant.storage == "modelopt"
 
 
 class JoinedExperts:
-    """Makes the parameters of one product. Their names are those of the tensors: the projection's, and for all but the
-    codes an underscore and the name that the number has beside a matrix of its own."""
+    """Creates the parameters of one product, named as the tensors: the projection's name, and for all but the codes an
+    underscore and the usual name of the number."""
 
     def __init__(self, scope: Scope, product: ExpertProduct, sizes: ExpertSizes, quant: ModuleQuant) -> None:
         self.scope, self.product, self.sizes, self.scheme = scope, product, sizes, quant.format
@@ -33,6 +33,7 @@ class JoinedExperts:
         self.every = slice(0, sizes.num_local)
 
     def stored(self) -> StoredProduct:
+        """Returns the product with its parameters."""
         scheme, layout, product = self.scheme, self.layout, self.product
         shape: tuple[int, ...] = (product.rows, product.cols * scheme.bits // 8)
         codes = self._matrices(
@@ -56,7 +57,7 @@ class JoinedExperts:
     def _matrices(
         self, ending: str, leaf: Leaf, columns: int, shape: tuple[int, ...], fill: Fill, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[E, rows, columns of the stored kind]: `columns` of a matrix lie in one stored element."""
+        """Returns a parameter [E, rows, stored columns]; one stored element holds `columns` columns of a matrix."""
         parts: dict[PartKey, TensorPart] = {}
         shards = self.product.shards
         for i, shard in enumerate(shards):
@@ -76,7 +77,7 @@ class JoinedExperts:
         return self._param(ending, (self.sizes.padded_experts, *shape), parts, fill, dtype)
 
     def _singles(self, leaf: Leaf, dummy: float) -> torch.Tensor:
-        """[E, matrices] fp32: the checkpoint has one number for all."""
+        """Returns a parameter [E, matrices] fp32 from the checkpoint's one number for all."""
         count = len(self.product.shards)
         parts = {
             self._key(shard): TensorPart(
@@ -97,12 +98,12 @@ class JoinedExperts:
 
 
 def _rows_first(tensor: torch.Tensor) -> torch.Tensor:
-    """[E, K, N] -> [E, N, K]."""
+    """Transposes [E, K, N] to [E, N, K]."""
     return tensor.transpose(1, 2)
 
 
 def _for_experts(count: int, convert: Convert | None) -> Convert:
-    """One number for all experts -> [E]."""
+    """Returns a conversion of one number for all experts to [E]."""
 
     def expand(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor if convert is None else convert(tensor)).reshape(1).expand(count)

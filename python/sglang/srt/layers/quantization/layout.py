@@ -1,6 +1,6 @@
-"""The layouts of quantized matrices in checkpoints: the names, types and packing of their tensors, as data.
+"""The layouts of quantized matrices in checkpoints: names, dtypes and packing of their tensors, as data.
 
-A layout is named by what `configs/quantization.py` detects: the storage (who wrote the checkpoint) and the scheme.
+A layout is looked up by what `configs/quantization.py` detects: the storage (who wrote the checkpoint) and the scheme.
 Linear layers and experts read the same table. Sources: the files of published checkpoints, and compressed-tensors and
 ModelOpt, which write most of them.
 """
@@ -19,46 +19,49 @@ from sglang.srt.layers.quantization.reference import pack_nibbles, unpack_nibble
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Words of packed 4-bit codes, the first in the low bits, as bytes [..., n] -> [..., n * bytes a word]."""
+    """Returns words of packed 4-bit codes, the first in the low bits, as bytes: [..., n] -> [..., n * bytes per
+    word]."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def reciprocal(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns 1 / tensor in fp32."""
     return tensor.float().reciprocal()
 
 
 def transposed_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Words packed along K, [K / 8, N] -> bytes [N, K / 2]."""
+    """Returns words packed along K, [K / 8, N], as bytes [N, K / 2]."""
     return as_bytes(tensor.T)
 
 
 def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the transposed matrix."""
     return tensor.T
 
 
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ keeps the code of each of eight neighbouring rows: the number of the nibble in their word, from the low
-bits on."""
+"""The nibble of an AWQ word, counted from the low bits, that holds each of eight neighbouring rows' code."""
 
 
 def codes_of_rows(words: torch.Tensor, nibbles: Sequence[int]) -> torch.Tensor:
-    """int32 [..., n], each the codes of eight rows -> uint8 [..., 8 n]; row i of eight lies in nibble `nibbles[i]`."""
+    """Returns codes uint8 [..., 8 n] from words int32 [..., n] of eight rows each; row i of eight is in nibble
+    `nibbles[i]`."""
     codes = words.reshape(-1).view(torch.uint8).view(*words.shape, 4)
     return unpack_nibbles(codes)[..., list(nibbles)].flatten(-2)
 
 
 def awq_bytes(words: torch.Tensor) -> torch.Tensor:
-    """AWQ's words [K, N / 8] -> bytes [N, K / 2]."""
+    """Returns AWQ's words [K, N / 8] as bytes [N, K / 2]."""
     return pack_nibbles(codes_of_rows(words, AWQ_NIBBLES).T)
 
 
 def awq_shifts(words: torch.Tensor) -> torch.Tensor:
-    """AWQ's zero points, words [K / group, N / 8] -> int8 [N, K / group]: 8 less each."""
+    """Returns 8 minus AWQ's zero points, int8 [N, K / group], from words [K / group, N / 8]."""
     return 8 - codes_of_rows(words, AWQ_NIBBLES).T.to(torch.int8)
 
 
 def row_shifts(words: torch.Tensor) -> torch.Tensor:
-    """The same of words [N / 8, K / group] in the order of the rows."""
+    """Returns the same from words [N / 8, K / group] in row order."""
     return 8 - codes_of_rows(words.T, range(8)).T.to(torch.int8)
 
 
@@ -67,15 +70,15 @@ TILE_ROWS = 32
 
 
 def rows_of_tiles(exponents: torch.Tensor) -> torch.Tensor:
-    """Scales of tiles of 32 x 32, [N / 32, K / 32] -> bytes [N, K / 32], each row with its own."""
+    """Repeats scales of 32 x 32 tiles, [N / 32, K / 32], for each row: bytes [N, K / 32]."""
     return as_bytes(exponents).repeat_interleave(TILE_ROWS, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor of a matrix: the last piece of its name, the types it may be stored in, and what makes ours of it.
+    """One tensor of a matrix: the last part of its name, its possible dtypes, and the conversion to our format.
 
-    `columns`, or `rows`, of the matrix lie in one stored element. With `transposed` it is stored [K, N].
+    One stored element holds `columns`, or `rows`, of the matrix. With `transposed` it is stored [K, N].
     """
 
     name: str
@@ -88,8 +91,8 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of one matrix [N, K]. `zeros`: the zero points of groups, from which 8 less each is made. `ignore`:
-    names of tensors that repeat what is known otherwise, or that the scheme does not read.
+    """The tensors of one matrix [N, K]. `zeros`: zero points of groups, converted to 8 minus the zero point. `ignore`:
+    names of tensors that are redundant, or that the scheme does not read.
 
     Experts that are one tensor have forms of their own: `experts_fused`.
     """
@@ -186,7 +189,7 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
 
 
 def layout_of(quant: ModuleQuant) -> Layout:
-    """Raises UserError for a pair that no checkpoint is known to have."""
+    """Returns the layout of a module. Raises UserError for an unknown combination of storage and scheme."""
     layout = LAYOUTS.get((quant.storage, quant.scheme))
     if layout is None:
         known = sorted(scheme for storage, scheme in LAYOUTS if storage == quant.storage)
@@ -197,8 +200,7 @@ def layout_of(quant: ModuleQuant) -> Layout:
 
 
 def is_redundant(config: QuantConfig | None, name: str) -> bool:
-    """Returns whether the checkpoint tensor `name` repeats what is known otherwise, or is not read by its module's
-    scheme."""
+    """Returns whether the checkpoint tensor `name` is redundant, or not read by its module's scheme."""
     module, _, leaf = name.rpartition(".")
     quant = config.of(module) if config is not None else None
     layout = LAYOUTS.get((quant.storage, quant.scheme)) if quant is not None else None

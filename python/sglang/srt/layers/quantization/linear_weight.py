@@ -1,4 +1,4 @@
-"""A quantized weight of a linear layer as products read it."""
+"""The quantized weight of a linear layer, as products read it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class LinearWeight:
     """The weight [N, K], one module's or several stacked by rows.
 
     `data` [N, K], or uint8 [N, K / 2] with even columns in the low bits; `scale` as `scheme.scale_shape(N, K)` (e8m0 as
-    uint8, int4's in 16 bits); `row_factor` [N] fp32: NVFP4's factor of the matrix that a row is from; `input_scale`
-    [parts] fp32, all equal once loaded: the static scale of activations, or NVFP4's factor for them. `shift`, of the
-    scale's shape in the model's type: what int4 codes less 8 lack to codes less their group's zero point.
+    uint8, int4's in 16 bits); `row_factor` [N] fp32: NVFP4's global factor of the row's matrix; `input_scale` [parts]
+    fp32, all equal once loaded: the static scale of activations, or NVFP4's global factor for them. `shift`, of the
+    scale's shape in the model's dtype: 8 minus the zero points of int4 groups.
     """
 
     data: torch.Tensor
@@ -31,12 +31,12 @@ class LinearWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Returns (N, K)."""
         rows, cols = self.data.shape
         return rows, cols * (8 // self.scheme.bits)
 
     def dequantized(self) -> torch.Tensor:
-        """[N, K] fp32, exact."""
+        """Returns the weight [N, K] in fp32, exact."""
         values = dequantize(Quantized(self.data, self.scale), self.scheme)
         if self.shift is not None:
             values += expand_scale(self.shift.float() * self.scale.float(), self.scheme, *self.shape)
@@ -44,9 +44,9 @@ class LinearWeight:
 
 
 def held_scheme(quant: ModuleQuant) -> Scheme:
-    """The scheme of a linear weight in memory. A scale of the whole matrix is repeated for every row, so that modules
-    whose scales differ are stacked without requantizing; where the checkpoint has no scale for activations, each token
-    gets its own: one for all tokens would let them change each other's results."""
+    """Returns the scheme of a linear weight in memory. A scale per matrix is repeated for every row, so that modules
+    with different scales can be stacked without requantizing. Without a static activation scale each token gets its
+    own, because with one for all tokens they would influence each other's results."""
     scheme = quant.format
     if scheme.group != (0, 0):
         return scheme

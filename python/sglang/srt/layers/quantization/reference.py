@@ -1,7 +1,7 @@
-"""Quantization in plain torch: the definition that kernels, checkpoints and the exporter are held to.
+"""Quantization in plain torch: the reference for kernels, checkpoints and the exporter.
 
 Values are exact: `dequantize` returns fp32 products of what is stored, `quantize` rounds to nearest, ties to even.
-Sources: OCP Microscaling Formats (MX) v1.0; NVIDIA's NVFP4 (blocks of 16, e4m3 scales, one fp32 factor a matrix).
+Sources: OCP Microscaling Formats (MX) v1.0; NVIDIA's NVFP4 (blocks of 16, e4m3 scales, one fp32 factor per matrix).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _TINY = 1e-12
 
 @dataclass(slots=True)
 class Quantized:
-    """`data` [..., N, K] (e4m3, int8) or [..., N, K / 2] (uint8, two to a byte, even columns in the low bits);
-    `scale` [..., *Scheme.scale_shape(N, K)] (e8m0 as uint8); `global_scale` [...] fp32 or None."""
+    """A quantized matrix. `data` [..., N, K] (e4m3, int8) or [..., N, K / 2] (uint8, two per byte, even columns in the
+    low bits); `scale` [..., *Scheme.scale_shape(N, K)] (e8m0 as uint8); `global_scale` [...] fp32 or None."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -31,8 +31,8 @@ class Quantized:
 
 
 def quantize(weight: torch.Tensor, scheme: Scheme, global_scale: torch.Tensor | None = None) -> Quantized:
-    """weight [..., N, K]; K must be a multiple of the group's columns where a group has one row. `global_scale` [...]
-    is given where several weights share it."""
+    """Quantizes weight [..., N, K]; if a group has one row, K must be a multiple of its columns. `global_scale` [...]
+    is given if several weights share it."""
     w = weight.float()
     rows, cols = w.shape[-2:]
     if scheme.scale == "e8m0":
@@ -49,7 +49,7 @@ def quantize(weight: torch.Tensor, scheme: Scheme, global_scale: torch.Tensor | 
 
 
 def dequantize(q: Quantized, scheme: Scheme) -> torch.Tensor:
-    """[..., N, K] fp32."""
+    """Returns [..., N, K] fp32."""
     values = _decode(q.data, scheme.element)
     rows, cols = values.shape[-2:]
     scale = decode_e8m0(q.scale) if scheme.scale == "e8m0" else q.scale.float()
@@ -58,8 +58,9 @@ def dequantize(q: Quantized, scheme: Scheme) -> torch.Tensor:
 
 
 def round_activation(x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, K] as the product sees it: quantized by the scheme and back, fp32. `input_scale` is a static scale of one
-    value (fp8_tensor), or the global factor of nvfp4; without it the tensor's own largest value gives it."""
+    """Returns x [T, K] in fp32 after quantizing it by the scheme and back, as the product sees it. `input_scale`: a
+    static scale of one value (fp8_tensor), or nvfp4's global factor; without it the tensor's largest value determines
+    it."""
     kind, values = scheme.activation, x.float()
     if kind is None:
         return values
@@ -78,7 +79,7 @@ def round_activation(x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor 
 
 
 def expand_scale(scale: torch.Tensor, scheme: Scheme, rows: int, cols: int) -> torch.Tensor:
-    """Scales as stored -> something that broadcasts over [..., rows, cols]."""
+    """Returns stored scales in a shape that broadcasts over [..., rows, cols]."""
     per_row, per_col = scheme.group
     if per_row == 0:
         return scale[..., None, None]
@@ -90,13 +91,13 @@ def expand_scale(scale: torch.Tensor, scheme: Scheme, rows: int, cols: int) -> t
 
 
 def decode_e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """uint8 exponents with bias 127 -> fp32. 255 is NaN."""
+    """Returns uint8 exponents with bias 127 as fp32; 255 is NaN."""
     exact = torch.ldexp(torch.ones_like(scale, dtype=torch.float32), scale.int() - E8M0_BIAS)
     return torch.where(scale == 255, torch.nan, exact)
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """fp32 -> codes 0 to 15 (uint8), to nearest, ties to the even code, saturating at 6."""
+    """Returns e2m1 codes 0 to 15 (uint8) of fp32 values: round to nearest, ties to the even code, saturating at 6."""
     magnitude = values.abs().clamp_max(E2M1_MAX)
     # Between neighbours the step is 0.5 below 2, 1 below 4, then 2: round in units of it (torch rounds ties to even).
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
@@ -106,23 +107,23 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Codes 0 to 15 -> fp32."""
+    """Returns codes 0 to 15 as fp32."""
     table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=codes.device)
     return table[codes.int()]
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """[..., K] of 0 to 15 -> [..., K / 2] uint8, even columns in the low bits."""
+    """Packs codes [..., K] of 0 to 15 into [..., K / 2] uint8, even columns in the low bits."""
     return codes[..., 0::2].to(torch.uint8) | (codes[..., 1::2].to(torch.uint8) << 4)
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """[..., K / 2] uint8 -> [..., K] uint8 of 0 to 15."""
+    """Unpacks [..., K / 2] uint8 into codes [..., K] uint8."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 
 def _over(x: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide, equal to the last bit on every device: for a Python number, torch multiplies with the reciprocal on a
+    """Returns x / divisor, bitwise equal on all devices: with a Python number torch multiplies by the reciprocal on a
     GPU."""
     return x / torch.full((), divisor, device=x.device)
 
@@ -162,7 +163,8 @@ def _group_amax(w: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def _quantize_mx(w: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e8m0 scales, values divided by them): the largest value's exponent less that of the format's largest."""
+    """Returns (e8m0 scales, values divided by them). A scale's exponent is the largest value's minus the element
+    format's largest."""
     rows, cols = w.shape[-2:]
     largest_exponent = {"e2m1": 2, "e4m3": 8}[scheme.element]
     exponent = torch.frexp(_group_amax(w, scheme).clamp_min(2.0**-126)).exponent - 1 - largest_exponent

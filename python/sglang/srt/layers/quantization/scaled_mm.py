@@ -1,8 +1,8 @@
-"""y = x @ w^T (+ bias) with e4m3 on both sides: many rows by torch's scaled product, fewer by Triton's tiles.
+"""y = x @ w^T (+ bias) with e4m3 on both sides: torch's scaled product for many rows, Triton's tiles for fewer.
 
-On GPUs with wgmma that is cuBLAS (since CUDA 12.9; by row also CUTLASS before), whose loads by the bulk copy engine are
-shared by neighbouring blocks, which no tile of Triton does. `problem_of` tries it on the GPU before it is chosen.
-Reference: `LinearWeight.dequantized` and `reference.round_activation`.
+On GPUs with wgmma torch uses cuBLAS (since CUDA 12.9; before, CUTLASS for scales per row). Its neighbouring blocks
+share loads of the bulk copy engine (TMA multicast), which Triton's tiles cannot. `problem_of` tries it on the GPU
+before it is chosen. Reference: `LinearWeight.dequantized` and `reference.round_activation`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from sglang.srt.layers.triton_ops.linear_tiles import LIBRARY
 from sglang.srt.layers.triton_ops.quant_linear import Apply, operand, pack, packed_linear
 
 BLOCKS_OF_K = 4
-"""The scales of 128 rows of weights take room for a multiple of so many blocks of 128 columns."""
+"""Scales of 128 weight rows are padded to a multiple of this number of blocks of 128 columns."""
 ROWS_OF_X = 4
-"""The scales of 128 columns of x lie one behind the other, and each run of them starts at a multiple of 16 bytes."""
+"""Scales of 128 columns of x are contiguous, padded to a multiple of this number so that runs are 16-byte aligned."""
 PROBE_ROWS, PROBE_SHAPE = SCALED_MM_ROWS + 6, (272, 384)
-"""Sizes that leave something to pad: rows of x, (rows, columns) of the weight."""
+"""Sizes that need padding: rows of x, (rows, columns) of the weight."""
 PROBE_LIMIT = 1e-2
-"""Relative error of the norm; rounding to bfloat16 alone is 2e-3."""
+"""Largest relative error of the result; rounding to bfloat16 alone causes 2e-3."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledWeight:
-    """A weight as torch's product takes it: `data` [K, N] e4m3 with contiguous columns; `scale` fp32 [1, N], or with
-    `blocks` [K / 128 and room, ceil(N / 128)] with contiguous columns."""
+    """A weight in the form of torch's product: `data` [K, N] e4m3 with contiguous columns; `scale` fp32 [1, N], or with
+    `blocks` [padded K / 128, ceil(N / 128)] with contiguous columns."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -45,7 +45,7 @@ class ScaledWeight:
 
 
 def scaled_weight(weight: LinearWeight) -> ScaledWeight:
-    """A view of a weight whose sizes the product takes (`linear_tiles.library_takes`)."""
+    """Returns a view of a weight whose sizes the product supports (`linear_tiles.library_takes`)."""
     if weight.scheme.group[1] == 0:
         return ScaledWeight(weight.data.t(), weight.scale[None, :], False)
     room = -weight.scale.shape[1] % BLOCKS_OF_K
@@ -55,7 +55,7 @@ def scaled_weight(weight: LinearWeight) -> ScaledWeight:
 def scaled_product(
     data: torch.Tensor, scale: torch.Tensor, weight: ScaledWeight, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """data [T, K] e4m3 and its scales fp32 ([T], [1], or [T, K / 128] with blocks) -> [T, N]."""
+    """Returns [T, N] for data [T, K] e4m3 and its scales fp32 ([T], [1], or [T, K / 128] with blocks)."""
     kinds = F.ScalingType
     if not weight.blocks:
         by_row = scale.expand(len(data)).contiguous()[:, None]
@@ -77,8 +77,8 @@ def scaled_product(
 
 
 def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> Apply:
-    """Returns a linear layer like `quant_linear.quantized_linear`, whose kernels compute the steps that the tile
-    configs do not give to torch, and what is wanted in another type than x's."""
+    """Returns a linear layer like `quant_linear.quantized_linear`; its Triton kernels compute the steps that the tile
+    configs do not assign to torch, and outputs in another dtype than x's."""
     matrix = pack(weight, arch)
     by_triton = packed_linear(matrix, tuple(config for config in configs if config.variant != LIBRARY))
     if configs[-1].variant != LIBRARY:
@@ -99,8 +99,7 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfig
 
 
 def problem_of(need: Need) -> str:
-    """The reason against torch's product for weights of `need.quant` on the GPU of this process; "" if there is
-    none."""
+    """Returns why torch's product cannot serve weights of `need.quant` on this process's GPU; "" if it can."""
     return _problem("fp8_block" if need.quant == "fp8_block" else "fp8_channel", getattr(torch, need.q_dtype))
 
 
@@ -118,7 +117,7 @@ def _problem(scheme: str, dtype: torch.dtype) -> str:
 
 
 def probe_error(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> float:
-    """Relative error of the product of numbers whose scales all differ; with a bias where one is taken."""
+    """Returns the relative error of a product of numbers with different scales, with a bias if supported."""
     generator = torch.Generator().manual_seed(0)
     (rows, cols), blocks = PROBE_SHAPE, scheme.group[1] != 0
     x, w = torch.randn(PROBE_ROWS, cols, generator=generator), torch.randn(rows, cols, generator=generator)

@@ -1,4 +1,4 @@
-"""The parts of a stored quantized matrix, for linear layers and experts alike: slices, parts, dummy numbers."""
+"""Parts of stored quantized matrices, for linear layers and experts: slices, tensor parts, dummy numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang.srt.layers.parameter import Convert, Fill, Index, TensorPart, Weight
 from sglang.srt.layers.quantization.layout import Leaf
 from sglang.srt.layers.quantization.reference import quantize
 
-# Random codes times these have a deviation near 0.02, like unquantized dummy weights.
+# Random codes times these scales have a standard deviation near 0.02, like unquantized dummy weights.
 DUMMY_SCALES = {"e4m3": 0.02 / 104, "int8": 0.02 / 74, "int4": 0.02 / 4.6, "e2m1": 0.02 / 2.9}
 _DUMMY_EXPONENTS = {"e4m3": 127 - 12, "e2m1": 127 - 7}
 DUMMY_INPUT_SCALE = 0.02
@@ -18,18 +18,19 @@ assert all(scheme.element in DUMMY_SCALES for scheme in SCHEMES.values())
 
 
 def dummy_scale(scheme: Scheme) -> Fill:
-    """Scales of dummy weights. With a global scale beside them, scales are 1 and that one has DUMMY_SCALES."""
+    """Returns the fill of dummy scales. With a global scale they are 1, and the global one is from DUMMY_SCALES."""
     if scheme.scale == "e8m0":
         return constant(_DUMMY_EXPONENTS[scheme.element])
     return constant(1.0 if scheme.global_scale else DUMMY_SCALES[scheme.element])
 
 
 def length(part: slice) -> int:
+    """Returns the number of elements of a slice."""
     return int(part.stop - part.start)
 
 
 def matrix_part(leaf: Leaf, shard: WeightShard, per: tuple[int, int], dest: Index) -> TensorPart:
-    """A shard's part of a tensor with one element for `per` = (rows, columns)."""
+    """Returns a shard's part of a tensor with one element per `per` = (rows, columns)."""
     (rows, of_rows), (cols, of_cols) = shard.rows.groups(per[0]), shard.cols.groups(per[1])
     shape, source = (rows, cols), (of_rows, of_cols)
     if leaf.transposed:

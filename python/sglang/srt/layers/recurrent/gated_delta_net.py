@@ -1,4 +1,4 @@
-"""The gated delta net of a decoder layer (Qwen3-Next, Qwen3.5), from hidden states to hidden states."""
+"""The gated delta net of Qwen3-Next and Qwen3.5."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ RowPieces = list[tuple[str, ShardRange]]
 
 
 class GatedDeltaNet:
-    """[T, H] -> [T, H]: projections to q, k, v, an output gate z and two gates a head; a causal convolution of q, k and
-    v; the gated delta rule; a norm of each head times silu(z), or sigmoid(z); the output projection."""
+    """The gated delta net, [T, H] -> [T, H]: projections to q, k, v, an output gate z and two gates per head; a causal
+    convolution of q, k and v; the gated delta rule; a norm of each head times silu(z) or sigmoid(z); the output
+    projection."""
 
     def __init__(self, scope: Scope, spec: GatedDelta, site: Site) -> None:
         group = scope.groups.attention
@@ -53,6 +54,8 @@ class GatedDeltaNet:
         self.out = RowParallelLinear(out, value_share.scale_dims(spec.value_dim), out.matrix(), group=group)
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -63,13 +66,14 @@ class GatedDeltaNet:
 
 
 class _Rows:
-    """Positions of the rows of this rank's heads in the checkpoint's projections."""
+    """The rows of this rank's heads in the checkpoint's projections."""
 
     def __init__(self, spec: GatedDelta, key_heads: slice, value_heads: slice) -> None:
         self.spec, self.key_heads, self.value_heads = spec, key_heads, value_heads
 
     def sections(self) -> list[tuple[int, slice]]:
-        """(rows before them, rows among them) of q, k and v, of `channel_rows`."""
+        """Returns (rows of the checkpoint before the section, this rank's rows in it) for q, k and v of
+        `channel_rows`."""
         spec = self.spec
         keys = spec.key_heads * spec.key_dim
         own_keys = _scaled(self.key_heads, spec.key_dim)
@@ -90,7 +94,7 @@ class _Rows:
         return self._by_key_head("qkvz", [spec.key_dim, spec.key_dim, group, group])
 
     def gate_rows(self) -> RowPieces:
-        """b of all heads, then a."""
+        """Returns the rows of b of all heads, then of a."""
         spec = self.spec
         if not spec.by_key_head:
             return [(part, exact_share(spec.value_heads, self.value_heads)) for part in ("b", "a")]
@@ -98,8 +102,8 @@ class _Rows:
         return self._by_key_head("ba", [group, group])
 
     def _by_key_head(self, part: str, sizes: list[int]) -> RowPieces:
-        """Returns this rank's rows of a projection that has rows of every size in `sizes` for a key head, then those of
-        the next key head: all rows of the first size, then all of the second, ..."""
+        """Returns this rank's rows of a projection that stores, per key head, rows of every size in `sizes`: all rows
+        of the first size, then all of the second, ..."""
         stride = sum(sizes)
         total, pieces = stride * self.spec.key_heads, []
         for i, size in enumerate(sizes):
@@ -114,7 +118,7 @@ def _scaled(heads: slice, dim: int) -> slice:
 
 
 def _conv_weight(scope: Scope, rows: _Rows, width: int) -> torch.Tensor:
-    """[channels, width], of a checkpoint's [channels, 1, width]."""
+    """Returns the parameter [channels, width] of a checkpoint's [channels, 1, width]."""
     spec, parts, end = rows.spec, {}, 0
     total = 2 * spec.key_heads * spec.key_dim + spec.value_heads * spec.value_dim
     for piece, source in enumerate(rows.channel_rows()):
@@ -124,6 +128,6 @@ def _conv_weight(scope: Scope, rows: _Rows, width: int) -> torch.Tensor:
 
 
 def _per_head(scope: Scope, leaf: str, heads: slice, total: int) -> torch.Tensor:
-    """[heads of the rank] fp32."""
+    """Returns a parameter [heads of the rank] fp32."""
     part = TensorPart((total,), (heads,))
     return scope.param(leaf, (heads.stop - heads.start,), {PartKey(): part}, Init.ONES, torch.float32)

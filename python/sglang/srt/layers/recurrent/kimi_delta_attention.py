@@ -1,4 +1,4 @@
-"""Kimi delta attention of a decoder layer (Kimi Linear), from hidden states to hidden states."""
+"""Kimi delta attention (Kimi Linear, arXiv 2510.26692)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ QKV = ("q", "k", "v")
 
 
 class KimiDeltaAttention:
-    """[T, H] -> [T, H]: projections to q, k and v; a causal convolution of each; the gated delta rule with a decay for
-    each channel of a key; a norm of each head times the sigmoid of a gate; the output projection. Every rank computes
-    the low-rank projections of decays and gates whole."""
+    """Kimi delta attention, [T, H] -> [T, H]: projections to q, k and v; a causal convolution of each; the gated delta
+    rule with a decay per key channel; a norm of each head times a sigmoid gate; the output projection. Every rank
+    computes the low-rank projections of decays and gates completely."""
 
     def __init__(self, scope: Scope, spec: KimiDelta, site: Site) -> None:
         group = scope.groups.attention
@@ -54,6 +54,8 @@ class KimiDeltaAttention:
         self.out = RowParallelLinear(out, rows, out.matrix(), group=group)
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -70,7 +72,7 @@ def _columns(scope: Scope, projections: dict[str, ShardRange]) -> ColumnParallel
 
 
 def _conv_weight(scope: Scope, rows: ShardRange, width: int) -> torch.Tensor:
-    """[channels of q, k and v, width], of a checkpoint's [channels, 1, width] of each."""
+    """Returns the parameter [channels of q, k and v, width] of a checkpoint's [channels, 1, width] each."""
     parts = {
         PartKey(part): TensorPart((rows.total, 1, width), (rows.run,), (slice(i * rows.count, (i + 1) * rows.count),))
         for i, part in enumerate(QKV)
@@ -79,7 +81,7 @@ def _conv_weight(scope: Scope, rows: ShardRange, width: int) -> torch.Tensor:
 
 
 def _a_log(scope: Scope, heads: ShardRange) -> torch.Tensor:
-    """[heads of the rank] fp32, of a checkpoint's [1, 1, heads, 1] or [heads]."""
+    """Returns the parameter [heads of the rank] fp32 of a checkpoint's [1, 1, heads, 1] or [heads]."""
     every = slice(None)
     part = TensorPart((1, 1, heads.total, 1), (every, every, heads.run), other=TensorPart((heads.total,), (heads.run,)))
     return scope.param("A_log", (heads.count,), {PartKey(): part}, Init.ONES, torch.float32)

@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer of a decoder layer (Nemotron-H), from hidden states to hidden states."""
+"""The Mamba-2 mixer (arXiv 2405.21060), as Nemotron-H has it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Mamba2Mixer:
-    """[T, H] -> [T, H]: one projection to the gate, x, B, C and a time step a head; a causal convolution of x, B and C;
-    the recurrence, whose queries are C, keys B and values x; a norm of groups of channels behind the gate; the output
-    projection."""
+    """The Mamba-2 mixer, [T, H] -> [T, H]: one projection to the gate, x, B, C and a time step per head; a causal
+    convolution of x, B and C; the recurrence with queries C, keys B and values x; a norm of groups of channels after
+    the gate; the output projection."""
 
     def __init__(self, scope: Scope, spec: Mamba2, site: Site) -> None:
         values, into, out = spec.num_heads * spec.head_dim, scope.sub("in"), scope.sub("out")
@@ -52,6 +52,8 @@ class Mamba2Mixer:
         self.out = RowParallelLinear(out, inputs, out.matrix(), group=scope.groups.attention)
 
     def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
         return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -62,7 +64,7 @@ class Mamba2Mixer:
 
 
 def _channel_rows(spec: Mamba2, heads: slice, groups: slice) -> list[slice]:
-    """This rank's x, B and C among the channels of the convolution."""
+    """Returns this rank's x, B and C among the channels of the convolution."""
     values, keys = spec.num_heads * spec.head_dim, spec.num_groups * spec.state_dim
     states = slice(groups.start * spec.state_dim, groups.stop * spec.state_dim)
     x = slice(heads.start * spec.head_dim, heads.stop * spec.head_dim)

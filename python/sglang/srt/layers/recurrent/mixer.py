@@ -1,4 +1,4 @@
-"""Common parts of blocks with a recurrent state: convolution and recurrence of a step, over its requests' states."""
+"""Common parts of recurrent blocks: convolution and recurrence of a step over its requests' states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """`norm_heads` leading groups of `head_dim` channels get an L2 norm afterwards."""
+    """Parameters of a causal convolution. The first `norm_heads` groups of `head_dim` channels get an L2 norm
+    afterwards."""
 
     weight: torch.Tensor  # [C, W]
     bias: torch.Tensor | None  # [C]
@@ -42,7 +43,7 @@ class Gates:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Heads of this rank, and the order of their channels: [q, k, v], or as Mamba-2 has them [v, k, q]."""
+    """This rank's heads and the order of their channels: [q, k, v], or for Mamba-2 [v, k, q]."""
 
     key_heads: int
     value_heads: int
@@ -52,18 +53,21 @@ class Heads:
 
     @property
     def keys(self) -> int:
+        """Returns the number of key channels."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
+        """Returns the number of value channels."""
         return self.value_heads * self.value_dim
 
     @property
     def channels(self) -> int:
+        """Returns the number of channels of q, k and v."""
         return 2 * self.keys + self.values
 
     def split(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[T, C] -> q, k [T, Hk, K], v [T, H, V]: views."""
+        """Returns views q, k [T, Hk, K], v [T, H, V] of rows [T, C]."""
         if self.values_first:
             v, k, q = rows.split([self.values, self.keys, self.keys], dim=-1)
         else:
@@ -73,12 +77,12 @@ class Heads:
 
 
 Ragged = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Ragged layout of B requests with runs of tokens: the rows of states that they begin with and those that they leave
-theirs in, [B] int64; the number of tokens before, [B] int32; where each run begins, and the end, [B + 1] int32."""
+"""Ragged layout of B requests with runs of tokens: the slots of their initial states and of their final states, [B]
+int64; the number of tokens before, [B] int32; the start of each run, and the end, [B + 1] int32."""
 
 
 class RecurrentCore:
-    """[T, C] as projected -> [T, H, V], with the states of the batch's requests, which lie by request slot."""
+    """Convolution and recurrence of a layer, [T, C] -> [T, H, V]. The requests' states lie by request slot."""
 
     def __init__(self, scope: Scope, cache: CacheStore, op: str, rule: Rule, heads: Heads) -> None:
         self.cache, self.rule, self.heads = cache, rule, heads
@@ -87,7 +91,7 @@ class RecurrentCore:
         self.num_sms = scope.plan.arch.num_sms
         self.max_rows = scope.plan.max_running_requests * scope.plan.verified_tokens
         self.addresses: dict[tuple[int, ...], torch.Tensor] = {}
-        """Addresses of the tensors of layers whose records begin with this one's, on the device."""
+        """Device arrays of the tensor addresses of records that begin with this layer's."""
         self._kept: tuple[torch.Tensor, ...] = (torch.empty(0),)
 
     def __call__(self, x: torch.Tensor, conv: Convolution, gates: Gates, batch: ForwardBatch) -> torch.Tensor:
@@ -110,7 +114,7 @@ class RecurrentCore:
     def _verify(
         self, x: torch.Tensor, conv: Convolution, gates: Gates, requests: ExtendRows, out: torch.Tensor
     ) -> VerifiedRows:
-        """Leaves the states as they are."""
+        """Computes a verify step without changing the states, and returns its record."""
         slots, cache, kept = requests.req_pool_indices, self.cache, self._kept_rows(x)
         kept_x, convolved, log_decays, betas = (tensor[: len(x)] for tensor in kept)
         self.conv.verify(
@@ -136,9 +140,9 @@ class RecurrentCore:
         return VerifiedRows(cache["state"], cache["conv"], kept_x, k, v, log_decays, betas)
 
     def _kept_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns x and what is convolved of it [N, C], decays and gates in fp32, at fixed addresses: each graph of
-        verified steps would keep its own otherwise. N is the most tokens of a step so far; what earlier records refer
-        to they keep."""
+        """Returns buffers for x and the convolved x [N, C], decays and gates in fp32, shared by all graphs of verify
+        steps, which would otherwise keep one each. N is the largest step so far; earlier records keep their own
+        buffers."""
         if len(x) > len(self._kept[0]):
             rows, heads = max(len(x), self.max_rows), self.heads
             decays = (heads.value_heads, heads.key_dim) if self.rule.by_channel else (heads.value_heads,)
@@ -187,7 +191,7 @@ class RecurrentCore:
         ragged: Ragged,
         out: torch.Tensor,
     ) -> None:
-        """x [T, C] -> convolved [T, C], out [T, H, V]; the states are those of `ragged`."""
+        """Fills convolved [T, C] and out [T, H, V] from x [T, C]; `ragged` gives the states."""
         cache = self.cache
         self.conv.extend(x, conv.weight, conv.bias, cache["conv"], *ragged, convolved, conv.norm_heads, conv.head_dim)
         self.recurrence.extend(

@@ -1,7 +1,7 @@
-"""Recurrent layers in plain torch: the CPU's kernels, and the references that the others are tested against.
+"""Recurrent layers in plain torch: the CPU kernels, and the references for tests.
 
-Math is done in fp32 (fp64 where the inputs are) and cast back. Tokens are taken one after another, so that the result
-does not depend on how a prompt is cut into steps.
+Math is done in fp32 (fp64 for fp64 inputs) and cast back. Tokens are processed one by one, so the result does not
+depend on how a prompt is cut into steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def gates(
     rule: Rule, a: torch.Tensor, b: torch.Tensor | None, a_log: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """a, b [.., H], a_log and dt_bias [H] -> (log of the decay, weight of the new value) [.., H]. With decays by
-    channel a is [.., H, K], dt_bias [H, K], and the first of the results [.., H, K]."""
+    """Returns (log decay, weight of the new value), each [.., H], of a, b [.., H], a_log and dt_bias [H]. With decays
+    by channel a and the log decay are [.., H, K] and dt_bias [H, K]."""
     if rule.by_channel:
         assert b is not None
         return channel_decay(rule, a, a_log, dt_bias), _wide(b).sigmoid()
@@ -40,7 +40,7 @@ def gates(
 
 
 def channel_decay(rule: Rule, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    """a [.., H, K], a_log [H], dt_bias [H, K] -> the log of each channel's decay [.., H, K]."""
+    """Returns the log decay of each channel [.., H, K] of a [.., H, K], a_log [H], dt_bias [H, K]."""
     rate, shifted = _wide(a_log).exp()[:, None], _wide(a) + _wide(dt_bias)
     if rule.lower_bound:
         return rule.lower_bound * (rate * shifted).sigmoid()
@@ -57,8 +57,8 @@ def recurrence(
     beta: torch.Tensor,
     skip: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: state [.., H, K, V], q and k [.., Hk, K], v [.., H, V], log_decay [.., H] or by channel [.., H, K],
-    beta [.., H] -> (output [.., H, V], the state after it)."""
+    """Processes one token; returns (output [.., H, V], the new state). state [.., H, K, V], q and k [.., Hk, K], v [..,
+    H, V], log_decay [.., H] or by channel [.., H, K], beta [.., H]."""
     group = v.shape[-2] // k.shape[-2]
     q, k = (_wide(x).repeat_interleave(group, dim=-2) for x in (q, k))
     v = _wide(v)
@@ -173,7 +173,7 @@ def commit_states(
 def _convolved(
     window: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm_heads: int, head_dim: int
 ) -> torch.Tensor:
-    """window [W - 1 + T, C], weight [C, W] -> [T, C]."""
+    """Returns the convolution [T, C] of window [W - 1 + T, C] by weight [C, W]."""
     width = weight.shape[1]
     tokens = window.shape[0] - width + 1
     total = sum(_wide(window[tap : tap + tokens]) * _wide(weight[:, tap]) for tap in range(width))
@@ -272,9 +272,9 @@ def gated_rmsnorm(
     gate_first: bool = False,
     sigmoid: bool = False,
 ) -> torch.Tensor:
-    """x [T, groups, size], gate [T, groups * size] -> [T, groups * size]: each group normed by itself, times
-    silu(gate), or sigmoid(gate) with `sigmoid`, which comes before the norm with `gate_first`. weight: [size] for all
-    groups, or [groups * size]."""
+    """Returns [T, groups * size] of x [T, groups, size], gate [T, groups * size]: the norm of each group, times
+    silu(gate) or with `sigmoid` sigmoid(gate); with `gate_first` the gate is applied before the norm. weight: [size]
+    for all groups, or [groups * size]."""
     values, gate = _wide(x), _wide(gate)
     factor = (gate.sigmoid() if sigmoid else F.silu(gate)).view(x.shape)
     if gate_first:
@@ -285,12 +285,12 @@ def gated_rmsnorm(
 
 
 def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x, gate [T, Hq * D] -> x * sigmoid(gate)."""
+    """Returns x * sigmoid(gate); x, gate [T, Hq * D]."""
     return (_wide(x) * _wide(gate).sigmoid()).to(x.dtype)
 
 
 def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, Hq * D], gate [T, Hq] -> each head times sigmoid of its gate."""
+    """Returns x [T, Hq * D] with each head times the sigmoid of its gate [T, Hq]."""
     heads = _wide(x).unflatten(1, (gate.shape[1], -1))
     return (heads * _wide(gate).sigmoid()[..., None]).flatten(1).to(x.dtype)
 

@@ -1,7 +1,7 @@
-"""What layers with a recurrent state keep of a step that verifies draft tokens, until it is known which tokens stand.
+"""Records of verify steps for layers with a recurrent state, kept until it is known which tokens are accepted.
 
-The states of all layers of a kind then go on by these tokens in one launch. The alternative is a ring of k states a
-request: Qwen3-Next's layer would write 2 MiB for each token, and keeps 32 KiB.
+Then the states of all layers of a kind are advanced by the accepted tokens in one launch. The alternative, a ring of k
+states per request, would write 2 MiB per token in a layer of Qwen3-Next, where a record takes 32 KiB.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRecords:
-    """Implements StateRecord for layers that are alike: k tokens of each of B requests."""
+    """Implements StateRecord for layers of the same shape: k tokens of each of B requests."""
 
     conv: ConvKernels
     recurrence: RecurrenceKernels
@@ -28,7 +28,7 @@ class RecurrentRecords:
     requests: ExtendRows
     layers: list[VerifiedRows]
     sent: dict[tuple[int, ...], torch.Tensor]
-    """Addresses that are on the device already: of layers whose records begin with the first of these."""
+    """Tensor addresses that are on the device already, shared by records that begin with the same layer."""
     copied: bool = False
 
     def commit(self, counts: torch.Tensor) -> None:
@@ -40,8 +40,8 @@ class RecurrentRecords:
         self.recurrence.commit(self.rule, layers, addresses, slots, counts, width)
 
     def _addresses(self, device: torch.device) -> torch.Tensor:
-        """Returns the addresses of the layers' tensors [L, 7] int64 on the device. Those of a copy do not come again;
-        the others are fixed, so that a graph finds what was sent before it was captured."""
+        """Returns the addresses of the layers' tensors [L, 7] int64 on the device. Those of a copy are used once; the
+        others are fixed and cached, so that a graph reads what was sent before its capture."""
         numbers = tuple(address for layer in self.layers for address in layer.addresses())
         if self.copied:
             return _sent(numbers, len(self.layers), device)
@@ -65,7 +65,7 @@ def _sent(numbers: tuple[int, ...], layers: int, device: torch.device) -> torch.
 
 
 def join_records(records: list[StateRecord], added: RecurrentRecords) -> None:
-    """Adds the layers of a record to the records of a step: to those of layers like them where there are any."""
+    """Adds a record's layers to a record of the same shape in `records`, or adds the record itself."""
     for record in records:
         if isinstance(record, RecurrentRecords) and record.like(added):
             record.layers.extend(added.layers)

@@ -1,4 +1,4 @@
-"""Rules of recurrence: how the state of a head forgets and what it takes up."""
+"""Rules of recurrence: how a head's state decays and takes up values."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule by which a state changes. With `delta` it is the gated delta rule (arXiv 2412.06464): a value replaces what
-    its key had. Without, it is state-space duality (Mamba-2, arXiv 2405.21060): a value is added, weighted by a time
-    step within [dt_min, dt_max].
+    """The rule by which a state changes. With `delta` it is the gated delta rule (arXiv 2412.06464): a value replaces
+    the one stored for its key. Without, it is state-space duality (Mamba-2, arXiv 2405.21060): a value is added,
+    weighted by a time step within [dt_min, dt_max].
 
-    `scale` multiplies the queries. With `by_channel` each channel of a head's keys forgets at a rate of its own (Kimi
-    delta attention, arXiv 2510.26692); the log of a decay then lies between `lower_bound` and 0, by a sigmoid in place
-    of softplus, or with `lower_bound` 0 anywhere below 0.
+    `scale` multiplies the queries. With `by_channel` each key channel has its own decay (Kimi delta attention, arXiv
+    2510.26692). Its log lies between `lower_bound` and 0, by a sigmoid instead of softplus, or is unbounded if
+    `lower_bound` is 0.
     """
 
     delta: bool
@@ -25,8 +25,10 @@ class Rule:
 
 
 def gated_delta_rule(key_dim: int) -> Rule:
+    """Returns the rule of the gated delta net."""
     return Rule(delta=True, scale=key_dim**-0.5)
 
 
 def kimi_delta_rule(key_dim: int, lower_bound: float) -> Rule:
+    """Returns the rule of Kimi delta attention."""
     return Rule(delta=True, scale=key_dim**-0.5, by_channel=True, lower_bound=lower_bound)

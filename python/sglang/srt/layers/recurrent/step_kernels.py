@@ -1,6 +1,6 @@
-"""Interface of a recurrent layer's kernels: one function for prompts, one for a token of each request, and two for a
-step that verifies draft tokens: `verify` leaves the states as they are, and `commit` lets those of many layers go on by
-the tokens that stand."""
+"""The interface of a recurrent layer's kernels: `extend` for prompts, `decode` for one token per request, `verify` for
+draft tokens, which leaves the states unchanged, and `commit`, which advances the states of many layers by accepted
+tokens."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ Commit = TypeVar("Commit", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class StepKernels(Generic[Extend, Decode, Verify, Commit]):
+    """The four kernels of a convolution or recurrence."""
+
     extend: Extend
     decode: Decode
     verify: Verify
@@ -28,8 +30,8 @@ class StepKernels(Generic[Extend, Decode, Verify, Commit]):
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:
-    """What a layer keeps of a step of T tokens that its states do not have yet, and these states. k and v are parts of
-    the same rows."""
+    """A layer's record of a verify step of T tokens, with the states to be advanced. k and v are views of the same
+    rows."""
 
     states: torch.Tensor  # [slots, H, K, V]
     conv_states: torch.Tensor  # [slots, W - 1, C]
@@ -40,16 +42,16 @@ class VerifiedRows:
     betas: torch.Tensor  # [T, H] fp32
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Returns all of them, in the order of the fields."""
+        """Returns all tensors in field order."""
         return self.states, self.conv_states, self.x, self.k, self.v, self.log_decays, self.betas
 
     def addresses(self) -> tuple[int, ...]:
-        """Returns where each tensor begins."""
+        """Returns the data pointer of each tensor."""
         return tuple(tensor.data_ptr() for tensor in self.tensors())
 
     def copy(self) -> VerifiedRows:
-        """Returns rows that later steps leave as they are, with the same states. Strides stay: a clone of k would have
-        other rows than one of v."""
+        """Returns a copy that later steps do not change, over the same states. It keeps strides, because clones of the
+        views k and v would have different ones."""
         x, k, v, log_decays, betas = (
             tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor) for tensor in self.tensors()[2:]
         )
@@ -57,7 +59,7 @@ class VerifiedRows:
 
 
 class ConvExtend(Protocol):
-    """`triton_ops.causal_conv.causal_conv_extend` says what the arguments are."""
+    """Signature of `triton_ops.causal_conv.causal_conv_extend`."""
 
     def __call__(
         self,
@@ -76,6 +78,8 @@ class ConvExtend(Protocol):
 
 
 class ConvDecode(Protocol):
+    """Signature of `triton_ops.causal_conv.causal_conv_decode`."""
+
     def __call__(
         self,
         x: torch.Tensor,
@@ -90,7 +94,7 @@ class ConvDecode(Protocol):
 
 
 class ConvVerify(Protocol):
-    """`triton_ops.causal_conv.causal_conv_verify` says what the arguments are."""
+    """Signature of `triton_ops.causal_conv.causal_conv_verify`."""
 
     def __call__(
         self,
@@ -107,7 +111,7 @@ class ConvVerify(Protocol):
 
 
 class ConvCommit(Protocol):
-    """`triton_ops.commit.commit_conv` says what the arguments are."""
+    """Signature of `triton_ops.commit.commit_conv`."""
 
     def __call__(
         self,
@@ -120,7 +124,7 @@ class ConvCommit(Protocol):
 
 
 class RecurrenceExtend(Protocol):
-    """`triton_ops.recurrence.recurrence_extend` says what the arguments are."""
+    """Signature of `triton_ops.recurrence.recurrence_extend`."""
 
     def __call__(
         self,
@@ -144,6 +148,8 @@ class RecurrenceExtend(Protocol):
 
 
 class RecurrenceDecode(Protocol):
+    """Signature of `triton_ops.recurrence.recurrence_decode`."""
+
     def __call__(
         self,
         rule: Rule,
@@ -163,7 +169,7 @@ class RecurrenceDecode(Protocol):
 
 
 class RecurrenceVerify(Protocol):
-    """`triton_ops.recurrence.recurrence_verify` says what the arguments are."""
+    """Signature of `triton_ops.recurrence.recurrence_verify`."""
 
     def __call__(
         self,
@@ -185,7 +191,7 @@ class RecurrenceVerify(Protocol):
 
 
 class RecurrenceCommit(Protocol):
-    """`triton_ops.commit.commit_states` says what the arguments are."""
+    """Signature of `triton_ops.commit.commit_states`."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""What stands between the two products of a feed-forward block. References of the same names: `native_ops`."""
+"""The activation between the two products of a feed-forward block. References of the same names: `native_ops`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GELU_CUBIC = 0.044715 * GELU_SLOPE
 
 
 def gate_constants(activation: Activation) -> dict[str, float | bool]:
-    """The constants for which kernels with an activation inside are specialized."""
+    """Returns the constants for which kernels with a fused activation are specialized."""
     tanh = activation.function == GELU_TANH
     return {
         "ALPHA": GELU_SLOPE if tanh else activation.alpha,
@@ -71,7 +71,7 @@ def activation_kernel(
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """x [..., 2I], or without a gate [..., I] (last dim contiguous) -> [..., I]."""
+    """Returns the activation [..., I] of x [..., 2I], or without a gate of [..., I] (last dim contiguous)."""
     rows = x.reshape(-1, x.shape[-1])
     size = rows.shape[1] // (2 if activation.gated else 1)
     out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
@@ -85,15 +85,15 @@ def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [..., 2I] -> silu(first half) * second half [..., I]."""
+    """Returns silu(first half) * second half [..., I] of x [..., 2I]."""
     return activate(x, SILU)
 
 
 def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """x [..., 2I] -> the tanh form of gelu(first half) * second half [..., I]."""
+    """Returns gelu(first half) * second half [..., I] of x [..., 2I], with the tanh form of gelu."""
     return activate(x, GELU)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
-    """x [..., I] -> the square of what is positive [..., I]."""
+    """Returns relu(x) squared."""
     return activate(x, RELU2)

@@ -45,9 +45,9 @@ def decode_inputs(
     next_tokens: torch.Tensor,
     req_to_token: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """slots, out_cache_loc [B] int64; seq_lens [B] int32; next_tokens [R] int64; req_to_token [1 + W, R, context]
-    int32, contiguous all: enters the new tokens' slots in the first table -> input ids and positions [B], and their
-    slots in the other tables [W, B], int64."""
+    """Writes the new tokens' slots into the first table; returns input ids and positions [B], and the slots in the
+    other tables [W, B], int64. slots, out_cache_loc [B] int64; seq_lens [B] int32; next_tokens [R] int64; req_to_token
+    [1 + W, R, context] int32; all contiguous."""
     num_reqs = len(slots)
     num_tables, num_rows, context_len = req_to_token.shape
     input_ids, positions = torch.empty_like(slots), torch.empty_like(slots)

@@ -133,7 +133,7 @@ def verify_inputs(
     req_to_token: torch.Tensor,
     width: int,
 ) -> VerifyInputs:
-    """As `native_draft_rows.verify_inputs`, of contiguous tensors."""
+    """Does as `native_draft_rows.verify_inputs`, for contiguous tensors."""
     num_reqs, num_tokens = len(slots), len(slots) * width
     num_tables, num_rows, context_len = req_to_token.shape
     device = slots.device
@@ -155,7 +155,7 @@ def verify_inputs(
 def draft_inputs(
     slots: torch.Tensor, first: torch.Tensor, ends: torch.Tensor, req_to_token: torch.Tensor, width: int
 ) -> DraftInputs:
-    """As `native_draft_rows.draft_inputs`, of contiguous tensors."""
+    """Does as `native_draft_rows.draft_inputs`, for contiguous tensors."""
     num_reqs, num_tokens = len(slots), len(slots) * width
     num_tables, num_rows, context_len = req_to_token.shape
     locs = _locs(num_tables, num_tokens, slots.device)
@@ -177,7 +177,7 @@ def accept_drafts(
     lens: torch.Tensor,
     forced: torch.Tensor | None = None,
 ) -> AcceptedDrafts:
-    """As `native_draft_rows.accept_drafts`, of contiguous tensors."""
+    """Does as `native_draft_rows.accept_drafts`, for contiguous tensors."""
     num_reqs, width = tokens.shape
     device = slots.device
     counts, new_lens = _lengths(num_reqs, device), _lengths(num_reqs, device)
@@ -191,7 +191,7 @@ def accept_drafts(
 
 
 def _locs(num_tables: int, num_tokens: int, device: torch.device) -> torch.Tensor:
-    """[tables, >= tokens] int64. Each row begins where kernels expect indices to begin: at a multiple of 16 bytes."""
+    """Returns [tables, >= tokens] int64 whose rows begin at multiples of 16 bytes, as kernels expect of indices."""
     return torch.empty((num_tables, triton.cdiv(num_tokens, 16) * 16), dtype=torch.int64, device=device)
 
 

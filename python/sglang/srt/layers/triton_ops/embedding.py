@@ -27,7 +27,8 @@ def embedding_rows_kernel(ids, weight, out, first, num_rows, size, BLOCK: tl.con
 
 
 def embedding_rows(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
-    """ids [T] int64, weight [N, H] contiguous: rows of the tokens from `first` on -> [T, H], zeros for other tokens."""
+    """Returns [T, H] of ids [T] int64 from weight [N, H] contiguous, the rows of tokens from `first` on; zeros for
+    other tokens."""
     num_rows, size = weight.shape
     out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     if len(ids):

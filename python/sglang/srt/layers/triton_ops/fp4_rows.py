@@ -109,7 +109,7 @@ def load_fp4(
 
 
 def group_block(dim: int) -> int:
-    """The power of two of groups that a row of `dim` columns takes."""
+    """Returns the number of groups of a row of `dim` columns, rounded up to a power of two."""
     return triton.next_power_of_2(dim // GROUP)
 
 

@@ -112,7 +112,7 @@ def bend_launch(width: int) -> dict[str, int]:
 def place_and_norm(
     streams: torch.Tensor, out: torch.Tensor | None, placement: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """As the reference: streams, placement and weight contiguous; rows of `out` may lie apart."""
+    """Does as the reference; streams, placement and weight contiguous; the row stride of `out` is free."""
     num_tokens, num, size = streams.shape
     normed = torch.empty_like(streams)
     if num_tokens:
@@ -125,7 +125,7 @@ def place_and_norm(
 
 
 def bend(products: torch.Tensor, rank: int, streams: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference; rows of `products` may lie apart."""
+    """Does as the reference; the row stride of `products` is free."""
     num_tokens, width = products.shape
     low = torch.empty((num_tokens, rank), dtype=products.dtype, device=products.device)
     placement = torch.empty((num_tokens, width - rank), dtype=torch.float32, device=products.device)
@@ -138,7 +138,7 @@ def bend(products: torch.Tensor, rank: int, streams: int) -> tuple[torch.Tensor,
 
 
 def mix_streams(gates: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-    """As the reference: normed contiguous; rows of `gates` may lie apart."""
+    """Does as the reference; normed contiguous; the row stride of `gates` is free."""
     num_tokens, num, size = normed.shape
     out = torch.empty((num_tokens, size), dtype=normed.dtype, device=normed.device)
     if num_tokens:

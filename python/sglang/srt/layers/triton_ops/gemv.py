@@ -73,14 +73,14 @@ def gemv_kernel(
 
 
 def supports(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """One row of 2-byte floats, long enough, and rows of w begin at multiples of 16 elements."""
+    """Returns whether x is one row of 2-byte floats, long enough, and rows of w begin at multiples of 16 elements."""
     size = x.shape[-1]
     one_row = x.numel() == size and x.element_size() == 2
     return one_row and size >= LEAST_K and size % ROW_MULTIPLE == 0 and w.is_contiguous()
 
 
 def tile_for(num_cols: int, size: int) -> GemvTile:
-    """The tile for w [num_cols, size]."""
+    """Returns the tile for w [num_cols, size]."""
     if num_cols > WHOLE_ROWS:
         return TILE
     return next((tile for tile in WHOLE_ROW_TILES if tile["BLOCK_K"] >= size), WHOLE_ROW_TILES[-1])
@@ -93,8 +93,8 @@ def gemv(
     out_dtype: torch.dtype | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [..., K] with one row, w [N, K] contiguous in x's type or fp32, bias [N] -> [..., N] in the dtype of x, or in
-    `out_dtype`. `tile` forces one."""
+    """Returns x @ w^T + bias for one row of x [..., K], w [N, K] contiguous in x's dtype or fp32, bias [N], in x's
+    dtype or `out_dtype`. `tile` forces one."""
     num_cols, size = w.shape
     tile = tile or tile_for(num_cols, size)
     out = torch.empty((*x.shape[:-1], num_cols), dtype=out_dtype or x.dtype, device=x.device)

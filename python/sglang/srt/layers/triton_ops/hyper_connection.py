@@ -296,7 +296,7 @@ def split_counts(num_tokens: int, streams: int, size: int) -> tuple[int, int]:
 
 
 def join_launch(num_splits: int, size: int) -> dict[str, int]:
-    """Block sizes and warps of `join_streams_kernel`: the parts of TOKENS tokens fit into registers."""
+    """Returns block sizes and warps of `join_streams_kernel`: the parts of TOKENS tokens fit into registers."""
     block, splits = triton.next_power_of_2(size), max(8, triton.next_power_of_2(num_splits))
     warps = min(16, max(4, block // 512))
     return {"BLOCK": block, "SPLITS": splits, "TOKENS": max(1, 128 // splits), "num_warps": warps}
@@ -315,7 +315,7 @@ def hyper_connection(
     rounds: int,
     lagged: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As the reference, for streams [T, N, H] in bfloat16, contiguous, N a power of two."""
+    """Does as the reference, for streams [T, N, H] in bfloat16, contiguous, N a power of two."""
     num_tokens, num, size = streams.shape
     outputs = matrix.shape[0]
     mix = outputs > num

@@ -1,4 +1,4 @@
-"""What the indexer does to a token's key and queries before they are scored: norm of the key, rotary embedding of both.
+"""Preparation of an indexer's keys and queries: layer norm of the key, RoPE of both.
 
 Reference: `native_sparse_ops.index_norm_rope`.
 """
@@ -86,8 +86,8 @@ def index_norm_rope_kernel(
 
 
 def launch_constants(dim: int, rot_dim: int, heads: int) -> dict[str, int]:
-    """Of `heads` heads a program. No more threads than pairs: a pair held by two warps could be read by one after the
-    other has rewritten it."""
+    """Returns block sizes and warps for `heads` heads per program. Threads are at most as many as pairs: a pair held by
+    two warps could be read by one after the other has overwritten it."""
     half_block = triton.next_power_of_2(rot_dim // 2)
     return {
         "HEADS": heads,
@@ -108,9 +108,9 @@ def index_norm_rope(
     eps: float,
     is_neox_style: bool = True,
 ) -> torch.Tensor:
-    """keys [T, D] (rows may lie apart); queries [N, H, D] contiguous, of the tokens from first_query on, or None: their
-    first rot dims are rotated in place; positions [T]; cos_sin [max_pos, rot] fp32; weight and bias [D] fp32 -> keys
-    [T, D], normed and rotated."""
+    """Returns keys [T, D] (row stride free) normalized and rotated; rotates the first rot dims of queries [N, H, D]
+    contiguous, of the tokens from first_query on, in place (None: no queries). positions [T]; cos_sin [max_pos, rot]
+    fp32; weight, bias [D] fp32."""
     num_tokens, dim = keys.shape
     normed = torch.empty((num_tokens, dim), dtype=keys.dtype, device=keys.device)
     if num_tokens == 0:

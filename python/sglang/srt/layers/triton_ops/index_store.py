@@ -1,6 +1,7 @@
-"""What the indexer does to keys and queries before they are multiplied: Hadamard's turn and e4m3.
+"""Quantization of an indexer's keys and queries: Hadamard rotation and e4m3.
 
-The turn spreads outliers over all 128 columns; as queries and keys are turned alike, no product changes. References:
+The rotation spreads outliers over all 128 columns; since queries and keys are rotated alike, products do not change.
+References:
 `native_sparse_ops.index_key_store` and `index_queries`.
 """
 
@@ -82,8 +83,9 @@ def index_queries_kernel(
 def index_key_store(
     keys: torch.Tensor, cache: torch.Tensor, scales: torch.Tensor | None, out_cache_loc: torch.Tensor
 ) -> None:
-    """keys [T, 128] of 16 bits (rows may lie apart) into cache [S, 1, 128] at out_cache_loc [T]; negative places are
-    left out. With scales [S, 1] fp32 the cache is e4m3 and keys are turned; otherwise they take the cache's type."""
+    """Stores keys [T, 128] of 16 bits (row stride free) in cache [S, 1, 128] at out_cache_loc [T], skipping negative
+    places. With scales [S, 1] fp32 the cache is e4m3 and keys are rotated; otherwise they are cast to the cache's
+    dtype."""
     if (scales is not None) != (cache.dtype == torch.float8_e4m3fn):
         raise TypeError(f"an index cache in {cache.dtype}, with scales: {scales is not None}; only e4m3 has scales")
     num_rows, dim = keys.shape
@@ -97,9 +99,9 @@ def index_key_store(
 def index_queries(
     q: torch.Tensor, weights: torch.Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [T, H, 128] of 16 bits and head weights [T, H] (rows of both may lie apart) -> queries [T, H, 128] of `dtype`,
-    e4m3 turned by Hadamard's matrix or 16 bits as they are, and weights [T, H] fp32 with `scale` and the queries'
-    scales in them."""
+    """Returns queries [T, H, 128] of `dtype`, rotated for e4m3 or unchanged in 16 bits, and weights [T, H] fp32 that
+    include `scale` and the queries' scales, from q [T, H, 128] of 16 bits and head weights [T, H] (row strides
+    free)."""
     if dtype != torch.float8_e4m3fn:
         return q.to(dtype).contiguous(), weights.float() * scale
     num_tokens, heads, dim = q.shape

@@ -52,8 +52,8 @@ def latent_pack_store_kernel(
 
 
 def latent_pack_store(entries: torch.Tensor, cache: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
-    """entries [T, 576] (rows may lie apart) into cache [S, 1, 656] uint8, whose slots lie together, at out_cache_loc
-    [T]."""
+    """Stores entries [T, 576] (row stride free) packed in cache [S, 1, 656] uint8, with contiguous slots, at
+    out_cache_loc [T]."""
     if cache.shape[-1] != PACKED_BYTES or cache.stride(0) != PACKED_BYTES:
         raise ValueError(f"packed latents lie {PACKED_BYTES} bytes apart, not {cache.stride(0)}")
     if len(entries):

@@ -116,7 +116,7 @@ NARROW_KINDS = frozenset({"scaled", "group128", "mx"})
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
-    """The rows of a kind on a GPU with these features (of ArchTraits)."""
+    """Returns the tiles of a kind on a GPU with these features (of ArchTraits)."""
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
@@ -125,8 +125,8 @@ def _num_tiles(tile: ScaledTile, num_rows: int, num_cols: int) -> int:
 
 
 def smaller_tiles(tile: ScaledTile, kind: str) -> tuple[ScaledTile, ...]:
-    """The tiles to which a launch steps down should `tile` not fit: the tiles of every GPU that give no larger block of
-    the result, largest first, and the last resort, which takes less shared memory than any other."""
+    """Returns the fallbacks if `tile` does not launch: the tiles of every GPU with no larger result block, largest
+    first, and last the one with the least shared memory."""
 
     def fits(other: ScaledTile) -> bool:
         fewer_rows = other["BLOCK_M"] <= tile["BLOCK_M"]
@@ -137,18 +137,18 @@ def smaller_tiles(tile: ScaledTile, kind: str) -> tuple[ScaledTile, ...]:
 
 
 def last_resort(kind: str) -> ScaledTile:
-    """The smallest tile with two stages."""
+    """Returns the smallest tile with two stages."""
     return TILES[kind][0].tile | {"num_stages": 2}
 
 
 def swaps(tile: Tile, features: Collection[str]) -> bool:
-    """Whether the weights are the first operand of the matrix instruction."""
+    """Returns whether the weights are the first operand of the matrix instruction."""
     return "wgmma" in features and tile["BLOCK_M"] < 64 <= tile["BLOCK_N"]
 
 
 def num_splits(num_rows: int, num_tiles: int, cols: int, num_sms: int, features: Collection[str] = ()) -> int:
-    """Into how many parts K is split: for few rows so that two programs an SM read the weights, for up to NARROW_ROWS
-    (without wgmma) so that every SM has something to do."""
+    """Returns into how many parts K is split: for few rows so that two programs per SM read the weights, for up to
+    NARROW_ROWS (without wgmma) so that every SM has work."""
     if num_rows <= SPLIT_ROWS:
         wanted, least = 2 * max(num_sms, 1) // num_tiles, MIN_SPLIT_COLS
     elif num_rows <= NARROW_ROWS and "wgmma" not in features:
@@ -166,14 +166,15 @@ FEW, MANY, LIBRARY = "few rows", "tiles", "torch"
 
 
 def triton_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
-    """The tile configs of Triton's products, for each of the need's weights."""
+    """Returns the tile configs of Triton's products for each of the need's weights."""
     scheme = SCHEMES[need.quant or ""]
     source = f"linear_tiles.{_source(product_of(scheme, arch.features).kind, arch.features)}"
     return OpTileConfigs({shape: tile_configs_of(scheme, shape, arch) for shape in _multiplied(need)}, source)
 
 
 def library_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
-    """The same with torch's scaled product for steps of SCALED_MM_ROWS tokens and more, where it takes the weight."""
+    """Returns the same with torch's scaled product for steps of at least SCALED_MM_ROWS tokens, if it supports the
+    weight."""
     by_triton = triton_tile_configs(need, arch)
     by_shape = dict(by_triton.by_shape)
     for shape in _multiplied(need):
@@ -183,26 +184,26 @@ def library_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
 
 
 def _multiplied(need: Need) -> tuple[Shape, ...]:
-    """The need's shapes as products have them: a bias may also be added behind the sum over the ranks."""
+    """Returns the need's shapes as products see them, since a bias may also be added after the all-reduce."""
     shapes = ((rows, cols, kept) for rows, cols, bias in need.shapes for kept in (False, bias))
     return tuple(dict.fromkeys(shapes))
 
 
 def library_takes(scheme: Scheme, shape: Shape) -> bool:
-    """Whether the library takes the product: in blocks there is no bias, and they divide the columns."""
+    """Returns whether the library supports the product: scales in blocks allow no bias and must divide the columns."""
     rows, cols, bias = shape
     blocks = scheme.group[1]
     return not rows % ALIGNED and not cols % ALIGNED and not (blocks and (cols % blocks or bias))
 
 
 def cut_at(configs: TileConfigs, max_tokens: int) -> TileConfigs:
-    """The tile configs of up to `max_tokens` tokens."""
+    """Returns the tile configs for up to `max_tokens` tokens."""
     kept = [config for config in configs if config.max_tokens < max_tokens]
     return (*kept, replace(configs[len(kept)], max_tokens=max_tokens))
 
 
 def tile_configs_of(scheme: Scheme, shape: Shape, arch: ArchTraits) -> TileConfigs:
-    """The tile configs of one weight."""
+    """Returns the tile configs of one weight."""
     rows, cols, _ = shape
     product, features = product_of(scheme, arch.features), arch.features
     table, why = tile_rows(product.kind, features), _source(product.kind, features)
@@ -242,7 +243,8 @@ def few_tile(product: ScaledProduct, bits: int) -> PairTile:
 
 
 def few_cut(product: ScaledProduct, bits: int, rows: int, cols: int) -> ScaledTile:
-    """The tile of a weight [rows, cols]. EARLY: steps whose weights are loaded before the kernel waits for x."""
+    """Returns the tile of a weight [rows, cols]. EARLY: steps whose weights are loaded before the kernel waits for x
+    (PDL)."""
     pair_tile = few_tile(product, bits)
     tile = pair_cut(product, pair_tile, rows, cols)
     return tile | {"EARLY": min(early_steps(pair_tile, tile["COLS"]), -(-cols // tile["COLS"]))}

@@ -52,13 +52,13 @@ def fused_add_rmsnorm_kernel(
 
 
 def row_launch(size: int) -> dict[str, int]:
-    """Block and warps for rows of `size` elements: 8 elements (16 bytes of bf16) a thread, up to 16 warps."""
+    """Returns block and warps for rows of `size` elements: 8 elements (16 bytes of bf16) per thread, up to 16 warps."""
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., H] (last dim contiguous), weight [H] -> [..., H]."""
+    """Returns the RMS norm of x [..., H] (last dim contiguous) times weight [H]."""
     size = x.shape[-1]
     rows = x.reshape(-1, size)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -72,7 +72,7 @@ def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def fused_add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual [T, H] -> (norm of the sum, the sum), written over x and residual."""
+    """Returns (norm of x + residual, x + residual), [T, H] each, written over x and residual."""
     num_tokens, size = x.shape
     if num_tokens:
         fused_add_rmsnorm_kernel[(num_tokens,)](

@@ -73,8 +73,8 @@ def launch(size: int, form: RowForm) -> dict[str, int]:
 def add_rmsnorm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, form: RowForm
 ) -> tuple[QuantizedActivations, torch.Tensor]:
-    """x, residual [T, H] -> (norm of the sum, the sum), written over x and residual, and the norm quantized as `form`
-    says."""
+    """Returns (norm of x + residual, x + residual), written over x and residual [T, H]; the norm is also quantized as
+    `form` says."""
     num_tokens, size = x.shape
     num_groups = 1 if form == "token" else triton.cdiv(size, GROUP)
     data = torch.empty((num_tokens, size), dtype=torch.float8_e4m3fn, device=x.device)

@@ -1,4 +1,4 @@
-"""Parts of a softmax on their way between ranks, and what is made of those that have arrived.
+"""Packing and merging of partial attention outputs that ranks exchange (DCP).
 
 A row of a message is a head's part of one token, and behind its columns the logarithm of the sum of its exponentials as
 three numbers of the message's type, the first of them nearest to it: added up they have the 24 bits of fp32.
@@ -109,14 +109,14 @@ def merge_parts_kernel(
 
 
 def launch_constants(dims: int, dtype: torch.dtype) -> dict[str, int]:
-    """Block size and warps of both kernels for parts of `dims` columns."""
+    """Returns block size and warps of both kernels for parts of `dims` columns."""
     block = triton.next_power_of_2(dims)
     return {"DIMS": dims, "EXTRA": LSE_BYTES // dtype.itemsize, "BLOCK": block, "num_warps": 1 if block <= 128 else 2}
 
 
 def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tensor:
-    """parts [T, ranks * H, D] and lse [T, ranks * H] fp32, contiguous, of this rank's tokens for the heads of each rank
-    -> [ranks, T, H, D + extra], a message for each. Parts whose logarithm is -inf count as zeros."""
+    """Returns a message [ranks, T, H, D + extra] with each rank's heads of parts [T, ranks * H, D] and lse [T, ranks *
+    H] fp32, contiguous. Parts with log-sum-exp -inf become zeros."""
     num_tokens, heads_of_all, dims = parts.shape
     launch = launch_constants(dims, parts.dtype)
     heads = heads_of_all // ranks
@@ -129,8 +129,8 @@ def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tens
 
 
 def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.Tensor) -> None:
-    """received [ranks, T, H, D + extra], contiguous, from each rank -> out [T, H, D] of all tokens, zeros where nobody
-    has one. sinks [H] fp32: one more logit a head, without a value."""
+    """Fills out [T, H, D] from messages received [ranks, T, H, D + extra], contiguous; zeros if no rank has a token.
+    sinks [H] fp32: one more logit per head, without a value."""
     ranks, num_tokens, heads, _ = received.shape
     if out.numel():
         launch = launch_constants(out.shape[2], received.dtype)

@@ -18,12 +18,12 @@ _options: dict[str, Any] = {"PDL": False}
 
 
 def enable(on: bool) -> None:
-    """Turn dependent launches on or off for all later launches of this process. Graphs captured before keep what they
-    were captured with."""
+    """Turns dependent launches on or off for all later launches of this process. Graphs keep the setting of their
+    capture."""
     global _options
     _options = {"PDL": True, "launch_pdl": True} if on else {"PDL": False}
 
 
 def options() -> dict[str, Any]:
-    """Keyword arguments of a launch."""
+    """Returns the keyword arguments of a launch."""
     return _options

@@ -218,7 +218,7 @@ def few_rows_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A LinearWeight as the kernels read it on one GPU. `arrivals` counts the finished parts of each tile; `packed`:
+    """A LinearWeight in the kernels' layout for one GPU. `arrivals` counts the finished parts of each tile; `packed`:
     four-bit columns as published, not in planes."""
 
     weight: LinearWeight
@@ -230,7 +230,8 @@ class PackedWeight:
 
 
 def pack(weight: LinearWeight, arch: ArchTraits) -> PackedWeight:
-    """Four-bit weights that are widened in registers are reordered, in place where no padding is needed."""
+    """Returns the weight in the kernels' layout. Four-bit weights that are dequantized in registers are reordered, in
+    place if no padding is needed."""
     scheme = weight.scheme
     one = torch.ones(1, device=weight.data.device) if scheme.global_scale else None
     as_expert = ExpertWeights(weight.data[None], scheme, weight.scale[None], one)
@@ -285,7 +286,7 @@ def few_rows(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] -> [T, N] with a tile of `linear_tiles.few_cut`; the weight is read once for each row."""
+    """Returns [T, N] for x [T, K] with a tile of `linear_tiles.few_cut`; the weight is read once per row."""
     num_rows, num_cols = len(x), matrix.weight.data.shape[0]
     out = torch.empty((num_rows, num_cols), dtype=out_dtype or x.dtype, device=x.device)
     launch = pair_launch(matrix.product, tile, matrix.cols)
@@ -307,7 +308,7 @@ def many_rows(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] -> [T, N] by a tile, which launches or raises OutOfResources."""
+    """Returns [T, N] for x [T, K] by matrix tiles. Raises OutOfResources if the tile does not launch."""
     values = values_of(x)
     out = torch.empty((len(values), matrix.weight.data.shape[0]), dtype=out_dtype or values.dtype, device=values.device)
     weight, product = matrix.weight, matrix.product

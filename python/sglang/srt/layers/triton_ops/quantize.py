@@ -198,7 +198,7 @@ def quantize_activation(
 
 
 def row_launch(size: int) -> Launch:
-    """Launch parameters of `row_kernel` for rows of `size` elements."""
+    """Returns the launch parameters of `row_kernel` for rows of `size` elements."""
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(max(block // 1024, 1), 16)}
 

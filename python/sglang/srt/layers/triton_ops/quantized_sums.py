@@ -81,7 +81,7 @@ def add_kernel(message, out, num_groups, share, ranks, ENCODES: tl.constexpr, GR
 
 
 class TritonCodec:
-    """As `quantized_sums.Codec`; values in 16 bits, contiguous."""
+    """Implements `quantized_sums.Codec` for contiguous values in 16 bits."""
 
     def encode(self, x: torch.Tensor, message: torch.Tensor) -> None:
         ranks, share = _shares(message)
@@ -103,7 +103,7 @@ class TritonCodec:
 
 
 def _shares(message: torch.Tensor) -> tuple[int, int]:
-    """Of a message: ranks, and groups of each one's share."""
+    """Returns a message's ranks, and the groups of each rank's share."""
     return message.shape[0], message.shape[1] // (SIZE + 1)
 
 

@@ -232,7 +232,8 @@ def qk_norm_rope_store_fp4_kernel(
 
 
 def heads_per_program(num_tokens: int) -> int:
-    """Few tokens: one head a program, for parallelism. Many: larger programs, for less launch work per byte."""
+    """Returns one head per program for few tokens, for parallelism; more for many tokens, for less launch work per
+    byte."""
     return 1 if num_tokens <= 32 else 4 if num_tokens <= 256 else 8
 
 
@@ -252,7 +253,7 @@ def launch_constants(head_dim: int, rot_dim: int, heads: int) -> dict[str, int]:
 
 
 def fp4_constants(head_dim: int, rot_dim: int, heads: int) -> dict[str, int]:
-    """Block sizes and warps of `qk_norm_rope_store_fp4_kernel`."""
+    """Returns block sizes and warps of `qk_norm_rope_store_fp4_kernel`."""
     constants = launch_constants(head_dim, rot_dim, heads)
     del constants["DIM_BLOCK"]
     return constants | {"GROUP_BLOCK": group_block(head_dim)}

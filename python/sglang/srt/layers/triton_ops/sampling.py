@@ -442,7 +442,7 @@ def draw_tokens(
 
 
 def filter_thresholds(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """logits [B, V] fp32 -> [B] fp32 smallest kept logit."""
+    """Returns the smallest kept logit [B] fp32 of each row of logits [B, V] fp32."""
     batch_size, vocab_size = logits.shape
     assert vocab_size < 1023 * THRESHOLD_BLOCK, "the kernel's counters would overflow"
     thresholds = torch.empty(batch_size, dtype=torch.float32, device=logits.device)
@@ -459,7 +459,7 @@ def adjust_logits(
     state: torch.Tensor | None,
     vocab_mask: torch.Tensor | None,
 ) -> None:
-    """Penalties and grammar mask, in place. state [rows, V] int32; vocab_mask [B, ceil(V / 32)] int32."""
+    """Applies penalties and grammar mask in place. state [rows, V] int32; vocab_mask [B, ceil(V / 32)] int32."""
     batch_size, vocab_size = logits.shape
     adjust_logits_kernel[(batch_size, triton.cdiv(vocab_size, ADJUST_BLOCK))](
         logits,

@@ -102,8 +102,8 @@ def skinny_gemm_kernel(
 
 
 def supports(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """2 to 16 rows of 2-byte floats; w of the same type, with enough columns, whose rows are long enough. Rows of both
-    begin at multiples of 16 elements."""
+    """Returns whether x has 2 to 16 rows of 2-byte floats, and w has the same dtype, enough columns and long enough
+    rows. Rows of both must begin at multiples of 16 elements."""
     size = x.shape[-1]
     few = 1 < x.numel() // max(size, 1) <= MAX_ROWS
     same = x.dtype == w.dtype and x.element_size() == 2 and x.stride(0) % ROW_MULTIPLE == 0
@@ -112,7 +112,7 @@ def supports(x: torch.Tensor, w: torch.Tensor) -> bool:
 
 
 def tile_for(num_cols: int, size: int) -> SkinnyTile:
-    """The tile for w [num_cols, size], whatever the number of rows of x."""
+    """Returns the tile for w [num_cols, size], for any number of rows of x."""
     if num_cols > WIDE_COLS:
         return WIDE_TILE
     return LONG_TILE if size >= LONG_K else TILE
@@ -125,8 +125,8 @@ def skinny_gemm(
     out_dtype: torch.dtype | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [..., K] with 1 to 16 rows, w [N, K] contiguous in x's type, bias [N] -> [..., N] in the dtype of x, or in
-    `out_dtype`. `tile` forces one."""
+    """Returns x @ w^T + bias for 1 to 16 rows of x [..., K], w [N, K] contiguous in x's dtype, bias [N], in x's dtype
+    or `out_dtype`. `tile` forces one."""
     num_cols, size = w.shape
     flat = x.reshape(-1, size)
     tile = tile or tile_for(num_cols, size)

@@ -234,8 +234,8 @@ def topk_softmax(
     groups: tuple[int, int] = (1, 1),
     expert_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E] -> weights [T, k] fp32, expert ids [T, k] int32, largest first. A group's score is that of
-    its best expert."""
+    """Returns weights [T, k] fp32 and expert ids [T, k] int32, largest first, for router_logits [T, E]. A group's score
+    is that of its best expert."""
     return _topk("softmax", router_logits, None, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
 
 
@@ -251,8 +251,8 @@ def topk_sigmoid(
     expert_map: torch.Tensor | None = None,
     of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """router_logits [T, E], bias [E] -> weights [T, k] fp32, ids [T, k] int32: the largest sigmoid plus bias among the
-    best `groups[1]` of `groups[0]` groups. `of_images`: what tokens of images have in place of the bias."""
+    """Returns weights [T, k] fp32 and ids [T, k] int32 of the largest sigmoid plus bias [E] among the best `groups[1]`
+    of `groups[0]` groups, for router_logits [T, E]. `of_images`: replaces the bias for image tokens."""
     arguments = (router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
     return _topk("sigmoid", *arguments, of_images)
 
@@ -269,7 +269,7 @@ def topk_sqrtsoftplus(
     expert_map: torch.Tensor | None = None,
     of_images: ImageCorrection | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Like `topk_sigmoid`, of sqrt(softplus(logits)) (DeepSeek-V4)."""
+    """Does as `topk_sigmoid` with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
     arguments = (router_logits, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
     return _topk("sqrtsoftplus", *arguments, of_images)
 
@@ -328,7 +328,7 @@ def _topk(
 
 
 def topk_constants(num_experts: int, top_k: int, groups: tuple[int, int], with_shared: bool) -> dict[str, Any]:
-    """The constants for which a launch of `topk_kernel` is specialized."""
+    """Returns the constants for which a launch of `topk_kernel` is specialized."""
     num_groups, top_groups = groups
     # One group of everything and all groups of everything are the same.
     num_groups = num_groups if top_groups < num_groups else 1

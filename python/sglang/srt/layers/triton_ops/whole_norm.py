@@ -73,8 +73,8 @@ def qk_whole_norm(
     k_copies: int = 1,
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """qkv [T, Q + K + V] (rows contiguous), overwritten; weights [Q] and [K] of this rank. `totals`: elements of q and
-    k on all ranks, over which `reduce` sums [T, 2] fp32; `k_copies` of them hold the same k."""
+    """Normalizes q and k in place. qkv [T, Q + K + V] (rows contiguous); weights [Q] and [K] of this rank. `totals`:
+    elements of q and k on all ranks, over which `reduce` sums [T, 2] fp32; `k_copies` ranks hold the same k."""
     num_tokens, sizes = qkv.shape[0], (q_weight.shape[0], k_weight.shape[0])
     if num_tokens == 0:
         return

@@ -1,6 +1,6 @@
-"""The detokenizer process: token ids from the scheduler become text for the tokenizer manager.
+"""The detokenizer process: turns token ids from the scheduler into text for the tokenizer manager.
 
-Text goes out as soon as it is certain: not while its last token may be half of a character, nor while it may be the
+Text is sent as soon as it is certain: not while its last token may be half of a character, nor while it may be the
 beginning of a stop string. The state of a sequence lives from its first message to its finish.
 """
 
@@ -35,12 +35,12 @@ class _Plain:
         return self.stream.push(ids)
 
     def finish(self, ids: list[int], reason: FinishReason) -> str:
-        """The rest of the text: without the token that stopped the sequence, unless the request wants it."""
+        """Returns the rest of the text, without the token that stopped the sequence unless the request wants it."""
         return self.stream.push(ids if self.no_stop_trim else _without_stop_token(ids, reason)) + self.stream.finish()
 
 
 class _Trimmed:
-    """Decoding state of a sequence with stop strings or patterns, which are not to be seen."""
+    """Decoding state of a sequence whose stop strings or patterns must not appear in the text."""
 
     __slots__ = ("hold", "stream")
 
@@ -53,7 +53,7 @@ class _Trimmed:
         return self.hold.push(self.stream.push(ids))
 
     def finish(self, ids: list[int], reason: FinishReason) -> str:
-        """The rest of the text, without the token or string that stopped the sequence."""
+        """Returns the rest of the text, without the token or string that stopped the sequence."""
         ids = _without_stop_token(ids, reason)
         pieces, last = self.stream.push(ids[:-1]), self.stream.push(ids[-1:]) + self.stream.finish()
         return self.hold.finish(pieces, last, reason.matched if isinstance(reason.matched, str) else None)
@@ -73,7 +73,7 @@ def _sequence(decoder: TextDecoder, options: DecodeOptions) -> _Plain | _Trimmed
 
 
 class Detokenizer:
-    """Turns messages into messages. `decoder` of None (no tokenizer) leaves all text empty."""
+    """Turns scheduler messages into text messages. `decoder` of None (no tokenizer) leaves all text empty."""
 
     def __init__(self, decoder: TextDecoder | None) -> None:
         self._decoder = decoder
@@ -84,7 +84,7 @@ class Detokenizer:
         return len(self._sequences)
 
     def handle(self, message: SchedulerOutput) -> DetokenizerOutput:
-        """Returns the message for the tokenizer manager that belongs to one message of the scheduler."""
+        """Returns the message for the tokenizer manager that corresponds to one message of the scheduler."""
         if not isinstance(message, BatchTokenIDOut):
             return message
         texts = [""] * len(message.rids) if self._decoder is None else self._texts(self._decoder, message)
@@ -115,7 +115,7 @@ class Detokenizer:
 
 
 def run_detokenizer(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
-    """Main of the detokenizer process."""
+    """Runs the detokenizer process."""
     from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
     inbox, outbox = ipc.detokenizer_inbox(ports), ipc.detokenizer_outbox(ports)

@@ -1,7 +1,8 @@
 """External texts in which n-gram drafts are looked up: tokenized and sorted here, then read by the schedulers.
 
-All ranks must propose alike, so they take a new version of the texts with one control message, between the same two
-steps. The message names a file in the directory of the sockets: tens of megabytes are no message.
+All ranks must propose the same tokens, so they take a new version of the texts with one control message, between the
+same two steps. The message names a file in the directory of the sockets, because tens of megabytes are too much for a
+message.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ Tokens = npt.NDArray[np.int32]
 
 
 class ExternalCorpora:
-    """The texts by id. Changes wait for one another. An update of the schedulers that has begun is done whole, whether
-    or not the client stays."""
+    """The texts by id. Changes are made one after another. An update of the schedulers that has begun is completed even
+    if the client leaves."""
 
     def __init__(
         self,
@@ -43,8 +44,8 @@ class ExternalCorpora:
         longest_suffix: int,
         max_tokens: int,
     ) -> None:
-        """encode(text, add_special_tokens) and control(kind, args, timeout): of the tokenizer manager. max_tokens: of
-        all texts together, with one between two."""
+        """encode(text, add_special_tokens) and control(kind, args, timeout): the tokenizer manager's. max_tokens: limit
+        of all texts together, with a separator between two."""
         self._encode, self._control = encode, control
         self._directory = directory
         self._longest, self._max_tokens = longest_suffix, max_tokens
@@ -57,11 +58,11 @@ class ExternalCorpora:
 
     @property
     def token_counts(self) -> dict[str, int]:
-        """Returns the number of tokens by corpus id; documents of a corpus have a separator each."""
+        """Returns the number of tokens by corpus id, including a separator for each document."""
         return {name: len(tokens) for name, tokens in self._tokens.items()}
 
     async def add(self, corpus_id: str | None, documents: Sequence[str]) -> tuple[str, int]:
-        """Id and number of tokens of the new corpus. Raises RequestError."""
+        """Adds a corpus and returns its id and number of tokens. Raises RequestError."""
         name = corpus_id or uuid.uuid4().hex
         if len(name) > MAX_ID_CHARS:
             raise RequestError(f"corpus_id may have {MAX_ID_CHARS} characters; it has {len(name)}")
@@ -75,14 +76,14 @@ class ExternalCorpora:
         return name, len(tokens)
 
     async def remove(self, corpus_id: str) -> None:
-        """Raises RequestError."""
+        """Removes a corpus. Raises RequestError if there is none of this id."""
         async with self._change():
             if corpus_id not in self._tokens:
                 raise RequestError(f"there is no corpus {corpus_id!r}; /list_external_corpora names all")
             await self._replace({name: tokens for name, tokens in self._tokens.items() if name != corpus_id})
 
     async def _tokenized(self, documents: Sequence[str], room: int) -> Tokens:
-        """Tokenizes piece by piece, so that other texts need not wait for a whole document."""
+        """Tokenizes piece by piece, so that other requests need not wait for a whole document."""
         parts: list[Tokens] = []
         for piece in chain.from_iterable((*pieces(document), None) for document in documents):
             part = np.array([-1] if piece is None else await self._encode(piece, False), np.int32)
@@ -100,7 +101,7 @@ class ExternalCorpora:
 
     @asynccontextmanager
     async def _change(self) -> AsyncIterator[None]:
-        """Others wait until the change has ended, its update too."""
+        """Makes other changes wait until this one has ended, with its update."""
         await self._changing.acquire()
         try:
             yield
@@ -115,7 +116,7 @@ class ExternalCorpora:
         await asyncio.shield(self._update)
 
     async def _hand_over(self, corpora: Mapping[str, Tokens]) -> None:
-        """Gives the schedulers a new version; those before stay until all of them must have read this one."""
+        """Gives the schedulers a new version; keeps older files until all schedulers must have read this one."""
         self._version += 1
         path = self._path(self._version)
         try:
@@ -142,8 +143,8 @@ def _write_sorted(path: Path, corpora: Sequence[Tokens], longest: int) -> None:
 
 
 def read_documents(path: str) -> list[str]:
-    """The texts of --speculative-ngram-external-corpus-path: of a `.jsonl` file each line, a JSON string or an object
-    with `text`; any other file is one text. Raises UserError."""
+    """Returns the texts of --speculative-ngram-external-corpus-path: each line of a `.jsonl` file, a JSON string or an
+    object with `text`; any other file is one text. Raises UserError."""
     source = f"--speculative-ngram-external-corpus-path {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Statistics of a request's draft tokens, in the names of SGLang's replies."""
+"""Statistics of a request's draft tokens under the names of SGLang's replies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from sglang.srt.managers.wire.io_struct import DraftCounts
 
 
 def draft_details(drafts: DraftCounts) -> dict[str, Any]:
-    """`spec_*` of `sglext.spec_tokens_details`. The histogram says how many steps had 0, 1, 2, ... right draft tokens;
-    it comes with the end of the request.
+    """Returns `spec_*` of `sglext.spec_tokens_details`. The histogram counts the steps with 0, 1, 2, ... accepted draft
+    tokens; it comes with the end of the request.
 
     >>> draft_details(DraftCounts(steps=2, proposed=6, correct=3))["spec_accept_length"]
     2.5
@@ -27,7 +27,7 @@ def draft_details(drafts: DraftCounts) -> dict[str, Any]:
 
 
 def draft_meta_info(drafts: DraftCounts) -> dict[str, Any]:
-    """The same for `meta_info`, with the names of earlier releases."""
+    """Returns the same for `meta_info`, with the names of earlier releases."""
     info = draft_details(drafts)
     info |= {"spec_accept_token_num": drafts.correct, "spec_draft_token_num": drafts.proposed}
     if drafts.histogram:

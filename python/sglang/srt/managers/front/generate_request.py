@@ -17,8 +17,8 @@ from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
 class RequestError(ValueError):
-    """A request that was refused or failed. `status_code` is the HTTP status that fits: 400 the caller's mistake,
-    503 queue full or shutting down, 500 the engine's fault."""
+    """Raised when a request is refused or fails. `status_code` is the HTTP status: 400 the caller's mistake, 503 queue
+    full or shutting down, 500 the engine's fault."""
 
     def __init__(self, message: str, status_code: int = 400) -> None:
         super().__init__(message)
@@ -27,7 +27,7 @@ class RequestError(ValueError):
 
 
 def refuse_aborted(finish: FinishReason) -> None:
-    """Raises RequestError 503 for an answer that was aborted, where its form has no other way to say so."""
+    """Raises RequestError 503 for an aborted answer, for APIs that have no other way to report it."""
     if finish.type == "abort":
         raise RequestError("the answer was aborted at the server; send the request again", 503)
 
@@ -55,14 +55,14 @@ class GenerateRequest:
     return_hidden_states: bool | list[bool] = False
     """Final hidden states of the prompt and of every output token but the last come with the last output."""
     embed: bool = False
-    """Wanted are final hidden states instead of text: `sampling_params` is not given then."""
+    """Final hidden states are returned instead of text; `sampling_params` must not be given then."""
     rid: str | list[str] | None = None
     priority: int | None = None
     thinking: ThinkingBudget | None = None
     thinking_share: float = 1.0
-    """Thoughts may take this share of the longest output at most; `thinking` says what thoughts are."""
+    """Largest share of the longest output that thoughts may take; `thinking` gives their marks."""
     counts_thoughts: bool = False
-    """True if `reasoning_tokens` are counted, as `thinking` says."""
+    """True if `reasoning_tokens` are counted, by the marks of `thinking`."""
     cache_salt: str | list[str | None] | None = None
     extra_key: str | list[str | None] | None = None
     """Prompts share cached prefixes only where both are equal; an empty one counts as None."""
@@ -71,20 +71,20 @@ class GenerateRequest:
     media_items: list[MediaItem] = field(default_factory=list)
     """Items of a single prompt of `input_ids` whose placeholders are in place already; given instead of `media`."""
     keep_s: float = 0.0
-    """Seconds for which the prompt stays in the prefix cache before others; 0: as any prompt."""
+    """Seconds for which the prompt stays in the prefix cache before others; 0: like any prompt."""
     replica: int | None = None
-    """Index of the replica that computes it; None: as --load-balance-method says."""
+    """Index of the replica that computes it; None: --load-balance-method decides."""
     add_special_tokens: bool = True
     """True if tokenizing `text` adds BOS and the like; off for text that a chat template rendered."""
     cuts_length: bool = False
-    """True if `max_new_tokens` beyond the context means as many as fit; else the call is refused."""
+    """True if `max_new_tokens` is cut to what fits the context; otherwise a call with more is refused."""
     keeps_texts: bool = False
-    """True if the stream is to have the texts of the prompts."""
+    """True if the stream should keep the texts of the prompts."""
     kept_bytes: int = 0
-    """About the size of what the caller keeps of the client's request until the answer has ended."""
+    """Approximate bytes of the client's request that the caller keeps until the answer has ended."""
     on_submitted: Callable[[int], None] | None = None
-    """Called when the sequences were sent and the call has let go of its prompts, with about the bytes of the client's
-    request that are still held; None: the call keeps its prompts."""
+    """Called when the sequences were sent and the call has released its prompts, with the approximate bytes of the
+    client's request that are still held; None: the call keeps its prompts."""
 
     @property
     def is_batch(self) -> bool:
@@ -94,7 +94,7 @@ class GenerateRequest:
         return isinstance(self.input_ids, list) and bool(self.input_ids) and not isinstance(self.input_ids[0], int)
 
     def let_go(self) -> None:
-        """Forgets what the sequences have by now, or need no more."""
+        """Releases what the sequences hold themselves by now, or no longer need."""
         self.text = self.input_ids = self.media = self.sampling_params = self.token_ids_logprob = None
         self.media_items = []
 
@@ -118,11 +118,11 @@ class GenerateOutput:
     meta: TokenMeta
     logprobs: OutputLogprobs | None
     hidden: bytes = b""
-    """Final hidden states that were asked for, [N, H] float32, on the last output; with `embed` one, that of the
+    """Final hidden states that were requested, [N, H] float32, on the last output; with `embed` only that of the
     prompt's last token."""
 
     def merge(self, later: GenerateOutput) -> None:
-        """Append the next output of the same sequence."""
+        """Appends the next output of the same sequence."""
         self.text += later.text
         self.new_ids.extend(later.new_ids)
         self.finish = later.finish
@@ -135,7 +135,7 @@ class GenerateOutput:
 
 
 def extend_logprobs(into: OutputLogprobs, later: OutputLogprobs) -> None:
-    """Append the output entries of `later`; the input entries come once and are kept from whichever has them."""
+    """Appends the output entries of `later`. Input entries come once and are kept."""
     into.output.extend(later.output)
     into.output_top.extend(later.output_top)
     into.output_token_ids.extend(later.output_token_ids)

@@ -21,11 +21,12 @@ from sglang.srt.managers.front.generate_request import GenerateOutput, RequestEr
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 
 CLIENT_CLOSED_REQUEST = 499
-"""Status of a sequence that was aborted on request: an ordinary end, not an error."""
+"""Status of a sequence that was aborted on request: a normal end, not an error."""
 
 
 class GenerationStream:
-    """Outputs of the sequences of one call. A slow reader costs no queue: waiting outputs of a sequence are merged."""
+    """Outputs of the sequences of one call. A slow reader builds up no queue: waiting outputs of a sequence are
+    merged."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class GenerationStream:
 
     @property
     def kept_bytes(self) -> int:
-        """Returns about the size of the client's texts that the stream holds: prompts and parameters."""
+        """Returns the approximate bytes of the client's texts that the stream holds: prompts and parameters."""
         parameters = sum(request.sampling_params.num_bytes for request in self.requests[:: self.num_samples])
         return parameters + sum(len(text) for text in self.prompt_texts if text is not None)
 
@@ -80,9 +81,9 @@ class GenerationStream:
         return self._next()
 
     async def forward(self, take: Callable[[GenerateOutput], bool]) -> bool:
-        """Calls `take` with each output until the end, then returns True; or until it returns False, for a pause, and
-        returns that. The event loop calls it: at thousands of outputs a second, a task that is woken for each costs
-        more than what it does. Raises RequestError, and what `take` raises."""
+        """Calls `take` with each output until the end, then returns True; or until `take` returns False to pause, then
+        returns False. The event loop makes the calls: at thousands of outputs a second, waking a task for each would
+        cost more than its work. Raises RequestError, and what `take` raises."""
         self._take = take
         try:
             while self._hand_over(take):
@@ -99,7 +100,7 @@ class GenerationStream:
             self._take = None
 
     async def collect(self) -> list[GenerateOutput]:
-        """All sequences, complete, in index order. Nothing may have been read from the stream before."""
+        """Returns all complete sequences in index order. Nothing may have been read from the stream before."""
         texts: list[list[str]] = [[] for _ in self.requests]
         wholes: list[GenerateOutput | None] = [None] * len(self.requests)
         self._texts, self._latest = texts, wholes
@@ -117,7 +118,7 @@ class GenerationStream:
         return outputs
 
     async def aclose(self) -> None:
-        """Stop reading: sequences that still run are aborted. Harmless after the end."""
+        """Stops reading and aborts sequences that still run. Harmless after the end."""
         self._close()
 
     async def __aenter__(self) -> GenerationStream:
@@ -135,7 +136,7 @@ class GenerationStream:
         return self._closed
 
     def push(self, output: GenerateOutput) -> None:
-        """Hand over what is new in one sequence. Ignored once the call has failed."""
+        """Hands over the new output of one sequence. Ignored once the call has failed."""
         if self._closed or self._error is not None:
             return
         finish = output.finish
@@ -157,12 +158,12 @@ class GenerationStream:
             self._waiting.append(output)
         if self._take is None:
             self._wake()
-        elif not self._handing_over:  # later: outputs that have come by then are merged
+        elif not self._handing_over:  # handed over later, merged with outputs that come until then
             self._handing_over = True
             asyncio.get_running_loop().call_soon(self._hand_over_now)
 
     def fail(self, error: RequestError) -> None:
-        """End the call with an error, which the reader sees after the outputs that it has not read yet."""
+        """Ends the call with an error, which the reader gets after the outputs that it has not read yet."""
         if self._error is None and not self._closed:
             self._error = error
             self._wake()
@@ -190,14 +191,14 @@ class GenerationStream:
         return output
 
     def _hand_over(self, take: Callable[[GenerateOutput], bool]) -> bool:
-        """Returns whether `take` wants more."""
+        """Calls `take` with the waiting outputs. Returns whether `take` wants more."""
         while self._waiting:
             if not take(self._next()):
                 return False
         return True
 
     def _hand_over_now(self) -> None:
-        """For a reader that waits in `forward`; one that is awake already does it itself."""
+        """Hands outputs to a reader that waits in `forward`; a reader that is running takes them itself."""
         self._handing_over = False
         take, waiter = self._take, self._waiter
         if take is None or waiter is None or waiter.done():

@@ -1,6 +1,5 @@
-"""Processes that do one job after another for the front, where what a client or a checkpoint brings may take any time
-or memory, or crash a library. Whoever waits too long for an answer kills the process and starts another one.
-"""
+"""Processes that do one job after another for the front, where input of a client or checkpoint may take any time or
+memory, or crash a library. A caller that waits too long for an answer kills the process and starts another one."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ from sglang.srt.utils.process_limits import die_with_parent, name_process
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""Seconds between two looks at whether an answer is still waited for."""
+"""Seconds between two checks whether an answer is still wanted."""
 
 
 class ProcessEnded(RuntimeError):
-    """The process died, or was killed because `is_late`."""
+    """Raised when the process died, or was killed because its answer was late (`is_late`)."""
 
     def __init__(self, is_late: bool) -> None:
         super().__init__("it took too long" if is_late else "it died")
@@ -36,10 +35,10 @@ JOB_NAME = "sglang-job"
 
 
 class JobProcess:
-    """One process and its pipe. `start` belongs to the thread that uses it: the process ends with that."""
+    """One process and its pipe. Call `start` in the thread that uses it: the process ends with that thread."""
 
     def __init__(self, entry: Callable[..., None], args: tuple[Any, ...], name: str) -> None:
-        """entry(*args, connection): the process's body, which begins with `begin_jobs`."""
+        """entry(*args, connection): the process's main function, which must begin with `begin_jobs`."""
         self._entry, self._args, self._name = entry, args, name
         self._lock = threading.Lock()
         """Held while a process starts or is killed: the server may end in the middle of a start."""
@@ -52,7 +51,7 @@ class JobProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Starts the process, unless `end` was called. If the system has no room for it, the next job fails."""
+        """Starts the process, unless `end` was called. If the system cannot start it, the next job fails."""
         with self._lock:
             if not self._has_ended:
                 self._start()
@@ -72,7 +71,7 @@ class JobProcess:
         self._process, self._pipe = process, ours
 
     def kill(self) -> None:
-        """Kills the process. Harmless when repeated, and from another thread."""
+        """Kills the process. May be repeated and called from another thread."""
         with self._lock:
             if self._process is not None:
                 reap([self._process])
@@ -81,12 +80,12 @@ class JobProcess:
                     self._pipe.close()
 
     def end(self) -> None:
-        """Kills the process for good: none is started any more."""
+        """Kills the process for good: no other one is started."""
         self._has_ended = True
         self.kill()
 
     def ask(self, message: bytes, gives_up: Callable[[float], bool]) -> bytes:
-        """The answer to a message. Raises ProcessEnded, after which there is no process."""
+        """Returns the answer to a message. Raises ProcessEnded, after which there is no process."""
         if self._pipe is None:
             self._fail(False)
         try:
@@ -96,7 +95,7 @@ class JobProcess:
         return self.receive(gives_up)
 
     def receive(self, gives_up: Callable[[float], bool]) -> bytes:
-        """The next message. gives_up(seconds so far): whether it is waited for no longer. Raises ProcessEnded."""
+        """Returns the next message. gives_up(seconds so far) returns whether to stop waiting. Raises ProcessEnded."""
         if self._pipe is None:
             self._fail(False)
         started = time.monotonic()
@@ -114,7 +113,8 @@ class JobProcess:
 
 
 def begin_jobs() -> None:
-    """First call of a process's body: it ends with its parent, and not with an interrupt at the terminal."""
+    """Makes this process end with its parent and ignore an interrupt at the terminal. Call it first in a process's main
+    function."""
     die_with_parent()
     name_process(JOB_NAME)
     for number in (signal.SIGINT, signal.SIGTERM):

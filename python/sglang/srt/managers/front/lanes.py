@@ -1,4 +1,5 @@
-"""Threads for what would hold up the event loop. Short work passes long work: some threads take no other."""
+"""Worker threads for work that would block the event loop. Short work passes long work, because some threads take no
+other."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ T = TypeVar("T")
 
 
 MOST_LONG_LANES = 4
-"""For one replica."""
+"""Limit of the threads for long work with one replica."""
 
 
 def num_long_lanes(num_replicas: int) -> int:
-    """Returns how many threads take long work of a server: replicas have their own, and large machines more."""
+    """Returns how many threads may take a server's long work: at least one a replica, more on large machines."""
     processors = os.cpu_count() or 1
     return max(1, min(processors, max(num_replicas, min(MOST_LONG_LANES, processors // 4))))
 
@@ -30,22 +31,22 @@ class _Job(NamedTuple):
 
 
 class Lanes:
-    """Threads by number. The first `num_short` take short work alone; the others take long work first.
+    """Numbered worker threads. The first `num_short` take short work only; the others take long work first.
 
-    They are daemons: what hangs in one of them does not keep the program from ending.
+    They are daemon threads, so a call that hangs in one does not keep the program from exiting.
     """
 
     def __init__(
         self, num_threads: int, name: str, num_short: int = 0, first: Callable[[int], None] | None = None
     ) -> None:
-        """first(number): what each thread does before any work."""
+        """first(number): called by each thread before any work."""
         assert num_short < num_threads
         self._num_short = num_short
         self._lock = threading.Lock()
         self._short: deque[_Job] = deque()
         self._long: deque[_Job] = deque()
         self._idle: list[int] = []
-        """The one that was busy last goes first: its memory and the caches of its core are warm."""
+        """Numbers of idle threads. The most recently busy one is used first: its memory and core caches are warm."""
         self._next_of: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in range(num_threads)]
         self._closed = False
         for number in range(num_threads):
@@ -53,7 +54,7 @@ class Lanes:
             thread.start()
 
     def submit(self, is_long: bool, work: Callable[[int], T]) -> Future[T]:
-        """Has a thread call `work(its number)`. The future can be cancelled while the work waits."""
+        """Has a thread call `work(its number)`. The returned future can be cancelled while the work waits."""
         job = _Job(work, Future())
         with self._lock:
             number = next((i for i in reversed(self._idle) if self._takes(i, is_long)), None)
@@ -69,11 +70,11 @@ class Lanes:
         return job.outcome
 
     def has_waiting(self, number: int) -> bool:
-        """Returns whether work waits that this thread would do."""
+        """Returns whether work waits that this thread may take."""
         return bool(self._short) or (self._takes(number, True) and bool(self._long))
 
     def close(self) -> None:
-        """Cancels what waits, and lets each thread end after what it is at."""
+        """Cancels waiting work, and lets each thread end after its current one."""
         with self._lock:
             self._closed = True
             jobs = (*self._short, *self._long)
@@ -85,12 +86,12 @@ class Lanes:
             job.outcome.cancel()
 
     def _forget(self, waiting: deque[_Job], outcome: Future[Any]) -> None:
-        """Drops a job that was cancelled while it waited, and what it holds. Takes no job, which has the outcome that
-        has this call: neither would be freed."""
+        """Drops a job that was cancelled while it waited. Takes its future, not the job: a reference cycle would
+        otherwise keep both from being freed."""
         if outcome.cancelled():
             with self._lock:
                 place = next((place for place, job in enumerate(waiting) if job.outcome is outcome), None)
-                if place is not None:  # else a thread has come to it meanwhile
+                if place is not None:  # otherwise a thread has taken it meanwhile
                     del waiting[place]
 
     def _takes(self, number: int, is_long: bool) -> bool:
@@ -102,7 +103,7 @@ class Lanes:
         while (job := self._take(number)) is not None:
             if job.outcome.set_running_or_notify_cancel():
                 _resolve(job, number)
-            del job  # and what it holds, while this thread waits
+            del job  # frees what the job holds before this thread waits
 
     def _take(self, number: int) -> _Job | None:
         with self._lock:
@@ -118,8 +119,8 @@ class Lanes:
 def _resolve(job: _Job, number: int) -> None:
     try:
         result = job.work(number)
-    except BaseException as error:  # a library's panic is no Exception
+    except BaseException as error:  # a library's panic is not an Exception
         job.outcome.set_exception(error)
-        del job  # which has the error, which has this frame: none would be freed
+        del job  # breaks the cycle job - error - this frame, so that all are freed
     else:
         job.outcome.set_result(result)

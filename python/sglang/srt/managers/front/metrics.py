@@ -1,7 +1,7 @@
-"""Counters, gauges and latency histograms for `/metrics`, under the names that existing dashboards read.
+"""Counters, gauges and latency histograms for `/metrics`, under the names that existing dashboards use.
 
-Observing is a list increment: it happens for every token of every stream. Prometheus objects are made when the page is
-read.
+An observation only increments a list element, since it happens for every token of every stream. Prometheus objects are
+made when the page is read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _HOST_COUNTERS = {
     "hicache_dropped_tokens": "Tokens that were to be copied to main memory and were not",
     "hicache_failed_copies": "Copies to and from main memory that failed",
 }
-"""Names are those of `HostCacheStats`; they are shown where a server keeps prefixes in main memory."""
+"""Counters by field of `HostCacheStats`, shown by servers that keep prefixes in main memory."""
 _STORAGE_COUNTERS = {
     "prefetched_tokens": "Tokens read from the store of cached prefixes",
     "prefetched_bytes": "Bytes read from the store, by a rank",
@@ -78,7 +78,7 @@ _STORAGE_COUNTERS = {
     "storage_failures": "Calls of the store that failed",
     "storage_corrupt_entries": "Entries of the store that were not what they should be",
 }
-"""Names are those of `StorageStats`; they are shown where a server has a store."""
+"""Counters by field of `StorageStats`, shown by servers with a store."""
 
 
 class Histogram:
@@ -96,7 +96,7 @@ class Histogram:
         self.total += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it) pairs as Prometheus wants them."""
+        """Returns (upper bound, observations up to it) pairs as Prometheus expects them."""
         seen, pairs = 0, []
         for bound, count in zip((*map(float, self.bounds), "+Inf"), self.counts, strict=True):
             seen += count
@@ -105,7 +105,7 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """Numbers of one server. What schedulers say has a series for each replica, where there are several."""
+    """Numbers of one server. Schedulers' values have one series for each replica, if there are several."""
 
     def __init__(self, model_name: str, num_replicas: int = 1) -> None:
         self._labels = (model_name, "unified", "0", "0")
@@ -126,6 +126,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def finished(self, ended: EndedRequest) -> None:
+        """Counts a sequence that has ended."""
         self.request.observe(ended.seconds)
         if ended.queue_seconds is not None:
             self.queue.observe(ended.queue_seconds)
@@ -138,7 +139,7 @@ class Metrics(Collector):
         self._cached_tokens["device"] += ended.meta.cached_tokens - of_host
 
     def render(self) -> bytes:
-        """The page in Prometheus' text format."""
+        """Returns the page in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -163,7 +164,7 @@ class Metrics(Collector):
         return (*_LABELS, _REPLICA_LABEL) if self._several else _LABELS
 
     def _add_each(self, family: GaugeMetricFamily | CounterMetricFamily, name: str) -> None:
-        """Adds a field of the statistics of each replica that serves."""
+        """Adds a field of the statistics of each serving replica."""
         for index, stats in enumerate(self.stats):
             if index not in self.lost:
                 labels = (*self._labels, str(index)) if self._several else self._labels
@@ -204,7 +205,7 @@ class Metrics(Collector):
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         stats: Sequence[tuple[int, HostCacheStats | StorageStats]],
     ) -> Iterable[Metric]:
-        """Yields a family for each name, with a value of each replica that has such statistics."""
+        """Yields a family for each name, with a value for each replica that has such statistics."""
         for name, text in names.items() if stats else ():
             family = kind(f"sglang:{name}", text, labels=self._replica_labels)
             for index, values in stats:

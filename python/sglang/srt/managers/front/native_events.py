@@ -1,7 +1,7 @@
-"""Outputs as the JSON of `/generate`: the dicts of `native_output`, written without making them.
+"""Writes outputs as the JSON of `/generate`: the same as the dicts of `native_output`, without making them.
 
-An event of a stream has everything so far. Text, ids and log probabilities that were written before are kept as JSON,
-so that an event costs a copy of its bytes, not their encoding.
+An event of a stream contains everything so far. Text, ids and log probabilities of earlier events are kept as JSON, so
+an event costs a copy of their bytes, not their encoding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 
 _encode = msgspec.json.encode
 ROWS_AT_ONCE = 64
-"""Tokens whose log probabilities are encoded in one go, during which no other thread runs."""
+"""Tokens whose log probabilities are encoded in one call, during which no other thread runs."""
 
 
 class _SoFar:
-    """What one sequence has put out: the inside of the JSON string of its text and of the lists of the others."""
+    """The output of one sequence so far: the inside of the JSON string of its text and of the other JSON lists."""
 
     __slots__ = ("ids", "logprobs", "text")
 
@@ -37,7 +37,7 @@ class _SoFar:
             _extend(self.ids, output.new_ids)
         if output.logprobs is not None:
             for name, rows in writer.logprob_info(output.logprobs).items():
-                if name not in self.logprobs or name.startswith("input"):  # those of the prompt come at once
+                if name not in self.logprobs or name.startswith("input"):  # log probabilities of the prompt come once
                     self.logprobs[name] = bytearray()
                 for first in range(0, len(rows), ROWS_AT_ONCE):
                     _extend(self.logprobs[name], rows[first : first + ROWS_AT_ONCE])
@@ -50,7 +50,7 @@ def _extend(inside: bytearray, values: list[Any]) -> None:
 
 
 class NativeEvents:
-    """Writes the outputs of one call. `incremental`: they have only what is new."""
+    """Writes the outputs of one call. `incremental`: events contain only what is new."""
 
     def __init__(
         self, manager: TokenizerManager, req: GenerateRequest, stream: GenerationStream, incremental: bool
@@ -63,14 +63,14 @@ class NativeEvents:
         self._middle = b'","output_ids":[' if self._writer.has_text else b""
 
     def write(self, output: GenerateOutput) -> bytes:
-        """The event of an output."""
+        """Returns the event of an output."""
         return self._written(output, b"data: ", self._ends[output.index])
 
     def end(self) -> bytes:
         return b""
 
     def result(self, output: GenerateOutput) -> bytes:
-        """The object of a whole output."""
+        """Returns the JSON object of a whole output."""
         return self._written(output, b"", b"}")
 
     def _written(self, output: GenerateOutput, before: bytes, end: bytes) -> bytes:
@@ -86,6 +86,6 @@ class NativeEvents:
 
 
 def results_json(writer: NativeEvents, outputs: list[GenerateOutput], many: bool) -> bytes:
-    """The whole answer: an object, or a list of `many`."""
+    """Returns the whole answer: an object, or with `many` a list."""
     results = [writer.result(output) for output in outputs]
     return b"[" + b",".join(results) + b"]" if many else results[0]

@@ -1,5 +1,5 @@
-"""Outputs in the form of `/generate` and of `Engine.generate`: dicts with text, output_ids and meta_info. Hidden states
-are float32 arrays in them."""
+"""Outputs as the dicts of `/generate` and `Engine.generate`, with text, output_ids and meta_info. Hidden states in them
+are float32 arrays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.sampling.thoughts import Thoughts
 
 WEIGHT_VERSION = "default"
-"""The weights are those that the server was started with."""
+"""Value for the weights that the server was started with."""
 
 
 async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dict[str, Any] | list[dict[str, Any]]:
-    """The complete results: one dict, or a list in prompt order (samples of a prompt adjacent) for a batch or n > 1.
-    Raises RequestError."""
+    """Returns the complete results: one dict, or a list in prompt order (samples of a prompt adjacent) for a batch or n
+    > 1. Raises RequestError."""
     async with await manager.submit(req) as stream:
         outputs = await stream.collect()
     writer = ResultWriter(manager, req, stream)
@@ -35,8 +35,9 @@ async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dic
 async def native_stream(
     manager: TokenizerManager, req: GenerateRequest, incremental: bool
 ) -> AsyncGenerator[dict[str, Any], None]:
-    """A dict for every step of every sequence, with everything so far or, if `incremental`, only what is new. Dicts of
-    a batch or of n > 1 carry the sequence's `index`. Raises RequestError, at the first step if nothing was sent."""
+    """Yields a dict for every step of every sequence, with everything so far or, if `incremental`, only what is new.
+    Dicts of a batch or of n > 1 carry the sequence's `index`. Raises RequestError, before the first dict if nothing was
+    sent."""
     async with await manager.submit(req) as stream:
         writer = ResultWriter(manager, req, stream)
         so_far = [_SoFar() for _ in stream.requests]
@@ -52,11 +53,12 @@ async def native_stream(
 
 
 def is_list(stream: GenerationStream) -> bool:
+    """Returns whether results come as a list."""
     return stream.is_batch or stream.num_samples > 1
 
 
 class _SoFar:
-    """Everything that one sequence has put out."""
+    """The output of one sequence so far."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -106,7 +108,7 @@ class ResultWriter:
         return info
 
     def logprob_info(self, logprobs: OutputLogprobs) -> dict[str, Any]:
-        """Returns the fields of `meta_info` for these log probabilities."""
+        """Returns the fields of `meta_info` with these log probabilities."""
         info: dict[str, Any] = {"output_token_logprobs": self._entries(logprobs.output)}
         if logprobs.output_top:
             info["output_top_logprobs"] = self._rows(logprobs.output_top)
@@ -121,7 +123,7 @@ class ResultWriter:
         return info
 
     def _hidden_states(self, request: TokenizedGenerateReq, hidden: bytes) -> list[np.ndarray]:
-        """Returns the hidden states of the prompt [P, H], and [H] of each output token but the last."""
+        """Returns the hidden states of the prompt [P, H], and [H] of each output token except the last."""
         states = np.frombuffer(hidden, np.float32).reshape(-1, self._hidden_size)
         prompt_len = len(request.input_ids)
         return [states[:prompt_len], *states[prompt_len:]] if len(states) else []
@@ -135,14 +137,14 @@ class ResultWriter:
 
 
 class _Counter:
-    """The tokens of one output up to the end of its thoughts."""
+    """Counts the tokens of one output up to the end of its thoughts."""
 
     def __init__(self, budget: ThinkingBudget | None) -> None:
         self._thoughts = None if budget is None else Thoughts(budget)
         self._count = 0
 
     def push(self, ids: list[int]) -> int:
-        """The count, with these tokens. Those before thoughts that never begin are counted, too."""
+        """Returns the count after these tokens. If thoughts begin late or never, the tokens before them count too."""
         for token in ids:
             if self._thoughts is None or self._thoughts.over:
                 break
@@ -152,7 +154,7 @@ class _Counter:
 
 
 def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict[str, Any]:
-    """`meta_info` of a request."""
+    """Returns the `meta_info` of a request."""
     info: dict[str, Any] = {
         "id": rid,
         "finish_reason": None if finish is None else finish_dict(finish),
@@ -169,12 +171,13 @@ def request_info(rid: str, meta: TokenMeta, finish: FinishReason | None) -> dict
 
 
 def _cached_tokens_details(meta: TokenMeta, loaded: int) -> dict[str, int]:
-    """Counts cached tokens by where they came from. loaded: those that were loaded from main memory."""
+    """Counts cached tokens by origin. loaded: those loaded from main memory."""
     details = {"device": meta.cached_tokens - loaded, "host": loaded - (meta.stored_tokens or 0)}
     return details if meta.stored_tokens is None else {**details, "storage": meta.stored_tokens}
 
 
 def finish_dict(finish: FinishReason) -> dict[str, Any]:
-    """`{"type": "stop", "matched": ..}`, `{"type": "length", "length": ..}` or `{"type": "abort", "message": ..}`."""
+    """Returns `{"type": "stop", "matched": ..}`, `{"type": "length", "length": ..}` or `{"type": "abort", "message":
+    ..}`."""
     fields = {"matched": finish.matched, "length": finish.length, "message": finish.message}
     return {"type": finish.type, **{name: value for name, value in fields.items() if value is not None}}

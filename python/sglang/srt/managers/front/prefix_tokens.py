@@ -1,7 +1,8 @@
-"""Tokenizes texts whose beginnings were seen before without doing these again: agents send a conversation every turn.
+"""Tokenizes texts without repeating the work for a known beginning: agents send the whole conversation again in every
+turn.
 
-A text is cut behind tokens that no rule of a tokenizer reaches across, the ends of messages above all, and what stands
-between two cuts is tokenized by itself. The ids are those of the whole text.
+A text is cut after tokens that no tokenizer rule reaches across, mostly ends of messages, and the pieces between two
+cuts are tokenized one by one. The ids are those of the whole text.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from typing import Any, NamedTuple
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 MAX_KEPT_TOKENS = 1 << 23
-"""Of all pieces: four bytes each."""
+"""Most tokens of all kept pieces, four bytes each."""
 MIN_PIECE_CHARS = 1024
 MAX_MARKS = 64
 
 
 class _Cut(NamedTuple):
+    """Position of a cut: it is at `end`, the end of a mark token."""
+
     mark: int
-    """Where the token begins behind which the text is cut."""
+    """Where the mark token begins."""
     end: int
 
 
 class PrefixTokens:
-    """Pieces by what they are and all that stands before them. Safe in several threads."""
+    """Cache of tokenized pieces, keyed by a hash of the text up to a piece's end. Safe in several threads."""
 
     def __init__(self, tokenizer: Tokenizer, max_tokens: int = MAX_KEPT_TOKENS) -> None:
         self._tokenizer = tokenizer
@@ -39,11 +42,12 @@ class PrefixTokens:
         self._frame = _frame(tokenizer)
         self._lock = threading.Lock()
         self._pieces: OrderedDict[bytes, array[int]] = OrderedDict()
-        """The one that was used last is the last. A piece is used with all before it, which are later than it."""
+        """In order of use, the last used piece at the end. The pieces before a piece are used with it and stay longer
+        than it."""
         self._num_tokens = 0
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """What `Tokenizer.encode` returns and raises."""
+        """Returns and raises what `Tokenizer.encode` does."""
         cuts = self._cuts(text)
         if not cuts or (add_special_tokens and self._frame is None):
             return self._tokenizer.encode(text, add_special_tokens)
@@ -64,7 +68,7 @@ class PrefixTokens:
 
     @property
     def num_tokens(self) -> int:
-        """Returns how many are kept."""
+        """Returns how many tokens are kept."""
         return self._num_tokens
 
     def _cuts(self, text: str) -> list[_Cut]:
@@ -76,7 +80,7 @@ class PrefixTokens:
         return cuts
 
     def _known(self, keys: list[bytes]) -> list[array[int]]:
-        """The pieces of the longest beginning that is known."""
+        """Returns the pieces of the longest known beginning."""
         with self._lock:
             known = []
             for key in keys:
@@ -86,8 +90,9 @@ class PrefixTokens:
             return known
 
     def _tokenized(self, text: str, cuts: list[_Cut], num_known: int) -> list[array[int]] | None:
-        """The pieces behind the known ones, with the text's end as the last. Each is tokenized behind the mark before
-        it, as rules about the beginning of a text are not for it. None: a mark was no token there."""
+        """Returns the pieces after the known ones, ending with the rest of the text. Each is tokenized together with
+        the mark before it, so that rules for the beginning of a text do not apply. None: a mark was not tokenized as
+        one token."""
         starts = [0, *(cut.mark for cut in cuts)][num_known:]
         ends = [*(cut.end for cut in cuts), len(text)][num_known:]
         each = self._tokenizer.encode_each([text[start:end] for start, end in zip(starts, ends, strict=True)])
@@ -106,7 +111,8 @@ class PrefixTokens:
         return self._marks[text[cut.mark : cut.end]]
 
     def _keep(self, keys: list[bytes], pieces: list[array[int]]) -> None:
-        """Keeps the pieces that have a key: the text's end has none. Those at its beginning are the last to go."""
+        """Keeps the pieces that have a key (the rest of the text has none). Those at the beginning of a text are
+        evicted last."""
         with self._lock:
             for key, piece in reversed(list(zip(keys, pieces, strict=False))):
                 if key not in self._pieces:
@@ -119,7 +125,7 @@ class PrefixTokens:
 
 
 def _keys(text: str, cuts: list[_Cut]) -> list[bytes]:
-    """A digest of the text up to each cut."""
+    """Returns a digest of the text up to each cut."""
     digest, keys, start = hashlib.blake2b(digest_size=16), [], 0
     for cut in cuts:
         digest.update(text[start : cut.end].encode())
@@ -129,8 +135,8 @@ def _keys(text: str, cuts: list[_Cut]) -> list[bytes]:
 
 
 def _marks(tokenizer: Tokenizer) -> dict[str, int]:
-    """The tokens behind which texts are cut, with their ids: those of conversations that are the same wherever they
-    stand, take nothing of what is around them, and are no part of another token."""
+    """Returns the tokens after which texts may be cut, with their ids: tokens of conversations that are the same in any
+    context, absorb nothing around them, and are not part of another token."""
     added = {token.content: (number, token) for number, token in tokenizer.added_tokens.items()}
     template = tokenizer.chat_template
     written = "".join(template.values()) if isinstance(template, dict) else template or ""
@@ -145,7 +151,7 @@ def _is_plain(token: Any) -> bool:
 
 
 def _frame(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The ids that frame a prompt, if it is framed by some at all; None: by other rules."""
+    """Returns the ids that special tokens add before and after every prompt; None if they depend on the prompt."""
     frames = []
     for text in ("a", "b c d"):
         inner, whole = (tokenizer.encode(text, add_special_tokens=wanted) for wanted in (False, True))

@@ -1,4 +1,4 @@
-"""A replica as the front sees it: its channels, its load, and what it last said."""
+"""A replica from the front's point of view: its channels, its load, and its last statistics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang.srt.managers.wire.io_struct import (
 
 
 class Replica:
-    """`index` counts from 0, as the ranks of data parallelism do."""
+    """One replica. `index` counts from 0, like data parallel ranks."""
 
     def __init__(self, index: int, ports: ipc.Ports) -> None:
         self.index = index
@@ -39,13 +39,13 @@ class Replica:
         """Names of shared arrays that its machines have and nothing needs, which it has not been told yet."""
 
     def refuse_when_lost(self) -> None:
-        """Raises RequestError where it has ended."""
+        """Raises RequestError if the replica has ended."""
         if self.failure is not None:
             raise RequestError(f"Replica {self.index} of the server has failed: {self.failure}", 503)
 
     def ask(self, message: ControlReq | ArrayPart) -> asyncio.Future[ControlReply]:
-        """Sends it now. Returns the answer to come, which is an error when the replica fails; who does not wait for it
-        any more cancels it. Raises RequestError where the channel is full or the replica has ended."""
+        """Sends a message now and returns a future of the answer, which fails when the replica does; cancel it to stop
+        waiting. Raises RequestError if the channel is full or the replica has ended."""
         self.refuse_when_lost()
         try:
             self.outbox.try_send(message)
@@ -57,8 +57,8 @@ class Replica:
         return reply
 
     def send_endings(self) -> bool:
-        """Sends the aborts in one message, and what is gone in another. False: the channel is full, and they wait here,
-        no more of them than there are sequences and arrays."""
+        """Sends pending aborts in one message, and names of arrays that are gone in another. Returns False if the
+        channel is full; they then wait here, at most one for each sequence and array."""
         try:
             if self.aborts:
                 self.outbox.try_send(AbortReq(list(self.aborts)))

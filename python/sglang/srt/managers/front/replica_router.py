@@ -6,12 +6,12 @@
     total_requests   the one with the fewest unfinished requests
     round_robin      one after the other
 
-Of equals the one that was chosen least recently is taken, so that quiet hours fill all prefix caches. The bound of
-`auto` keeps a prefix that everybody sends from filling one replica: when its holder has too much to do, the next
-request goes elsewhere, and from then on there are two holders, of which the less loaded one is taken.
+Among equals, the least recently chosen one is taken, so that quiet hours fill all prefix caches. The bound of `auto`
+keeps a common prefix from overloading one replica: when its holder has too much to do, the next request goes elsewhere,
+and from then on there are two holders, of which the less loaded one is taken.
 
-What a replica has cached is not asked but remembered: the pages of the prompts that it was sent lately, as hashes of
-all tokens and images up to the end of each page, no more of them than its KV cache has room for.
+The router does not ask what a replica has cached but remembers it: the pages of the prompts that it was sent lately, as
+hashes of all tokens and images up to the end of each page, at most as many as its KV cache holds.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from sglang.srt.utils.media_item import MediaItem
 
 PAGE_TOKENS = 32
 MOST_PAGES = 2048
-"""Pages of a prompt that are hashed; 20 us per thousand tokens on the event loop, and later ones decide nothing."""
+"""Pages of a prompt that are hashed, at 20 us per thousand tokens on the event loop; later pages hardly affect the
+choice."""
 REMEMBERED_PAGES = 1 << 17
-"""Most pages that are remembered of a replica, about 15 MB."""
+"""Most pages remembered for a replica, about 15 MB."""
 MOST_TIMES_LEAST = 2
-"""A replica is chosen for its prefix while it has at most so many times the tokens of the least loaded one."""
+"""A replica is chosen for its prefix while it has at most this many times the tokens of the least loaded one."""
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaLoad:
-    """What a replica has to do: its unfinished requests, and the tokens of their prompts and outputs so far."""
+    """Load of a replica: its unfinished requests, and the tokens of their prompts and outputs so far."""
 
     index: int
     num_requests: int = 0
@@ -45,8 +46,8 @@ class ReplicaLoad:
 
 
 def page_hashes(ids: Sequence[int] | Ids, namespace: str | None = None, media: Sequence[MediaItem] = ()) -> list[int]:
-    """Returns a hash for each whole page of the prompt, of all tokens up to its end, and of the images whose
-    placeholders are among them. Prompts of different namespaces share none."""
+    """Returns a hash for each whole page of the prompt, of all tokens up to its end and the images whose placeholders
+    are among them. Prompts of different namespaces have no hash in common."""
     shown: dict[int, list[bytes]] = {}
     for item in media:
         for first, last in item.spans:
@@ -62,7 +63,7 @@ def page_hashes(ids: Sequence[int] | Ids, namespace: str | None = None, media: S
 
 
 class RecentPages:
-    """The pages that a replica was sent lately; those that were used least recently go first."""
+    """The pages that a replica was sent lately; the least recently used are dropped first."""
 
     def __init__(self) -> None:
         self.capacity = REMEMBERED_PAGES
@@ -72,12 +73,12 @@ class RecentPages:
         return len(self._pages)
 
     def matched(self, hashes: Sequence[int]) -> int:
-        """Returns how many pages of a prompt are there, from its beginning on."""
+        """Returns how many leading pages of a prompt are remembered."""
         pages = self._pages
         return next((i for i, value in enumerate(hashes) if value not in pages), len(hashes))
 
     def add(self, hashes: Sequence[int]) -> None:
-        for value in reversed(hashes):  # the end of a prompt is forgotten before its beginning
+        for value in reversed(hashes):  # reversed, so that the end of a prompt is forgotten before its beginning
             self._pages[value] = None
             self._pages.move_to_end(value)
         while len(self._pages) > self.capacity:
@@ -88,8 +89,10 @@ class RecentPages:
 
 
 class ReplicaRouter:
+    """Chooses replicas by a load balancing method."""
+
     def __init__(self, method: str, num_replicas: int, caches_prefixes: bool = True) -> None:
-        """method: one of BALANCE_METHODS. caches_prefixes: whether replicas keep them; otherwise `auto` is
+        """method: one of BALANCE_METHODS. caches_prefixes: whether replicas have a prefix cache; otherwise `auto` means
         `total_tokens`."""
         self._method = method
         self._by_prefix = method == AUTO and caches_prefixes
@@ -98,11 +101,11 @@ class ReplicaRouter:
         self._num_chosen = 0
 
     def set_cache_size(self, index: int, num_tokens: int) -> None:
-        """num_tokens: of the replica's KV cache."""
+        """Sets the number of tokens of a replica's KV cache."""
         self._pages[index].capacity = min(REMEMBERED_PAGES, num_tokens // PAGE_TOKENS)
 
     def forget_prefixes(self) -> None:
-        """The caches were flushed."""
+        """Forgets all pages, because the caches were flushed."""
         for pages in self._pages:
             pages.clear()
 
@@ -113,7 +116,7 @@ class ReplicaRouter:
         namespace: str | None = None,
         media: Sequence[MediaItem] = (),
     ) -> int:
-        """Returns the index of one of `loads`, those of the replicas that serve; there is at least one."""
+        """Returns the index of one of `loads`, those of the serving replicas, of which there is at least one."""
         if len(loads) == 1:
             return loads[0].index
         hashes = page_hashes(ids, namespace, media) if self._by_prefix else []

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 SHORT_TEXT = 256
 _LOOKED_AT = 2 * SHORT_TEXT
-"""Characters in which credentials are looked for, so that one that the cut would halve is found."""
+"""Characters that are searched for credentials, so that one cut in half by the limit is found too."""
 _CREDENTIAL = re.compile(
     r"\b(?:sk|pk|rk|ghp|gho|ghs|github_pat|glpat|hf|xox[abps])[-_][\w-]{12,}"
     r"|\bAKIA[A-Z0-9]{12,}"
@@ -33,11 +33,11 @@ _CREDENTIAL = re.compile(
 )
 REDACTED = "[credential]"
 _CLIENT_TEXTS = ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag")
-"""Sampling parameters that hold texts of the client."""
+"""Sampling parameters with texts of the client."""
 
 
 class RequestLog:
-    """Writes a line when a request comes and one when it ends."""
+    """Writes a log line when a request arrives and one when it ends."""
 
     def __init__(self, args: ServerArgs) -> None:
         self._level = args.log_requests_level

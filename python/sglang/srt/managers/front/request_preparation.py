@@ -1,4 +1,4 @@
-"""Conversion of a caller's GenerateRequest to the sequences that the scheduler gets: split, check, tokenize."""
+"""Converts a caller's GenerateRequest to sequences for the scheduler: splits, checks and tokenizes."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ T = TypeVar("T")
 
 MAX_BATCH = 4096
 MAX_SEQUENCES = 16_384
-"""Sequences of one call: its prompts, each with n samples."""
+"""Sequences of one call: its prompts times n samples."""
 MAX_CALL_TOKENS = 1 << 24
 """Prompt tokens of one call, counted for every sample."""
 MAX_CALL_PARAMETER_BYTES = 1 << 28
-"""Memory of the parameters of one call in another process, which has them once for every sample."""
+"""Memory of one call's parameters in another process, which holds them once for every sample."""
 MAX_CALL_PATTERN_CHARS = 1 << 16
 """Characters of the `stop_regex` of all prompts of a call: each takes microseconds to check here, and to compile in two
-processes that serve everybody."""
+processes that serve all clients."""
 MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
 MOST_KEPT_S = 86_400.0
-"""Longest time for which a prompt stays cached before others."""
+"""Most seconds for which a prompt may stay cached before others."""
 MAX_LOGPROBS = 1 << 24
 """Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
 MAX_PRIORITY = 1 << 31
 LONG_TEXT_CHARS_PER_TOKEN = 8
 MAX_UNCHECKED_CHARS = 1 << 22
-"""A text beyond either is tokenized in pieces first: what cannot fit must not cost a gigabyte of tokens."""
+"""A longer text is tokenized in pieces first, so that one that cannot fit does not cost a gigabyte of tokens."""
 PIECE_CHARS = 1 << 18
 PIECE_SLACK = 64
-"""Tokens that cutting a text into pieces may add a piece."""
+"""Tokens that each cut of a text into pieces may add."""
 YIELD_CHARS = 16_384
 """Characters that are tokenized before the event loop gets to run other callbacks."""
 CHARS_PER_TOKEN_BOUND = 512
@@ -62,7 +62,7 @@ Encode = Callable[[str, bool], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedCall:
-    """`requests` holds num_samples sequences for each prompt, prompt by prompt."""
+    """A call that is ready to send. `requests` holds num_samples sequences for each prompt, prompt by prompt."""
 
     rids: list[str]
     """Public request ids, one a prompt."""
@@ -74,8 +74,8 @@ class PreparedCall:
 
 
 class RequestPreparer:
-    """Validates against one model's limits. `encode` tokenizes, None without a tokenizer. `media` reads images, None
-    where the model does not."""
+    """Validates requests against one model's limits. `encode` tokenizes; None without a tokenizer. `media` loads
+    images; None if the model reads none."""
 
     def __init__(
         self, args: ServerArgs, model_config: ModelConfig, encode: Encode | None, media: MediaLoader | None = None
@@ -95,7 +95,8 @@ class RequestPreparer:
         self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
 
     async def prepare(self, req: GenerateRequest) -> PreparedCall:
-        """Items of the requests' media are held once, until `release`. Raises RequestError (400)."""
+        """Checks and tokenizes a request. The media items of all its sequences are held once, until `release`. Raises
+        RequestError (400)."""
         placed_items: list[MediaItem] = []
         try:
             return await self._prepare(req, placed_items)
@@ -104,7 +105,7 @@ class RequestPreparer:
             raise
 
     def release(self, call: PreparedCall) -> None:
-        """Gives back what `prepare` held."""
+        """Releases what `prepare` held."""
         self._release(call.media)
 
     def _release(self, items: list[MediaItem]) -> None:
@@ -197,8 +198,8 @@ class RequestPreparer:
         return priority
 
     async def _sampling_params(self, given: Any, count: int) -> list[tuple[SamplingParams, bool]]:
-        """Checked parameters a prompt, and whether its max_new_tokens was asked for. Other callbacks run in between:
-        checking the patterns of one prompt takes milliseconds."""
+        """Returns the checked parameters of each prompt, and whether the request gave max_new_tokens. Lets other
+        callbacks run in between, because checking the patterns of one prompt takes milliseconds."""
         if isinstance(given, list) and len(given) != count:
             raise RequestError(f"sampling_params has {len(given)} entries for {count} prompts.")
         try:
@@ -233,14 +234,14 @@ class RequestPreparer:
         return params, explicit
 
     async def prompt_ids(self, req: GenerateRequest, add_special_tokens: bool) -> tuple[list[int], list[MediaItem]]:
-        """Returns the token ids of a request with a single prompt, and its images, held for the caller. Raises
-        RequestError."""
+        """Returns the token ids of a request with a single prompt, and its images, which the caller must release.
+        Raises RequestError."""
         (prompt,) = _prompts(req)
         (media,) = self._media_of(req, 1)
         return await self.placed(prompt, media, add_special_tokens)
 
     def _media_of(self, req: GenerateRequest, count: int) -> list[list[MediaSource]]:
-        """The images and videos of each prompt. Raises RequestError where the model reads none."""
+        """Returns the images and videos of each prompt. Raises RequestError if the model reads none."""
         if req.media is None:
             return [[]] * count
         if len(req.media) != count:
@@ -249,7 +250,7 @@ class RequestPreparer:
         return req.media
 
     def require_media(self, media: Sequence[MediaSource]) -> None:
-        """Raises RequestError for images or videos that the model does not read."""
+        """Raises RequestError for images or videos if the model does not read them."""
         if not media or self._media is not None:
             return
         why = "this model is served for text only (no vision or audio input)"
@@ -264,9 +265,9 @@ class RequestPreparer:
         add_special_tokens: bool = False,
         items: Sequence[MediaItem] = (),
     ) -> tuple[list[int], list[MediaItem]]:
-        """The token ids of a prompt with its images and videos, and their items, held for the caller. `items`: those
-        that are in the ids already. A placeholder among the ids of a prompt without images is a token. Raises
-        RequestError."""
+        """Returns the token ids of a prompt with its images and videos, and their items, which the caller must release.
+        `items`: those whose placeholders are in the ids already. In a prompt without images a placeholder is an
+        ordinary token. Raises RequestError."""
         only_tokens = not media and not isinstance(prompt, str)
         if self._media is not None and isinstance(prompt, str):
             prompt, media = self._media.tokens.with_placeholders(prompt, media)
@@ -284,7 +285,7 @@ class RequestPreparer:
             raise
 
     async def _whole(self, ids: list[int], has_media: bool) -> list[int]:
-        """Checks the length again, behind which no image may be cut."""
+        """Checks the length again and truncates; a cut must not split an image."""
         if has_media and len(ids) >= self._context_len:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens, images included, is longer than the model's context length of "
@@ -293,7 +294,7 @@ class RequestPreparer:
         return await self.input_ids(ids)
 
     async def input_ids(self, prompt: str | list[int], add_special_tokens: bool = False) -> list[int]:
-        """The token ids of a prompt, checked, and no more than fit the context. Raises RequestError."""
+        """Returns the checked token ids of a prompt, at most as many as fit the context. Raises RequestError."""
         if isinstance(prompt, str):
             if self._encode is None:
                 raise RequestError("The server runs with --skip-tokenizer-init: send input_ids instead of text.")
@@ -324,7 +325,8 @@ class RequestPreparer:
         return prompt
 
     async def _bounded(self, encode: Encode, text: str) -> str:
-        """`text`, or with truncation as much of it as the context may hold. Raises RequestError for more tokens."""
+        """Returns `text`, truncated (if the server truncates) to what the context may hold. Raises RequestError for
+        more tokens."""
         num_chars = num_tokens = 0
         for piece in pieces(text):
             num_chars += len(piece)
@@ -339,8 +341,8 @@ class RequestPreparer:
         return text
 
     def _fit(self, ids: list[int], params: SamplingParams, refuses: bool) -> SamplingParams:
-        """Returns the parameters with an output length that fits the context together with the prompt. Raises
-        RequestError instead of a shorter one if it `refuses`."""
+        """Returns the parameters with an output length that fits the context after the prompt. With `refuses`, raises
+        RequestError instead of shortening."""
         room = self._context_len - len(ids)
         wanted = params.max_new_tokens
         if wanted is None or wanted <= room:
@@ -354,7 +356,7 @@ class RequestPreparer:
         return msgspec.structs.replace(params, max_new_tokens=room, min_new_tokens=min(room, params.min_new_tokens))
 
     def _thinking(self, req: GenerateRequest, num_tokens: int, max_new_tokens: int | None) -> ThinkingBudget | None:
-        """The budget for a prompt of `num_tokens`."""
+        """Returns the thinking budget for a prompt of `num_tokens`."""
         if req.thinking is None or req.thinking_share == 1:
             return req.thinking
         room = self._context_len - num_tokens
@@ -381,8 +383,8 @@ class RequestPreparer:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
 
     def _bound_logprobs(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
-        """Returns how many log probabilities a sample may bring. A default output length shrinks until they are no more
-        than `room`."""
+        """Returns how many log probabilities a sample may produce. Shrinks a default output length until they are at
+        most `room`."""
         if not request.return_logprob:
             return 0
         width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
@@ -397,8 +399,8 @@ class RequestPreparer:
         return (num_inputs + length) * width
 
     def _bound_hidden(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
-        """Returns how many hidden states a sample may bring. A default output length shrinks until they are no more
-        than `room`."""
+        """Returns how many hidden states a sample may produce. Shrinks a default output length until they are at most
+        `room`."""
         if not self._returns_hidden:
             raise RequestError(
                 "return_hidden_states needs a server that was started with --enable-return-hidden-states."
@@ -415,7 +417,7 @@ class RequestPreparer:
         return states
 
     def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, most: int) -> int:
-        """Returns how many tokens the output may have. A default length shrinks to `most`, if that is any."""
+        """Returns how many tokens the output may have. Shrinks a default length to `most`, if that is at least 1."""
         params = request.sampling_params
         length = self._context_len - len(request.input_ids)
         length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
@@ -427,7 +429,7 @@ class RequestPreparer:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cuts a text into pieces that are tokenized one by one, so that other texts need not wait for all of it."""
+    """Cuts a text into pieces that are tokenized one by one, so that other requests need not wait for all of it."""
     return (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
 
 
@@ -472,7 +474,7 @@ def _bound_parameters(num_bytes: int) -> None:
 
 
 def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
-    """One value for all prompts, or one each."""
+    """Returns one value for each prompt, from one value for all or a list."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
@@ -493,7 +495,7 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
 
 
 def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:
-    """Names of caches, of which an empty one is none."""
+    """Returns the cache names of each prompt; an empty name counts as None."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
@@ -504,12 +506,12 @@ def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:
 
 
 def _namespace(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """One name for the two, different for different ones."""
+    """Combines the two names into one, which differs for different pairs."""
     return None if cache_salt is None and extra_key is None else json.dumps([cache_salt, extra_key])
 
 
 def _samples(request: TokenizedGenerateReq) -> list[TokenizedGenerateReq]:
-    """`n` sequences of one prompt. A given seed counts up, or all would be the same."""
+    """Returns `n` sequences of one prompt. A given seed counts up, or all would be the same."""
     params = request.sampling_params
     if params.n == 1:
         return [request]

@@ -8,13 +8,14 @@ from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateRe
 
 
 class EndedRequest(NamedTuple):
-    """Times are those of `time.monotonic()`, whose clock all processes of a machine share; 0: it never came to that."""
+    """A sequence that has ended. Times are those of `time.monotonic()`, a clock that all processes of a machine share;
+    0: it never got that far."""
 
     request: TokenizedGenerateReq
     meta: TokenMeta
     finish: FinishReason
     text: str
-    """Beginning of the output, as much as the log wanted to keep."""
+    """Beginning of the output, as long as the log needs it."""
     trace_parent: Any
     """Value that `RequestTracer.parent` returned when the call came in."""
     created_time: float

@@ -19,7 +19,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.version import __version__
 
 trace_headers: ContextVar[dict[str, str] | None] = ContextVar("trace_headers", default=None)
-"""The `traceparent` and `tracestate` of the HTTP request that is being answered."""
+"""`traceparent` and `tracestate` of the HTTP request that is being answered."""
 
 EXPORT_TIMEOUT_S = 5
 _INSTALL = '--enable-trace needs OpenTelemetry: pip install "sm120-sglang[trace]"'
@@ -40,7 +40,7 @@ class RequestTracer:
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> RequestTracer | None:
-        """None without --enable-trace. Raises UserError if a package is missing."""
+        """Returns the tracer; None without --enable-trace. Raises UserError if a package is missing."""
         if not args.enable_trace:
             return None
         try:
@@ -53,7 +53,7 @@ class RequestTracer:
         return cls(BatchSpanProcessor(exporter), args.otlp_service_name, model_name)
 
     def parent(self) -> Any:
-        """The client's trace as an OpenTelemetry context; None if it sent none."""
+        """Returns the client's trace as an OpenTelemetry context; None if it sent none."""
         headers = trace_headers.get()
         if headers is None:
             return None
@@ -62,6 +62,7 @@ class RequestTracer:
         return TraceContextTextMapPropagator().extract(headers)
 
     def finished(self, ended: EndedRequest) -> None:
+        """Emits the spans of a sequence that has ended."""
         from opentelemetry import trace
 
         to_wall = time.time_ns() - int(time.monotonic() * 1e9)
@@ -83,11 +84,11 @@ class RequestTracer:
         span.end(end)
 
     def close(self) -> None:
-        """Sends what has not been sent; takes as long as an export may take."""
+        """Sends pending spans; takes as long as an export may take."""
         self._provider.shutdown()
 
     def _attributes(self, ended: EndedRequest) -> dict[str, Any]:
-        """Named as OpenTelemetry's conventions for generative models do where they have a name."""
+        """Returns attributes, named by OpenTelemetry's conventions for generative models where these have a name."""
         params, meta = ended.request.sampling_params, ended.meta
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": "generate",
@@ -113,11 +114,11 @@ class RequestTracer:
 
 
 def phases(ended: EndedRequest) -> Iterator[tuple[str, float, float]]:
-    """(name, begin, end) of the phases that the request came to, one beginning where the one before ends."""
+    """Yields (name, begin, end) of each phase that the request reached; each begins where the one before ends."""
     begin = ended.created_time
     ends = (ended.sent_time, ended.started_time, ended.first_token_time, ended.end_time)
     for name, end in zip(("received", "queued", "prefill", "decode"), ends, strict=True):
-        if not end:  # it ended in this phase
+        if not end:  # the request ended in this phase
             yield name, begin, ended.end_time
             return
         yield name, begin, max(begin, end)
@@ -125,8 +126,8 @@ def phases(ended: EndedRequest) -> Iterator[tuple[str, float, float]]:
 
 
 def _exporter(endpoint: str) -> Any:
-    """`http(s)://host:port/v1/traces` is OTLP over HTTP, `host:port` (and `grpc://...`) OTLP over gRPC. Raises
-    ImportError."""
+    """Returns the exporter: `http(s)://host:port/v1/traces` is OTLP over HTTP, `host:port` (and `grpc://...`) OTLP over
+    gRPC. Raises ImportError."""
     if endpoint.startswith(("http://", "https://")):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 

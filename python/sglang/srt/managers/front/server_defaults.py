@@ -1,4 +1,4 @@
-"""--preferred-sampling-params that no request could have are known before anything starts."""
+"""Checks --preferred-sampling-params at the start, so that values which no request could use are refused early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILE_LIMIT_S = 120.0
 
 
 def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
-    """Raises UserError."""
+    """Raises UserError for invalid preferred sampling parameters."""
     model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
     try:
         params = merge({}, model_defaults, json.loads(args.preferred_sampling_params or "{}"))
@@ -33,7 +33,7 @@ def check_server_defaults(args: ServerArgs, model_config: ModelConfig) -> None:
 
 
 def _grammar_problem(args: ServerArgs, model_config: ModelConfig, key: GrammarKey) -> str:
-    """Returns the problem of this grammar as a client would read it; empty for a good one."""
+    """Returns the error message that a client would get for this grammar; empty for a good one."""
     with tempfile.TemporaryDirectory(prefix="sglang-grammar-") as directory:
         setup = setup_for(args, model_config, Path(directory) / "vocabulary")
         if setup is None:

@@ -1,9 +1,9 @@
 """Sessions: token sequences that clients extend by name instead of sending them again. The prefix cache has their KV.
 
-A session is a tree of requests. Each has its prompt and, once it has ended, its output; a later one goes on from any of
-them. A streaming session is a list: each request goes on from the last one that ended well, which is all that is kept.
-In memory, bounded in number and tokens: the session that was used least recently goes first, and one with a timeout
-when it has been idle for so long.
+A session is a tree of requests. Each has its prompt and, once it has ended, its output; a later one continues any of
+them. A streaming session is a list: each request continues the last one that ended well, which is all that is kept.
+Sessions are kept in memory, bounded in number and tokens: the least recently used is closed first, and one with a
+timeout when it has been idle that long.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MAX_TOKENS = 1 << 24
 MAX_TURNS = 1 << 16
 """Largest number of turns of all sessions together."""
 MAX_MEDIA_BYTES = 4 << 30
-"""Shared memory that the images of all sessions together may take, counted for each turn."""
+"""Shared memory that the images of all sessions together may take, counted once for each turn."""
 MAX_ID_LENGTH = 256
 
 
 @dataclass(slots=True)
 class Turn:
-    """One request of a session. `tokens`: its prompt; with its output once it has ended."""
+    """One request of a session. `tokens`: its prompt, followed by its output once it has ended."""
 
     rid: str
     parent: str | None
@@ -45,7 +45,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Session:
-    """`capacity`: the longest sequence, in tokens. `timeout`: seconds without a request after which it is closed."""
+    """One session. `capacity`: the longest sequence, in tokens. `timeout`: idle seconds after which it is closed."""
 
     capacity: int
     streaming: bool = False
@@ -53,26 +53,29 @@ class Session:
     last_used: float = 0.0
     """Time of the last use, by the store's clock."""
     replica: int | None = None
-    """The one that has the KV."""
+    """The replica that has its KV."""
     turns: dict[str, Turn] = field(default_factory=dict)
 
     def is_overdue(self, now: float) -> bool:
+        """Returns whether the session has been idle beyond its timeout."""
         if self.timeout is None or now - self.last_used <= self.timeout:
             return False
         return all(turn.ended for turn in self.turns.values())
 
     def branch(self, rid: str) -> list[str]:
-        """All turns that go on from this one, or from one that does."""
+        """Returns this turn and all turns that continue it, directly or indirectly."""
         children: defaultdict[str | None, list[str]] = defaultdict(list)
         for turn in self.turns.values():
             children[turn.parent].append(turn.rid)
         later = list(children[rid])
-        for child in later:  # grows meanwhile
+        for child in later:  # the list grows during the loop
             later += children[child]
         return later
 
 
 class SessionStore:
+    """All sessions of a server."""
+
     def __init__(
         self,
         max_sessions: int = MAX_SESSIONS,
@@ -101,7 +104,7 @@ class SessionStore:
         return self._num_tokens
 
     def open(self, capacity: int, session_id: str | None, streaming: bool = False, timeout: float | None = None) -> str:
-        """Raises RequestError if there is one of this id."""
+        """Opens a session. Raises RequestError if the id is in use."""
         self._close_overdue()
         session_id = session_id or uuid.uuid4().hex
         if len(session_id) > MAX_ID_LENGTH:
@@ -113,23 +116,23 @@ class SessionStore:
         return session_id
 
     def close(self, session_id: str) -> None:
-        """Raises RequestError if there is none."""
+        """Closes a session. Raises RequestError if there is none of this id."""
         for rid in list(self._session(session_id).turns):
             self.forget(session_id, rid)
         del self._sessions[session_id]
 
     def is_streaming(self, session_id: str) -> bool:
-        """Raises RequestError if there is no such session."""
+        """Returns whether the session is a streaming one. Raises RequestError if there is no such session."""
         self._close_overdue()
         return self._session(session_id).streaming
 
     def replica(self, session_id: str) -> int | None:
-        """Returns the replica that the session's requests go to; None: there was none. Raises RequestError if there is
-        no such session."""
+        """Returns the replica that the session's requests go to; None if there was none yet. Raises RequestError if
+        there is no such session."""
         return self._session(session_id).replica
 
     def bind(self, session_id: str, replica: int) -> None:
-        """Raises RequestError if there is no such session."""
+        """Sends the session's requests to `replica` from now on. Raises RequestError if there is no such session."""
         self._session(session_id).replica = replica
 
     def last_turn(self, session_id: str) -> Turn | None:
@@ -142,7 +145,7 @@ class SessionStore:
         return next(iter(turns), None)
 
     def turn(self, session_id: str, rid: str | None) -> Turn | None:
-        """The turn to go on from; None: the session's beginning. Raises RequestError."""
+        """Returns the turn to continue from; None: the beginning of the session. Raises RequestError."""
         self._close_overdue()
         session = self._session(session_id)
         self._sessions.move_to_end(session_id)
@@ -153,7 +156,7 @@ class SessionStore:
         return session.turns[rid]
 
     def drop(self, session_id: str, parent: str | None) -> list[str]:
-        """Forget all turns behind one, or all of the session; the rids of those that run."""
+        """Forgets all turns after `parent`, or all of the session. Returns the rids of those that still run."""
         session = self._session(session_id)
         dropped = list(session.turns) if parent is None else session.branch(parent)
         running = [rid for rid in dropped if not session.turns[rid].ended]
@@ -162,8 +165,8 @@ class SessionStore:
         return running
 
     def begin(self, session_id: str, turn: Turn) -> None:
-        """Raises RequestError for a sequence that is too long, a rid that the session has, and a session that alone has
-        all that may be kept."""
+        """Adds a turn. Raises RequestError for a sequence that is too long, a rid that the session has already, and a
+        session that alone reaches the limits of all."""
         session = self._session(session_id)
         if turn.rid in session.turns:
             raise RequestError(f"The session {session_id!r} has a request {turn.rid!r} already.")
@@ -189,7 +192,7 @@ class SessionStore:
             )
 
     def end(self, session_id: str, turn: Turn, output_ids: list[int]) -> None:
-        """Adds the output, unless the session or the turn is gone. A streaming session forgets what came before."""
+        """Adds the output, unless the session or turn is gone. A streaming session forgets earlier turns."""
         session = self._sessions.get(session_id)
         if session is None or session.turns.get(turn.rid) is not turn:
             return
@@ -203,6 +206,7 @@ class SessionStore:
         self._make_room(session_id)
 
     def forget(self, session_id: str, rid: str) -> None:
+        """Removes a turn, if it exists."""
         session = self._sessions.get(session_id)
         turn = None if session is None else session.turns.pop(rid, None)
         if turn is not None:
@@ -229,7 +233,7 @@ class SessionStore:
         return self._sessions[session_id]
 
     def _make_room(self, kept: str) -> None:
-        """Closes the sessions that were used least recently, but not `kept`."""
+        """Closes the least recently used sessions, except `kept`."""
         while len(self._sessions) > self._max_sessions or self._is_full:
             oldest = next((session_id for session_id in self._sessions if session_id != kept), None)
             if oldest is None:

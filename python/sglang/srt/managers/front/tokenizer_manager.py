@@ -1,4 +1,4 @@
-"""The front of the engine: takes calls, sends their sequences to a scheduler, hands the outputs back to the callers.
+"""The front of the engine: takes calls, sends their sequences to a scheduler, and returns the outputs to the callers.
 
 Runs in one event loop, that of the HTTP server or of the in-process engine:
 
@@ -66,18 +66,20 @@ T = TypeVar("T")
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread, so that the event loop goes on."""
 LONG_WORK = 1 << 16
-"""Characters from which a text is long work for the threads, and for the processes of chat templates."""
+"""Characters from which a text counts as long work for the threads, and for the processes of chat templates."""
 EXACT_COUNT_CHARS = 1 << 21
-"""Characters of a text that is tokenized in one go to count its tokens."""
+"""Longest text in characters whose tokens are counted exactly, in one call."""
 SEND_BATCH_TOKENS = 1 << 18
 """Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
 ENDINGS_RETRY_S = 0.05
-"""Seconds that aborts, and what is gone, wait for room in a full channel before they are tried again."""
+"""Seconds after which aborts and names of gone arrays are sent again when a channel was full."""
 DRAIN_POLL_S = 0.02
 FLUSH_CACHE = "flush_cache"
 
 
 class ServerStatus(enum.Enum):
+    """State of the server as its health endpoints report it."""
+
     STARTING = "starting"
     UP = "up"
     UNHEALTHY = "unhealthy"
@@ -132,7 +134,7 @@ class TokenizerManager:
         tokenizer: Tokenizer | None,
         served_media: ServedMedia | None = None,
     ) -> None:
-        """ports: of each replica. served_media: None where the model reads text only."""
+        """ports: of each replica. served_media: None if the model reads text only."""
         self.args = args
         self.model_config = model_config
         self.tokenizer = tokenizer
@@ -170,12 +172,12 @@ class TokenizerManager:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Start to listen; once, inside the running event loop."""
+        """Starts to listen; call it once, inside the running event loop."""
         for replica in self.replicas:
             replica.inbox.attach(partial(self._receive, replica))
 
     def detach(self) -> None:
-        """Stop to listen; messages wait."""
+        """Stops listening; messages wait."""
         for replica in self.replicas:
             replica.inbox.detach()
 
@@ -191,7 +193,7 @@ class TokenizerManager:
             self.status = ServerStatus.UP
 
     def lose_replica(self, index: int, message: str) -> bool:
-        """A replica has ended: its calls fail, and the others get what comes. Returns whether there are others; without
+        """Fails the calls of a replica that has ended; others get later ones. Returns whether there are others: without
         them the engine is gone."""
         lost = self.replicas[index]
         lost.failure = message
@@ -212,14 +214,14 @@ class TokenizerManager:
         return True
 
     def mark_unhealthy(self, message: str) -> None:
-        """The engine is gone: fail everything that runs and refuse what comes."""
+        """Fails everything that runs and refuses new calls, because the engine is gone."""
         if self.status is not ServerStatus.SHUTTING_DOWN:
             self.status = ServerStatus.UNHEALTHY
         self.status_message = message
         self.fail_all(RequestError(message, 500))
 
     def fail_all(self, error: RequestError) -> None:
-        """End every call with `error`, now. The scheduler is not told."""
+        """Ends every call with `error`, now, without telling the scheduler."""
         sequences, self._sequences, self._groups = self._sequences, {}, {}
         for sequence in sequences.values():
             sequence.stream.fail(error)
@@ -229,11 +231,12 @@ class TokenizerManager:
             replica.fail_replies(error)
 
     def begin_shutdown(self) -> None:
-        """Refuse new calls; running ones go on."""
+        """Refuses new calls; running ones go on."""
         self.status = ServerStatus.SHUTTING_DOWN
 
     async def drain(self, limit_s: float) -> bool:
-        """Wait until nothing runs. What still runs after `limit_s` seconds is aborted, and False returned."""
+        """Waits until nothing runs and returns True; after `limit_s` seconds, aborts what still runs and returns
+        False."""
         end = time.monotonic() + limit_s
         while self._sequences and time.monotonic() < end:
             await asyncio.sleep(DRAIN_POLL_S)
@@ -257,30 +260,30 @@ class TokenizerManager:
 
     @property
     def num_unfinished(self) -> int:
-        """Sequences that have not ended yet, aborted ones whose end is on its way included."""
+        """Returns the number of sequences that have not ended, including aborted ones whose end is on its way."""
         return len(self._sequences)
 
     @property
     def serving_replicas(self) -> list[Replica]:
-        """Those that have not ended, of which there is one as long as the engine is healthy."""
+        """Returns the replicas that have not ended; there is at least one while the engine is healthy."""
         return [replica for replica in self.replicas if replica.failure is None]
 
     @property
     def scheduler_info(self) -> dict[str, Any]:
-        """What the plan decided, for every replica alike."""
+        """Returns the plan's decisions, which are the same for every replica."""
         return next((replica.info for replica in self.replicas if replica.info), {})
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     async def submit(self, req: GenerateRequest) -> GenerationStream:
-        """Check, tokenize and send. Raises RequestError; then nothing was sent."""
+        """Checks, tokenizes and sends a call. Raises RequestError; then nothing was sent."""
         created = time.monotonic()
         self._refuse_when_down()
         call = await self.preparer.prepare(req)
         try:
             stream = await self._submit(req, call, created)
         finally:
-            self.preparer.release(call)  # which the sequences hold themselves by now
+            self.preparer.release(call)  # the sequences hold them by now
         if req.on_submitted is not None:
             req.let_go()
             req.on_submitted(req.kept_bytes + stream.kept_bytes)
@@ -297,7 +300,7 @@ class TokenizerManager:
         self._register(call, stream, batch_rid)
         try:
             await self._send_sequences(stream, req.replica)
-        except BaseException as error:  # whatever it was, also a cancelled caller: nothing may stay registered
+        except BaseException as error:  # after any error, also a cancelled caller, nothing may stay registered
             await stream.aclose()
             if isinstance(error, ipc.ChannelFull):
                 raise RequestError("The server is overloaded; try again later.", 503) from None
@@ -307,19 +310,19 @@ class TokenizerManager:
         return stream
 
     def abort(self, rid: str) -> bool:
-        """End a request and all its samples, one sample by the id that its output has, or a batch that was given one
-        id. False: no such request."""
-        rids = list(self._groups.get(rid) or {rid} & self._sequences.keys())  # a copy: some end at once
+        """Ends a request and all its samples; also takes the id of one sample's output, or that of a batch. Returns
+        False if there is no such request."""
+        rids = list(self._groups.get(rid) or {rid} & self._sequences.keys())  # a copy, because some end at once
         self._abort_sequences(rids)
         return bool(rids)
 
     def abort_all(self) -> None:
-        """End every request."""
+        """Ends every request."""
         self._abort_sequences(list(self._sequences))
 
     async def control(self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0) -> ControlReply:
-        """Ask the schedulers of all replicas; `kind` is one of ControlReq's. Returns the first refusal, or else an
-        approval. Raises RequestError when there is no answer in time."""
+        """Asks the schedulers of all replicas; `kind` is one of ControlReq's. Returns the first refusal, or else an
+        approval. Raises RequestError if there is no answer in time."""
         replies = await self.control_each(kind, args, timeout)
         if kind == FLUSH_CACHE and any(reply.ok for reply in replies.values()):
             self._router.forget_prefixes()
@@ -334,7 +337,7 @@ class TokenizerManager:
     async def control_each(
         self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0
     ) -> dict[int, ControlReply]:
-        """Ask as `control` does. Returns the replies by replica, without those that end meanwhile."""
+        """Asks like `control`. Returns the replies by replica, without those of replicas that end meanwhile."""
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(self.status_message, 503)
         asked = self.serving_replicas
@@ -348,7 +351,7 @@ class TokenizerManager:
             _, late = await asyncio.wait(calls.values(), timeout=timeout)
         finally:
             for call in calls.values():
-                call.cancel()  # those without an answer
+                call.cancel()  # cancels the calls without an answer
         if late:
             raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503)
         failures = [failure for call in calls.values() if (failure := call.exception()) is not None]
@@ -366,7 +369,7 @@ class TokenizerManager:
         ]
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises RequestError without a tokenizer."""
+        """Returns the token ids of `text`. Raises RequestError without a tokenizer."""
         if self.tokenizer is None or self._prefixes is None:
             raise RequestError("The server runs with --skip-tokenizer-init.")
         try:
@@ -379,8 +382,9 @@ class TokenizerManager:
             raise RequestError(f"The model's tokenizer fails on this text: {error}") from None
 
     async def count_tokens(self, text: str, enough: float = math.inf) -> int:
-        """Tokens of a text without special ones. Exact up to EXACT_COUNT_CHARS, else up to a few for each piece that is
-        tokenized by itself, and no more of them than it takes to have `enough`. Raises RequestError as `encode`."""
+        """Counts the tokens of a text without special ones. The count is exact up to EXACT_COUNT_CHARS; beyond it, it
+        may be a few too high for each separately tokenized piece, and stops at `enough`. Raises RequestError like
+        `encode`."""
         if len(text) <= EXACT_COUNT_CHARS:
             return len(await self.encode(text, add_special_tokens=False))
         count = 0
@@ -391,15 +395,15 @@ class TokenizerManager:
         return count
 
     async def ids_with_media(self, text: str, media: Sequence[MediaSource]) -> list[int]:
-        """Token ids of a rendered prompt with these images and videos. Raises RequestError."""
+        """Returns the token ids of a rendered prompt with these images and videos. Raises RequestError."""
         ids, items = await self.preparer.placed(text, media)
         if self.media is not None:
             self.media.files.release(items)
         return ids
 
     async def in_thread(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        """Call `function` beside the event loop. size: about how many characters it is about; what has few passes what
-        has many."""
+        """Calls `function` in a worker thread. size: about how many characters it handles; calls with few pass those
+        with many."""
         return await asyncio.wrap_future(self._threads.submit(size >= LONG_WORK, lambda _: function(*args)))
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -411,7 +415,8 @@ class TokenizerManager:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
 
     def _refuse_taken_ids(self, call: PreparedCall, batch_rid: str | None) -> None:
-        """`batch_rid`: the one id that the caller gave; those of the prompts of a batch are made of it."""
+        """Raises RequestError for ids in use. `batch_rid`: the one id that the caller gave, from which those of a
+        batch's prompts are made."""
         taken = next((rid for rid in (batch_rid, *call.rids) if rid in self._groups), None)
         taken = taken or next((r.rid for r in call.requests if r.rid in self._sequences), None)
         if taken is not None:
@@ -431,7 +436,7 @@ class TokenizerManager:
                 self._log.received(request, call.prompt_texts[index // call.num_samples])
 
     def replica_for(self, ids: Sequence[int], wanted: int | None) -> int:
-        """Returns the index of the replica that a sequence goes to: the wanted one while that serves."""
+        """Returns the index of the replica for a sequence: `wanted`, as long as that one serves."""
         if wanted is not None and self.replicas[wanted].failure is None:
             return wanted
         return self._choose(ids, None, ()).index
@@ -443,11 +448,11 @@ class TokenizerManager:
         return self.replicas[self._router.choose([replica.load for replica in serving], ids, namespace, media)]
 
     async def _send_sequences(self, stream: GenerationStream, wanted: int | None) -> None:
-        """wanted: the replica; None: the router chooses. Raises RequestError where there is none (any more),
-        ipc.ChannelFull, or what a value that cannot be encoded raises."""
+        """Sends the sequences of a call. wanted: the replica; None: the router chooses. Raises RequestError if no
+        replica serves any more, ipc.ChannelFull, or the error for a value that cannot be encoded."""
         num_tokens = 0
         for request in stream.requests:
-            if self._sequence(request, stream) is None:  # aborted meanwhile
+            if self._sequence(request, stream) is None:  # it was aborted meanwhile
                 continue
             replica = self._replica_of(request, wanted)
             if request.media and self._transfers is not None:
@@ -481,7 +486,7 @@ class TokenizerManager:
         replica.load.num_tokens += len(ids)
 
     def _abort_sequences(self, rids: Iterable[str]) -> None:
-        """Aborts sequences. Those that no scheduler knows yet end here and now."""
+        """Aborts sequences. Those that no scheduler knows yet end at once."""
         for rid in rids:
             sequence = self._sequences[rid]
             if sequence.replica is not None:
@@ -495,7 +500,7 @@ class TokenizerManager:
         self._send_endings()
 
     def _send_endings(self) -> None:
-        """Tells each replica what has ended, and tries again later where its channel is full."""
+        """Tells each replica what has ended, and retries later if its channel is full."""
         full = [replica for replica in self.replicas if not replica.send_endings()]
         if full and self._endings_retry is None:
             self._endings_retry = asyncio.get_running_loop().call_later(ENDINGS_RETRY_S, self._retry_endings)
@@ -505,7 +510,7 @@ class TokenizerManager:
         self._send_endings()
 
     def _on_close(self, stream: GenerationStream) -> None:
-        """The reader is done, or gone: what still runs is of no use."""
+        """Aborts what still runs, because the reader is done or gone."""
         for request in stream.requests:
             sequence = self._sequence(request, stream)
             if sequence is None:
@@ -588,8 +593,9 @@ class TokenizerManager:
                 observer.finished(ended)
 
     def _observe(self, sequence: _Sequence, num_tokens: int, first_token_time: float, now: float) -> None:
-        """Count tokens that came. `first_token_time`: when a whole answer, which they are, began; 0: they are not."""
-        num_later = num_tokens  # behind the first, at times that are known
+        """Counts tokens that came. `first_token_time`: when a whole answer, which these tokens are, began; 0 for
+        streamed tokens."""
+        num_later = num_tokens  # tokens after the first, at known times
         if is_first := not sequence.first_time:
             sequence.first_time = sequence.last_time = first_token_time or now
             num_later = num_tokens - 1 if first_token_time else 0

@@ -1,6 +1,6 @@
-"""Tries a checkpoint's tokenizer.json in a process with limits before any process of the server reads it.
+"""Tries a checkpoint's tokenizer.json in a process with limits before any process of the server loads it.
 
-Its patterns and replacements come from anybody: some crash the library that runs them, or multiply every text.
+Its patterns and replacements are untrusted: some crash the library that runs them, or multiply every text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOAD_LIMIT_S = 180.0
 STAGE_LIMIT_S = 30.0
 WORKING_BYTES = 4 << 30
 MAX_GROWTH = 64
-"""Characters that a normalizer may make of one: Unicode's own forms make up to 18."""
+"""Most characters that a normalizer may make of one; Unicode's own normal forms make up to 18."""
 _RUN = 64
 _LOAD = "tokenizer.json"
 _KINDS = ("a", "1", " ", "\n", ".", "é", "中", "🙂")
@@ -34,10 +34,10 @@ _KINDS = ("a", "1", " ", "\n", ".", "é", "中", "🙂")
 
 
 class TokenizerTrial:
-    """Begins with its construction; `check` waits for the outcome."""
+    """A trial that starts on construction; `check` waits for the outcome."""
 
     def __init__(self, args: ServerArgs, working_bytes: int = WORKING_BYTES, limit_s: float = STAGE_LIMIT_S) -> None:
-        """Raises UserError for files that are none of a tokenizer."""
+        """Starts the trial. Raises UserError for files that are not a tokenizer."""
         self._process: JobProcess | None = None
         self._limit_s = limit_s
         if args.skip_tokenizer_init:
@@ -47,12 +47,12 @@ class TokenizerTrial:
             resolve_model_path(args.tokenizer_path, args.revision, args.download_dir, weights=False)
         )
         self._path = files.json_path
-        if self._path.is_file() and not files.has_own_code:  # whose code runs anyway, if the user trusts it
+        if self._path.is_file() and not files.has_own_code:  # its own code would run anyway, if the user trusts it
             self._process = JobProcess(run_trial, (str(self._path), working_bytes), "tokenizer-trial")
             self._process.start()
 
     def check(self) -> None:
-        """Blocks. Raises UserError, which names the key of the file that is at fault."""
+        """Waits for the outcome (blocks). Raises UserError, which names the key of the file that is at fault."""
         if self._process is None:
             return
         stage = _LOAD
@@ -81,10 +81,10 @@ class TokenizerTrial:
 
 
 def run_trial(path: str, working_bytes: int, connection: Connection) -> None:
-    """Body of the process. Sends `stage:KEY` before it tries what stands there, `failed:REASON`, and nothing at all
-    when all is well."""
+    """Runs the process. Sends `stage:KEY` before it tries that key, `failed:REASON` on failure, and nothing on
+    success."""
     begin_jobs()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library prints its stack before each panic
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # silences the stack that the library prints before each panic
     import tokenizers
 
     limit_memory(working_bytes)
@@ -96,14 +96,14 @@ def run_trial(path: str, working_bytes: int, connection: Connection) -> None:
                 connection.send_bytes(f"stage:{key}".encode())
                 for text in texts:
                     _try(work, text)
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the library is not an Exception
             connection.send_bytes(f"failed:{str(error)[:500]}".encode())
         else:
             connection.send_bytes(b"")
 
 
 def _try(work: Callable[[str], object], text: str) -> None:
-    """Lets errors of the library pass that say that a vocabulary has no token for a text."""
+    """Ignores errors that only say that a vocabulary has no token for a text."""
     try:
         work(text)
     except Exception as error:
@@ -127,7 +127,8 @@ def _stages(rust: Any) -> Iterator[tuple[str, Callable[[str], object]]]:
 
 
 def _runs() -> Iterator[str]:
-    """Runs of each character that a rule may be about, and of one kind before another: where a pattern fails late."""
+    """Yields runs of each character that a rule may match, and runs of one kind before another: patterns that
+    backtrack fail late there."""
     for character in string.printable:
         yield character * _RUN
     for first, second in itertools.product(_KINDS, repeat=2):
@@ -135,7 +136,7 @@ def _runs() -> Iterator[str]:
 
 
 def _own_texts(path: str) -> Iterator[str]:
-    """Runs of the texts that the file's own replacements are about."""
+    """Yields runs of the texts that the file's own replacements match."""
 
     def patterns(value: Any) -> Iterator[str]:
         if isinstance(value, dict):

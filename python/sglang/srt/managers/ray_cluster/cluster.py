@@ -1,5 +1,5 @@
-"""The front's side of a Ray cluster: connects to it, takes a placement group a replica, and starts an actor in each of
-its bundles. Whatever cannot be had within seconds is said and given back."""
+"""The front's side of a Ray cluster: connects to it, takes a placement group for each replica, and starts an actor in
+each of its bundles. If something cannot be had within seconds, everything is given back with an error."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from sglang.version import __version__
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 5.0
-"""Seconds for the head of a cluster to take a connection."""
+"""Seconds for the head of a cluster to accept a connection."""
 PLACEMENT_S = 20.0
-"""Seconds to wait for what others use."""
+"""Seconds to wait for resources that others use."""
 JOIN_S = 30.0
-"""Seconds for Ray to connect; by itself it tries for minutes."""
+"""Seconds for Ray to connect; without this limit it tries for minutes."""
 ACTOR_S = 30.0
-"""Seconds for an actor to come up: Ray starts a process for it, which imports us."""
+"""Seconds for an actor to start: Ray starts a process for it, which imports this package."""
 PASSED_ON = ("SGLANG_", "NCCL_", "GLOO_", "HF_", "OMP_", "TRITON_", "TORCH_")
-"""Beginnings of variables of the environment that ranks take from the front."""
+"""Prefixes of environment variables that ranks take over from the front."""
 
 
 class RayCluster:
     """A connection to a cluster."""
 
     def __init__(self, joined: bool) -> None:
-        """joined: `leave` disconnects; the caller's program was not connected before."""
+        """joined: whether `connect` connected this program, so that `leave` must disconnect it."""
         self._joined = joined
         self._groups: list[Any] = []
 
@@ -72,8 +72,8 @@ class RayCluster:
         names: Sequence[str],
         on_change: Callable[[], None],
     ) -> tuple[list[Ports], list[PlacedReplica]]:
-        """Places and starts the replicas, and returns the front's ports of each. on_change: as EngineProcesses takes
-        it. Raises UserError."""
+        """Places and starts the replicas, and returns the front's ports of each. on_change: as for EngineProcesses.
+        Raises UserError."""
         demand = demand_of(args)
         check_room(demand, _nodes())
         groups = self._place(demand)
@@ -114,7 +114,7 @@ class RayCluster:
             ray.shutdown()
 
     def _place(self, demand: Demand) -> list[Any]:
-        """Returns a placement group for each replica, all of which have what they asked for."""
+        """Returns a placement group for each replica, once all of them have their resources."""
         for _ in range(demand.replicas):
             self._groups.append(placement_group(demand.bundles(), strategy=demand.strategy))
         end = time.monotonic() + PLACEMENT_S
@@ -129,7 +129,7 @@ class RayCluster:
 
 
 def _check_head(address: str) -> None:
-    """Raises UserError where nobody listens: Ray would try for minutes."""
+    """Raises UserError if nobody listens there: Ray would try for minutes."""
     try:
         host, port = split_address(address)
     except ValueError:  # "auto", or a form that Ray knows
@@ -144,13 +144,13 @@ def _check_head(address: str) -> None:
 
 
 def _join(address: str) -> str | None:
-    """Connects this process to the cluster, and returns why that does not work."""
+    """Connects this process to the cluster. Returns why that fails, or an empty text."""
     failures: list[str] = []
 
     def connect() -> None:
         try:
             ray.init(address=address, logging_level=logging.ERROR)
-        except Exception as error:  # whatever Ray finds wrong: no cluster, another Python, another Ray
+        except Exception as error:  # Ray raises many kinds: no cluster, another Python or Ray version
             failures.append((str(error).strip() or type(error).__name__).splitlines()[0])
 
     attempt = threading.Thread(target=connect, name="ray-connect", daemon=True)
@@ -170,7 +170,7 @@ def _nodes() -> list[ClusterNode]:
 
 
 def _actor(demand: Demand, group: Any, bundle: int) -> Any:
-    """Starts the actor of a machine, with all that its bundle has."""
+    """Starts the actor of a machine, with all resources of its bundle."""
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
     gpus = demand.each if demand.resource == "GPU" else 0
     return (
@@ -187,7 +187,7 @@ def _actor(demand: Demand, group: Any, bundle: int) -> Any:
 
 
 def _addresses(group: Any) -> list[str]:
-    """The nodes of a group's bundles, in order."""
+    """Returns the node addresses of a group's bundles, in order."""
     table = ray.util.placement_group_table(group)["bundles_to_node_id"]
     by_id = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     return [by_id[table[index]] for index in sorted(table)]
@@ -205,14 +205,14 @@ def _check_releases(addresses: Sequence[str], versions: Sequence[str]) -> None:
 
 
 def _environment() -> Mapping[str, str]:
-    """What ranks on other machines take over, with a secret for what they tell one another."""
+    """Returns the environment variables for ranks on other machines, with a secret for their messages to each other."""
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
     return passed | {"SGLANG_DIST_SECRET": envs.SGLANG_DIST_SECRET or secrets.token_hex(32)}
 
 
 @contextlib.contextmanager
 def _said_by_ray() -> Iterator[None]:
-    """What Ray raises about nodes, as a UserError."""
+    """Converts Ray's errors about nodes to UserError."""
     try:
         yield
     except ray.exceptions.GetTimeoutError as error:

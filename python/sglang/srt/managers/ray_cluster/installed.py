@@ -1,4 +1,4 @@
-"""Whether ray is there: it is an extra, and nothing else imports it."""
+"""Checks that ray is installed: it is an extra, and nothing else imports it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What runs on a node: an actor that starts the ranks of one machine of a replica, and says how they do.
+"""Actor on a Ray node that starts the ranks of one machine of a replica, and reports their state.
 
-The ranks are its children, as they are those of a server: when it ends, however that comes, they end too.
+The ranks are its children, as they are a server's elsewhere: when it ends, for whatever reason, they end too.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from sglang.version import __version__
 logger = logging.getLogger(__name__)
 
 REMOVE_BEHIND_US = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$@") >/dev/null 2>&1 &'
-"""A shell's words: when its stdin ends, the directories go."""
+"""Shell command that removes the directories when its stdin ends."""
 NUM_PORTS = 3
-"""Of a machine: the meeting of the ranks, and the two channels from and to the front."""
+"""Ports of a machine: the rendezvous of the ranks, and the two channels from and to the front."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the processes of a machine have ended, as plain values. of_user: the user can correct it."""
+    """Why the processes of a machine have ended, as plain values. of_user: the user can correct the cause."""
 
     message: str
     details: str = ""
     of_user: bool = False
 
     def error(self) -> UserError | EngineError:
+        """Returns the exception for this failure."""
         return UserError(self.message) if self.of_user else EngineError(self.message, self.details)
 
 
 class Machine:
-    """An actor. Its methods run in threads beside one another; plain values go in and out."""
+    """The actor. Its methods run concurrently in threads; they take and return plain values."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -54,11 +55,11 @@ class Machine:
         """A pipe that ends with this process."""
 
     def facts(self, address: str) -> tuple[str, list[int]]:
-        """Returns the release, and ports of the node's address that nothing uses."""
+        """Returns the release of this package, and unused ports of the node's address."""
         return __version__, free_ports(address, NUM_PORTS)
 
     def start(self, args: ServerArgs, ports: Ports, keys: Keys, name: str, environment: Mapping[str, str]) -> None:
-        """Starts the ranks of this machine. ports: as the front has them; environment: what the front's has too."""
+        """Starts the ranks of this machine. ports: the front's; environment: the front's variables to set here too."""
         os.environ.update(environment)
         configure_logging(args.log_level)
         with self._changed:
@@ -71,11 +72,11 @@ class Machine:
             self._processes.watch()
 
     def ready_or_failed(self) -> Failure | None:
-        """Returns when all ranks are ready, or why they cannot be."""
+        """Waits until all ranks are ready, and returns None, or why they failed."""
         return self._wait_for(lambda processes: processes.ready or processes.failure is not None)
 
     def failed(self) -> Failure | None:
-        """Returns why the ranks have ended; None: they were told to."""
+        """Waits until the ranks have ended, and returns why; None: they were told to."""
         return self._wait_for(lambda processes: processes.failure is not None)
 
     def end(self, limit_s: float) -> None:
@@ -89,7 +90,7 @@ class Machine:
             self._ports.remove()
 
     def _wait_for(self, is_done: Callable[[EngineProcesses], bool]) -> Failure | None:
-        """Waits until it is so, or all is ended, and returns the failure that there is."""
+        """Waits until `is_done` or everything has ended. Returns the failure, if any."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or (self._processes is not None and is_done(self._processes)))
         failure = None if self._processes is None else self._processes.failure
@@ -104,12 +105,13 @@ class Machine:
 
 
 def _remove_with_us(ports: Ports) -> int:
-    """Lets the directories go with this process. Ray kills it and its children without a word, so that none of them
-    could do it; this one is no child. Returns the pipe that says so."""
+    """Starts a process that removes the directories when this one ends, and returns the pipe that it watches. Ray kills
+    this process and its children without notice, so none of them could remove anything; the new process is not a
+    child."""
     reading, writing = os.pipe()
     try:
         words = ["sh", "-c", REMOVE_BEHIND_US, "sh", ports.root, ports.shared_arrays]
-        subprocess.run(words, stdin=reading, check=True, start_new_session=True)  # Ray kills process groups, too
+        subprocess.run(words, stdin=reading, check=True, start_new_session=True)  # Ray kills process groups too
     finally:
         os.close(reading)
     return writing
@@ -117,7 +119,7 @@ def _remove_with_us(ports: Ports) -> int:
 
 @contextlib.contextmanager
 def _light_main() -> Iterator[None]:
-    """Children need nothing of the program that runs Ray's worker, which they would import otherwise."""
+    """Keeps children from importing the program of Ray's worker, which they do not need."""
     main = sys.modules["__main__"]
     file = main.__dict__.pop("__file__", None)
     try:

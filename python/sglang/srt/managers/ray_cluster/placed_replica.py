@@ -1,4 +1,4 @@
-"""A replica whose processes run on nodes of a Ray cluster, as the engine sees it."""
+"""A replica whose processes run on nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 OTHERS_S, NODE_S = 2.0, 10.0
-"""Seconds in which other machines say what they know when one has failed: the rest of them, and Ray about a node that
-is gone, where all that is known is that a rank lost its connection."""
+"""Seconds for other machines to report after one has failed: for the rest of them, and for Ray's report of a lost node
+if the only known failures are ranks' lost connections."""
 KILL_S = 5.0
-"""Seconds that an actor may need beyond the limit of its processes."""
+"""Seconds that an actor may need beyond the time limit of its processes."""
 
 
 class PlacedReplica:
-    """The actors of a replica's machines; they fail together. As `replica_processes.ReplicaProcesses`."""
+    """The actors of a replica's machines, which fail together. Implements `replica_processes.ReplicaProcesses`."""
 
     def __init__(
         self, machines: Sequence[Any], addresses: Sequence[str], calls: Sequence[Any], on_change: Callable[[], None]
     ) -> None:
-        """calls: what `Machine.start` of each takes."""
+        """calls: arguments of each machine's `Machine.start`."""
         self.failure: UserError | EngineError | None = None
         self.ready = False
         self._machines, self._addresses, self._calls = machines, addresses, calls
@@ -63,7 +63,7 @@ class PlacedReplica:
     # --- the monitor's thread -----------------------------------------------------------------------------------------
 
     def _watch_machines(self) -> None:
-        """Ends with the first failure, or when the machines are told to end."""
+        """Watches until the first failure, or until the machines are told to end."""
         starting = {machine.ready_or_failed.remote(): index for index, machine in enumerate(self._machines)}
         running = {machine.failed.remote(): index for index, machine in enumerate(self._machines)}
         while not self._closing:
@@ -83,7 +83,7 @@ class PlacedReplica:
                 self._on_change()
 
     def _failures(self, refs: Sequence[Any], index_of: dict[Any, int]) -> list[UserError | EngineError]:
-        """What these calls, which have returned, say."""
+        """Returns the failures that these completed calls report."""
         failures: list[UserError | EngineError] = []
         for ref in refs:
             try:
@@ -99,7 +99,7 @@ class PlacedReplica:
         return failures
 
     def _later(self, running: dict[Any, int], failures: list[UserError | EngineError]) -> list[UserError | EngineError]:
-        """What the other machines say within seconds."""
+        """Returns the failures that the other machines report within seconds."""
         begin, later = time.monotonic(), list[UserError | EngineError]()
         while running and not self._closing:
             lost = all(isinstance(each, EngineError) and each.lost_connection for each in [*failures, *later])

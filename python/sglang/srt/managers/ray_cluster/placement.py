@@ -1,8 +1,9 @@
-"""What of a cluster a server takes, and whether the cluster has it. Pure functions over a description of its nodes.
+"""Resources that a server takes of a cluster, and whether the cluster has them. Pure functions over a description of
+its nodes.
 
-replica        a placement group of its own
-its machines   (--nnodes) a bundle each, on different nodes; one machine: one bundle, so that its ranks are packed
-its ranks      a GPU each, or with --device cpu a CPU
+    replica        a placement group of its own
+    its machines   (--nnodes) a bundle each, on different nodes; one machine: one bundle, so that its ranks are packed
+    its ranks      a GPU each, or with --device cpu a CPU
 """
 
 from __future__ import annotations
@@ -16,25 +17,27 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.host_port import split_address
 
 PINNED = 0.001
-"""Share of a node's mark, a resource that Ray gives each node by its address, with which a bundle goes there."""
+"""Amount of a node's own resource (Ray gives each node one, named by its address) that a bundle requests to be placed
+there."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A node that is alive: the address at which others reach it, and all that it has."""
+    """A live node: its address for others, and its total resources."""
 
     address: str
     gpus: int
     cpus: int
 
     def count(self, resource: str) -> int:
+        """Returns the amount of "GPU" or "CPU"."""
         return self.gpus if resource == "GPU" else self.cpus
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`replicas` times `machines` bundles of `each` of a resource, "GPU" or "CPU". first_address: the node of machine
-    0, where the user names one."""
+    """`replicas` times `machines` bundles with `each` of a resource, "GPU" or "CPU". first_address: the node of machine
+    0, if the user names one."""
 
     replicas: int
     machines: int
@@ -45,11 +48,11 @@ class Demand:
 
     @property
     def strategy(self) -> str:
-        """Returns Ray's name for it."""
+        """Returns Ray's name of the placement strategy."""
         return "STRICT_PACK" if self.machines == 1 else "STRICT_SPREAD"
 
     def bundles(self) -> list[dict[str, float]]:
-        """Returns those of one replica: machine by machine."""
+        """Returns the bundles of one replica, machine by machine."""
         bundles: list[dict[str, float]] = [{self.resource: float(self.each)} for _ in range(self.machines)]
         if self.first_address is not None:
             bundles[0][f"node:{self.first_address}"] = PINNED
@@ -57,7 +60,7 @@ class Demand:
 
 
 def demand_of(args: ServerArgs) -> Demand:
-    """Returns what a server takes. `args` passed the checks of flags."""
+    """Returns the resources that a server takes. `args` must have passed the checks of flags."""
     layout = asked_layout(args)
     replicas = f"--dp-size {args.dp_size} " if args.dp_size > 1 else ""
     return Demand(
@@ -71,7 +74,7 @@ def demand_of(args: ServerArgs) -> Demand:
 
 
 def check_room(demand: Demand, nodes: Sequence[ClusterNode]) -> None:
-    """Raises UserError where the cluster has too little for the server, even if nobody else used it."""
+    """Raises UserError if the cluster has too little for the server, even without other users."""
     resource, each, machines = demand.resource, demand.each, demand.machines
     counts = [node.count(resource) for node in nodes]
     here = f"{_counted(len(nodes), 'node')} with {', '.join(map(str, sorted(counts, reverse=True)))} {resource}s"
@@ -107,8 +110,8 @@ def check_room(demand: Demand, nodes: Sequence[ClusterNode]) -> None:
 
 
 def _max_replicas(counts: Sequence[int], each: int, machines: int) -> int:
-    """The most replicas of so many different nodes each: r of them fit if nodes, none of which serves one twice, have
-    as many bundles."""
+    """Returns the most replicas of `machines` different nodes each. r of them fit if the nodes have r * machines
+    bundles, counting at most r of each node, since no node serves a replica twice."""
     slots = [count // each for count in counts]
     most = 0
     while sum(min(slot, most + 1) for slot in slots) >= (most + 1) * machines:
@@ -117,7 +120,7 @@ def _max_replicas(counts: Sequence[int], each: int, machines: int) -> int:
 
 
 def _numbers_of_machines(demand: Demand, counts: Sequence[int]) -> list[int]:
-    """Other --nnodes with which a replica fits."""
+    """Returns other values of --nnodes with which a replica fits."""
     ranks = demand.each * demand.machines
     sizes = [count for count in range(demand.machines + 1, ranks + 1) if ranks % count == 0]
     return [size for size in sizes if sum(count >= ranks // size for count in counts) >= size]

@@ -1,8 +1,8 @@
-"""Schedulers of attention groups, each of which has requests of its own (--attn-dp-size).
+"""Schedulers of attention groups, each of which has its own requests (--attn-dp-size).
 
-Every rank runs the schedulers of all groups over the same messages, so that all know how many rows each group brings to
-a step, and what it samples, without a message: a step's tokens, which the schedulers need anyway, are all that travels
-between them. A request belongs to one group from its arrival on; the groups share neither caches nor queues.
+Every rank runs the schedulers of all groups over the same messages, so all know without messages how many rows each
+group brings to a step, and what it samples: only a step's tokens, which the schedulers need anyway, travel between the
+groups. A request belongs to one group from its arrival on; the groups share neither caches nor queues.
 
     messages ──> AttentionGroups ── owner ──> Scheduler of group 0 ─┐
                                               Scheduler of group 1 ─┼─ pick ──> one step of all groups ──> results
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _NoTable:
-    """The sampling parameters of a group that other ranks sample for."""
+    """Stands for the sampling table of a group whose tokens other ranks sample."""
 
     def set(self, *request: object) -> None:
         pass
@@ -52,8 +52,8 @@ class _NoTable:
 
 
 class _OthersCopies:
-    """Copies of a group whose caches other ranks have. Implements CopyEngine. Their ranks say how they went: the least
-    of what all ranks say counts."""
+    """Stands for the copies of a group whose caches other ranks hold. Implements CopyEngine. Always reports success:
+    the minimum over all ranks counts, so the ranks of the group decide."""
 
     ready = True
     broken = False
@@ -78,7 +78,7 @@ class _OthersCopies:
 
 
 class _GroupRunner:
-    """What the scheduler of one group asks of the runner. Only the ranks of the group have its requests."""
+    """The runner as the scheduler of one group uses it. Only the ranks of the group compute its requests."""
 
     def __init__(self, runner: ModelRunner, is_own: bool) -> None:
         self.plan = runner.plan
@@ -101,14 +101,14 @@ class _GroupRunner:
 
 
 class _OneDepth:
-    """Has the interface of `AdaptiveDepth` for the schedulers of all groups, whose steps have the same width."""
+    """Replaces `AdaptiveDepth` for the schedulers of all groups, whose steps have the same width."""
 
     def __init__(self, depth: AdaptiveDepth) -> None:
         self.observe, self.expect = depth.observe, depth.expect
         self._depth, self._width = depth, 1
 
     def choose(self, num_requests: int) -> None:
-        """Chooses for the next step, of so many requests in the group that has most."""
+        """Chooses the next step's depth for the group with most requests, which has `num_requests`."""
         self._width = self._depth.next_width(num_requests)
 
     def next_width(self, num_requests: int) -> int:
@@ -120,12 +120,12 @@ class _OneDepth:
 
 
 class AttentionGroups:
-    """Has the interface of a `Scheduler`, and a scheduler for each group."""
+    """One scheduler for each group, with the interface of a single `Scheduler`."""
 
     def __init__(
         self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
     ) -> None:
-        """depth: as of a `Scheduler`."""
+        """depth: as for a `Scheduler`."""
         self.depth = None if depth is None else _OneDepth(depth)
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.group = runner.groups.dp.rank
@@ -152,7 +152,7 @@ class AttentionGroups:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batches of all groups as one step, then read back those of the step before."""
+        """Launches the next batches of all groups as one step, then reads back those of the step before."""
         if self.depth is not None:
             self.depth.choose(max(len(scheduler.running.now) for scheduler in self.schedulers))
         for scheduler in self.schedulers:
@@ -173,8 +173,8 @@ class AttentionGroups:
             ).wait_for_copies()
 
     def launch(self, batches: list[ScheduleBatch | None]) -> None:
-        """As `Scheduler.launch`. The masks of a group are filled by its ranks; what a mask needs read back is read by
-        all, so that all know the same."""
+        """Launches a step like `Scheduler.launch`. The ranks of a group fill its masks; all ranks read back the tokens
+        that a mask needs, so that all know the same."""
         there = [batch for batch in batches if batch is not None]
         plain = all(not batch.needs_mask and all(map(_takes_largest, batch.sampled)) for batch in there)
         steps = GroupSteps.of([None if batch is None else batch.step for batch in batches], plain)
@@ -205,16 +205,16 @@ class AttentionGroups:
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
-        """Queues a request in the group that has most of its prompt in its cache, or least to do."""
+        """Queues a request in the group with most of its prompt in its cache, or with the least load."""
         owner = self._owner(msg.rid)
-        if owner is None:  # one that has the id refuses it
+        if owner is None:  # a group that has the id already refuses it
             owner = self.schedulers[
                 self.router.choose(self.loads(), msg.input_ids, msg.cache_namespace, msg.media or ())
             ]
         return owner.add(msg, seed, stop_ids)
 
     def loads(self) -> list[ReplicaLoad]:
-        """Returns what each group has to do."""
+        """Returns the load of each group."""
         return [
             ReplicaLoad(group, len(scheduler.reqs), scheduler.held_tokens)
             for group, scheduler in enumerate(self.schedulers)
@@ -265,11 +265,11 @@ class AttentionGroups:
         if any(req.slot for req in reqs) or (reqs and not self.paused):
             return False
         self.router.forget_prefixes()
-        return all(scheduler.flush_cache() for scheduler in self.schedulers)  # none refuses now
+        return all(scheduler.flush_cache() for scheduler in self.schedulers)  # all groups can be flushed
 
     @property
     def reqs(self) -> dict[str, Req]:
-        """All requests, the oldest of each group first."""
+        """Returns all requests, the oldest of each group first."""
         return {rid: req for scheduler in self.schedulers for rid, req in scheduler.reqs.items()}
 
     @property
@@ -291,17 +291,18 @@ class AttentionGroups:
 
     @outbox.setter
     def outbox(self, messages: list[BatchTokenIDOut]) -> None:
+        """Returns the messages of all groups since it was last set."""
         self.schedulers[0].outbox = messages
 
     # --- the tier in main memory -------------------------------------------------------------------------------------
 
     @property
     def host_tiers(self) -> list[HostTier]:
-        """The tier of each group, which keeps the prefixes of its requests; none where there is no main memory."""
+        """Returns the main memory tier of each group, or an empty list."""
         return [scheduler.host_tier for scheduler in self.schedulers if scheduler.host_tier is not None]
 
     def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:
-        """Puts a store beyond main memory behind the tiers of all groups. storage: of this rank's group."""
+        """Attaches a store to the tiers of all groups. storage: jobs of this rank's group."""
         for group, tier in enumerate(self.host_tiers):
             tier.attach(config, storage if group == self.group else OthersStorage(storage))
 
@@ -322,11 +323,11 @@ class AttentionGroups:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the caches of all groups hold."""
+        """Returns the tokens that the caches of all groups hold."""
         return sum(scheduler.kv.size for scheduler in self.schedulers)
 
     def check_memory(self) -> dict[str, Any]:
-        """As of a scheduler, summed over the groups; `groups` has each."""
+        """Returns slot counts like a scheduler, summed over the groups; `groups` has each group's."""
         each = [scheduler.check_memory() for scheduler in self.schedulers]
         summed = {name: sum(memory[name] for memory in each) for name in ("free", "cached", "total", "held")}
         return {**summed, "groups": each}

@@ -1,4 +1,4 @@
-"""Turn chosen requests into the host arrays of one step, with cache slots allocated."""
+"""Builds the host arrays of one step from chosen requests, and allocates their cache slots."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _logprobs(reqs: list[Req]) -> LogprobRequest:
 
 
 def vocab_mask(batch: ScheduleBatch, vocab_size: int, filler: MaskFiller) -> np.ndarray:
-    """[R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Row j of a request follows its first j
-    draft tokens: where these break its grammar, the rows behind cannot stand, and their masks do not matter."""
+    """Returns [R * width, ceil(vocab / 32)] int32, the tokens that each row may sample. Row j of a request follows its
+    first j draft tokens; once these break the grammar, later rows cannot be accepted, and their masks do not matter."""
     width = batch.step.width
     mask = np.full((len(batch.sampled) * width, -(-vocab_size // 32)), -1, np.int32)
     widths = [1] * len(batch.sampled) if batch.step.widths is None else batch.step.widths.tolist()
@@ -53,7 +53,7 @@ def vocab_mask(batch: ScheduleBatch, vocab_size: int, filler: MaskFiller) -> np.
 
 @dataclass(slots=True)
 class _Walk:
-    """A request's way along its draft tokens."""
+    """Follows a request's draft tokens through its grammar and thoughts."""
 
     row: int
     grammar: Grammar | None
@@ -62,7 +62,7 @@ class _Walk:
     num_accepted: int = 0
 
     def advance(self) -> bool:
-        """Moves to the row behind the next draft token. Returns False if there is none that can stand."""
+        """Moves on by a draft token. Returns False if there is none that can be accepted."""
         if self.num_accepted == len(self.draft_tokens):
             return False
         draft_token = self.draft_tokens[self.num_accepted]
@@ -74,6 +74,7 @@ class _Walk:
         return True
 
     def end(self) -> None:
+        """Rolls the grammar back."""
         if self.grammar is not None and self.num_accepted:
             self.grammar.rollback(self.num_accepted)
 
@@ -85,9 +86,9 @@ def build_step(
     chosen: Sequence[tuple[Req, int]] = (),
     width: int = 1,
 ) -> ScheduleBatch | None:
-    """Running requests bring `widths` tokens each, `width` at most, the last one sampled and draft tokens, and prompts
-    of `chosen` requests as many further tokens as stand beside them. None if nobody brings any: all wait for
-    results."""
+    """Builds a step. Running requests bring `widths` tokens each (at most `width`): the last sampled one and draft
+    tokens. Each pair of `chosen` is a request and the number of its next prompt tokens. Returns None if nobody brings
+    any, because all wait for results."""
     brings = widths > 0
     decodes = list(compress(running.reqs, brings.tolist()))
     reqs, draft_tokens = decodes + [req for req, _ in chosen], running.tokens_per_step > 1
@@ -137,7 +138,8 @@ def _joined(of_decodes: Lengths, of_prompts: list[int]) -> Lengths:
 
 
 def _reserved(req: Req, end: int, ahead: int) -> int:
-    """Positions with a cache slot once a prompt is computed up to `end`: behind its last token a draft goes on."""
+    """Returns the positions that have a cache slot once a prompt is computed up to `end`; after the whole prompt,
+    drafting needs more."""
     return min(end + ahead, req.limit) if end == len(req.tokens) else end
 
 
@@ -163,8 +165,8 @@ def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, draft_to
 
 
 def _media_tokens(chosen: Sequence[tuple[Req, int]]) -> MediaTokens | None:
-    """Returns the images of the prompts' next tokens; None if none comes among or behind them: then a token's position
-    differs from its index by as much as those that the request decodes."""
+    """Returns features and positions of the prompts' next tokens; None if no prompt has placeholders at or after its
+    next token: positions then differ from the index by a constant, as in decode."""
     if not any(req.media is not None and req.kv_len < req.media.end for req, _ in chosen):
         return None
     positions: list[np.ndarray] = []
@@ -198,8 +200,8 @@ def _media_runs(runs: list[tuple[int, int, int]]) -> MediaRuns:
 def _ask_hidden(
     batch: ScheduleBatch, reqs: list[Req], starts: np.ndarray, counts: np.ndarray, first_rows: np.ndarray
 ) -> None:
-    """Asks for the hidden states that are wanted and not on their way yet, among each request's new tokens, which begin
-    at position `starts`. first_rows: where the request begins among the tokens of the step."""
+    """Requests the hidden states that are wanted and not requested yet among each request's new tokens, which begin at
+    position `starts`. first_rows: index of a request's first token in the step."""
     rows = []
     for req, start, count, row in zip(reqs, starts.tolist(), counts.tolist(), first_rows.tolist(), strict=True):
         if req.hidden is None or req.hidden.end >= start + count:
@@ -214,7 +216,8 @@ def _ask_hidden(
 def _ask_prompt_logprobs(
     batch: ScheduleBatch, chosen: Sequence[tuple[Req, int]], prompts: PromptTokens
 ) -> LogprobRequest | None:
-    """Row p of a prompt predicts token p + 1: the rows of this step whose target is wanted and not collected yet."""
+    """Requests log probabilities for the rows of this step whose targets are wanted and not collected yet: row p of a
+    prompt predicts token p + 1."""
     starts = batch.step.num_decodes + np.cumsum(prompts.extend_lens) - prompts.extend_lens
     rows, targets = [], []
     for (req, n), begin, row0 in zip(chosen, prompts.prefix_lens.tolist(), starts.tolist(), strict=True):

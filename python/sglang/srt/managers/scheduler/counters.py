@@ -1,4 +1,5 @@
-"""How far the steps of each request that has a slot have come, as arrays by slot: a step counts for all at once."""
+"""Progress counters of all requests with a slot, as arrays by slot, so that one array operation counts a step for
+all."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Slots = npt.NDArray[np.int64]
 
 
 class Counters:
-    """Arrays [max_requests + 1] int32 of what `Req` draws. Row 0 is that of requests without a slot, and stays zero."""
+    """Arrays [max_requests + 1] int32; `Req` explains each. Row 0 belongs to requests without a slot and stays zero."""
 
     def __init__(self, max_requests: int) -> None:
         self.kv_len, self.planned_len, self.slack, self.reserved_len, self.num_speculative_tokens = np.zeros(
@@ -24,9 +25,8 @@ class Counters:
         )
 
     def launched(self, slots: Slots, widths: Lengths, reserved_lens: Lengths, num_speculative_tokens: int) -> None:
-        """Counts a step that brings `widths` tokens of each request (some perhaps none), behind which so many positions
-        have a cache slot, and which makes `num_speculative_tokens` draft tokens behind the tokens of those that it
-        brings any of."""
+        """Counts a step that brings `widths` tokens of each request (0 for some), after which `reserved_lens` positions
+        have a cache slot. The requests with tokens get `num_speculative_tokens` draft tokens for their next step."""
         self.kv_len[slots] += widths
         self.planned_len[slots] += widths
         self.slack[slots] += np.maximum(widths - 1, 0)
@@ -34,14 +34,14 @@ class Counters:
         self.num_speculative_tokens[slots[widths > 0]] = num_speculative_tokens
 
     def verified(self, slots: Slots, widths: Lengths, counts: Lengths) -> None:
-        """Counts its result: `counts` of the `widths` tokens stand."""
+        """Counts a step's result: `counts` of the `widths` tokens were accepted."""
         self.kv_len[slots] -= widths - counts
         self.planned_len[slots] -= widths - counts
         self.slack[slots] -= widths - 1
 
 
 class BySlot:
-    """The field of a request whose value lies in the array of that name, at its slot."""
+    """A field of a request, stored in the counters' array of the same name at the request's slot."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

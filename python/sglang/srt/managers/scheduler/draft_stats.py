@@ -1,4 +1,4 @@
-"""Statistics of draft tokens over all requests: since the start, and in the last interval of the log."""
+"""Statistics of draft tokens over all requests: since the start, and in the log's last interval."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 WATCHED_STEPS = 1000
 LOW_LENGTH = 1.2
-"""Tokens a request and step, below which drafting costs more than it gives."""
+"""Accept length below which drafting costs more than it saves."""
 NGRAM_CAUSES = (
     "outputs repeat little of what stands before them. NGRAM pays where they do, as when an agent edits files;"
     " otherwise take NEXTN or EAGLE3 where there are such drafts, or remove --speculative-algorithm"
@@ -26,7 +26,7 @@ MODEL_CAUSES = (
 
 @dataclass(slots=True)
 class DraftTotals:
-    """Totals over requests in steps that brought them draft tokens."""
+    """Totals over requests in steps that verified draft tokens of them."""
 
     requests: int = 0
     proposed: int = 0
@@ -34,11 +34,13 @@ class DraftTotals:
 
     @property
     def accept_length(self) -> float:
-        """Tokens a request and step, the one that follows the right draft tokens included; 0: nothing was verified."""
+        """Returns the tokens per request and step, including the one after the accepted draft tokens; 0: nothing was
+        verified."""
         return 1 + self.correct / self.requests if self.requests else 0.0
 
     @property
     def accept_rate(self) -> float:
+        """Returns the share of draft tokens that were accepted."""
         return self.correct / self.proposed if self.proposed else 0.0
 
     def add(self, requests: int, proposed: int, correct: int) -> None:
@@ -48,10 +50,10 @@ class DraftTotals:
 
 
 class DraftStats:
-    """Counts what verification steps gave, and warns where it is too little for long."""
+    """Counts the results of verify steps, and warns if few draft tokens are accepted for long."""
 
     def __init__(self, algorithm: str | None) -> None:
-        """algorithm: of --speculative-algorithm; None: nothing drafts."""
+        """algorithm: --speculative-algorithm; None: no drafting."""
         self.algorithm = algorithm
         self.since_start = DraftTotals()
         self.last_interval = DraftTotals()
@@ -66,8 +68,8 @@ class DraftStats:
         self._watched_steps = 0
 
     def verified(self, widths: Sequence[int], counts: Sequence[int]) -> None:
-        """Counts a step: for each request, the number of tokens that the step brought, and how many of those that it
-        sampled stand."""
+        """Counts a step: for each request, the tokens that the step brought (`widths`) and the sampled tokens that were
+        accepted."""
         self.width = max(widths, default=1)
         if self.width == 1:
             return
@@ -86,12 +88,12 @@ class DraftStats:
 
     @property
     def recent(self) -> DraftTotals:
-        """Returns the totals of the last interval that had draft tokens, or of the present one."""
+        """Returns the totals of the last interval with draft tokens, or of the current one."""
         return self.last_interval if self.last_interval.requests else self._interval
 
     @property
     def log_text(self) -> str:
-        """A part of the decode log line; empty where nothing drafts."""
+        """Returns a part of the decode log line; empty without drafting."""
         if self.algorithm is None:
             return ""
         recent = self._interval

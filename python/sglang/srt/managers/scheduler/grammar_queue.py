@@ -17,8 +17,8 @@ from sglang.srt.managers.wire.io_struct import FinishReason
 
 
 class GrammarQueue:
-    """The scheduler keeps the requests (`Scheduler.compiling`), this decides when they leave. Thousands may wait: they
-    are looked at only when something has changed."""
+    """Decides when requests that wait for grammars are queued; the scheduler keeps them (`Scheduler.compiling`).
+    Thousands may wait, so they are checked only when something has changed."""
 
     def __init__(self, scheduler: Scheduler | AttentionGroups, grammars: GrammarManager) -> None:
         self._scheduler = scheduler
@@ -34,12 +34,12 @@ class GrammarQueue:
             self._scheduler.end(req, _refusal(Verdict(error=str(error))))
             return
         if key is not None:
-            req.params.min_new_tokens = 0  # a complete grammar allows the end only; the two together may allow nothing
+            req.params.min_new_tokens = 0  # a complete grammar allows only the end, which min_new_tokens would forbid
             self._scheduler.hold(req, self._grammars.request(key))
             self._num_waiting += 1
 
     def decisions(self) -> list[LeaderDecision]:
-        """Returns the leader's present decisions about grammars that are being verified."""
+        """Returns the leader's new decisions about grammars that are being verified."""
         compiling = self._scheduler.compiling
         if not compiling or not self._grammars.has_news(next(iter(compiling.values()))[1]):
             return []
@@ -52,14 +52,14 @@ class GrammarQueue:
         return decisions
 
     def build(self, verified: GrammarVerified) -> None:
-        """Makes this rank's copy."""
+        """Starts building this rank's copy."""
         if verified.rid in self._scheduler.compiling:
             req, pending = self._scheduler.compiling[verified.rid]
             self._grammars.build(pending, verified.seconds)
             self._building[verified.rid] = req
 
     def admit(self) -> None:
-        """Queues the requests whose grammar every rank has. A collective while there are any that are being built."""
+        """Queues the requests whose grammar is ready on every rank. A collective while any are being built."""
         compiling = self._scheduler.compiling
         if len(compiling) < self._num_waiting:  # some have left
             self._grammars.keep_only({pending.digest for _, pending in compiling.values()})

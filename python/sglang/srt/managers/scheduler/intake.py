@@ -1,5 +1,4 @@
-"""What a request that comes may not be: too long, one too many, another of the same id, or one that would hold too
-much."""
+"""Checks of arriving requests: too long, too many, a duplicate id, or too much memory."""
 
 from __future__ import annotations
 
@@ -19,12 +18,13 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 MAX_QUEUED_REQUESTS = 1 << 16
-"""Limit of the queue when --max-queued-requests is not given: no queue is unbounded."""
+"""Limit of the queue without --max-queued-requests; every queue is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """max_queued: None means MAX_QUEUED_REQUESTS. reqs: those that are here, by id."""
+    """Accepts or refuses arriving requests. max_queued: None means MAX_QUEUED_REQUESTS. reqs: all current requests by
+    id."""
 
     max_queued: int | None
     runner: ModelRunner
@@ -37,9 +37,9 @@ class Intake:
     def request_of(
         self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int], num_queued: int, held_hidden: int
     ) -> tuple[Req, FinishReason | None]:
-        """Returns the request of a message, and why it is refused, which gives its prompt back to `prompts`; None: it
-        may enter the queue, which has `num_queued`. seed: of its samples, where it names none. held_hidden: hidden
-        states that the others may come to hold."""
+        """Returns the request of a message, and why it is refused (the caller must then give its prompt back to
+        `prompts`); None: it may enter the queue, which has `num_queued`. seed: used if the request has none.
+        held_hidden: hidden states that the other requests may reach."""
         wanted, length = msg.sampling_params.max_new_tokens, len(msg.input_ids)
         # Draft tokens may lie beyond the end.
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)
@@ -65,7 +65,7 @@ class Intake:
         return req, None
 
     def _too_much(self, req: Req, num_queued: int, held_hidden: int) -> str:
-        """What this server has too much of for one more request; empty: it may come."""
+        """Returns which limit of the server one more request would exceed; empty: none."""
         most = self.max_queued or MAX_QUEUED_REQUESTS
         if num_queued >= most:
             return f"The queue is full ({most} requests)."

@@ -1,7 +1,7 @@
-"""Decisions that only one rank can take, because a clock or a process of its own decides them.
+"""Decisions that only one rank can take, because they depend on a clock or on one of its processes.
 
-With several ranks each runs the same scheduler over the same messages. What the leader decides travels in front of the
-next messages, so that all ranks act on it at the same point.
+All ranks run the same scheduler over the same messages. The leader's decisions are sent before the next messages, so
+that all ranks act on them at the same point.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from sglang.srt.managers.wire.io_struct import FinishReason
 
 
 class EndReq(msgspec.Struct, tag=True, omit_defaults=True):
-    """End a request. Unknown ids are ignored: it may have ended on its own."""
+    """Ends a request. Unknown ids are ignored: the request may have ended already."""
 
     rid: str
     reason: FinishReason
 
 
 class GrammarVerified(msgspec.Struct, tag=True, omit_defaults=True):
-    """The grammar of a waiting request compiles within all limits: every rank makes its own copy."""
+    """The grammar of a waiting request compiles within all limits, so every rank must build its own copy."""
 
     rid: str
     seconds: float
@@ -27,7 +27,7 @@ class GrammarVerified(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class Beat(msgspec.Struct, tag=True):
-    """Nobody has sent anything for a while: every rank answers, so that a machine that is gone is noticed."""
+    """A message during silence that every rank answers, so that a lost machine is noticed."""
 
 
 LeaderDecision = EndReq | GrammarVerified | Beat

@@ -1,10 +1,10 @@
 """Encoder steps: which images are encoded before which chunk of a prompt.
 
-One request at a time has its images encoded, a budget of patches in a step. While requests decode, a step is computed
-in slices, the first of them behind the decode step during which its patches travel to the device; a decode step comes
-behind each slice, and between the last one and the chunk. Chunks with images are so short, too, that requests that
-decode do not wait for a large image (`model_executor.media_pace`), and no slice comes before a step that has such a
-chunk, nor a chunk into a step behind a slice. A step that has begun is ended before another, whoever waits for it.
+One request at a time has its images encoded, with a budget of patches in a step. While requests decode, an encoder step
+is computed in slices: the first comes after the decode step during which its patches travel to the device, and a decode
+step follows each slice, also before the prompt chunk. Chunks with images are kept short too, so that decoding requests
+do not wait for a large image (`model_executor.media_pace`); a scheduler step never has both a slice and such a chunk.
+An encoder step that has begun is finished before another one, whichever request waits for it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class MediaRefused(ValueError):
-    """The request cannot be served with these images; the text says why."""
+    """Raised when the request cannot be served with these images; the text says why."""
 
 
 class MediaSteps:
-    """`features` None: the model, or this server, reads text only."""
+    """Schedules the encoder. `features` None: the model, or this server, reads text only."""
 
     def __init__(self, features: MediaFeatures | None, max_at_once: Callable[[], int], page_size: int) -> None:
-        """max_at_once: tokens of one prompt that a step computes at least, if there are as many. page_size: chunks end
-        with whole pages."""
+        """max_at_once(): tokens of one prompt that a step can always compute. page_size: chunks end at page
+        boundaries."""
         self.features, self.max_at_once, self._page = features, max_at_once, page_size
         self._num_decodes = 0
         self._tokens: int | None = None
@@ -45,7 +45,7 @@ class MediaSteps:
         """Bytes of the items that the step which is chosen takes features of, by digest."""
 
     def plan_prompt(self, msg: TokenizedGenerateReq) -> PromptMedia | None:
-        """Raises MediaRefused."""
+        """Returns the media of a request, None without any. Raises MediaRefused."""
         if not msg.media:
             return None
         features = self.features
@@ -70,7 +70,7 @@ class MediaSteps:
         return media
 
     def begin(self, num_decodes: int) -> None:
-        """A step is chosen, for which so many requests that decode would wait."""
+        """Resets the budget for a new step, for which `num_decodes` decoding requests would wait."""
         self._was_busy = self._has_chunk = False
         self._in_step = {}
         self._num_decodes = num_decodes
@@ -100,7 +100,7 @@ class MediaSteps:
             if not self.features.under_way:
                 self.features.begin(missing[: _leading(missing)], self._num_decodes)
                 if decoding:
-                    return 0  # the patches travel while others decode
+                    return 0  # the patches are copied to the device while others decode
             self.features.advance(whole=not decoding)
             self.features.pin(missing, req.rid)
             missing = [item for item in missing if item not in self.features]
@@ -113,18 +113,19 @@ class MediaSteps:
         return count
 
     def computed(self, req: Req) -> None:
-        """The step that computes the first `kv_len` tokens of a request is launched: what only they need may go."""
+        """Unpins features that only the first `kv_len` tokens of a request need, once the step that computes these is
+        launched."""
         if req.media is not None and self.features is not None:
             self.features.unpin((item for item in req.media.items if item.spans[-1][1] <= req.kv_len), req.rid)
 
     def end(self, req: Req) -> None:
-        """The request has ended, or goes back to the queue."""
+        """Unpins the features of a request that has ended or goes back to the queue."""
         if req.media is not None and self.features is not None:
             self.features.unpin(req.media.items, req.rid)
 
     def _short_enough(self, media: PromptMedia, begin: int, count: int) -> int:
-        """Returns how many of the tokens of a chunk with images the step takes. One that may not be cut goes whole, if
-        it is the first."""
+        """Returns how many tokens of a chunk with images fit the step's pace. A run that must not be cut is taken whole
+        if it is the step's first."""
         if self._tokens_left is None or count <= self._tokens_left or not media.needed(begin, begin + count):
             return count
         untouched = self._tokens_left == self._tokens
@@ -137,8 +138,8 @@ class MediaSteps:
         return end - begin
 
     def _fitting(self, media: PromptMedia, begin: int, end: int) -> list[MediaItem]:
-        """Returns the leading items of a chunk whose features fit the budget, with those that the step takes already.
-        One alone always does."""
+        """Returns the leading items of a chunk whose features fit the budget together with those that the step already
+        takes. A single item always fits."""
         assert self.features is not None
         items: list[MediaItem] = []
         for rows in media.needed(begin, end):
@@ -151,7 +152,7 @@ class MediaSteps:
 
 
 def _leading(items: list[MediaItem]) -> int:
-    """Returns how many of the items are one encoder step."""
+    """Returns how many of the items fit one encoder step."""
     patches = 0
     for number, item in enumerate(items):
         frames, rows, columns = item.grid

@@ -1,10 +1,10 @@
-"""Processing of a step's tokens on the host: append, decide whether the request ends, and report.
+"""Processes a step's tokens on the host: appends them, decides whether requests end, and reports.
 
 Order of the checks for one token: stop token, complete grammar, stop string, length limit.
 
-Tokens, grammars and lengths are the same on every rank, and so is what they decide. How long a search or a grammar may
-take is decided by a clock: with tensor parallelism only the leader looks at text and clocks, and its decisions reach
-every rank, itself included, with the messages before the next step.
+Tokens, grammars and lengths are the same on every rank, and so are decisions based on them. How long a search or a
+grammar may take depends on a clock: with tensor parallelism only the leader looks at text and clocks, and its decisions
+reach every rank, itself included, with the messages before the next step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ class StopChecker:
     """Decides after each token whether a request has ended."""
 
     def __init__(self, decoder: TextDecoder | None, tell: Callable[[EndReq], None] | None = None) -> None:
-        """decoder: None on ranks that do not look at text, and without a tokenizer. tell: brings a decision that only
-        this rank can take to all of them before the next step; None: alone, decisions take effect at once."""
+        """decoder: None on ranks that do not look at text, and without a tokenizer. tell: sends a decision that only
+        this rank can take to all ranks before the next step; None with a single rank, whose decisions take effect at
+        once."""
         self._decoder = decoder
         self._tell = tell
 
     def finish_reason(self, req: Req) -> FinishReason | None:
-        """None also for a request whose end is on its way to all ranks (`req.pending_finish`)."""
+        """Returns why the request has ended; None if it goes on, or if its end is on its way to all ranks
+        (`req.pending_finish`)."""
         output = req.output
         token = output[-1]
         if token in req.stop_ids:
@@ -76,8 +78,8 @@ class StopChecker:
 
 
 def rejected_token(grammar: Grammar) -> FinishReason:
-    """Returns the finish reason for a sampled token that the grammar does not take: because it takes none, or because
-    its mask was wrong."""
+    """Returns the finish reason for a sampled token that the grammar rejects: no token was allowed, or the mask was
+    wrong."""
     if grammar.is_stuck():
         return FinishReason("abort", message=STUCK_GRAMMAR, status_code=400)
     return FinishReason("abort", message="The grammar rejected a sampled token.", status_code=500)
@@ -94,8 +96,8 @@ def _options(req: Req) -> DecodeOptions:
 
 
 def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
-    """Everything of these requests that has not been sent yet."""
-    reqs = list(reqs)  # up to all running requests, each step: nothing is called for one that only goes on
+    """Returns everything of these requests that has not been sent yet."""
+    reqs = list(reqs)  # may be all running requests in each step, so no function is called for one that just goes on
     lengths = [len(r.output) if r.pending_finish is None else r.pending_output_len for r in reqs]
     out = BatchTokenIDOut(
         rids=[r.rid for r in reqs],

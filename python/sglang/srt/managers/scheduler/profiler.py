@@ -19,7 +19,7 @@ class Profiler:
         self._running: torch.profiler.profile | None = None
 
     def start(self) -> str:
-        """Returns what is wrong, or an empty string."""
+        """Starts a trace. Returns what is wrong, or an empty string."""
         import torch
 
         if self._running is not None:
@@ -29,7 +29,7 @@ class Profiler:
         return ""
 
     def stop(self) -> Path | None:
-        """Write the trace and return its path; None if there is none."""
+        """Writes the trace and returns its path; None if there is none."""
         if self._running is None:
             return None
         self._running.stop()

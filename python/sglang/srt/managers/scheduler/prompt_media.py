@@ -1,4 +1,4 @@
-"""The images and videos of one prompt: keys for the prefix cache, positions in sections, and what a chunk needs."""
+"""Images and videos of one prompt: keys for the prefix cache, M-RoPE positions, and the features that a chunk needs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D
 
 
 class MediaMismatch(ValueError):
-    """The spans of a prompt's images do not fit the prompt or the images."""
+    """Raised if the spans of a prompt's images do not fit the prompt or the images."""
 
 
 @dataclass(frozen=True, slots=True)
 class ItemRows:
-    """Features of an item that a chunk takes: `features` [N] of its rows go to `tokens` [N] of the chunk."""
+    """Rows of an item's features for a chunk: row `features[i]` is the embedding of token `tokens[i]` of the chunk, [N]
+    each."""
 
     item: MediaItem
     features: Positions
@@ -39,9 +40,9 @@ class ItemRows:
 
 
 def item_keys(digest: bytes, count: int) -> Keys:
-    """Returns what stands for the placeholders of an item in the prefix cache, [count]: 62 bits of a hash (SplitMix64)
-    of the index and one of the four words of the digest, in turns. So two items whose keys agree at four places in a
-    row have 248 bits of their digests in common."""
+    """Returns the keys of an item's placeholders in the prefix cache, [count]: 62 bits of a hash (SplitMix64) of the
+    index and one of the four words of the digest, in rotation. So two items whose keys agree at four consecutive places
+    have 248 bits of their digests in common."""
     words = np.frombuffer(digest, "<u8")
     index = np.arange(count, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -54,12 +55,12 @@ def item_keys(digest: bytes, count: int) -> Keys:
 
 
 def section_positions(items: Sequence[MediaItem], merge: int, positions_a_second: int) -> tuple[Positions, int]:
-    """Returns time, row and column of the tokens up to the last placeholder [3, end], and by how much the positions of
-    text behind it differ from its index.
+    """Returns time, row and column of the tokens up to the last placeholder [3, end], and the offset of later text
+    positions from their index.
 
     Text has one number in all three. A run of placeholders begins where the text before it ends; its frames, rows and
-    columns count from there, and text goes on behind the largest position. Source: Qwen2-VL (arXiv 2409.12191), with
-    the frames of a video in runs of their own as in Qwen3-VL, or `positions_a_second` as in Qwen2.5-VL (2502.13923).
+    columns count from there, and text goes on after the largest position. Source: Qwen2-VL (arXiv 2409.12191), with the
+    frames of a video in runs of their own as in Qwen3-VL, or `positions_a_second` as in Qwen2.5-VL (2502.13923).
     """
     runs = sorted((start, end, item) for item in items for start, end in item.spans)
     parts: list[Positions] = []
@@ -104,12 +105,12 @@ class PromptMedia:
             self.positions, self.delta = section_positions(items, description.merge, description.positions_a_second)
 
     def write_keys(self, keys: Keys) -> None:
-        """Writes the keys of the placeholders over those of the tokens of the whole prompt."""
+        """Overwrites the placeholders' keys in the keys of the whole prompt."""
         for item, tokens in zip(self.items, self._tokens, strict=True):
             keys[tokens] = item_keys(item.digest, len(tokens))
 
     def needed(self, begin: int, end: int) -> list[ItemRows]:
-        """Returns the features that the tokens from `begin` to `end` take, in the order of the tokens."""
+        """Returns the features for the tokens from `begin` to `end`, in token order."""
         needed = []
         for item, tokens in zip(self.items, self._tokens, strict=True):
             first, last = np.searchsorted(tokens, (begin, end)).tolist()
@@ -118,15 +119,15 @@ class PromptMedia:
         return needed
 
     def whole_end(self, begin: int, end: int) -> int:
-        """Returns where a chunk from `begin` to `end` must end if a run of placeholders that it cannot have to its end
-        must wait: `begin` if it would be the first."""
+        """Returns where a chunk from `begin` to `end` must end in order not to cut a run of placeholders that attend to
+        one another: `begin` if such a run comes first."""
         if not self.both_ways:
             return end
         cut = (start for item in self.items for start, stop in item.spans if start < end < stop)
         return max(next(cut, end), begin)
 
     def run_end(self, token: int) -> int:
-        """Returns where the run of placeholders ends that has this token."""
+        """Returns the end of the run of placeholders that contains this token."""
         return next(stop for item in self.items for start, stop in item.spans if start <= token < stop)
 
     def first_token(self, item: MediaItem, begin: int) -> int:

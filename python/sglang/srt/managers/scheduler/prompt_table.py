@@ -1,6 +1,6 @@
-"""Prompts of the requests that are here, as arrays: four bytes a token, and samples of one prompt share them.
+"""Prompts of the current requests as arrays: four bytes a token, shared by the samples of one prompt.
 
-A list of Python's numbers takes more than ten times as much, and thousands of samples of a long prompt may wait.
+A list of Python integers takes more than ten times as much, and thousands of samples of a long prompt may wait.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from sglang.srt.mem_cache.radix_node import Keys
 Ids = npt.NDArray[np.int32]
 
 MAX_PROMPT_TOKENS = 1 << 27
-"""Of all prompts that run or wait, on each rank: 512 MiB. Beyond that a request is refused: a queue is bounded by what
-it holds, too, and not only by the number of its requests."""
+"""Limit of the tokens of all prompts that run or wait, 512 MiB on each rank. Further requests are refused: a queue must
+be bounded in size, not only in number."""
 
 
 class Prompt:
-    """The ids of a prompt, which several requests may have."""
+    """The ids of a prompt, shared by several requests."""
 
     __slots__ = ("_keys", "ids", "num_users")
 
@@ -31,14 +31,14 @@ class Prompt:
 
     @property
     def keys(self) -> Keys:
-        """The keys in the prefix cache of a prompt without images and videos; not to be written."""
+        """Returns the read-only prefix cache keys of a prompt without media."""
         if self._keys is None:
             self._keys = self.ids.astype(np.int64)
         return self._keys
 
 
 class PromptTable:
-    """Finds the prompt of a request among those that are here."""
+    """Shares equal prompts among the current requests."""
 
     def __init__(self) -> None:
         self._prompts: dict[tuple[int, int], Prompt] = {}
@@ -50,7 +50,7 @@ class PromptTable:
         return len(self._prompts)
 
     def take(self, input_ids: Sequence[int] | Ids) -> Prompt:
-        """Until `give_back`."""
+        """Returns the shared prompt of these ids; the caller must `give_back` it."""
         ids = np.array(input_ids, np.int32)
         prompt = self._prompts.get(_name(ids))
         if prompt is None or not np.array_equal(prompt.ids, ids):
@@ -76,7 +76,7 @@ def _name(ids: Ids) -> tuple[int, int]:
 
 
 class Tokens(Sequence[int]):
-    """A request's prompt, and the output behind it."""
+    """A request's prompt followed by its output."""
 
     __slots__ = ("num_prompt", "output", "prompt")
 
@@ -92,7 +92,7 @@ class Tokens(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> list[int]: ...
     def __getitem__(self, index: int | slice) -> int | list[int]:
-        """A slice is a list, and has no step."""
+        """Returns a token, or for a slice without step a list."""
         if isinstance(index, slice):
             start, end, step = index.indices(len(self))
             assert step == 1, "tokens are read in their order"

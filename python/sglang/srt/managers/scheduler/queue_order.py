@@ -1,4 +1,4 @@
-"""The order in which waiting requests enter (--schedule-policy)."""
+"""Orders the waiting requests (--schedule-policy)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
 
 MOST_ORDERED = 128
-"""Waiting requests that a policy orders in each step: beyond that it costs more than the order gains. With `dfs-weight`
-and `random` the others come behind them; with `lpm` a longer queue is FCFS."""
+"""Waiting requests that a policy orders in each step; more would cost more than the order gains. With `dfs-weight` and
+`random` the others follow these; with `lpm` a longer queue is FCFS."""
 MOST_MATCHED = 32
-"""Of these, the ones that a step compares with the prefix tree, in turns. The others are where they were found last."""
+"""Number of these that a step matches with the prefix tree, in rotation. The others keep their last result."""
 
 
 def _node(req: Req, root: Node) -> Node:
-    """Returns where its cached prefix was found to end; the root if that is no longer in the tree."""
+    """Returns the node where the request's cached prefix was found to end; the root if that node has left the tree."""
     return root if req.node is None or req.node.parent is None else req.node
 
 
@@ -30,7 +30,8 @@ def _longest_prefix(first: list[Req], root: Node) -> list[Req]:
 
 
 def _depth_first(first: list[Req], root: Node) -> list[Req]:
-    """Subtrees that serve most of these requests first, so that a branch is used up before it can be evicted."""
+    """Orders requests depth first, larger subtrees of requests first, so that a branch is used up before it can be
+    evicted."""
     at_node: dict[Node, list[Req]] = defaultdict(list)
     for req in first:
         at_node[_node(req, root)].append(req)
@@ -54,15 +55,15 @@ def _depth_first(first: list[Req], root: Node) -> list[Req]:
 
 
 _RANKS: dict[str, Rank] = {"lof": lambda req: -req.max_output}
-"""Policies that keep the queue sorted."""
+"""Policies by which the queue is kept sorted."""
 _BY_PREFIX: dict[str, Callable[[list[Req], Node], list[Req]]] = {"lpm": _longest_prefix, "dfs-weight": _depth_first}
-"""Policies that order requests by where their prefixes end in the tree with this root."""
+"""Policies that order requests by where their prefixes end in the tree."""
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
 
 
 class QueueOrder:
-    """Orders the queue for a step. Its work is bounded, however many wait: the queue itself keeps the order that does
-    not change while requests wait, and of the others only the first are ordered."""
+    """Orders the queue for a step, with bounded work: the queue itself keeps orders that do not change while requests
+    wait; for other policies only the first requests are ordered."""
 
     def __init__(self, policy: str, priorities: Priorities | None, kv: KVTable) -> None:
         self._policy, self._priorities, self._kv = policy, priorities, kv
@@ -75,15 +76,15 @@ class QueueOrder:
         return WaitingQueue(*ranks, *(_RANKS[name] for name in [self._policy] if name in _RANKS))
 
     def came(self, req: Req) -> None:
-        """A request came to the queue."""
+        """Notes that a request has entered the queue."""
         if self._by_prefix is not None:
             self._kv.match(req)
 
     def of(self, queue: WaitingQueue) -> Iterable[Req]:
-        """Returns the waiting requests in the order in which they enter. It is read as far as there is room, and the
-        queue does not change while it is read."""
+        """Returns the waiting requests in the order in which they enter. The queue must not change while the result is
+        read."""
         first = list(islice(queue, MOST_ORDERED))
-        if self._policy == "random":  # the seed is the same on all ranks
+        if self._policy == "random":  # all ranks have the same seed
             first = random.Random(len(queue)).sample(first, len(first))
         elif self._by_prefix is not None and (self._policy != "lpm" or len(queue) <= MOST_ORDERED):
             self._match_some(first)

@@ -1,5 +1,5 @@
-"""Shared arrays of the front on machines that do not share its memory: written again, part by part, by one rank of
-each, so that all ranks read pixels as those of one machine do."""
+"""Shared arrays of the front on machines that do not share its memory: one rank of each machine writes them again, part
+by part, so that all its ranks can read pixels as on the front's machine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ NO_ROOM = "A machine of the server has no room in shared memory for the image no
 
 
 class ReceivedArrays:
+    """Writes received arrays to this machine's memory."""
+
     def __init__(self, args: ServerArgs, directory: Path) -> None:
-        """directory: of shared arrays, on this machine."""
+        """directory: of shared arrays on this machine."""
         node = asked_node(args)
         shares_memory = node.answers and not args.use_ray
         self._writes = parallel_state.rank() == node.ranks[0] and not shares_memory
         self._directory = directory
 
     def add(self, part: ArrayPart) -> ControlReply:
-        """Returns the answer when all machines have the part, or one cannot take it. Collective."""
+        """Writes a part. Returns the answer once all machines have it, or one cannot take it. A collective."""
         reason = NO_ROOM
         try:
             if self._writes:

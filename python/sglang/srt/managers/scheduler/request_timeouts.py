@@ -1,7 +1,7 @@
-"""Requests that have waited or run for too long, as `SGLANG_REQ_WAITING_TIMEOUT` and `SGLANG_REQ_RUNNING_TIMEOUT` say.
+"""Time limits of waiting and running requests: `SGLANG_REQ_WAITING_TIMEOUT` and `SGLANG_REQ_RUNNING_TIMEOUT`.
 
-A clock decides, so one rank does: it turns what is overdue into abort messages, which reach all ranks like those of
-clients.
+One rank decides, because a clock is involved: it turns overdue requests into abort messages, which reach all ranks like
+those of clients.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SERVICE_UNAVAILABLE = 503
 
 
 class RequestTimeouts:
-    """Limits in seconds; one that is not positive is none."""
+    """Limits in seconds; zero or less means no limit."""
 
     def __init__(self, waiting_s: float, running_s: float) -> None:
         self._waiting_s = waiting_s
@@ -39,7 +39,7 @@ class RequestTimeouts:
         return self._waiting_s > 0 or self._running_s > 0
 
     def overdue(self, scheduler: Scheduler | AttentionGroups) -> list[AbortReq]:
-        """Messages that end what is overdue now; looks at the requests a few times a second only."""
+        """Returns messages that abort overdue requests; checks only a few times a second."""
         now = time.monotonic()
         if not self.enabled or now < self._next_check:
             return []

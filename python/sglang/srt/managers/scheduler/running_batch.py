@@ -1,4 +1,4 @@
-"""The requests that decode, and the arrays of their next step."""
+"""The decoding requests, and the arrays of their next step."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from sglang.srt.mem_cache.kv_table import Lengths
 
 
 class RunningBatch:
-    """Requests in decode. Their order is that in which they came.
+    """Decoding requests in the order of their arrival.
 
-    A step brings tokens of those whose turn it is (`now`). There are as many turns as steps on their way through the
-    stages of a pipeline: the others' last tokens are among these. Which turn a request has changes no token, and only
-    how long its step waits. A step brings up to `tokens_per_step` tokens of a request: where that is more than one, all
-    lengths are upper bounds, and `Counters.verified` takes back what fell away.
+    With pipeline parallelism they are divided into as many microbatches as steps are in flight, and a step brings
+    tokens of one microbatch (`now`): the last tokens of the others are still being computed. The microbatch of a
+    request changes none of its tokens, only how long its step waits. A step brings up to `tokens_per_step` tokens of a
+    request: where that is more than one, all lengths are upper bounds, and `Counters.verified` subtracts rejected
+    tokens.
     """
 
     def __init__(self, counters: Counters, tokens_per_step: int, lookahead_slots: int, num_microbatches: int) -> None:
-        """lookahead_slots: positions behind a request's tokens that need a cache slot (`Drafter.lookahead_slots`)."""
+        """lookahead_slots: positions after a request's tokens that need a cache slot (`Drafter.lookahead_slots`)."""
         self.counters = counters
         self.tokens_per_step, self.lookahead_slots, self.num_microbatches = (
             tokens_per_step,
@@ -42,8 +43,8 @@ class RunningBatch:
         self._select()
 
     def add(self, reqs: list[Req]) -> None:
-        """Adds requests behind a step that computed their prompts. Each joins the smallest microbatch; of
-        several equally small ones, the one that comes last."""
+        """Adds requests after a step that computed their prompts. Each joins the smallest microbatch; among equals, the
+        one that runs last."""
         counts = self._counts(self.reqs)
         for req in reqs:
             req.microbatch = min(
@@ -59,17 +60,18 @@ class RunningBatch:
         self._select()
 
     def next_microbatch(self) -> None:
-        """Passes to the next turn that has requests."""
+        """Changes to the next microbatch that has requests."""
         if self.num_microbatches > 1:
             self.microbatch = (self.microbatch + 1) % self.num_microbatches
             self._select()
 
     def drop_finished(self) -> None:
-        """Forget requests that ended, which have no tokens any more, and those whose last token is certainly on its
-        way. Comes before slots are given away again."""
+        """Drops requests that ended, which have no tokens any more, and those whose last token is certainly being
+        computed. Call it before slots are reassigned."""
         self._keep((self.seq_lens > 0) & (self.planned_lens - self.slack < self.limits))
 
     def remove(self, req: Req) -> None:
+        """Drops a request."""
         self._keep(np.fromiter((r is not req for r in self.reqs), np.bool_, len(self.reqs)))
 
     def _keep(self, which: npt.NDArray[np.bool_]) -> None:
@@ -81,14 +83,14 @@ class RunningBatch:
         self._select()
 
     def _counts(self, reqs: list[Req]) -> list[int]:
-        """Returns the number of requests in each turn."""
+        """Returns the number of requests in each microbatch."""
         microbatches = np.fromiter((r.microbatch for r in reqs), np.int64, len(reqs))
         counts: list[int] = np.bincount(microbatches, minlength=self.num_microbatches).tolist()
         return counts
 
     def _level(self) -> None:
-        """No turn stays empty while another has several requests; else a stage would be idle. Those that change wait
-        once for tokens that the turn would not wait for."""
+        """Fills empty microbatches from those with several requests, since an empty one would leave a pipeline stage
+        idle. A moved request may wait once for tokens that its old microbatch would already have."""
         if self.num_microbatches == 1:
             return
         counts = self._counts(self.reqs)
@@ -115,46 +117,47 @@ class RunningBatch:
 
     @property
     def seq_lens(self) -> Lengths:
-        """Tokens whose KV is launched."""
+        """Returns the tokens whose KV is launched."""
         return self.counters.kv_len[self.slots]
 
     @property
     def slack(self) -> Lengths:
-        """Of these, the ones that may fall away."""
+        """Returns how many of `seq_lens` may be rejected."""
         return self.counters.slack[self.slots]
 
     @property
     def planned_lens(self) -> Lengths:
+        """Returns the tokens that exist once every launched step has sampled."""
         return self.counters.planned_len[self.slots]
 
     @property
     def reserved_lens(self) -> Lengths:
-        """Positions that have a cache slot."""
+        """Returns the positions that have a cache slot."""
         reserved: Lengths = np.maximum(self.seq_lens, self.counters.reserved_len[self.slots])
         return reserved
 
     @property
     def certain_lens(self) -> Lengths:
-        """Tokens that are computed, at least."""
+        """Returns the tokens that are certainly computed."""
         certain: Lengths = self.seq_lens - self.slack
         return certain
 
     def widths(self, at_most: int) -> Lengths:
-        """[R] tokens that each request brings to the next step; 0: it waits, for its turn or for results that say
-        whether it may have a further token."""
+        """Returns [R] tokens that each request brings to the next step; 0: it waits for its microbatch, or for results
+        that decide whether it may have another token."""
         there = np.minimum(self.counters.num_speculative_tokens[self.slots] + 1, self.limits - self.planned_lens)
         widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
         return widths * self.in_microbatch
 
     def reserved_by(self, widths: Lengths) -> Lengths:
-        """Positions that have a cache slot behind a step that brings so many tokens of each request."""
+        """Returns the positions that have a cache slot after a step with `widths` tokens of each request."""
         needed = np.minimum(self.seq_lens + widths + np.int32(self.lookahead_slots) * (widths > 0), self.limits)
         reserved: Lengths = np.maximum(self.reserved_lens, needed)
         return reserved
 
     def launched(self, widths: Lengths, num_speculative_tokens: int) -> None:
-        """Count a step that brings so many tokens of each request, and makes so many draft tokens for those behind
-        it."""
+        """Counts a step with `widths` tokens of each request, which makes `num_speculative_tokens` draft tokens for the
+        next one."""
         self.counters.launched(self.slots, widths, self.reserved_by(widths), num_speculative_tokens)
 
 

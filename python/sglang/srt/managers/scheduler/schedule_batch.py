@@ -1,4 +1,4 @@
-"""The scheduler's view: one request (`Req`), and one launched step."""
+"""One request (`Req`) and one launched step (`ScheduleBatch`) as the scheduler sees them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,22 @@ if TYPE_CHECKING:
 class Req:
     """One sequence, from its arrival to its last message.
 
-    Its tokens, and how far each counter reaches. Steps are launched before the ones before them are read back, so the
-    host knows lengths earlier than tokens:
+    Steps are launched before the preceding ones are read back, so the host knows lengths earlier than tokens:
 
         tokens          prompt | output that the host has seen |
         positions       0 ........... kv_len - slack ..... kv_len .......... planned_len ...... reserved_len
         computed          certainly     |   perhaps: draft tokens  |                   |                    |
-        sampled                         |                     | the token behind the last launched step
+        sampled                         |                     | the token after the last launched step
         cache slots       num_cached: of the prefix tree; up to reserved_len: its own
 
-    kv_len          tokens whose KV is launched; where a step verifies draft tokens, as if all of them stood
-    slack           of these, tokens that may fall away when the results come
+    kv_len          tokens whose KV is launched; where a step verifies draft tokens, as if all were accepted
+    slack           of these, tokens that may be rejected when the results come
     planned_len     tokens that exist once every launched step has sampled, with the same `slack`
-    reserved_len    positions that have a cache slot, if more than kv_len: draft tokens fell away and the next tokens
-    come
-                    here, or a draft computes ahead of the target
+    reserved_len    positions that have a cache slot, if more than kv_len: draft tokens were rejected and the next
+                    tokens come here, or a draft model computes ahead of the target
 
-    Whatever falls away, the first token of a step in flight is the last one that the host knows; so of the tokens that
-    it knows, the first `kv_len` have KV that is right. That makes it safe to end a request at any moment.
+    Whatever is rejected, the first token of a step in flight is the last one that the host knows. So the first `kv_len`
+    of the tokens that the host knows have valid KV, and a request may be ended at any moment.
     """
 
     __slots__ = (
@@ -107,7 +105,7 @@ class Req:
     )
     kv_len, planned_len, slack, reserved_len = BySlot(), BySlot(), BySlot(), BySlot()
     num_speculative_tokens = BySlot()
-    """Number of draft tokens made behind its last launched step."""
+    """Draft tokens that its last launched step made."""
 
     def __init__(
         self,
@@ -119,7 +117,7 @@ class Req:
         prompt: Prompt,
         counters: Counters,
     ) -> None:
-        """counters: of the requests of its scheduler; only one with a slot has any."""
+        """counters: those of its scheduler's requests, used while it has a slot."""
         self.rid = msg.rid
         self.params = msg.sampling_params
         self.stream = msg.stream
@@ -177,7 +175,7 @@ class Req:
         self.top_logprobs_num = msg.top_logprobs_num
         self.token_ids_logprob = msg.token_ids_logprob or []
         self.pending_logprobs = OutputLogprobs()
-        if self.logprob_start == 0 and self.prompt_len:  # nothing predicts the first token
+        if self.logprob_start == 0 and self.prompt_len:  # the first token has no prediction
             self.pending_logprobs.input = [(None, self.tokens[0])]
             self.pending_logprobs.input_top = [None] if self.top_logprobs_num else None
             self.pending_logprobs.input_token_ids = [None] if self.token_ids_logprob else None
@@ -201,18 +199,19 @@ class Req:
         a step (`begin`): a step takes the tokens of such requests with little work for each."""
 
     def begin(self) -> None:
-        """It got a slot, and everything about it is known."""
+        """Decides which checks its tokens need, once it has a slot and everything about it is known."""
         watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
         searched = bool(self.params.stop or self.params.stop_regex)
         self.plain = not (watched or searched or self.return_logprob) and self.max_output > 0
 
     def max_width(self, tokens_per_step: int) -> int:
-        """Tokens that a step may bring of it, all but the first drafted."""
+        """Returns how many tokens a step may bring of it; all but the first are draft tokens."""
         return 1 if self.hidden is not None else tokens_per_step
 
     @property
     def needs_mask(self) -> bool:
-        """Returns whether the tokens that a launched step samples depend on tokens that the host may not know yet."""
+        """Returns whether a launched step's sampling is restricted depending on tokens that the host may not know
+        yet."""
         if self.grammar is not None:
             return True
         unknown = self.planned_len - len(self.tokens) - 1
@@ -224,7 +223,7 @@ class Req:
         return self.finish is None and self.pending_finish is None
 
     def drop_draft_tokens(self) -> None:
-        """Forgets the draft tokens before the request gives its cache slots up: then `kv_len` counts tokens that the
+        """Forgets draft tokens before the request gives up its cache slots; `kv_len` then counts only tokens that the
         host knows."""
         self.reserved_len = max(self.reserved_len, self.kv_len)
         self.state_is_exact = not self.slack and self.kv_len <= len(self.tokens)
@@ -241,14 +240,14 @@ class Req:
 
     @property
     def max_hidden_rows(self) -> int:
-        """Returns the largest number of hidden states that it may come to hold. One alone, an embedding, is sent as
-        soon as it is there."""
+        """Returns the most hidden states that it may hold. A single one, an embedding, counts as none: it is sent at
+        once."""
         count = 0 if self.hidden is None else num_states(self.prompt_len, self.limit) - self.hidden.start
         return count if count > 1 else 0
 
     def cache_keys(self, length: int) -> Keys:
-        """Returns the prefix cache's keys of the first `length` tokens. Each is converted once, those of a prompt for
-        all of its samples."""
+        """Returns the prefix cache's keys of the first `length` tokens. Each token is converted once, and a prompt once
+        for all samples."""
         if length <= self.prompt_len and self.media is None:
             return self.prompt.keys[:length]
         done = len(self._cache_keys)
@@ -261,8 +260,8 @@ class Req:
         return self._cache_keys[:length]
 
     def matchable_len(self) -> int:
-        """Returns how many leading tokens may come from the cache: the last one must be computed to sample from it, and
-        so must everything whose log probability or hidden state is wanted and not collected yet."""
+        """Returns how many leading tokens may come from the cache. The last token must be computed to sample from it,
+        and so must every one whose log probability or hidden state is wanted and not collected yet."""
         limit = len(self.tokens) - 1
         if self.hidden is not None:
             limit = min(limit, self.hidden.end)
@@ -272,23 +271,23 @@ class Req:
 
     @property
     def may_be_stale(self) -> bool:
-        """Returns whether its steps may be computed again: nothing but its tokens is read back from them, and none of
-        its inputs is made for a step."""
+        """Returns whether its steps may be computed again: only tokens are read back from them, and no input is made
+        for a single step."""
         return not self.wants_prompt_logprobs and self.hidden is None and self.media is None
 
     def may_reuse_prefix(self, keys: Keys) -> bool:
-        """Returns whether it begins with these `cache_keys`, and they may come from the cache."""
+        """Returns whether its tokens begin with these `cache_keys`, and may come from the cache."""
         count = len(keys)
         return count <= self.matchable_len() and np.array_equal(self.cache_keys(count), keys)
 
 
 class SampledTokens(NamedTuple):
-    """Tokens that stand, request after request."""
+    """Accepted tokens, request after request."""
 
     reqs: list[Req]
     tokens: list[int]
     rows: Sequence[int]
-    """Rows of the log probabilities, and of each token among those sampled."""
+    """Index of each token among the sampled ones, and so of its log probabilities."""
 
 
 @dataclass(slots=True)
@@ -300,19 +299,18 @@ class ScheduleBatch:
     prompt_logprob_spans: list[tuple[Req, int, int]] = field(default_factory=list)
     """(request, first, end) prompt positions whose log probabilities this step computes, in row order."""
     hidden_spans: list[tuple[Req, int]] = field(default_factory=list)
-    """Requests whose hidden states this step computes, and of how many positions, in row order."""
+    """Requests whose hidden states this step computes, and the number of positions, in row order."""
     result: StepResult | None = None
     loads: Sequence[Copy] = ()
-    """Loads of cached prefixes that were under way when it was launched: its tokens count once these have ended
-    well."""
+    """Loads of cached prefixes that were under way at the launch: the step's tokens count once these have succeeded."""
     stale: set[Req] = field(default_factory=set)
-    """Requests that read what a load did not bring: they are computed again."""
+    """Requests that read entries which a failed load did not bring; they are computed again."""
     watched: Sequence[Req] = ()
-    """Of `sampled` those that are not plain."""
+    """The requests of `sampled` that are not plain."""
 
     @property
     def limited(self) -> list[Req]:
-        """Requests of which a grammar, or a limit of thoughts, may forbid tokens."""
+        """Returns the requests whose tokens a grammar or a thinking budget may restrict."""
         return [req for req in self.watched if req.grammar is not None or req.thoughts is not None]
 
     @property
@@ -320,7 +318,8 @@ class ScheduleBatch:
         return any(req.needs_mask for req in self.limited)
 
     def read(self, running: RunningBatch) -> SampledTokens:
-        """Waits for the device, files prompts' log probabilities and hidden states, and settles the lengths."""
+        """Waits for the device, stores prompts' log probabilities and hidden states, and corrects the lengths. Returns
+        the accepted tokens."""
         assert self.result is not None
         self.result.wait()
         parallel_state.groups().tp.raise_if_stalled()
@@ -338,7 +337,7 @@ class ScheduleBatch:
         return self._accepted(tokens.tolist(), self.result.counts.tolist())
 
     def _settle(self, running: RunningBatch) -> None:
-        """Takes what draft tokens fell away from the lengths of the requests that still run."""
+        """Subtracts rejected draft tokens from the lengths of the requests that still run."""
         assert self.result is not None and self.result.counts is not None and self.step.widths is not None
         widths, counts = self.step.widths, self.result.counts.numpy().astype(np.int32)
         going = [i for i, req in enumerate(self.sampled) if req.finish is None and req not in self.stale]
@@ -357,7 +356,7 @@ class ScheduleBatch:
         return SampledTokens(reqs, accepted, rows)
 
     def file_logprobs(self, req: Req, row: int, token: int) -> None:
-        """Files the log probabilities of a token that its request takes, on the ranks that sample."""
+        """Stores the log probabilities of a token that its request takes, on the ranks that sample."""
         pp = parallel_state.groups().pp
         if pp.rank < pp.size - 1:
             return

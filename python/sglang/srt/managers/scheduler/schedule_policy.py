@@ -1,4 +1,4 @@
-"""Priorities of requests, and what a prefill step may take."""
+"""Priorities of requests, and the budget of a prefill step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from sglang.srt.plan.decode_interval import IntervalRule
 from sglang.srt.server_args import ServerArgs
 
 ESTIMATED_NEW_TOKENS = 4096
-"""No request is expected to decode further than this when memory is promised to it."""
+"""Most tokens that a request is expected to decode when memory is reserved for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """Order of waiting requests where requests have priorities."""
+    """Order of waiting requests by their priorities."""
 
     low_first: bool = False
     threshold: int | None = 10
-    """A waiting request takes the place of running ones whose priority is lower by more than this; None: of none."""
+    """A waiting request replaces running ones whose priority is lower by more than this; None: it replaces none."""
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> Priorities | None:
@@ -35,11 +35,12 @@ class Priorities:
         return cls(args.schedule_low_priority_values_first, threshold)
 
     def rank(self, req: Req) -> int:
-        """Smaller is more important."""
+        """Returns a sort key: a smaller one is more important."""
         return req.priority if self.low_first else -req.priority
 
     def victim(self, running: list[Req], waiting: Req) -> Req | None:
-        """The running request that should make room for `waiting`: of the least important the one that loses least."""
+        """Returns the running request that should make room for `waiting`: among the least important, the one that
+        loses least."""
         if self.threshold is None or not running:
             return None
         worst = (max if self.low_first else min)(map(attrgetter("priority"), running))
@@ -50,8 +51,8 @@ class Priorities:
 
 
 class NewTokenRatio:
-    """Share of their possible output that running requests are expected to use: it starts cautious, sinks while
-    decoding goes well, and rises when a request had to be retracted."""
+    """Share of their possible output that running requests are expected to use: it starts high, sinks while decoding
+    goes well, and rises when a request had to be retracted."""
 
     START, FLOOR, DECAY, PENALTY = 0.7, 0.1, 0.001, 0.2
 
@@ -60,9 +61,11 @@ class NewTokenRatio:
         self.floor = min(self.value, self.FLOOR * conservativeness)
 
     def step(self) -> None:
+        """Lowers the ratio after a decode step."""
         self.value = max(self.floor, self.value - self.DECAY)
 
     def retracted(self) -> None:
+        """Raises the ratio after a retraction."""
         self.value = min(1.0, self.value + self.PENALTY)
 
 
@@ -72,32 +75,34 @@ def leaves_room_for_prompts(chunk: int | None, page: int, num_decodes: int) -> b
 
 
 class DecodeInterval:
-    """Steps without prompts behind one with prompts (--prefill-decode-interval), while enough requests run: tokens that
-    decode wait for the prompts of their step, and fewer of them wait where these come together.
+    """Steps without prompts after a step with prompts (--prefill-decode-interval), while enough requests run. Decoding
+    requests wait for the prompts of their step; grouping prompts in fewer steps makes fewer decode steps wait.
 
-    Attention groups, whose steps are one, share it."""
+    Attention groups share it, because they share their steps.
+    """
 
     def __init__(self, rule: IntervalRule, num_microbatches: int = 1) -> None:
-        """The rule counts requests of the group that has most. num_microbatches: as of a `RunningBatch`; each has the
-        rule's steps."""
+        """The rule applies to the group with most requests. num_microbatches: as for a `RunningBatch`; each microbatch
+        gets the rule's steps."""
         self._rule, self._steps = rule, rule.steps * num_microbatches
         self._left = 0
         self.prompts_wait = False
-        """True for a step that is to have no prompts."""
+        """True if the step must not have prompts."""
 
     def begin(self, num_running: int) -> None:
-        """Before each step, of so many running requests."""
+        """Begins a step with `num_running` running requests."""
         if num_running < self._rule.least_running:
             self._left = 0
         self.prompts_wait = self._left > 0
         self._left = max(0, self._left - 1)
 
     def launched_prompts(self) -> None:
+        """Notes that the step has prompts."""
         self._left = self._steps
 
 
 class PrefillBudget:
-    """Budget of one prefill step: the cache slots, new tokens, and chunk that it may still take."""
+    """The cache slots, new tokens and chunk that one prefill step may still take."""
 
     def __init__(
         self, kv: KVTable, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
@@ -113,16 +118,17 @@ class PrefillBudget:
         self.lookahead_slots = running.lookahead_slots
         self.first = True
         self.short = False
-        """True if the request that was looked at last got less than it could use."""
+        """True if the last request got less than it could use."""
 
     def free(self) -> int:
-        """Slots that may still be promised. Matched prefixes are locked first, so this shrinks as requests match."""
+        """Returns the slots that can still be reserved. Matched prefixes are locked first, so it shrinks as requests
+        match."""
         return self.kv.available_size() - self.reserved
 
     def has_room_to_load(self, req: Req, prefix_len: int, windows: Sequence[int]) -> bool:
-        """Returns whether this request, of which `prefix_len` tokens are cached and locked, could enter this step, and
-        a load may take so many tokens of each window; they are promised to it then. Slots of tokens that a load takes
-        are no longer free."""
+        """Returns whether a request with `prefix_len` cached and locked tokens could enter this step while a load takes
+        `windows` tokens of each window, which are then reserved for it. The slots that the load takes for its tokens
+        are already counted as used."""
         want, output = len(req.tokens) - prefix_len, min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
         needed = want + self.kv.page_size + (0 if self.alone else output)
         if needed > self.free() or any(room < n for room, n in zip(self.window_room, windows, strict=True)):
@@ -131,12 +137,13 @@ class PrefillBudget:
         return True
 
     def take(self, req: Req, prefix_len: int) -> int:
-        """New tokens of this request that fit this step (0: none) given that `prefix_len` are cached and locked."""
+        """Returns how many new tokens of a request with `prefix_len` cached and locked tokens this step computes, and
+        reserves slots for them and for its expected output; 0: none fit."""
         page = self.kv.page_size
         want = len(req.tokens) - prefix_len
         output = min(req.limit - len(req.tokens), ESTIMATED_NEW_TOKENS)
         needed = want + output + page
-        if self.alone:  # needs no promise beyond its prompt and what a draft reserves: its limit keeps it in the pool
+        if self.alone:  # its limit keeps it in the pool: no reserve for its output
             end = prefix_len + want + min(output, self.lookahead_slots)
             needed = (-(-end // page) - -(-prefix_len // page)) * page
         if needed > self.free():
@@ -144,7 +151,7 @@ class PrefillBudget:
         take = want
         if self.chunk is not None and take > self.chunk:
             take = self.chunk // page * page
-        elif take > self.tokens and not self.first:  # the first may exceed what it could never fit
+        elif take > self.tokens and not self.first:  # the first may exceed the limit, as it would never fit otherwise
             take = 0
         take = self._take_of_windows(req, take)
         self.short = take < want
@@ -159,12 +166,12 @@ class PrefillBudget:
         return take
 
     def _take_of_windows(self, req: Req, take: int) -> int:
-        """Returns as many of `take` tokens as every window table has room for beside the window; 0 if it cannot be
-        less."""
+        """Returns how many of `take` tokens every window table has room for beside the window; 0 if that is not enough
+        and prompts must not be chunked."""
         page = self.kv.page_size
         longest = -(-req.limit // page) * page
         for i, window in enumerate(self.kv.windows):
-            if req.slot:  # a prompt that goes on
+            if req.slot:  # a prompt that continues: its window's slots count as free
                 self.window_room[i] += -(-req.kv_len // page) * page - int(window.start[req.slot])
             room = self.window_room[i]
             if min(window.max_prompt_tokens(take), longest) > room:

@@ -1,9 +1,9 @@
-"""The scheduler of one rank: decides what runs next and owns every request between arrival and last token.
+"""The scheduler of one rank: decides what runs next and owns every request between its arrival and its last token.
 
 Steps overlap: step N+1 is chosen and launched before the tokens of step N are read back. That works because choosing
 needs lengths, not token values (the device keeps the last token of every request), and because the device runs steps in
-order, so a cache slot may be handed on as soon as the step that last uses it has been launched. Where a step passes
-several stages, there are as many on their way, and the running requests take turns in them (`RunningBatch`).
+order, so a cache slot may be reused as soon as the step that last uses it has been launched. With a pipeline there are
+as many steps in flight as stages, and the running requests are divided among them (`RunningBatch`).
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARED_PREFIX = 64
-"""Two new requests that begin with this many equal, uncached tokens do not enter one step: the second waits a step and
-finds the first one's KV in the cache. Where a model has states it waits if it begins with all that the first one
-computes: only behind that is a state."""
+"""Two new requests that begin with this many equal, uncached tokens do not enter the same step: the second waits a step
+and finds the first one's KV in the cache. If a model has states, it waits only if it begins with everything that the
+first computes, because there is a state only at its end."""
 MOST_LOOKED_AT = 128
-"""Requests of the queue that a step looks at, while some of them wait for others, for their images or for a prefix."""
+"""Queued requests that a step examines, as some may wait for others, for their images or for a prefix."""
 
 _NAN_LOGITS = FinishReason(
     "abort",
@@ -75,12 +75,12 @@ _NAN_LOGITS = FinishReason(
 
 
 class Scheduler:
-    """Pure scheduling over a model runner; processes and sockets are in `scheduler_process`."""
+    """Pure scheduling over a model runner; `scheduler_process` has the process and its sockets."""
 
     def __init__(
         self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
     ) -> None:
-        """depth: chooses how many draft tokens a step verifies; None: as many as there are."""
+        """depth: chooses how many draft tokens a step verifies; None: all of them."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
         caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
@@ -134,7 +134,7 @@ class Scheduler:
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Launch the next batch, then read back those that are more than `steps_in_flight` behind it."""
+        """Launches the next batch, then reads back batches until at most `steps_in_flight` are left."""
         self.end_copies()
         self.interval.begin(len(self.running))
         batch = None if self.paused else self.pick()
@@ -146,8 +146,8 @@ class Scheduler:
             self.wait_for_copies()
 
     def end_copies(self) -> None:
-        """Ends the copies of cached prefixes that have ended, and forgets the steps that read what a load did not
-        bring."""
+        """Finishes completed copies of cached prefixes, and requeues the requests of steps that read what a failed load
+        did not bring."""
         if self.host_tier is not None:
             self.host_tier.end_copies()
             redo_stale(self)
@@ -159,10 +159,12 @@ class Scheduler:
 
     @property
     def copying(self) -> bool:
+        """Returns whether cached prefixes are being copied."""
         return self.host_tier is not None and self.host_tier.busy
 
     def read_back(self, batch: ScheduleBatch | None, ahead: int) -> None:
-        """Read back all but the last `ahead` batches, behind the launch of one; None: there was none to launch."""
+        """Starts pending copies and reads back all but the last `ahead` batches, after the launch of `batch`; None:
+        nothing was launched."""
         if self.host_tier is not None:
             prompts = None if batch is None else batch.step.prompts
             self.host_tier.launch(bool(self.running.reqs), 0 if prompts is None else len(prompts.input_ids))
@@ -170,8 +172,8 @@ class Scheduler:
             self.process(self.in_flight.popleft())
 
     def launch(self, batch: ScheduleBatch) -> None:
-        """A mask, of a grammar or of thoughts that must end, depends on every token before it: it is filled while the
-        forward pass runs, and sampling waits for it."""
+        """Launches a batch. A mask (of a grammar, or of thoughts that must end) depends on every token before it: it is
+        filled while the forward pass runs, and sampling waits for it."""
         self.launching = batch
         forward = self.runner.forward(batch.step)
         mask = None
@@ -183,8 +185,9 @@ class Scheduler:
         self.in_flight.append(batch)
 
     def pick(self) -> ScheduleBatch | None:
-        """Prefill goes first unless its interval says otherwise, with the running requests decoding in it: it turns
-        waiting requests into running ones, and decode steps are best when full."""
+        """Returns the next batch, None if there is nothing to do. Prefill goes first unless its interval says
+        otherwise, and the running requests decode in the same step: prefill turns waiting requests into running ones,
+        and full decode steps are the most efficient."""
         batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
@@ -197,7 +200,7 @@ class Scheduler:
         return batch
 
     def sync(self, reqs: Set[Req] | None = None) -> None:
-        """Read back the steps in flight, so that the host knows every token, or every one of `reqs`."""
+        """Reads back steps in flight, so that the host knows every token, or every token of `reqs`."""
         count = len(self.in_flight)
         if reqs is not None:
             behind = (i for i, batch in enumerate(reversed(self.in_flight)) if not reqs.isdisjoint(batch.sampled))
@@ -207,28 +210,30 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Nothing will change until a message arrives."""
+        """Returns whether nothing will change until a message arrives."""
         no_work = not self.waiting and not self.chunked and not self.running.reqs
         return not self.in_flight and not self.copying and (no_work or self.paused)
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait, for their turn or for their grammar."""
+        """Returns the requests that wait, for their admission or for their grammar."""
         return len(self.waiting) + len(self.compiling)
 
     def load(self) -> Load:
+        """Returns the present load."""
         return Load(len(self.running), self.num_queued, self.kv.used_size(), self.kv.size)
 
     # --- choosing ----------------------------------------------------------------------------------------------------
 
     def pick_prefill(self) -> ScheduleBatch | None:
+        """Returns a batch with prompts and the tokens of running requests; None if no prompt can go on or enter."""
         was_prompts_turn, self._prompts_turn = self._prompts_turn, False
         if self.priorities is not None and self.waiting and not self.chunked:
             self._preempt(self.priorities)
         if not self.chunked and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
-        # Decode in the same step: what it costs to read the weights is paid once.
+        # Decoding in the same step reads the weights only once.
         widths = self.running.widths(1)
         num_decodes = int(widths.sum())
         if num_decodes and not leaves_room_for_prompts(self._chunk, self.kv.page_size, num_decodes):
@@ -255,7 +260,8 @@ class Scheduler:
         return batch
 
     def _keep(self, req: Req) -> None:
-        """Keeps a prompt before others, where its request asks for that: in main memory, if that has prefixes."""
+        """Keeps a prompt's prefix before others if the request asks for it: in the main memory tier, if there is
+        one."""
         if not req.keep_until or req.node is None or not req.node.depth:
             return
         if self.host_tier is not None:
@@ -269,8 +275,8 @@ class Scheduler:
             self.host_tier.host.tree.expire(now)
 
     def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
-        """Requests for a prefill step with the number of tokens that each computes. Admitted ones own a request slot
-        and hold a lock on their cached prefix."""
+        """Returns the requests of a prefill step with the number of tokens that each computes. Admitted ones have a
+        request slot and hold a lock on their cached prefix."""
         chosen: list[tuple[Req, int]] = []
         self.media.begin(len(self.running))
         for req in self.chunked:
@@ -322,7 +328,7 @@ class Scheduler:
         return chosen
 
     def _min_prompt_tokens(self) -> int:
-        """Returns the tokens that the first prompt of a step gets at least, if it has as many."""
+        """Returns how many tokens the first prompt of a step can always compute."""
         rooms = [window.max_solo_tokens() for window in self.kv.windows]
         chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
         return min([*rooms, *chunk, self.plan.context_len])
@@ -332,7 +338,8 @@ class Scheduler:
         return self.order.of(self.waiting)
 
     def _leaves(self, req: Req, end: int) -> list[np.ndarray]:
-        """Tokens behind which others can go on, once a request is computed up to `end`; the fewest, or none."""
+        """Returns the keys from which other requests can go on once a request is computed up to `end`: one entry, or
+        none."""
         if self.kv.checkpoints is None:
             end = -(-SHARED_PREFIX // self.kv.page_size) * self.kv.page_size
         useful = self.kv.tree.enabled and SHARED_PREFIX <= end <= len(req.tokens) and end % self.kv.page_size == 0
@@ -343,11 +350,11 @@ class Scheduler:
         return PrefillBudget(self.kv, self.running, self.ratio.value, *limits)
 
     def _preempt(self, priorities: Priorities) -> None:
-        """Running requests go back to the queue until the first one that would enter fits."""
+        """Sends running requests back to the queue until the next waiting one fits."""
         self.running.drop_finished()
         if priorities.victim(self.running.reqs, self.waiting[0]) is None:
             return
-        first = next(iter(self._queue()))  # of those equally important the policy's
+        first = next(iter(self._queue()))  # the policy orders requests of equal importance
         if self._fits(first):
             return
         self.sync()
@@ -384,12 +391,13 @@ class Scheduler:
         self.runner.begin(req.slot, req.tokens, 0 if req.media is None else req.media.delta)
 
     def pick_decode(self) -> ScheduleBatch | None:
+        """Returns a batch of decoding requests; None if none can decode now."""
         self.running.drop_finished()
         width = self._width()
         if self.running.reqs and not self._can_grow(self.running.widths(width)):
             self.sync()
             self.running.drop_finished()
-            if self.host_tier is not None:  # what saves read cannot be evicted
+            if self.host_tier is not None:  # entries that saves are reading cannot be evicted
                 self.host_tier.drain(loads=False)
             self._retract_until_it_fits(width)
         if not self.running.reqs:
@@ -401,7 +409,7 @@ class Scheduler:
         return batch
 
     def _width(self) -> int:
-        """Tokens that each request may bring to the next step."""
+        """Returns how many tokens each request may bring to the next step."""
         if self.depth is None:
             return self.running.tokens_per_step
         return self.depth.next_width(len(self.running.now))
@@ -409,13 +417,14 @@ class Scheduler:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _can_grow(self, widths: Lengths, also: int = 0) -> bool:
-        """Returns whether there is room for a step that brings so many tokens of each running request, and for `also`
-        tokens of prompts."""
+        """Returns whether there is room for a step with `widths` tokens of each running request, and for `also` tokens
+        of prompts."""
         self.kv.leave_windows(self.running.slots, self.running.certain_lens)
         return self.kv.can_grow(self.running.reserved_lens, self.running.reserved_by(widths), also)
 
     def _retract_until_it_fits(self, width: int) -> None:
-        """Send the requests that lose least back to the queue. Their tokens stay, and with luck so does their KV."""
+        """Sends the requests that lose least back to the queue. Their tokens are kept, and their KV as long as it is
+        not evicted."""
         while self.running.reqs and not self._can_grow(self.running.widths(width)):
             priorities = None if self.args.retraction_policy == "length" else self.priorities
             rank = (lambda req: 0) if priorities is None else priorities.rank
@@ -426,8 +435,8 @@ class Scheduler:
             self.stats.retracted(victim)
 
     def _free_chunks(self) -> None:
-        """Prompts that pause may hold what none of them can end without: where nothing else goes on, the last of them
-        goes back to the queue if the first one finds no room."""
+        """Resolves a deadlock of unfinished prompts that together fill the cache: if nothing else runs and the first
+        one finds no room, the last one goes back to the queue."""
         if len(self.chunked) < 2 or self.running.reqs or self._budget(0).take(self.chunked[0], self.chunked[0].kv_len):
             return
         last = self.chunked.pop()
@@ -436,7 +445,7 @@ class Scheduler:
         self.stats.retracted(last)
 
     def _requeue(self, req: Req) -> None:
-        """Give up a request's slots and put it at the head of the queue."""
+        """Gives up a request's slots and puts it at the head of the queue."""
         self._release(req)
         req.num_retractions += 1
         req.queued_time = time.monotonic()
@@ -456,7 +465,7 @@ class Scheduler:
     # --- results -----------------------------------------------------------------------------------------------------
 
     def process(self, batch: ScheduleBatch) -> None:
-        """Append the sampled tokens, end what has ended, and queue the messages."""
+        """Appends the sampled tokens, ends requests, and queues the messages."""
         if self.host_tier is not None and batch.loads:
             self.host_tier.finish(batch.loads)
             redo_stale(self, batch)
@@ -465,7 +474,11 @@ class Scheduler:
         rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
         if batch.stale:
             rows = [row for row in rows if row[0] not in batch.stale]
-        for req, token, row in rows:  # up to all running requests, each step: nothing is called for a plain one
+        for (
+            req,
+            token,
+            row,
+        ) in rows:  # may be all running requests: no calls for a plain one
             if not req.plain or token == NO_TOKEN or not (req.stream or req.first_token_time):
                 reason = self._take(batch, req, token, row)
             else:
@@ -492,13 +505,13 @@ class Scheduler:
             self.stats.drafts.confidence_cuts = self.depth.confidence_cuts
 
     def _take(self, batch: ScheduleBatch, req: Req, token: int, row: int) -> FinishReason | None:
-        """Gives a request its token, and to whatever follows its output. Returns the reason to end it."""
+        """Adds a token to a request and to everything that follows its output. Returns the reason to end it, if any."""
         if req.finish is not None:
             return None
         if token == NO_TOKEN:
             logger.error("Request %s ended: its logits after %d tokens are NaN", req.rid, len(req.tokens))
             return _NAN_LOGITS
-        if req.max_output <= 0:  # max_new_tokens is 0: the prompt was all that was wanted
+        if req.max_output <= 0:  # max_new_tokens is 0: only the prompt was wanted
             return FinishReason("length", length=0)
         req.output.append(token)
         self.held_tokens += 1
@@ -513,7 +526,7 @@ class Scheduler:
         return self.stop_checker.finish_reason(req)
 
     def end(self, req: Req, reason: FinishReason, report: list[Req] | None = None, keep: bool = True) -> None:
-        """End a request wherever it is; its slots go back at once. What it computed stays cached if `keep`."""
+        """Ends a request wherever it is and frees its slots at once. Its computed tokens stay cached if `keep`."""
         if not req.slot:
             self._dequeue({req})
         self._finish(req, reason, keep)
@@ -523,7 +536,7 @@ class Scheduler:
             report.append(req)
 
     def _finish(self, req: Req, reason: FinishReason, keep: bool = True) -> None:
-        """End a request that is not in the queue."""
+        """Ends a request that is not in the queue."""
         req.finish, req.plain = req.pending_finish or reason, False
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
@@ -536,18 +549,18 @@ class Scheduler:
             self._release(req, keep)
 
     def _dequeue(self, reqs: set[Req]) -> None:
-        """Take requests out of the queue, or from among those that wait for a grammar; in one pass, however many."""
+        """Takes requests out of the queue, or from those that wait for a grammar, in one pass."""
         self.waiting.remove([r for r in reqs if self.compiling.pop(r.rid, None) is None])
 
     def end_named(self, rid: str, reason: FinishReason) -> None:
-        """End a request that may have ended on its own."""
+        """Ends a request, unless it has ended already."""
         if rid in self.reqs:
             self.end(self.reqs[rid], reason)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
-        """Queue a request, or refuse it with a message that reaches the client; None then."""
+        """Queues a request and returns it; or refuses it with a message to the client and returns None."""
         self._expire(msg.received)
         req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, self.held_hidden)
         if refusal is not None:
@@ -564,21 +577,22 @@ class Scheduler:
         return req
 
     def refuse(self, req: Req, reason: FinishReason) -> None:
-        """Answer a request that was never queued."""
+        """Answers a request that was never queued."""
         req.finish = reason
         self.outbox.append(output_message([req]))
 
     def hold(self, req: Req, pending: PendingGrammar) -> None:
-        """Take a request that was just added out of the queue until its grammar is compiled."""
+        """Takes a request that was just added out of the queue until its grammar is compiled."""
         self.waiting.remove([req])
         self.compiling[req.rid] = (req, pending)
 
     def release_hold(self, req: Req) -> None:
+        """Queues a request whose grammar is ready."""
         del self.compiling[req.rid]
         self.waiting.append(req)
 
     def abort(self, msg: AbortReq) -> None:
-        """End the named request or all; unknown ids are ignored: they may have ended on their own."""
+        """Ends the named request or all; ignores unknown ids, as these may have ended already."""
         rids = list(self.reqs) if msg.abort_all else dict.fromkeys(msg.rids)
         targets = [self.reqs[rid] for rid in rids if rid in self.reqs]
         if not targets:
@@ -590,8 +604,8 @@ class Scheduler:
         self.outbox.append(output_message(targets))
 
     def pause(self, mode: str) -> None:
-        """Choose no further steps. `abort` ends every request, `retract` sends those that run back to the queue,
-        `in_place` leaves them as they are."""
+        """Stops choosing steps. `abort` ends every request, `retract` sends running ones back to the queue, `in_place`
+        leaves them."""
         self.paused = True
         if mode == "abort":
             self.abort(AbortReq(abort_all=True))
@@ -605,7 +619,7 @@ class Scheduler:
                 self._requeue(req)
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; only possible while nothing runs or, unless there is a pause, waits."""
+        """Empties the prefix cache. Returns False while requests run or, except during a pause, wait."""
         self.sync()
         if any(req.slot for req in self.reqs.values()) or (self.reqs and not self.paused):
             return False
@@ -622,22 +636,23 @@ class Scheduler:
         return [] if self.host_tier is None else [self.host_tier]
 
     def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:
-        """Puts a store beyond main memory behind the tier there."""
+        """Attaches a store to the tier in main memory."""
         for tier in self.host_tiers:
             tier.attach(config, storage)
 
     @property
     def num_free_rows(self) -> int:
-        """Requests that may enter beside those that run."""
+        """Returns how many more requests may run."""
         return self.kv.num_free_rows()
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the cache holds."""
+        """Returns how many tokens the cache holds."""
         return self.kv.size
 
     def check_memory(self) -> dict[str, Any]:
-        """Slot counts, whose sum is the pool: free + cached + held by requests. For leak checks and `/server_info`."""
+        """Returns slot counts that add up to the pool: free + cached + held by requests. For leak checks and
+        `/server_info`."""
         page = self.plan.page_size
         private = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
         usage = self.kv.usage()

@@ -1,8 +1,8 @@
-"""The scheduler's process: sockets in, sockets out, and the loop between them.
+"""The scheduler's process: receives messages, runs steps, and sends results.
 
-With several ranks each of them runs this loop over the same messages: one, the leader, reads the socket and broadcasts
-the raw bytes, so all ranks take the same decisions. What a clock decides the leader decides, and broadcasts it in front
-of them (`leader`). Only the leader answers: the first rank, and with a pipeline the first one of its last stage.
+All ranks run this loop over the same messages: the leader reads the socket and broadcasts the raw bytes, so all ranks
+take the same decisions. Decisions that depend on a clock are the leader's, which broadcasts them before the messages
+(`leader`). Only the leader answers: the first rank, and with a pipeline the first one of its last stage.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ logger = logging.getLogger(__name__)
 IDLE_POLL_S = 60.0
 GRAMMAR_POLL_S = 0.002
 PAGE_LOCK_LIMIT_S = 30.0
-"""That a start waits until main memory for prefixes is page-locked; where that takes longer, it goes on behind it."""
+"""Seconds that start-up waits until main memory for prefixes is page-locked; if that takes longer, it goes on in the
+background."""
 RECV_LIMIT = 1024
 """Messages taken in one step; the rest waits in the socket."""
 
@@ -104,10 +105,10 @@ class SchedulerProcess:
         """Seconds of silence behind which the ranks of several machines tell one another that they are there."""
 
     def run_forever(self) -> None:
-        """One step after the other; blocks in `receive` while there is nothing to do."""
+        """Runs one step after the other; sleeps in `receive` while there is nothing to do."""
         with Watchdog(self.args.watchdog_timeout) as watchdog:
             while True:
-                if self.beat_s is None or self.leader:  # the others hear from the leader's machine, however idle it is
+                if self.beat_s is None or self.leader:  # shows other machines that the leader lives
                     watchdog.idle()
                 messages = self.receive()
                 watchdog.busy()
@@ -120,7 +121,8 @@ class SchedulerProcess:
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def receive(self) -> list[SchedulerInput | LeaderDecision]:
-        """The leader's decisions and new messages, the same on every rank. Sleeps while the scheduler is idle."""
+        """Returns the leader's decisions and new messages, the same on every rank. Sleeps while the scheduler is
+        idle."""
         messages: list[SchedulerInput | LeaderDecision] = []
         if self.inbox is not None:
             if not self.decisions and not self._sleep_while_idle(self.inbox):
@@ -140,7 +142,7 @@ class SchedulerProcess:
         """Returns False when it is time for a beat and nothing has come."""
         idle = self.scheduler.idle
         load = self.scheduler.load() if idle else None
-        if load is not None and load != self._idle_load:  # requests come and go in a pause, too
+        if load is not None and load != self._idle_load:  # requests come and go during a pause too
             if self._idle_load is None:
                 self.scheduler.stats.went_idle()
             self.tell(self.scheduler.stats.snapshot())
@@ -157,6 +159,7 @@ class SchedulerProcess:
         return True
 
     def dispatch(self, message: SchedulerInput | LeaderDecision) -> None:
+        """Handles a message or decision."""
         if isinstance(message, TokenizedGenerateReq):
             self.add(message)
         elif isinstance(message, EndReq):
@@ -177,9 +180,10 @@ class SchedulerProcess:
             self.tell(reply)
 
     def add(self, msg: TokenizedGenerateReq) -> None:
+        """Queues a request, with the server's seed and stop tokens if it has none."""
         p = msg.sampling_params
         seed = p.sampling_seed
-        if seed is None:  # every rank must draw the same one
+        if seed is None:  # every rank must use the same seed
             digest = hashlib.blake2b(f"{self.args.random_seed}:{msg.rid}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little") >> 1
         stop_ids = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else self.model.eos_token_ids)
@@ -190,10 +194,12 @@ class SchedulerProcess:
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def tell(self, message: SchedulerOutput) -> None:
+        """Sends a message, on the leader."""
         if self.outbox is not None:
             self.outbox.send(message)
 
     def send(self) -> None:
+        """Sends the queued messages and, when they are due, statistics."""
         messages, self.scheduler.outbox = self.scheduler.outbox, []
         for message in messages:
             self.tell(message)
@@ -203,6 +209,7 @@ class SchedulerProcess:
     # --- control -----------------------------------------------------------------------------------------------------
 
     def control(self, msg: ControlReq) -> ControlReply:
+        """Returns the answer to a control call."""
         handler = self._CONTROLS.get(msg.kind)
         if handler is None:
             return ControlReply(msg.id, ok=False, message=f"unknown control call {msg.kind!r}")
@@ -263,7 +270,7 @@ class SchedulerProcess:
         if self.args.nnodes > 1 or self.args.use_ray:
             flag = "--use-ray" if self.args.use_ray else "--nnodes"
             return ControlReply(msg.id, ok=False, message=f"added texts go with one machine, without {flag}")
-        if isinstance(self.runner.drafter, NgramDrafter):  # stages before the last one have none
+        if isinstance(self.runner.drafter, NgramDrafter):  # only the last pipeline stage has a drafter
             self.runner.drafter.load_texts(Path(msg.args["path"]))
         return ControlReply(msg.id)
 
@@ -297,7 +304,7 @@ class SchedulerProcess:
 
 
 def create_grammars(args: ServerArgs, plan: Plan, ports: ipc.Ports) -> GrammarManager:
-    """A leader's other process begins to load what it needs."""
+    """Creates the grammar manager. On the leader, the compile process begins to load what it needs."""
     vocabulary = Path(ports.directory) / "grammar_vocabulary"
     setup = setup_for(args, plan.model, vocabulary)
     if setup is None:
@@ -313,17 +320,18 @@ def _warms_up_grammars(args: ServerArgs) -> bool:
 
 
 def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: ChildPipe) -> None:
-    """Main of a scheduler process; `start_pipe` belongs to the launcher, which guards and reports failures."""
+    """Runs a scheduler process. `start_pipe` belongs to the launcher, which watches the process and reports
+    failures."""
     plan = create_plan(args, rank, rendezvous(args, ports.directory))
     grammars = create_grammars(args, plan, ports)
     runner = load_runner(args, plan, rank)
     if runner.media is not None:
         runner.media.directory = Path(ports.shared_arrays)
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports, grammars)
-    if runner.copies is not None:  # the first requests would wait for it
+    if runner.copies is not None:  # otherwise the first requests would wait for it
         runner.copies.wait_prepared(PAGE_LOCK_LIMIT_S)
     process.tell(SchedulerReady(info=runner.plan.describe()))
-    gc.freeze()  # what start-up made stays: a collection must not look at all of it in the middle of a step
+    gc.freeze()  # keeps collections in the middle of steps from scanning all objects of start-up
     start_pipe.send_bytes(READY)
     if _warms_up_grammars(args):
         process.grammars.warm_up()

@@ -1,4 +1,4 @@
-"""Setup of one rank, from the user's arguments to a ready model runner."""
+"""Sets up one rank, from the user's arguments to a ready model runner."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> Plan:
-    """Join the other ranks and decide everything. `rendezvous`: as `parallel_state.init` takes it, for more than one
+    """Connects to the other ranks and makes the plan. `rendezvous`: as for `parallel_state.init`, with more than one
     rank.
 
-    Raises UserError."""
+    Raises UserError.
+    """
     model = ModelConfig.from_server_args(args)
-    description = describe_served_model(args, model)  # what does not divide it is refused before the ranks meet
+    description = describe_served_model(args, model)  # checks sizes before the ranks connect
     node = asked_node(args)
     ranks, gpu = node.layout, node.device(rank)
     arch = current_arch(gpu, args.device)
@@ -67,7 +68,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         check_gpus(args, device_count())
         torch.cuda.set_device(gpu)
         if (address := pci_address(gpu)) is not None:
-            stay_near(address)  # before NCCL starts its threads
+            stay_near(address)  # must come before NCCL starts its threads
     if ranks.world_size > 1:
         assert rendezvous is not None
         if args.nnodes > 1:
@@ -101,13 +102,13 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
 
 
 def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:
-    """Returns the name of a rank's GPU for messages, with its machine where there are several."""
+    """Returns the name of a rank's GPU for messages, with its machine if there are several."""
     name = device_name(gpu) if envs.SGLANG_FORCE_ARCH is None and arch.device == "cuda" else arch.product or arch.name
     return f"{name}, machine {args.node_rank}" if args.nnodes > 1 else name
 
 
 def of_all_ranks(links: PeerLinks) -> PeerLinks:
-    """Returns the links with the farthest ways of any rank: those of other machines may be others."""
+    """Returns the slowest kind of link on any rank; machines may differ."""
     ways = tuple(Topology)
     places = [ways.index(links.topology), ways.index(links.library_topology)]
     topology, library = (ways[i] for i in parallel_state.all_reduce_max(places))
@@ -115,15 +116,15 @@ def of_all_ranks(links: PeerLinks) -> PeerLinks:
 
 
 def with_way_of_library(links: PeerLinks, devices: Sequence[int]) -> PeerLinks:
-    """Returns the links of these GPUs with the way that NCCL's sums take."""
+    """Returns the links of these GPUs with the kind of path that NCCL's all-reduce takes."""
     addresses = [pci_address(device) for device in devices]
     reach = gpus_reach_one_another(devices)
     return replace(links, library=library_topology(links.topology, addresses, os.environ, reach))
 
 
 def _near_memory(node: Node, free: int, replicas: int) -> int:
-    """Returns the free main memory of this machine, or what its ranks can have of it if each takes as much of the NUMA
-    node of its GPU as there is for all."""
+    """Returns the free main memory of this machine; if each rank takes the same amount from the NUMA node of its GPU,
+    only what all of them can get."""
     addresses = [pci_address(gpu) for gpu in node.devices]
     nodes = Counter(node_of(address) for address in addresses if address is not None)
     shares = [
@@ -135,7 +136,8 @@ def _near_memory(node: Node, free: int, replicas: int) -> int:
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:
-    """Returns a probe that tries torch's attention and scaled products where they might serve; None without a GPU."""
+    """Returns a probe that tries torch's attention and scaled matrix products where they may be used; None without a
+    GPU."""
     if arch.device != "cuda":
         return None
     from sglang.srt.layers.attention import flash_varlen
@@ -152,10 +154,11 @@ def _library_probe(arch: ArchTraits) -> Probe | None:
 def _connect_gpus(
     args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, node: Node, gpu: int
 ) -> PeerLinks:
-    """Let the ranks add up in one another's memory, where that works. Its workspaces are allocated before free memory
-    is measured.
+    """Sets up all-reduce through peer memory between the ranks, where that works. Allocates its workspaces before free
+    memory is measured.
 
-    Raises UserError where NCCL cannot be trusted either."""
+    Raises UserError if NCCL does not work reliably either.
+    """
     if "nvlink" in arch.features:
         topology = Topology.NVLINK
     else:
@@ -183,7 +186,7 @@ def _connect_gpus(
     group = groups.tp
     group.peers = reducer
     if reducer is not None:
-        for alike in (group, groups.context, groups.dp):  # those of as many ranks have the same ones, in their order
+        for alike in (group, groups.context, groups.dp):  # groups of equal size have the same ranks in the same order
             if alike.size == group.size:
                 alike.reduce_with(reducer)
                 alike.exchange_with(reducer)
@@ -196,15 +199,15 @@ def _connect_gpus(
 def create_runner(
     args: ServerArgs, rank: int = 0, rendezvous: str | None = None, create_encoder: CreateEncoder | None = None
 ) -> ModelRunner:
-    """Both create_plan and load_runner. Raises UserError."""
+    """Calls create_plan and load_runner. Raises UserError."""
     return load_runner(args, create_plan(args, rank, rendezvous), rank, create_encoder)
 
 
 def load_runner(
     args: ServerArgs, plan: Plan, rank: int = 0, create_encoder: CreateEncoder | None = None
 ) -> ModelRunner:
-    """Loads weights, creates pools and graphs, and checks what they compute. create_encoder: that of images and videos;
-    None: the model's own, if it has one. Raises UserError."""
+    """Loads weights, creates pools and graphs, and checks their results. create_encoder: makes the encoder of images
+    and videos; None: the model's own, if it has one. Raises UserError."""
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -240,7 +243,7 @@ def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageE
 
 
 def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: StorageConfig) -> StorageEngine:
-    """Opens a store beside a prefix cache in main memory. Raises UserError if it cannot be used."""
+    """Opens a store for the prefix cache in main memory. Raises UserError if it cannot be used."""
     plan, copies = runner.plan, runner.copies
     assert copies is not None
     from sglang.srt.mem_cache.storage.engine import StorageEngine
@@ -252,7 +255,7 @@ def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: Storage
 
 
 def create_depth(args: ServerArgs, runner: ModelRunner) -> AdaptiveDepth | None:
-    """Creates the object that chooses the depth of draft tokens; None where the depth is fixed. Collective."""
+    """Returns the object that chooses how many draft tokens to verify; None if that is fixed. A collective."""
     settings = speculative_settings(args, runner.plan.model.architecture)
     if settings is None or settings.adaptive is None:
         return None

@@ -24,7 +24,7 @@ STATS_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load of the scheduler at the moment."""
+    """Present load of a scheduler."""
 
     num_running: int
     num_waiting: int
@@ -33,11 +33,12 @@ class Load:
 
     @property
     def token_usage(self) -> float:
+        """Returns the share of the pool's slots that running requests use."""
         return self.used_tokens / self.pool_tokens
 
 
 class StatsLogger:
-    """Counts what the scheduler does; `due()` hands out a snapshot about once a second while there is work."""
+    """Counts the scheduler's work; `due()` returns a snapshot about once a second while there is work."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class StatsLogger:
         host_tiers: Sequence[HostTier] = (),
         launches: PromptLaunches | None = None,
     ) -> None:
-        """drafter: of --speculative-algorithm. host_tiers: those of the schedulers that count here. launches: the
-        runner's counts; None: there are none."""
+        """drafter: --speculative-algorithm. host_tiers: those of the schedulers counted here. launches: the runner's
+        counts; None: not counted."""
         self.launches = PromptLaunches() if launches is None else launches
         self._host_tiers = host_tiers
         self._decode_log_interval = decode_log_interval
@@ -65,6 +66,7 @@ class StatsLogger:
         self._last_snapshot = 0.0
 
     def prefill_launched(self, chosen: list[tuple[Req, int]]) -> None:
+        """Counts and logs a step with prompts."""
         new = sum(n for _, n in chosen)
         cached = sum(r.hit_len for r, n in chosen if r.kv_len - n == r.hit_len)
         self._cached += cached
@@ -77,6 +79,7 @@ class StatsLogger:
         )  # fmt: skip
 
     def decode_launched(self, num_reqs: int, in_graph: bool) -> None:
+        """Counts a decode step, and logs once an interval."""
         self.decode_steps += 1
         if self.decode_steps % self._decode_log_interval:
             return
@@ -93,10 +96,12 @@ class StatsLogger:
         self.drafts.close_interval()
 
     def processed(self, num_tokens: int) -> None:
+        """Counts generated tokens."""
         self._tokens += num_tokens
         self.num_generated += num_tokens
 
     def retracted(self, req: Req) -> None:
+        """Counts and logs a request that goes back to the queue."""
         self.num_retracted += 1
         logger.warning(
             "The KV cache is full: request %s goes back to the queue after %d output tokens (nothing is lost). If this "
@@ -105,11 +110,12 @@ class StatsLogger:
         )  # fmt: skip
 
     def went_idle(self) -> None:
-        """Waiting for work is not part of the throughput."""
+        """Restarts the throughput interval, as waiting for work is not part of the throughput."""
         self._tokens, self._tokens_since = 0, time.perf_counter()
         self.gen_throughput = 0.0
 
     def due(self) -> SchedulerStats | None:
+        """Returns a snapshot if the last one is old enough."""
         now = time.perf_counter()
         if now - self._last_snapshot < STATS_INTERVAL_S:
             return None
@@ -117,6 +123,7 @@ class StatsLogger:
         return self.snapshot()
 
     def snapshot(self) -> SchedulerStats:
+        """Returns the present statistics."""
         load, drafts = self._load(), self.drafts
         return SchedulerStats(
             num_running_reqs=load.num_running,
@@ -141,7 +148,7 @@ class StatsLogger:
 
 
 def _summed(each: Sequence[HostCacheStats]) -> HostCacheStats | None:
-    """Returns the sums over several tiers, of which all have a store or none; None of no tiers."""
+    """Returns the sums over several tiers, all or none of which have a store; None without tiers."""
     if len(each) < 2:
         return each[0] if each else None
     stores = [stats.storage for stats in each if stats.storage is not None]

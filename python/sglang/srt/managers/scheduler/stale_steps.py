@@ -1,4 +1,4 @@
-"""Steps that read a cached prefix which a load then did not bring: what they computed does not count."""
+"""Recomputation of requests whose steps read a cached prefix that a load then failed to bring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 
 def redo_stale(scheduler: Any, batch: ScheduleBatch | None = None) -> None:
-    """Lets launched steps forget the requests that read what failed loads were to bring, and sends these back to the
-    queue as they came. scheduler: a `Scheduler`, whose module imports this one; batch: a step that is being read
-    back."""
+    """Sends the requests that read the entries of failed loads back to the queue, and marks them stale in launched
+    steps, whose results then do not count for them. scheduler: a `Scheduler` (whose module imports this one); batch: a
+    step that is being read back."""
     assert scheduler.host_tier is not None
     wrong = scheduler.host_tier.wrong_nodes()
     if not wrong:
@@ -33,7 +33,7 @@ def redo_stale(scheduler: Any, batch: ScheduleBatch | None = None) -> None:
 
 
 def _requeue(scheduler: Any, req: Req) -> None:
-    """Gives up a request's slots without keeping what it computed. It is not loaded for again."""
+    """Gives up a request's slots and discards what it computed. No further load is begun for it."""
     if req in scheduler.chunked:
         scheduler.chunked.remove(req)
     scheduler.running.remove(req)

@@ -1,4 +1,4 @@
-"""Attaching a store of cached prefixes to a running server, and detaching it, on all ranks or on none."""
+"""Attaches a store of cached prefixes to a running server, and detaches it, on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_TIER = (
 
 
 def describe(scheduler: Scheduler | AttentionGroups) -> dict[str, Any]:
-    """As SGLang names it; all None without a store."""
+    """Returns the store's settings under SGLang's names; all None without a store."""
     tier = next(iter(scheduler.host_tiers), None)
     config = None if tier is None or tier.storage is None else tier.storage.config
     return {
@@ -34,7 +34,7 @@ def describe(scheduler: Scheduler | AttentionGroups) -> dict[str, Any]:
 
 
 def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> str:
-    """Returns why it cannot be done on some rank; "" if it was. A collective."""
+    """Attaches a store. Returns why that fails on some rank; "" on success. A collective."""
     problem = _not_now(scheduler)
     if problem:
         return problem
@@ -50,7 +50,7 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
         engine = open_store(scheduler.args, scheduler.runner, parallel_state.rank(), config)
     except UserError as error:
         problem = str(error)
-    except Exception as error:  # of somebody else's class
+    except Exception as error:  # a custom class may raise anything
         logger.exception("A store of cached prefixes cannot be attached")
         problem = f"The store cannot be opened: {error!r}."
     if not parallel_state.all_reduce_min([int(engine is not None)])[0]:
@@ -67,7 +67,7 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
 
 
 def detach(scheduler: Scheduler | AttentionGroups) -> str:
-    """Returns why it cannot be done; "" if it was, or there was none. A collective."""
+    """Detaches the store. Returns why that fails; "" on success, or if there was none. A collective."""
     problem = _not_now(scheduler)
     if not problem:
         for tier in scheduler.host_tiers:

@@ -1,4 +1,4 @@
-"""Stop strings and patterns, on the side that generates."""
+"""Stop strings and patterns, checked by the scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang.srt.utils.text_stream import SpelledStream, TextDecoder
 
 
 class TextStop:
-    """Looks for the stop strings of one request in its text as it grows."""
+    """Searches the growing text of one request for its stop strings."""
 
     def __init__(self, decoder: TextDecoder, params: SamplingParams) -> None:
         """Raises ValueError for a pattern that cannot be compiled."""
@@ -16,5 +16,5 @@ class TextStop:
         self._search = StopSearch(params.stop, params.stop_regex)
 
     def push(self, token: int) -> str | None:
-        """The stop string or pattern that the text contains with this token. Raises TimeoutError."""
+        """Returns the stop string or pattern that the text contains after this token. Raises TimeoutError."""
         return self._search.push("".join(piece.text for piece in self._stream.push([token])))

@@ -1,4 +1,4 @@
-"""The requests that wait, kept in their order: a change costs a search, and a step sorts nothing."""
+"""The waiting requests, kept sorted: a change costs a binary search, and a step sorts nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from sglang.srt.managers.scheduler.schedule_batch import Req
 
 Rank = Callable[[Req], int]
 FEW = 16
-"""Requests that are taken out one by one; beyond that the queue is written anew."""
+"""Requests that are removed one by one; for more, the queue is rebuilt."""
 
 
 class WaitingQueue:
-    """Requests by rank, and those of one rank as they came. A rank does not change while its request waits."""
+    """Requests sorted by rank; those of equal rank in the order of arrival. A rank must not change while its request
+    waits."""
 
     def __init__(self, *ranks: Rank) -> None:
-        """ranks: smaller ones go first, and the first of these functions decides before the next."""
+        """ranks: sort keys, the first one most significant; smaller values go first."""
         self._ranks = ranks
         self._first = self._last = 0
         """Places of those that came to its two ends, so that no two entries are equal."""
@@ -34,12 +35,12 @@ class WaitingQueue:
         return self._entries[index][2]
 
     def append(self, req: Req) -> None:
-        """Adds it behind those of its rank."""
+        """Adds a request after those of its rank."""
         self._last += 1
         self._add(req, self._last)
 
     def appendleft(self, req: Req) -> None:
-        """Adds it before those of its rank."""
+        """Adds a request before those of its rank."""
         self._first -= 1
         self._add(req, self._first)
 
@@ -49,7 +50,7 @@ class WaitingQueue:
         insort(self._entries, entry)
 
     def remove(self, reqs: Iterable[Req]) -> None:
-        """Takes these out, which all wait. Raises KeyError."""
+        """Removes requests, all of which must be waiting. Raises KeyError."""
         gone = [self._entry_of.pop(req) for req in reqs]
         if len(gone) > FEW:
             self._entries = [entry for entry in self._entries if entry[2] in self._entry_of]

@@ -22,7 +22,7 @@ from sglang.srt.utils.shared_array import SharedArray
 
 
 class FinishReason(msgspec.Struct, omit_defaults=True):
-    """The reason for which a request ended. `type` is stop, length or abort; `matched` the stop token id or string;
+    """Reason for which a request ended. `type` is stop, length or abort; `matched` the stop token id or string;
     `status_code` and `message` belong to abort."""
 
     type: str
@@ -48,13 +48,14 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     top_logprobs_num: int = 0
     token_ids_logprob: list[int] | None = None
     hidden_start: int = -1
-    """First position whose final hidden state is wanted; -1: none. An embedding is that of the last prompt token."""
+    """First position whose final hidden state is wanted; -1: none. An embedding is the state of the last prompt
+    token."""
     priority: int = 0
     thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None
     """Requests with different namespaces share no prefix cache (LoRA, cache salts)."""
     received: float = 0.0
-    """When the server got it, in seconds since 1970: the clock of `keep_s`, the same on every rank."""
+    """When the server got it, in seconds since 1970: the time base of `keep_s`, the same on every rank."""
     keep_s: float = 0.0
     """Seconds for which the prompt stays cached before others; 0: it does not."""
     media: list[MediaItem] = []
@@ -62,8 +63,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
 
 
 class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
-    """Ends the named sequences, or all; names that are unknown (any more) are ignored. `status_code` 499 is an end on
-    request, anything else an error that the caller sees with `message`."""
+    """Ends the named sequences, or all; unknown names are ignored. `status_code` 499 is an end on request, any other an
+    error that the caller gets with `message`."""
 
     rids: list[str] = []
     abort_all: bool = False
@@ -82,18 +83,18 @@ class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class ArrayPart(msgspec.Struct, tag=True):
-    """Bytes of a shared array, for machines that do not share the front's memory. Parts come in order, and each is
-    answered by a ControlReply with the same id when all machines have it."""
+    """A part of a shared array, for machines that do not share the front's memory. Parts come in order; each is
+    answered by a ControlReply with the same id once all machines have it."""
 
     id: str
     array: SharedArray
     offset: int
-    """Of the first byte."""
+    """Position of the first byte."""
     data: bytes
 
 
 class ArraysGone(msgspec.Struct, tag=True):
-    """The names of shared arrays that nothing needs any more, of which some parts were sent. There is no answer."""
+    """Names of shared arrays that are no longer needed and of which parts were sent. Not answered."""
 
     names: list[str]
 
@@ -107,14 +108,14 @@ class DraftCounts(msgspec.Struct, omit_defaults=True):
     """Counts of the draft tokens of one request."""
 
     steps: int = 0
-    """Number of steps that brought it draft tokens to verify."""
+    """Steps that verified draft tokens of it."""
     proposed: int = 0
     correct: int = 0
     histogram: list[int] = []
-    """Steps by their number of right draft tokens; sent with the end of the request."""
+    """Steps by their number of accepted draft tokens; sent at the end of the request."""
 
     def add(self, width: int, count: int) -> None:
-        """A step brought `width` tokens of the request, and `count` of those that it sampled stand."""
+        """Counts a step that brought `width` tokens of the request, `count` of whose sampled tokens were accepted."""
         if width == 1:
             return
         self.steps += 1
@@ -124,6 +125,7 @@ class DraftCounts(msgspec.Struct, omit_defaults=True):
         self.histogram[count - 1] += 1
 
     def copy(self, with_histogram: bool) -> DraftCounts:
+        """Returns a copy, with the histogram only on request."""
         return DraftCounts(self.steps, self.proposed, self.correct, self.histogram.copy() if with_histogram else [])
 
 
@@ -134,23 +136,23 @@ class TokenMeta(msgspec.Struct, omit_defaults=True, gc=False):
     completion_tokens: int
     cached_tokens: int = 0
     num_retractions: int = 0
-    """Number of times that the request went back to the queue to free memory, or by a pause."""
+    """Times that the request went back to the queue, to free memory or for a pause."""
     started_time: float = 0.0
     """time.monotonic() when its first step was chosen; 0: none was."""
     first_token_time: float = 0.0
-    """The same when the first token of an answer was there that is sent as a whole; 0: of others."""
+    """time.monotonic() of the first token, for answers that are sent as a whole; 0 for others."""
     reasoning_tokens: int = 0
-    """Output tokens that a reasoning parser counted as such."""
+    """Output tokens that a reasoning parser counted as thoughts."""
     drafts: DraftCounts | None = None
-    """None: no draft tokens were verified."""
+    """None if no draft tokens were verified."""
     host_tokens: int | None = None
-    """Of the cached tokens, those that were loaded from main memory; None: nothing is kept there."""
+    """Cached tokens that were loaded from main memory; None: no prefixes are kept there."""
     stored_tokens: int | None = None
-    """Of these, those that were read from a store; None: there is no store."""
+    """Part of `host_tokens` that was read from a store; None: there is no store."""
 
 
 class DecodeOptions(msgspec.Struct, omit_defaults=True):
-    """Settings that the detokenizer needs, sent with the first message of a request only."""
+    """Settings for the detokenizer, sent with the first message of a request only."""
 
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -161,6 +163,8 @@ class DecodeOptions(msgspec.Struct, omit_defaults=True):
 
 
 class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
+    """New tokens of several requests."""
+
     rids: list[str]
     new_ids: list[list[int]]
     """Tokens since the previous message of this rid."""
@@ -169,10 +173,12 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True
     options: list[DecodeOptions | None]
     logprobs: list[OutputLogprobs | None]
     hidden: dict[str, bytes] = {}
-    """Final hidden states [N, H] float32 of requests that wanted them and have ended, by rid."""
+    """Final hidden states [N, H] float32 by rid, of ended requests that asked for them."""
 
 
 class ControlReply(msgspec.Struct, tag=True, omit_defaults=True):
+    """Answer to a ControlReq or ArrayPart."""
+
     id: str
     ok: bool = True
     message: str = ""
@@ -212,7 +218,7 @@ class HostCacheStats(msgspec.Struct, omit_defaults=True):
     hicache_dropped_tokens: int = 0
     hicache_failed_copies: int = 0
     storage: StorageStats | None = None
-    """None: prefixes are kept nowhere else."""
+    """None if prefixes are not kept in a store."""
 
 
 class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
@@ -230,21 +236,21 @@ class SchedulerStats(msgspec.Struct, tag=True, omit_defaults=True):
     spec_num_steps: int = 0
     spec_num_draft_tokens: int = 0
     spec_verify_calls: int = 0
-    """Number of verifications since the start."""
+    """Verify steps since the start."""
     spec_confidence_cuts: int = 0
-    """Number of steps since the start that brought fewer draft tokens because a confidence head said so."""
+    """Steps since the start with fewer draft tokens because of a confidence head."""
     prompt_steps: int = 0
-    """Number of steps with prompts since the start, and the seconds that the first rank's host took to launch them."""
+    """Steps with prompts since the start, and the seconds that the first rank's host took to launch them."""
     prompt_launch_seconds: float = 0.0
     halved_steps: int = 0
-    """Number of these that ran as two microbatches, and their tokens."""
+    """Those of these steps that ran as two microbatches, and their tokens."""
     halved_tokens: int = 0
     host_cache: HostCacheStats | None = None
     """None: no prefixes are kept in main memory."""
 
 
 class SchedulerReady(msgspec.Struct, tag=True, omit_defaults=True):
-    """First message of a scheduler: start-up is done. `info` is what `/server_info` shows of the plan."""
+    """First message of a scheduler: start-up is done. `info` is the part of the plan that `/server_info` shows."""
 
     info: dict[str, Any] = {}
 
@@ -255,7 +261,7 @@ SchedulerOutput = BatchTokenIDOut | ControlReply | SchedulerStats | SchedulerRea
 
 
 class BatchStrOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """Output as in BatchTokenIDOut, with the text that became printable since the previous message of each rid."""
+    """Output like BatchTokenIDOut, with the text that became printable since the previous message of each rid."""
 
     rids: list[str]
     new_text: list[str]

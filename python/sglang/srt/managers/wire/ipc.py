@@ -1,11 +1,11 @@
 """Typed one-way channels between the processes: zmq PUSH/PULL over ipc sockets, MessagePack by msgspec, never pickle.
 
-Every channel has one reader, which binds, and any number of writers, which connect. The sockets live in a directory
-that only the user may enter. A full channel is back-pressure, not memory: `send` waits, `try_send` refuses.
+Every channel has one reader, which binds, and any number of writers, which connect. The sockets are in a directory that
+only the user may enter. A full channel exerts back-pressure instead of taking memory: `send` waits, `try_send` refuses.
 
-Where a replica runs on another machine than the front (`Ports.between_machines`), its two channels from and to the
-front are TCP sockets that the replica binds, encrypted by CURVE. A peer needs the replica's public key to talk to it,
-and only the front is told that key.
+If a replica runs on another machine than the front (`Ports.between_machines`), its two channels from and to the front
+are TCP sockets that the replica binds, encrypted by CURVE. A peer needs the replica's public key to talk to it, and
+only the front gets that key.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from sglang.srt.managers.wire.token_ids import as_bytes, decoder, encoder
 T = TypeVar("T")
 
 HIGH_WATER_MARK = 16_384
-"""Messages that may wait in a channel; beyond it the reader is stuck rather than slow."""
+"""Messages that may wait in a channel; with more, the reader is stuck rather than slow."""
 SEND_TIMEOUT_S = 60.0
 LINGER_MS = 1_000
 _MEMORY_FILES = "/dev/shm"
 LEAST_MEMORY_FILES = 1 << 30
 DRAIN_BATCH = 256
-"""Messages handled in one go before the event loop gets to run other callbacks."""
+"""Messages handled in one run before the event loop may run other callbacks."""
 
 
 class ChannelFull(RuntimeError):
-    """The reader of a channel does not keep up, or is gone."""
+    """Raised when the reader of a channel does not keep up, or is gone."""
 
 
 class IntegerTooWide(ValueError):
-    """An integer of a message has more than the 64 bits that MessagePack has for it; the text is its field's name."""
+    """Raised for an integer beyond MessagePack's 64 bits; the text is the name of its field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """A replica's keys of channels between machines, in zmq's printable form."""
+    """A replica's keys for channels between machines, in zmq's printable form."""
 
     public: str
     secret: str | None = None
-    """The replica alone has it."""
+    """Known to the replica only."""
 
     def open(self, channel: zmq.Socket[bytes], address: str) -> None:
-        """Binds the replica's end of a channel, connects the front's."""
+        """Binds the replica's end of a channel, or connects the front's."""
         if self.secret is None:
             channel.curve_serverkey = self.public.encode()
             channel.curve_publickey, channel.curve_secretkey = zmq.curve_keypair()
@@ -68,29 +68,29 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Addresses of one replica's channels. Plain strings, so that it can be handed to spawned processes."""
+    """Addresses of one replica's channels, as plain strings that can be passed to spawned processes."""
 
     root: str
-    """Directory around those of all replicas, which `remove` deletes."""
+    """Directory that contains those of all replicas; `remove` deletes it."""
     directory: str
     """Sockets and files of this replica."""
     shared_arrays: str
-    """Directory of `utils.shared_array`, in memory where the system has such files; all replicas read it."""
+    """Directory of `utils.shared_array`, in memory if the system has such files; all replicas read it."""
     scheduler_input: str
     detokenizer_input: str
     tokenizer_input: str
     keys: Keys | None = None
-    """Of the channels from and to the front where that runs on another machine; None: all are sockets of this one."""
+    """Keys of the channels from and to a front on another machine; None: all sockets are of this machine."""
 
     @classmethod
     def create(cls) -> Ports:
-        """Make fresh private directories (mode 0700) for sockets and shared arrays, the name of the second begins with
-        that of the first. `remove` deletes them."""
+        """Makes fresh private directories (mode 0700) for sockets and shared arrays; the second's name begins with the
+        first's. `remove` deletes them."""
         return cls.create_many(1)[0]
 
     @classmethod
     def create_many(cls, count: int) -> list[Ports]:
-        """Do so for `count` replicas, each with a directory below a common one where there are several."""
+        """Makes directories for `count` replicas, each below a common one if there are several."""
         root = tempfile.mkdtemp(prefix="sglang-")
         arrays = tempfile.mkdtemp(prefix=f"{os.path.basename(root)}-arrays-", dir=_memory_files())
         directories = [root] if count == 1 else [os.path.join(root, str(index)) for index in range(count)]
@@ -109,25 +109,27 @@ class Ports:
         ]
 
     def between_machines(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
-        """Returns the front's ports of a replica at `host`, where nothing uses these two ports, and the keys that the
-        replica is to have."""
+        """Returns the front's ports of a replica at `host`, given two unused ports there, and the keys for the
+        replica."""
         public, secret = (key.decode() for key in zmq.curve_keypair())
         scheduler, tokenizer = (f"tcp://{host}:{port}" for port in ports)
         front = replace(self, scheduler_input=scheduler, tokenizer_input=tokenizer, keys=Keys(public))
         return front, Keys(public, secret)
 
     def on_other_machine(self, keys: Keys) -> Ports:
-        """Returns the replica's ports of what the front has, with fresh directories of this machine."""
+        """Returns the replica's ports that correspond to these ports of the front, with fresh directories of its
+        machine."""
         ports = Ports.create()
         return replace(ports, scheduler_input=self.scheduler_input, tokenizer_input=self.tokenizer_input, keys=keys)
 
     def remove(self) -> None:
+        """Deletes the directories."""
         for directory in (self.root, self.shared_arrays):
             shutil.rmtree(directory, ignore_errors=True)
 
 
 def _address(directory: str, name: str) -> str:
-    """Raises UserError where the path is too long."""
+    """Returns a socket's address. Raises UserError if the path is too long."""
     path = os.path.join(directory, name)
     if len(path) > zmq.IPC_PATH_MAX_LEN:
         raise UserError(f"The socket path {path} is too long for the system; set TMPDIR to a shorter one.")
@@ -135,7 +137,7 @@ def _address(directory: str, name: str) -> str:
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Returns ports of that address which nothing uses. Raises UserError."""
+    """Returns unused ports of an address. Raises UserError."""
     sockets: list[socket.socket] = []
     try:
         for _ in range(count):
@@ -149,7 +151,8 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def _memory_files() -> str | None:
-    """The directory of files in memory; None where there is none, or a small one, as containers have by default."""
+    """Returns the directory of files in memory; None if there is none, or only a small one, as in containers by
+    default."""
     if not os.access(_MEMORY_FILES, os.W_OK | os.X_OK):
         return None
     system = os.statvfs(_MEMORY_FILES)
@@ -157,7 +160,7 @@ def _memory_files() -> str | None:
 
 
 class Sender(Generic[T]):
-    """Writing end of a channel. Belongs to one thread."""
+    """Writing end of a channel. Use it in one thread only."""
 
     def __init__(self, address: str, timeout_s: float = SEND_TIMEOUT_S, keys: Keys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
@@ -172,14 +175,15 @@ class Sender(Generic[T]):
         self._address = address
 
     def send(self, message: T) -> None:
-        """Send; waits while the channel is full. Raises ChannelFull after the time-out, and IntegerTooWide."""
+        """Sends a message, waiting while the channel is full. Raises ChannelFull after the time-out, and
+        IntegerTooWide."""
         try:
             self._socket.send(self._encode(message))
         except zmq.Again:
             raise ChannelFull(f"nobody read {self._address} for too long") from None
 
     def try_send(self, message: T) -> None:
-        """Send without waiting. Raises ChannelFull and IntegerTooWide."""
+        """Sends without waiting. Raises ChannelFull and IntegerTooWide."""
         try:
             self._socket.send(self._encode(message), zmq.NOBLOCK)
         except zmq.Again:
@@ -196,10 +200,10 @@ class Sender(Generic[T]):
 
 
 def _field_of_widest_integer(message: Any) -> str:
-    """The path of the field that has it, such as `thinking.tokens`."""
+    """Returns the path of the field with the widest integer, such as `thinking.tokens`."""
     widest: tuple[int, str] = (0, "")
     parts = [("", msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=as_bytes))]
-    for path, value in parts:  # grows meanwhile
+    for path, value in parts:  # the list grows during the loop
         if isinstance(value, int):
             widest = max(widest, (abs(value), path))
         elif isinstance(value, dict):
@@ -210,8 +214,8 @@ def _field_of_widest_integer(message: Any) -> str:
 
 
 class Receiver(Generic[T]):
-    """Reading end of a channel. `message_type` is the union that the channel carries; anything else raises
-    msgspec.ValidationError. Belongs to one thread."""
+    """Reading end of a channel. `message_type` is the union of its messages; any other raises msgspec.ValidationError.
+    Use it in one thread only."""
 
     def __init__(self, address: str, message_type: Any, keys: Keys | None = None) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
@@ -226,12 +230,12 @@ class Receiver(Generic[T]):
         self._handler: Callable[[T], None] | None = None
 
     def recv(self) -> T:
-        """Next message; waits for it."""
+        """Waits for a message and returns it."""
         message: T = self._decoder.decode(self._socket.recv())
         return message
 
     def recv_nowait(self) -> T | None:
-        """Next message, or None if there is none."""
+        """Returns the next message, or None if there is none."""
         try:
             message: T = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
@@ -239,16 +243,16 @@ class Receiver(Generic[T]):
         return message
 
     def drain(self) -> Iterator[T]:
-        """The messages that are there now."""
+        """Yields the messages that have arrived."""
         while (message := self.recv_nowait()) is not None:
             yield message
 
     def poll(self, timeout_s: float) -> bool:
-        """Returns whether a message is there, waiting for one up to `timeout_s`."""
+        """Waits up to `timeout_s` for a message. Returns whether there is one."""
         return bool(self._socket.poll(int(timeout_s * 1000)))
 
     def attach(self, handler: Callable[[T], None]) -> None:
-        """Call `handler` with each message from the running event loop. An exception of the handler reaches the loop's
+        """Calls `handler` with each message from the running event loop. An exception of the handler reaches the loop's
         exception handler; later messages are still delivered."""
         self._loop = asyncio.get_running_loop()
         self._handler = handler
@@ -256,7 +260,8 @@ class Receiver(Generic[T]):
         self._loop.call_soon(self._deliver)
 
     def _deliver(self) -> None:
-        """The descriptor of a zmq socket signals edges only: read until the socket is empty, or come back."""
+        """Reads until the socket is empty, or schedules itself again: the descriptor of a zmq socket signals edges
+        only."""
         if self._loop is None or self._handler is None:
             return
         pending = True

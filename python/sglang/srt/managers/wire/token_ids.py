@@ -1,6 +1,6 @@
-"""Token ids of prompts in messages: int32 arrays, four bytes a token in memory and on the way.
+"""Encoding of prompts' token ids in messages: int32 arrays, four bytes a token in memory and in transit.
 
-A list of Python's numbers takes ten times as much. Samples of one prompt share their array.
+A list of Python integers takes ten times as much. Samples of one prompt share their array.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _WIRE = np.dtype("<i4")
 
 
 def encoder() -> msgspec.msgpack.Encoder:
+    """Returns an encoder for messages with arrays."""
     return msgspec.msgpack.Encoder(enc_hook=as_bytes)
 
 
@@ -25,7 +26,7 @@ def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 
 
 def as_bytes(value: Any) -> bytes:
-    """Raises NotImplementedError for what is no array."""
+    """Returns an array's bytes. Raises NotImplementedError for other values."""
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"messages have no {type(value).__name__}")
     return value.astype(_WIRE, copy=False).tobytes()

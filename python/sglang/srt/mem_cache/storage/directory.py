@@ -1,7 +1,7 @@
-"""Whose a directory of entries is, and the key of entries in one that others may write.
+"""Ownership of a store's directory, and the key of entries where other users may write.
 
-Who can change an entry can choose the answers of every server that reads it. So the way to the directory leads over
-nothing that another user could exchange, and where others may write entries have a digest with a key.
+Whoever can change an entry can choose the answers of every server that reads it. So no other user may be able to
+replace any part of the path to the directory, and where others may write, entries have a digest with a secret key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sglang.srt.errors import UserError
 
 KEY_BYTES = 32
 MOST_LINKS = 40
-"""As many as Linux follows."""
+"""Linux's own limit of links followed."""
 _WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _KEY_POLLS, _KEY_POLL_S = 40, 0.05
 """Time for another process to write a key that it has created."""
@@ -29,7 +29,7 @@ def lstat(path: Path) -> os.stat_result:
 
 
 def steps_to(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yields every directory and link that leads to a path, as the system goes. Raises OSError."""
+    """Yields every directory and link on the way to a path, as the system resolves it. Raises OSError."""
     rest, here, links = list(path.absolute().parts[1:]), Path("/"), 0
     yield here, lstat(here)
     while rest:
@@ -49,14 +49,15 @@ def steps_to(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def others_may_write(directory: Path) -> bool:
-    """Returns whether users other than this one and root may change what a directory holds, or which one it is. Raises
-    UserError where one of them has laid it, or a link to it, into a directory of all, and OSError."""
+    """Returns whether users other than this one and root may change a directory's content or replace the directory.
+    Raises UserError if another user has put it, or a link to it, into a directory that everybody may write; raises
+    OSError."""
     ours, shared = {os.getuid(), 0}, bool(directory.stat().st_mode & _WRITE_OF_OTHERS)
     for step, status in steps_to(directory):
         is_link, is_ours = stat.S_ISLNK(status.st_mode), status.st_uid in ours
         if not is_ours and (is_link or lstat(step.parent).st_mode & stat.S_IWOTH):
             raise UserError(f"{step} belongs to another user of this machine, who could change what it holds")
-        # In a sticky directory nobody replaces what is ours.
+        # In a sticky directory no other user can replace our files.
         is_open = status.st_mode & _WRITE_OF_OTHERS and not status.st_mode & stat.S_ISVTX
         shared = shared or (not is_link and (not is_ours or bool(is_open)))
     return shared
@@ -64,7 +65,7 @@ def others_may_write(directory: Path) -> bool:
 
 def own_key(directory: Path) -> bytes:
     """Returns the key of this user's entries in a directory, which nobody else can read; creates it the first time.
-    Raises UserError if somebody else has put a file in its place, and OSError."""
+    Raises UserError if the file belongs to another user, and OSError."""
     path = directory / f".key-{os.getuid()}"
     for _ in range(_KEY_POLLS):
         try:

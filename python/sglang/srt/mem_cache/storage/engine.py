@@ -1,7 +1,7 @@
-"""Threads that move pages between main memory and a store, so that the scheduler never waits for one.
+"""Threads that move pages between main memory and a store, so that the scheduler never waits for the store.
 
-A job is a look-up, a read, a write or a removal of one prefix. Failures of the store and entries that are not what they
-should be are misses; they never reach a request.
+A job is a look-up, a read, a write or a removal of one prefix. Failures of the store and invalid entries count as
+misses; they never reach a request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 READERS = 2
 RETRY_S = 60.0
-"""Time for which a store that has failed is not asked again: to read, or to write."""
+"""Seconds for which a store that has failed is not asked again, for reads and writes separately."""
 
 
 class HostPool(Protocol):
@@ -44,21 +44,21 @@ class HostPool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PrefixPages:
-    """Where a prefix of whole pages lies in main memory; page 0 is none."""
+    """Pages of main memory that hold a prefix of whole pages; 0 stands for no page."""
 
     keys: Keys
     namespace: str | None
     tokens: Pages
     """[pages of the prefix]"""
     windows: Sequence[Pages] = ()
-    """Of each window the pages from `WindowTable.first_kept` to the end."""
+    """For each window, the pages from `WindowTable.first_kept` to the end."""
     state: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class StorageJob:
-    """What a thread does. `stopping`: it ends as soon as it can, and no longer touches main memory, however long the
-    store lets it wait."""
+    """A job for a thread. `stopping`: it ends as soon as it can and no longer touches main memory, even while a call of
+    the store still blocks it."""
 
     keys: Keys
     namespace: str | None
@@ -67,16 +67,16 @@ class StorageJob:
     has_thread: bool = False
     begun: float = field(default_factory=time.monotonic)
     moving: threading.Lock = field(default_factory=threading.Lock)
-    """Held while pages of main memory are read or written, and to change what is above."""
+    """Held while pages of main memory are read or written, and to change the fields above."""
 
     def enter(self) -> bool:
-        """A thread has come to it. Returns whether there is something to do."""
+        """Marks the job as taken by a thread. Returns False if it was stopped before."""
         with self.moving:
             self.has_thread = not self.stopping
             return self.has_thread
 
     def stop(self) -> None:
-        """Behind this its pages may be used for something else. One without a thread has ended."""
+        """Stops the job: after this returns, its pages may be reused. A job that no thread has taken fails at once."""
         with self.moving:
             self.stopping = True
             if not self.has_thread and self.state is CopyState.UNDER_WAY:
@@ -85,32 +85,34 @@ class StorageJob:
 
 @dataclass(slots=True, eq=False)
 class Lookup(StorageJob):
-    """How far the store has a prefix of which main memory has the first `start` tokens, whole blocks."""
+    """Finds how far the store has a prefix whose first `start` tokens (whole blocks) are in main memory."""
 
     start: int = 0
     least: int = 0
-    """Lengths up to this do not count."""
+    """Shorter results and results of this length do not count."""
     end: int = 0
-    """The result: tokens behind which a request can go on; 0: none."""
+    """The result: the number of tokens from which a request can go on; 0: none."""
 
 
 @dataclass(slots=True, eq=False)
 class Read(StorageJob):
-    """Brings pages of a prefix to main memory: those that are not 0, from the `start`-th token on."""
+    """Brings a prefix's pages other than 0 to main memory, from the token `start` on."""
 
     pages: PrefixPages | None = None
     start: int = 0
     """Tokens that main memory has."""
     end: int = 0
-    """The result: leading tokens that are there, if they are more."""
+    """The result: leading tokens that are in main memory now, if more than `start`."""
     num_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Write(StorageJob):
+    """Writes a prefix's pages of main memory to the store."""
+
     pages: PrefixPages | None = None
     has_end: bool = False
-    """Requests can go on behind its end, and not only where a block ends."""
+    """Requests can go on from the end of the prefix, not only from the end of a block."""
     num_tokens: int = 0
     """Results: the tokens and bytes that the store did not have."""
     num_bytes: int = 0
@@ -122,40 +124,40 @@ class Removal(StorageJob):
 
 
 class StorageJobs(Protocol):
-    """What a tier asks of a store: jobs, which end when they end."""
+    """The interface through which a tier uses a store: jobs that are submitted and end some time later."""
 
     block: int
     """Tokens of an entry."""
     has_ends: bool
-    """A request cannot go on behind every block: there are windows or states."""
+    """A request cannot go on from the end of every block, because there are windows or states."""
     num_failures: int
-    """Times that the store failed to answer here, and entries that were not what they should be."""
+    """Failed calls of the store on this rank, and invalid entries."""
     num_corrupt: int
 
     @property
     def writes(self) -> bool:
-        """Returns whether the store is written: not for a while after that has failed."""
+        """Returns whether the store is written; for a while after a failed write it is not."""
 
     def submit(self, job: StorageJob) -> None: ...
 
     def distrust(self) -> None:
-        """The store is not read any more: it has entries that must not be used."""
+        """Stops reading the store for good, because it has entries that must not be used."""
 
     def close(self) -> None: ...
 
 
 class StoreFailed(Exception):
-    """The store could not do what it was asked for."""
+    """Raised when a call of the store has failed."""
 
 
 class StorageEngine:
-    """Jobs that read have threads of their own, so that they do not wait for those that write. Implements
-    StorageJobs."""
+    """Runs jobs in threads. Implements StorageJobs. Reading jobs have threads of their own, so that they do not wait
+    for writing ones."""
 
     def __init__(
         self, store: PrefixStore, pools: Sequence[HostPool], fingerprint: bytes, page_size: int, num_windows: int
     ) -> None:
-        """pools: of tokens, of each window, and where there are states, of these."""
+        """pools: tokens, each window, and states if there are any."""
         self.store, self.pools = store, list(pools)
         self._key: bytes = getattr(store, "key", b"")
         self.fingerprint = hmac.digest(self._key, fingerprint, "sha256") if self._key else fingerprint
@@ -180,12 +182,12 @@ class StorageEngine:
         return time.monotonic() >= self._off_until["written"]
 
     def submit(self, job: StorageJob) -> None:
-        """The queues are as long as the tier lets them be: it has at most MOST_PREFETCHES look-ups and reads, a write
-        and MOST_REMOVALS removals under way."""
+        """Queues a job. The tier bounds the queues: at most MOST_PREFETCHES look-ups and reads, one write and
+        MOST_REMOVED_TOKENS of removals are under way."""
         (self._reads if isinstance(job, Lookup | Read) else self._writes).put(job)
 
     def close(self) -> None:
-        """Ends the threads behind the jobs that were submitted."""
+        """Ends the threads after the submitted jobs."""
         for queue, count in ((self._reads, READERS), (self._writes, 1)):
             for _ in range(count):
                 queue.put(None)
@@ -200,7 +202,7 @@ class StorageEngine:
                 job.state = CopyState.DONE
             except StoreFailed:
                 self._failed(job)
-            except Exception:  # what is stored costs computation, never the server
+            except Exception:  # a failing store must not stop the server: the tokens are computed instead
                 logger.exception("Cached prefixes could not be moved to or from the store")
                 self._failed(job)
 
@@ -214,6 +216,7 @@ class StorageEngine:
         self._warn("removal", "Entries that must not be used cannot be removed: the store is not read any more")
 
     def run(self, job: StorageJob) -> None:
+        """Does a job and sets its results."""
         names = PrefixNames(self.fingerprint, job.keys, job.namespace, self.block)
         if isinstance(job, Lookup):
             self._look_up(job, names)
@@ -236,7 +239,8 @@ class StorageEngine:
             job.end = run * self.block
 
     def _deepest_end(self, job: Lookup, names: PrefixNames, run: int) -> int:
-        """Searches block by block from the back: ends are anywhere, and near the back most of the time."""
+        """Returns the longest stored prefix from which a request can go on. Searches from the back, where most ends
+        are."""
         for index in range(run, -1, -1):
             last = min((index + 1) * self.block - self.page_size, len(job.keys))
             depths = [d for d in range(index * self.block, last + 1, self.page_size) if d > job.least]
@@ -249,7 +253,7 @@ class StorageEngine:
         return 0
 
     def _read(self, job: Read, names: PrefixNames) -> None:
-        """What is read up to a failure counts, if it is whole blocks."""
+        """Reads block by block. After a failure the whole blocks read so far count."""
         assert job.pages is not None
         length = len(job.keys)
         for index in range(job.start // self.block, length // self.block):
@@ -275,7 +279,7 @@ class StorageEngine:
             if not job.stopping and not self._ask("written", partial(self.store.contains, [name]))[0]:
                 if self._put(name, self._parts_of_end(job.pages), job):
                     job.num_tokens += len(job.keys) - count * self.block
-        if job.num_bytes:  # the beginning of a chain is to stay longest
+        if job.num_bytes:  # the store should keep the beginning of a chain longest
             self._ask("written", partial(self.store.contains, entries))
 
     def _remove(self, job: Removal, names: PrefixNames) -> None:
@@ -287,7 +291,7 @@ class StorageEngine:
     # --- entries ------------------------------------------------------------------------------------------------------
 
     def _parts_of_block(self, pages: PrefixPages, index: int) -> list[Pages]:
-        """Pages of each pool."""
+        """Returns the block's pages of each pool."""
         count = self.block // self.page_size
         return [pages.tokens[index * count : (index + 1) * count]]
 
@@ -302,7 +306,7 @@ class StorageEngine:
         return sum(len(part) * pool.page_bytes for part, pool in zip(parts, self.pools, strict=False))
 
     def _put(self, name: str, parts: Sequence[Pages], job: Write) -> bool:
-        """Returns whether the entry was written: not once the job has been stopped."""
+        """Returns whether the entry was written; a stopped job writes nothing."""
         entry = new_entry(self._size(parts))
         content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:]
         with job.moving:
@@ -321,7 +325,7 @@ class StorageEngine:
         return True
 
     def _fetch(self, name: str, parts: Sequence[Pages], job: Read) -> bool:
-        """Returns whether the entry was there and right; then its pages are in main memory, unless the job has been
+        """Returns whether the entry existed and was valid; its pages are then in main memory, unless the job has been
         stopped."""
         data = self._ask("read", partial(self.store.read, name))
         if data is None:
@@ -350,7 +354,7 @@ class StorageEngine:
     # --- failures -----------------------------------------------------------------------------------------------------
 
     def _ask(self, purpose: str, call: Callable[[], T]) -> T:
-        """Calls the store, unless it has failed at this lately. Raises StoreFailed."""
+        """Calls the store, unless such a call failed lately. Raises StoreFailed."""
         if time.monotonic() < self._off_until[purpose]:
             raise StoreFailed
         try:
@@ -366,7 +370,7 @@ class StorageEngine:
             raise StoreFailed from error
 
     def _warn(self, kind: str, text: str) -> None:
-        """Once of each kind."""
+        """Logs each kind of warning once."""
         with self._lock:
             is_new = kind not in self._warned
             self._warned.add(kind)

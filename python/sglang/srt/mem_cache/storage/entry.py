@@ -1,4 +1,4 @@
-"""Bytes of an entry in a store: a header, and pages of main memory one after the other.
+"""Format of an entry in a store: a header, and pages of main memory one after the other.
 
 8 bytes    MAGIC, which names the version of the format
 65 bytes   the entry's name, so that a file under another's name is noticed
@@ -21,12 +21,12 @@ HEADER_BYTES = _DIGEST_AT + _DIGEST_BYTES
 
 
 def new_entry(size: int) -> bytearray:
-    """Returns room for an entry whose content has `size` bytes; that begins at HEADER_BYTES."""
+    """Returns room for an entry with `size` bytes of content, which begins at HEADER_BYTES."""
     return bytearray(HEADER_BYTES + size)
 
 
 def seal(name: str, entry: bytearray, key: bytes = b"") -> None:
-    """Writes the header of an entry whose content is there."""
+    """Writes the header of an entry whose content is in place."""
     entry[: len(MAGIC)] = MAGIC
     entry[len(MAGIC) : _LENGTH_AT] = name.encode("ascii")
     entry[_LENGTH_AT:_DIGEST_AT] = (len(entry) - HEADER_BYTES).to_bytes(8, "little")
@@ -34,7 +34,8 @@ def seal(name: str, entry: bytearray, key: bytes = b"") -> None:
 
 
 def problem(name: str, entry: bytearray, size: int, key: bytes = b"") -> str | None:
-    """Returns what is wrong with an entry that should have the name and `size` bytes of content; None: nothing is."""
+    """Returns what is wrong with an entry that should have this name and `size` bytes of content; None if it is
+    valid."""
     if entry[: len(MAGIC)] != MAGIC:
         return "is no entry of this version"
     if len(entry) != HEADER_BYTES + size or int.from_bytes(entry[_LENGTH_AT:_DIGEST_AT], "little") != size:

@@ -1,7 +1,7 @@
-"""How much room the entries of a directory may take, and which of them make room for others.
+"""Limits of the room that a directory's entries take, and eviction of the least recently used ones.
 
-All processes that write there count together, in a file that they lock. The directory is scanned when somebody begins,
-and again when the oldest entries of the last scan are gone: the work for an entry does not grow with the directory.
+All processes that write there share one total, in a file that they lock. The directory is scanned at the start, and
+again when the oldest entries of the last scan are gone, so the work for one entry does not grow with the directory.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from pathlib import Path
 NAME = re.compile(r"[0-9a-z]{65}")
 TEMPORARY = ".tmp-"
 STALE_S = 600.0
-"""Age from which a temporary file was left by a crash."""
+"""Seconds after which a temporary file counts as left by a crash."""
 RESCAN_S = 600.0
-"""Age from which a scan may have missed too much that others did."""
+"""Seconds after which a scan is too old, as other processes write and remove entries too."""
 MOST_CANDIDATES = 1 << 16
-"""Entries of a scan that are remembered, the least recently used."""
+"""Entries that a scan remembers for eviction: the least recently used ones."""
 GIVES_WAY = 4
-"""Bytes that may go for each that is written where other programs fill the disk. Beyond that nothing goes, and nothing
-is written: what fills a disk at once is not made room for by an empty store."""
+"""Most bytes that are evicted for each byte written when other programs fill the disk. Beyond that nothing is evicted
+or written, because emptying the store would not free a disk that fills up at once."""
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""File systems without locks: processes may then exceed the limit by what they write at once."""
+"""Errors of file systems without locks; processes may then exceed the limit by what they write at the same time."""
 
 
 @dataclass(slots=True)
 class _Total:
-    """Bytes of all entries, while the file with it is locked; None: nobody has counted yet."""
+    """Bytes of all entries, used while the file that stores it is locked; None: not counted yet."""
 
     value: int | None
 
     def subtract(self, size: int) -> None:
-        """Counts `size` bytes less. Until somebody has counted there is nothing to correct."""
+        """Subtracts `size` bytes, if the total has been counted."""
         if self.value is not None:
             self.value = max(0, self.value - size)
 
 
 class DirectorySpace:
-    """Of one process. All methods may be called from several threads."""
+    """Keeps one process's writes to a directory within its limits. All methods may be called from several threads."""
 
     def __init__(self, directory: Path, max_bytes: int | None, min_free: int, keep_ratio: float) -> None:
         self.directory, self.max_bytes, self.min_free, self.keep_ratio = directory, max_bytes, min_free, keep_ratio
         self._lock = threading.Lock()
-        """Of what follows."""
+        """Guards the fields below."""
         self._oldest: list[tuple[int, int, str]] = []
         """Last use in ns, size and path of what the last scan found, the least recently used at the end. What has been
         used or written since is newer than all of it."""
@@ -61,8 +61,8 @@ class DirectorySpace:
         """The most bytes of entries that this process has seen."""
 
     def make_room(self, size: int) -> None:
-        """Counts an entry of `size` bytes that is about to be written. Others go until it fits, the least recently used
-        first. Raises OSError if it does not."""
+        """Counts an entry of `size` bytes that is about to be written, evicting the least recently used ones until it
+        fits. Raises OSError if it does not fit."""
         with self._lock, self._shared_total() as total:
             if self.max_bytes is not None:
                 self._make_room_below(self.max_bytes, size, total)
@@ -72,8 +72,8 @@ class DirectorySpace:
             total.value = (total.value or 0) + size
 
     def place(self, temporary: Path, path: Path) -> None:
-        """Gives an entry that room was made for its name. What had the name before is no longer counted: ranks with
-        equal caches write the same entries at once."""
+        """Renames a finished entry, for which room was made, to its name. Subtracts an entry that had the name before:
+        ranks with equal caches write the same entries at once."""
         with self._lock, self._shared_total() as total:
             replaced = _size(path)
             os.replace(temporary, path)
@@ -87,7 +87,7 @@ class DirectorySpace:
             total.subtract(size)
 
     def give_back(self, size: int) -> None:
-        """The entry was not written."""
+        """Subtracts the room of an entry that was not written."""
         with self._lock, self._shared_total() as total:
             total.subtract(size)
 
@@ -116,7 +116,7 @@ class DirectorySpace:
             raise OSError(f"fewer than {self.min_free:,} bytes would stay free on the file system")
 
     def _evict(self, num_bytes: int, total: _Total) -> None:
-        """Removes entries of so many bytes at least, if there are so many."""
+        """Removes at least `num_bytes` bytes of entries, if there are that many."""
         assert total.value is not None
         least, scanned = total.value - num_bytes, False
         while total.value > least:
@@ -146,7 +146,8 @@ class DirectorySpace:
         total.value, self._most = count, max(self._most, count, 1)
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
-        """Last use in ns, size and path of every entry. What was left by a crash goes; what is not ours stays."""
+        """Yields last use in ns, size and path of every entry. Removes temporary files left by a crash; ignores other
+        files."""
         for folder in os.scandir(self.directory):
             if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
                 continue
@@ -160,7 +161,7 @@ class DirectorySpace:
 
     @contextmanager
     def _shared_total(self) -> Iterator[_Total]:
-        """Of this user's processes: others may not write the file."""
+        """Locks the file with the total of this user's processes: other users may not write it."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         descriptor = os.open(self.directory / f".total-{os.getuid()}", flags, 0o600)
         try:
@@ -181,7 +182,7 @@ class DirectorySpace:
 
 
 def _size(path: Path) -> int:
-    """Returns the bytes of an entry; 0 if there is none."""
+    """Returns the size of an entry in bytes; 0 if it does not exist."""
     with suppress(FileNotFoundError):
         return os.lstat(path).st_size
     return 0

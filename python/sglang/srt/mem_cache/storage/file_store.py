@@ -1,7 +1,7 @@
-"""Entries as files of a directory, which servers may share, at once and one after the other.
+"""Store with entries as files of a directory, which several servers may share.
 
-`DIRECTORY/ab/abcd..` is the entry `abcd..`. Files are written beside and renamed; a crash leaves nothing but temporary
-files, which go when they are old. The time of the last use is a file's modification time.
+`DIRECTORY/ab/abcd..` is the entry `abcd..`. A file is written under a temporary name and renamed, so a crash leaves
+only temporary files, which are removed when they are old. A file's modification time is the time of its last use.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from sglang.srt.mem_cache.storage.file_sizes import NAME, TEMPORARY, DirectorySp
 
 GIB = 1 << 30
 DEFAULT_FREE_BYTES = 10 * GIB
-"""What stays free on the file system where nothing is said, or a tenth of it, if that is less."""
+"""Bytes that stay free on the file system by default; a tenth of it, if that is less."""
 USE_STEP_NS = 1000
-"""Between the times of use of entries that are used together, so that their order is known."""
+"""Difference between the times of use of entries that are used together, so that their order is known."""
 NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)
-"""Errors that say what a path leads to: a link, a directory, a socket."""
+"""Errors of opening a path that is not a file: a link, a directory or a socket."""
 
 
 class FileStore:
-    """Implements PrefixStore. `key`: of its entries' digests; empty where nobody else may write."""
+    """Implements PrefixStore. `key`: secret of its entries' digests; empty where no other user may write."""
 
     def __init__(
         self, directory: Path, max_bytes: int | None = None, min_free: int | None = None, keep_ratio: float = 0.9
@@ -51,7 +51,7 @@ class FileStore:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> FileStore:
-        """Keys of the extra configuration go before environment variables. Raises UserError."""
+        """Makes a store from `options`, which take precedence over environment variables. Raises UserError."""
         known = {"storage_dir", "max_size", "min_free_space", "eviction_ratio"}
         if unknown := sorted(options.keys() - known):
             raise UserError(
@@ -94,12 +94,12 @@ class FileStore:
             os.utime(path, ns=(used_at, used_at), follow_symlinks=False)
         except FileNotFoundError:
             return False
-        except OSError:  # a directory that may only be read
+        except OSError:  # the directory is read-only
             return path.exists()
         return True
 
     def read(self, name: str) -> bytearray | None:
-        """Of what is no file, such as a pipe or a link, nothing: that is no entry, and goes."""
+        """Returns an entry; None if there is none. Removes a pipe, link or the like that has the entry's name."""
         try:
             with open(self._path(name), "rb", buffering=0, opener=_open_at_once) as file:
                 status = os.fstat(file.fileno())
@@ -120,7 +120,7 @@ class FileStore:
         path = self._path(name)
         temporary = path.with_name(f"{TEMPORARY}{self._writer}-{next(self._numbers)}")
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        if path.parent.is_symlink():  # of somebody else, where others may write
+        if path.parent.is_symlink():  # another user may have made it
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent))
         self.space.make_room(len(data))
         try:
@@ -145,7 +145,7 @@ class FileStore:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting for somebody at the other end, and what a link points at not at all."""
+    """Opens a file without blocking on a pipe and without following a link."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 

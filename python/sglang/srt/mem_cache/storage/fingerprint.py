@@ -1,4 +1,4 @@
-"""What the content of stored pages depends on beside the tokens, as one hash."""
+"""Hash of everything besides the tokens that the content of stored pages depends on."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _ARGUMENTS = (
     "mamba_ssm_dtype",
     "json_model_override_args",
 )
-"""Arguments that change what is computed, beside those that the plan and the configuration show."""
+"""Arguments that change results and appear neither in the plan nor in the configuration."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 
 def fingerprint(args: ServerArgs, plan: Plan, rank: int) -> bytes:
-    """Returns the hash of a rank. Ranks whose caches are equal, as those of latents, have equal hashes, and so have
-    ranks with the same place in attention groups."""
+    """Returns the hash of a rank. Ranks whose caches are equal, as MLA latents are, have equal hashes; so have ranks
+    with the same place in their attention groups."""
     host_cache = plan.host_cache
     assert host_cache is not None
     facts: dict[str, Any] = {
@@ -60,14 +60,14 @@ def _draft(args: ServerArgs) -> Any:
 
 
 def _describe(group: CacheGroup) -> list[Any]:
-    """Pages hold the caches of a group in the order of its members."""
+    """Describes a group. Pages hold the group's caches in the order of its members."""
     members = [[member.layer_id, repr(member.cache)] for member in group.members]
     return [repr(group.lifetime), str(group.entries_per_token), members]
 
 
 def _weights(directory: str, seed: int | None) -> list[Any]:
-    """Identifies the files of a checkpoint: by the hash that names a file in the cache of Hugging Face, otherwise by
-    size and time. Two copies of one checkpoint then count as two."""
+    """Identifies the files of a checkpoint: by their hashes in a Hugging Face cache, otherwise by size and time, which
+    makes two copies of one checkpoint different."""
     return [] if not os.path.isdir(directory) else [seed, *_files(Path(directory))]
 
 

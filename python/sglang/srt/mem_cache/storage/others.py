@@ -1,4 +1,4 @@
-"""The store's jobs for requests of an attention group whose caches other ranks have."""
+"""Storage jobs of a rank for requests of another attention group, whose caches other ranks hold."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from sglang.srt.mem_cache.cache_tier import CopyState
 from sglang.srt.mem_cache.storage.engine import Lookup, Read, StorageEngine, StorageJob, Write
 
 AS_MUCH_AS_ANY = 1 << 62
-"""More tokens and bytes than any job brings."""
+"""More tokens and bytes than any job has."""
 
 
 class OthersStorage:
-    """Has nothing to do, and says that all of it is done: the least of what all ranks say counts, and those of the
-    group say how far they got. Implements StorageJobs."""
+    """Reports every job as fully done at once, without doing anything. The minimum over all ranks counts, so the ranks
+    that hold the caches decide. Implements StorageJobs."""
 
     writes = True
     num_failures = num_corrupt = 0
 
     def __init__(self, engine: StorageEngine) -> None:
-        """engine: of this rank's group, with entries of the same kind."""
+        """engine: the engine of this rank's own group, whose entries have the same block size."""
         self.block, self.has_ends = engine.block, engine.has_ends
 
     def submit(self, job: StorageJob) -> None:

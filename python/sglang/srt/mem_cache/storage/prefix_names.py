@@ -1,7 +1,7 @@
-"""Names of the entries of a prefix: hashes of everything that their content depends on.
+"""Names of a prefix's entries: hashes of everything that their content depends on.
 
-The first hash of a chain is that of the server's fingerprint (`fingerprint`) and the namespace; each block of tokens
-makes the next one of the last one and its tokens.
+A chain begins with a hash of the server's fingerprint (`fingerprint`) and the namespace; each block's hash is made from
+the previous one and the block's tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ LEAST_BLOCK = 64
 
 
 def block_tokens(page_size: int) -> int:
-    """Returns the tokens of an entry: whole pages."""
+    """Returns the tokens of an entry: a multiple of the page size."""
     return -(-LEAST_BLOCK // page_size) * page_size
 
 
 class PrefixNames:
-    """Of one sequence. Hashes are made as far as somebody asks."""
+    """Names of one sequence's entries, hashed on demand."""
 
     def __init__(self, fingerprint: bytes, keys: Keys, namespace: str | None, block: int) -> None:
         """keys [N] int64; block: tokens of an entry."""
@@ -28,11 +28,11 @@ class PrefixNames:
         self._chain = [hashlib.sha256(fingerprint + hashlib.sha256(space).digest()).digest()]
 
     def block(self, index: int) -> str:
-        """Returns the name of the tokens index * block .. (index + 1) * block - 1."""
+        """Returns the name of the block of tokens index * block .. (index + 1) * block - 1."""
         return "b" + self._before(index + 1).hex()
 
     def end(self, depth: int) -> str:
-        """Returns the name of what belongs to the end of the first `depth` tokens: those behind the last whole block,
+        """Returns the name of the entry at the end of the first `depth` tokens: the tokens after the last whole block,
         windows, and the state."""
         index = depth // self._block
         rest = self._keys[index * self._block : depth].tobytes()

@@ -1,12 +1,12 @@
-"""Entries in Redis or Valkey, by redis-py: the example of a store of one's own, and one that several machines share.
+"""Store in Redis or Valkey, by redis-py: an example of a custom store, and one that several machines can share.
 
     --hicache-storage-backend dynamic
     --hicache-storage-backend-extra-config '{"module_path": "sglang.srt.mem_cache.storage.redis_store",
         "class_name": "RedisStore", "url": "redis://10.0.0.1:6379/0"}'
 
-Needs `pip install 'sm120-sglang[redis]'`. How much is kept, and what goes first, are the server's `maxmemory` and
-`maxmemory-policy allkeys-lru`; without a limit there the store grows as long as prefixes are written, unless `ttl` says
-when unused ones go.
+Needs `pip install 'sm120-sglang[redis]'`. The server's `maxmemory` and `maxmemory-policy allkeys-lru` decide how much
+is kept and what is evicted; without a limit there the store grows as long as prefixes are written, unless `ttl` makes
+unused ones expire.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from sglang.srt.errors import UserError
 DEFAULT_PREFIX = "sglang:kv:"
 DEFAULT_TIMEOUT_S = 5.0
 MOST_COMMANDS = 512
-"""Of one pipeline: a server answers others between two."""
+"""Commands of one pipeline; the Redis server answers other clients between two pipelines."""
 MOST_ENTRY_BYTES = 512 << 20
-"""A value of Redis is no longer."""
+"""Redis's own limit of a value."""
 FLAG = "--hicache-storage-backend-extra-config"
 
 
 class RedisStore:
-    """Implements PrefixStore."""
+    """Prefix store in Redis. Implements PrefixStore."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        """Keys: url (redis://, rediss:// or unix://, with user, password and database); prefix of all keys; ttl in
+        """Options: url (redis://, rediss:// or unix://, with user, password and database); prefix of all keys; ttl in
         seconds after the last use; timeout in seconds of a call; key, a secret of the servers that share entries, where
-        others may write them. Raises UserError, also if nobody answers."""
+        others may write them. Raises UserError, also if no server answers."""
         known = {"url", "prefix", "ttl", "timeout", "key"}
         if unknown := sorted(options.keys() - known):
             raise UserError(
@@ -44,7 +44,8 @@ class RedisStore:
         self._client = _connect(options.get("url"), _positive(options, "timeout", DEFAULT_TIMEOUT_S))
 
     def contains(self, names: Sequence[str]) -> list[bool]:
-        """From the last one on, so that the first ones were used last."""
+        """Returns which entries exist. Touches them from the last to the first, so that the first ones count as used
+        last."""
         there: list[bool] = []
         backwards = list(names)[::-1]
         for first in range(0, len(backwards), MOST_COMMANDS):

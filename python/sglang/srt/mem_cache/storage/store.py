@@ -1,8 +1,8 @@
-"""Stores of cached prefixes beyond main memory, and the interface that another one implements.
+"""Interface of stores of cached prefixes beyond main memory, and creation of the configured one.
 
 A store is a map from names to bytes that may lose entries at any time. `python -m sglang.launch_server
 --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"module_path": "my.module", "class_name":
-"MyStore"}'` imports one; the remaining keys of the configuration are what its constructor gets.
+"MyStore"}'` imports one; its constructor gets the remaining keys of the configuration.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ METHODS = ("contains", "read", "write", "delete")
 
 
 class PrefixStore(Protocol):
-    """All methods are called from several threads at once, never from the scheduler's. They may raise any exception:
-    the server then does without the store for a while. It checks what it reads, so that a store need not.
+    """A store that can be plugged in. All methods are called from several threads at once, never from the scheduler's.
+    They may raise any exception: the server then does without the store for a while. It checks what it reads, so a
+    store need not.
 
-    Names are of 65 characters, each a letter or a digit. All ranks of a server, and all servers that share a store, may
+    Names have 65 characters, each a letter or a digit. All ranks of a server, and all servers that share a store, may
     read and write at once; an entry of one name always has the same meaning, so the last writer wins.
 
-    A store that others may write has an attribute `key`, bytes that they do not know: entries are then read only if
-    they were written under it.
+    A store that others may write has an attribute `key`, secret bytes: only entries written with the same key are then
+    accepted.
     """
 
     def contains(self, names: Sequence[str]) -> list[bool]:
-        """Returns which entries exist, and counts as a use of these. Where entries are evicted, those at the beginning
-        of `names` should stay longest: the others are useless without them."""
+        """Returns which entries exist, and counts as a use of these. A store that evicts should keep those at the
+        beginning of `names` longest: the others are useless without them."""
 
     def read(self, name: str) -> bytes | bytearray | None:
         """Returns an entry as it was written; None if there is none."""
 
     def write(self, name: str, data: bytearray) -> None:
-        """Stores an entry, wholly or not at all. Raises an exception if that is not possible."""
+        """Stores an entry, wholly or not at all. Raises an exception if it cannot."""
 
     def delete(self, name: str) -> None:
         """Removes an entry, if there is one."""
 
 
 def create_store(config: StorageConfig) -> PrefixStore:
-    """Creates the store that the flags name. Raises UserError if they are wrong or it cannot be used: also if nothing
-    answers, as a directory of another machine may."""
+    """Creates the store that the flags name. Raises UserError if they are wrong or the store cannot be used, for
+    example because nothing answers."""
     result: SimpleQueue[PrefixStore | Exception] = SimpleQueue()
 
     def open_it() -> None:
         try:
             result.put(_open(config))
-        except Exception as error:  # raised by the caller
+        except Exception as error:  # the caller raises it
             result.put(error)
 
     threading.Thread(target=open_it, name="open-storage", daemon=True).start()
@@ -100,6 +101,6 @@ def _import_store(options: dict[str, Any]) -> PrefixStore:
         store: PrefixStore = store_class(options)
     except UserError:
         raise
-    except Exception as error:  # of somebody else's code: the server does not start
+    except Exception as error:  # custom code may raise anything; the server does not start
         raise UserError(f"{flag}: {module}.{name} cannot be created: {error!r}.") from error
     return store

@@ -1,8 +1,8 @@
-"""Cached prefixes in a store beyond main memory: when they are written there, and read again. Host side only.
+"""Cached prefixes in a store beyond main memory: when they are written there and read again. Host side only.
 
-A prefix is written when it has been copied to main memory. A request that enters the queue is looked up; what the store
-has of it is read to main memory while it waits, and loaded from there. Ranks decide alike: they agree in each step on
-what their threads have done, and the least that one of them has read is what all have.
+A prefix is written after it has been copied to main memory. When a request enters the queue, its prefix is looked up;
+the part that the store has is read to main memory while the request waits, and loaded from there. All ranks decide
+alike: in each step they agree on what their threads have done, and the least that any of them has read counts for all.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.mem_cache.storage.engine import READERS, Lookup, PrefixPages, Read, Removal, StorageJobs, Write
 
 MOST_PREFETCHES = 16
-"""Look-ups and reads at a time; other requests are looked up when one has ended."""
+"""Look-ups and reads at a time; other requests are looked up when one of them has ended."""
 MOST_OFFERS = 1024
-"""Prefixes that wait to be written; beyond that the oldest is given up."""
+"""Prefixes that wait to be written; beyond that the oldest is dropped."""
 MOST_REMOVED_TOKENS = 1 << 24
-"""Of all removals under way: 128 MiB. Beyond that the store is not read any more."""
+"""Tokens of all removals under way (128 MiB of keys). Beyond that the store is not read any more."""
 GRACE_S = 0.25
-"""Time that a job gets to end when it has been stopped. Beyond it nobody waits for the job."""
+"""Seconds that a stopped job gets to end. After that it is given up."""
 HANG_S = 30.0
-"""A job that has a thread and gets nowhere for so long is stopped."""
+"""A job that has a thread and makes no progress for this many seconds is stopped."""
 CLOSE_S = 10.0
 """Time that removals get before the store is left."""
 IN_TIME, OVERDUE, GIVEN_UP = 0, 1, 2
 
 
 class StoredRequest(Protocol):
+    """The fields of a request that the tier reads and writes."""
+
     rid: str
     namespace: str | None
     looked_up: bool
-    """Whether the store was asked for its prefix, since it entered the queue."""
+    """Whether the store was asked for its prefix since it entered the queue."""
     num_stored: int
     """Tokens that were read from the store for it."""
 
     @property
     def finish(self) -> object:
-        """None until it has ended."""
+        """Returns None until the request has ended."""
 
     def cache_keys(self, length: int) -> Keys: ...
 
@@ -64,17 +66,17 @@ class StoredRequest(Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Patience:
-    """How long somebody waits for a job that may never end."""
+    """Watches a job that may never end: it is stopped when it is late, and given up soon after."""
 
     job: Lookup | Read | Write
     deadline: float = math.inf
     stopped: float = 0.0
     seen: tuple[int, int] = (0, 0)
     seen_at: float = field(default_factory=time.monotonic)
-    """The last progress, and when that was."""
+    """The time of the last progress, which is in `seen`."""
 
     def stop(self, at_once: bool = False) -> None:
-        """at_once: without time to end."""
+        """Stops the job. at_once: gives it no time to end."""
         if not self.job.stopping:
             self.job.stop()
             self.stopped = time.monotonic()
@@ -82,7 +84,8 @@ class Patience:
             self.stopped = -math.inf
 
     def lateness(self, has_threads: bool) -> int:
-        """has_threads: a job that has no thread yet will get one."""
+        """Returns IN_TIME; OVERDUE if the job should be stopped now; or GIVEN_UP if it was stopped and has had its time
+        to end. has_threads: a thread will take the job, so it is not late while it waits for one."""
         now = time.monotonic()
         if self.job.stopping:
             return GIVEN_UP if now > self.stopped + GRACE_S else IN_TIME
@@ -92,8 +95,7 @@ class Patience:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Returns how many leading tokens a job that reads has got to, or one that writes has written, and the
-        bytes."""
+        """Returns the leading tokens that a job has found, read or written so far, and the bytes."""
         if isinstance(self.job, Lookup):
             return self.job.end, 0
         return self.job.num_tokens if isinstance(self.job, Write) else self.job.end, self.job.num_bytes
@@ -101,15 +103,15 @@ class Patience:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Prefetch(Patience):
-    """A look-up, and the read that follows it."""
+    """A look-up, or the read that follows it."""
 
     job: Lookup | Read
     reqs: list[StoredRequest] = field(default_factory=list)
     """Requests that wait for it."""
     least: int
-    """Tokens that these have without it."""
+    """Tokens that the waiting requests have without this job."""
     arrival: Arrival | None = None
-    """Of a read: its room in main memory."""
+    """Room in main memory for a read."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -122,13 +124,13 @@ class Backup(Patience):
 
 @dataclass(slots=True)
 class StorageCounts:
-    """Totals since the start."""
+    """Totals of reads and writes since the start."""
 
     read_tokens: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
     unfulfilled_tokens: int = 0
-    """Tokens that a look-up had found and that were not read: in time, or at all."""
+    """Tokens that a look-up had found and that were not read, or not in time."""
     written_tokens: int = 0
     written_bytes: int = 0
     written_seconds: float = 0.0
@@ -137,7 +139,7 @@ class StorageCounts:
 
 
 class StorageTier:
-    """The store beside a tier in main memory."""
+    """The tier of the store, next to that of main memory."""
 
     def __init__(
         self,
@@ -147,7 +149,7 @@ class StorageTier:
         host: CacheTier,
         agree: Callable[[Sequence[int]], list[int]],
     ) -> None:
-        """agree: the least of the ranks' values at each position."""
+        """agree: returns the minimum over the ranks of each value."""
         self.config, self.engine, self.counts = config, engine, StorageCounts()
         self._device, self._host, self._agree = device, host, agree
         self._prefetches: list[Prefetch] = []
@@ -163,7 +165,7 @@ class StorageTier:
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def look_up(self, req: StoredRequest) -> None:
-        """A request has entered the queue: is more of its prefix in the store?"""
+        """Looks up whether the store has more of the prefix of a request that has entered the queue."""
         if req.looked_up or self._removals or not self._has_readers:
             return
         page = self._host.page_size
@@ -189,7 +191,7 @@ class StorageTier:
 
     @property
     def _has_readers(self) -> bool:
-        """Returns whether there is a thread for further jobs that read."""
+        """Returns whether a thread is free for further reading jobs."""
         return sum(not isinstance(job, Write) for job in self._hung) < READERS
 
     def _deadline(self, begun: float, num_tokens: int) -> float:
@@ -212,13 +214,14 @@ class StorageTier:
         return True
 
     def _let_go(self, prefetch: Prefetch) -> None:
-        """Nobody waits for it any longer."""
+        """Forgets the requests that wait for a job."""
         for req in prefetch.reqs:
             self._awaited.pop(req.rid, None)
         prefetch.reqs.clear()
 
     def _end_prefetch(self, prefetch: Prefetch, end: int, num_bytes: int) -> None:
-        """A job has ended on all ranks, and on each of them it has got to `end` at least and read so many bytes."""
+        """Ends a job that has ended on all ranks, each of which has got at least to `end` and has read at least
+        `num_bytes`."""
         job = prefetch.job
         if isinstance(job, Read):
             self._end_read(prefetch, job, end, num_bytes)
@@ -228,11 +231,11 @@ class StorageTier:
         self._let_go(prefetch)
 
     def _begin_read(self, prefetch: Prefetch, lookup: Lookup, end: int) -> bool:
-        """Returns whether there is room in main memory for what the store has."""
+        """Begins to read what the look-up found. Returns False if main memory has no room."""
         keys = lookup.keys[:end]
         host = self._host.prefix(keys, lookup.namespace)
         if host.length // self.engine.block * self.engine.block < lookup.start:
-            return False  # what main memory had is gone
+            return False  # the beginning of the prefix has been evicted from main memory
         arrival = Arrival.begin(host, keys, lookup.namespace)
         pages = self._reserve(arrival, host)
         if pages is None:
@@ -245,7 +248,7 @@ class StorageTier:
         return True
 
     def _reserve(self, arrival: Arrival, host: CachedPrefix) -> PrefixPages | None:
-        """States and windows first, as in transfers."""
+        """Reserves states and windows first, as transfers do."""
         end, page = len(arrival.keys), self._host.page_size
         windows = []
         if self._host.checkpoints is not None and host.state_at(end) is None and not arrival.take_row():
@@ -277,7 +280,7 @@ class StorageTier:
     # --- writing ------------------------------------------------------------------------------------------------------
 
     def offer(self, node: Node) -> None:
-        """Main memory has a new prefix, up to the node."""
+        """Queues the prefix up to `node`, which is new in main memory, to be written."""
         if not node.depth:
             return
         self._offers[node] = None
@@ -289,7 +292,7 @@ class StorageTier:
         self.counts.dropped_tokens += node.key.size
 
     def launch(self) -> None:
-        """Begins to write what was offered first, if nothing is written at the moment."""
+        """Begins to write the oldest offered prefix, unless a write is under way."""
         if self._backup is not None or not self._offers:
             return
         hangs = any(isinstance(job, Write) for job in self._hung)
@@ -322,7 +325,7 @@ class StorageTier:
         return Backup(job=Write(keys, pages.namespace, pages=pages, has_end=has_end), departure=departure)
 
     def _end_write(self, backup: Backup, num_tokens: int, num_bytes: int) -> None:
-        """A write has ended on all ranks, each of which has written so much at least."""
+        """Ends a write that has ended on all ranks, each of which has written at least this much."""
         counts, self._backup = self.counts, None
         backup.departure.end()
         counts.written_tokens += num_tokens
@@ -330,7 +333,7 @@ class StorageTier:
         counts.written_seconds += time.monotonic() - backup.job.begun
 
     def remove(self, keys: Keys, namespace: str | None) -> None:
-        """These tokens' entries must not be read again. Until they are removed nothing is looked up."""
+        """Removes the entries of these tokens, which must not be read again. Look-ups pause until that is done."""
         self.drain()
         if sum(len(removal.keys) for removal in self._removals) + len(keys) > MOST_REMOVED_TOKENS:
             self.engine.distrust()
@@ -385,7 +388,7 @@ class StorageTier:
         assert not self._prefetches and self._backup is None, "a job goes on that was stopped"
 
     def close(self) -> None:
-        """Ends everything, removals too if the store answers, and the threads. A collective."""
+        """Ends everything, removals included if the store answers, and the threads. A collective."""
         self.drain()
         until = time.monotonic() + CLOSE_S
         while self._removals and self._agree([int(time.monotonic() < until)])[0]:

@@ -1,4 +1,4 @@
-"""The encoder of images and videos of a planned model."""
+"""Creates the image and video encoder of a model."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ _CLASSES: Mapping[type[Tower], Callable[..., VisionEncoder[Any]]] = {
 
 
 def create_encoder(plan: Plan, tower: Tower) -> VisionEncoder[Any]:
-    """Returns the encoder that `tower` describes, without its weights."""
+    """Creates the encoder that `tower` describes; its weights are not loaded yet."""
     return _CLASSES[type(tower)](plan, tower)

@@ -1,4 +1,4 @@
-"""The encoder of images of DeepSeek-V4.1: `plan.towers.deepseek_vit` describes it.
+"""The image encoder of DeepSeek-V4.1, described by `plan.towers.deepseek_vit`.
 
 Source: the inference code beside the checkpoint of V4.1-Flash, as vLLM, TensorRT-LLM and transformers describe it.
 """
@@ -18,13 +18,13 @@ from sglang.srt.plan.towers.deepseek_vit import ALIGNER, END, NEW_LINE, START, T
 
 
 class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
-    """Patches come row by row."""
+    """The encoder; patches come row by row."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         return self._neox_tables(grids, ROW_BY_ROW, self.tower.theta) | {"starts": frame_starts(grids)}
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Checkpoints have a matrix for patches, too."""
+        """Returns the shape unchanged: checkpoints store the patch embedding as a matrix too."""
         return shape
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
@@ -58,7 +58,7 @@ class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
         return x
 
     def _span(self, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[P, hidden] of a frame -> [tokens, out_size]."""
+        """Returns tokens [tokens, out_size] of a frame's patches [P, hidden]."""
         rows, columns = self.tower.squares(grid)
         seen = self._linear(ALIGNER + "w2", gelu_(self._linear(ALIGNER + "w1", self._squares(patches, grid))))
         line = self.params[NEW_LINE].tensor.expand(rows, 1, -1)
@@ -67,8 +67,8 @@ class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
         return torch.cat((start, lines, end))
 
     def _squares(self, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[P, hidden] -> [squares, hidden * merge^2]: in each dim the patches of a square, row by row, zeros beyond the
-        right and the lower side."""
+        """Returns the patches [P, hidden] of each square of the merge, row by row, as [squares, hidden * merge^2],
+        zero-padded at the right and lower side."""
         merge, (_, height, width) = self.tower.merge, grid
         x = F.pad(patches.view(height, width, -1), (0, 0, 0, -width % merge, 0, -height % merge))
         x = x.unflatten(1, (-1, merge)).unflatten(0, (-1, merge))

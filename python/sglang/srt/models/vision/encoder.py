@@ -1,4 +1,4 @@
-"""The common part of the encoders of images and videos: weights by the checkpoint's names, and layers over patches."""
+"""The common part of image and video encoders: weights by checkpoint name, and layers over patches."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 Rotate = Callable[[torch.Tensor, slice], None]
-"""Rotates queries, keys or both [N, heads, head_dim] of a slice of the patches in place, by their places."""
+"""Rotates queries, keys or both [N, heads, head_dim] of a slice of the patches in place, by their positions."""
 Heads = Sequence[torch.Tensor]
 """Queries, keys and values of patches, [N, heads, head_dim] each."""
 AnyTower = TypeVar("AnyTower", bound=Tower)
 Result = TypeVar("Result")
 _PATCH_WEIGHTS = ("patch_embed.proj.weight", "patch_embedding.weight", "conv1.weight")
-"""Ends of the names of convolutions over patches."""
+"""Name suffixes of the convolutions over patches."""
 Places = Mapping[str, torch.Tensor]
 """Tensors of `VisionEncoder.places`, on the device."""
 Pieces = Generator[None, None, Result]
-"""A computation that stops behind every piece (`models.vision.pieces`)."""
+"""A computation that yields after every piece (`models.vision.pieces`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchPart:
-    """Clips that are computed together, on the device: `pixels` [P, values of a patch] and their `places`."""
+    """Clips that are computed together, on the device: `pixels` [P, values per patch] and their `places`."""
 
     grids: Sequence[Grid]
     pixels: torch.Tensor
@@ -47,8 +47,8 @@ class PatchPart:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """How the patches of a part attend: `rotate` of queries and keys; `starts` [groups + 1], the first patches of those
-    that see one another, and P; how many the `longest` of these groups has; and how their layers are cut."""
+    """How the patches of a part attend: `rotate` for queries and keys; `starts` [groups + 1], the first patch of each
+    group that attends to itself, and P; `longest`: patches of the largest group; `cuts`: how layers are split."""
 
     rotate: Rotate
     starts: torch.Tensor
@@ -58,8 +58,8 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class BlockNames:
-    """Names inside a layer of `VisionEncoder._plain_block`: of both norms, and of the projections of attention. `{}`
-    stands for q, k and v."""
+    """Names inside a layer of `VisionEncoder._plain_block`: both norms, and attention's projections. `{}` stands for q,
+    k and v."""
 
     norms: tuple[str, str]
     projections: str
@@ -67,8 +67,8 @@ class BlockNames:
 
 
 class VisionEncoder(ABC, Generic[AnyTower]):
-    """The ranks share out its heads and widths, as `tower.ranks` says, or each has all of it and encodes by itself.
-    Implements Loadable and LayeredEncoder."""
+    """Base class of encoders. Heads and widths are sharded over ranks if `tower.ranks` > 1; otherwise each rank encodes
+    by itself. Implements Loadable and LayeredEncoder."""
 
     base_prefix = ""
 
@@ -95,7 +95,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return Param(name, tensor, parts, init)
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A patch is a vector here; checkpoints have the weight of a convolution of as many values."""
+        """Returns the checkpoint's shape of a weight: patch embeddings are stored as convolutions."""
         if not name.endswith(_PATCH_WEIGHTS):
             return shape
         return (shape[0], *self.tower.patch_shape)
@@ -105,19 +105,19 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     @torch.inference_mode()
     def encode(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> list[torch.Tensor]:
-        """pixels [P, values of a patch] of items one after the other, in host memory or on the device. Returns of each
-        item [tokens, out_size * (1 + deepstack levels)]."""
+        """Returns the features of each item, [tokens, out_size * (1 + deepstack levels)]. pixels [P, values per patch],
+        in host memory or on the device, hold the items one after the other."""
         return whole(self.encoding(self.sent(pixels, grids), grids))
 
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
+        """Returns the clips of all items, grouped by the parts in which they are computed."""
         return parts_of(self.tower, grids)
 
     def encoding(
         self, parts: Iterable[PatchPart], grids: Sequence[Grid], cuts: Cuts = WHOLE_LAYERS
     ) -> Pieces[list[torch.Tensor]]:
-        """Computes what `encode` does of the `parts` of the items: yields behind each of the pieces that `pieces_of`
-        names, and returns the features. Each item's features have memory of their own: one may go without the
-        others."""
+        """Computes the features from the items' `parts`: yields after each piece (`pieces_of`) and returns what
+        `encode` does. Each item's features have memory of their own, so that they can be freed separately."""
         shapes = [(self.tower.num_tokens(grid), self.tower.features_size) for grid in grids]
         features = [torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes]
         to_fill = list(features)
@@ -127,7 +127,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return features
 
     def sent(self, pixels: torch.Tensor, grids: Sequence[Grid]) -> Iterator[PatchPart]:
-        """Yields the parts of patches that `encode` takes."""
+        """Yields the parts of the patches, on the device."""
         first = 0
         for part in self.parts(grids):
             last = first + num_patches(part)
@@ -137,18 +137,18 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
     @abstractmethod
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
-        """Returns what the layers need of the places of the patches of these clips, computed on the host. Any thread
-        may call it."""
+        """Returns host arrays that the layers need about the positions of these clips' patches. Callable from any
+        thread."""
 
     @abstractmethod
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
-        """Returns [tokens, out_size * (1 + deepstack levels)] of clips of at most `clip_frames` frames; yields behind
+        """Computes [tokens, out_size * (1 + deepstack levels)] of clips of at most `clip_frames` frames; yields after
         every piece but the last."""
 
     # --- layers -------------------------------------------------------------------------------------------------------
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Where the ranks share out its inputs, x has those of this one, and their outputs are added up."""
+        """Computes a linear layer. If its inputs are sharded, x holds this rank's, and the outputs are all-reduced."""
         bias, cut = self.params.get(f"{name}.bias"), self.tower.cut_of(f"{name}.weight")
         if bias is None or (cut is Cut.COLUMNS and self.group.rank > 0):
             out = F.linear(x, self._weight(name, "weight"))
@@ -157,8 +157,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return self.group.all_reduce(out) if cut is Cut.COLUMNS else out
 
     def _gated(self, prefix: str, x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
-        """A feed-forward block whose gate is a SiLU. `limit`, if not 0: of the gate from above, and of what it is
-        multiplied with from both sides."""
+        """Computes a feed-forward block with a SiLU gate. `limit`, if not 0, clamps the gate from above, and up from
+        both sides."""
         gate, up = self._linear(prefix + "gate_proj", x), self._linear(prefix + "up_proj", x)
         if limit:
             gate.clamp_(max=limit)
@@ -177,7 +177,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return self.params[f"{name}.{leaf}"].tensor
 
     def _split(self, qkv: torch.Tensor, sight: Sight, rows: slice) -> Heads:
-        """qkv [N, 3 * hidden] of a slice of the patches, of this rank's heads."""
+        """Returns queries, keys and values of qkv [N, 3 * hidden] for a slice of the patches and this rank's heads,
+        rotated."""
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
         sight.rotate(heads[:, :2].flatten(1, 2), rows)
         return heads.unbind(1)
@@ -185,8 +186,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _plain_block(
         self, names: BlockNames, name: str, x: torch.Tensor, sight: Sight, eps: float
     ) -> Pieces[torch.Tensor]:
-        """A layer with norms before attention and before a block of two products with a GELU between; projections of q,
-        k and v apart. Writes to x [P, hidden], and returns it."""
+        """Computes a layer with norms before attention and before a GELU block of two linear layers, with separate
+        projections of q, k and v. Overwrites and returns x [P, hidden]."""
         heads = (self.tower.rank_heads, self.tower.head_dim)
 
         def project(rows: slice) -> Heads:
@@ -211,8 +212,8 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _attended(
         self, project: Callable[[slice], Heads], count: int, sight: Sight, scale: float | None = None
     ) -> Pieces[torch.Tensor]:
-        """project: gives the queries, keys and values of a slice of the `count` patches, turned. `scale` None: the root
-        of head_dim divides products. Yields behind every slice, and every share of the queries. Returns [P, hidden]."""
+        """Returns attention [P, hidden] of `count` patches; yields after every slice of projections and every share of
+        queries. project: returns the rotated queries, keys and values of a slice. `scale` None: 1 / sqrt(head_dim)."""
         parts = []
         for rows in shares(count, sight.cuts.rows):
             parts.append(project(rows))
@@ -226,7 +227,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return out.view(len(out), -1)
 
     def _row_by_row(self, compute: Callable[[slice], object], count: int, sight: Sight) -> Pieces[None]:
-        """Computes what every patch has alone, of a slice of them after the other; yields between slices."""
+        """Calls `compute` for slices of the patches, for work that each patch does alone; yields between slices."""
         for number, rows in enumerate(shares(count, sight.cuts.rows)):
             if number:
                 yield
@@ -242,7 +243,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         scale: float | None,
         share: tuple[int, int],
     ) -> None:
-        """Fills a share (i of n) of the rows of out [P, heads, head_dim]."""
+        """Fills share i of n of the rows of out [P, heads, head_dim]."""
         attend = partial(
             self.attention, q, k, v, out, sight.starts, longest=sight.longest, is_causal=False, scale=scale, share=share
         )
@@ -254,9 +255,9 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     # --- places -------------------------------------------------------------------------------------------------------
 
     def _interpolated(self, table: torch.Tensor, places: Places) -> torch.Tensor:
-        """table [positions, hidden]; `index` and `weights` of the places [P, neighbours]. Returns [P, hidden].
-
-        One neighbour at a time: the rows of all of them at once would be larger than what the layers hold."""
+        """Returns position embeddings [P, hidden], interpolated from table [positions, hidden] by `index` and `weights`
+        of the places [P, neighbours]. Neighbours are added one at a time, because all rows at once would exceed the
+        layers' memory."""
         index, weights = places["index"], places["weights"]
         total = torch.zeros((len(index), table.shape[1]), dtype=torch.float32, device=table.device)
         for neighbour in range(index.shape[1]):
@@ -264,21 +265,21 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return total.to(self.dtype)
 
     def _angles(self, grids: Sequence[Grid], merge: int, theta: float, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the angles by the row and by the column of every patch, each [P, head_dim / 4] float32. `first`: the
-        number of the first row and of the first column."""
+        """Returns the rotation angles by row and by column of every patch, each [P, head_dim / 4] float32. `first`:
+        number of the first row and column."""
         quarter = self.tower.head_dim // 4
         frequencies = (1.0 / theta ** (np.arange(quarter) / quarter)).astype(np.float32)
         rows, columns = (place[:, None] + first for place in rows_and_columns(grids, merge))
         return rows.astype(np.float32) * frequencies, columns.astype(np.float32) * frequencies
 
     def _neox_tables(self, grids: Sequence[Grid], merge: int, theta: float) -> dict[str, np.ndarray]:
-        """Returns the cosines and sines of `_rotate` for every patch: half of the pairs turn by the row, the others by
-        the column."""
+        """Returns the cosines and sines of `_rotate` for every patch: half of the pairs rotate by the row, the others
+        by the column."""
         return cos_sin(np.concatenate(self._angles(grids, merge, theta), axis=1))
 
     def _rotate(self, places: Places) -> Rotate:
-        """Pairs are a dim of the first half of a head and one of the second; with cosines and sines of several parts of
-        a head [P, 1, parts, N], of the halves of each part."""
+        """Returns a rotation whose pairs are a dim of the first half of a head and one of the second; with cosines and
+        sines of several parts of a head [P, 1, parts, N], of the halves of each part."""
         return partial(_rotate_neox, cos=places["cos"], sin=places["sin"])
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
@@ -286,17 +287,17 @@ class VisionEncoder(ABC, Generic[AnyTower]):
 
 
 def cos_sin(angles: np.ndarray) -> dict[str, np.ndarray]:
-    """angles [P, ...] -> cosines and sines [P, 1, ...] float32: one for all heads."""
+    """Returns cosines and sines [P, 1, ...] float32 of angles [P, ...], the same for all heads."""
     return {"cos": np.cos(angles)[:, None], "sin": np.sin(angles)[:, None]}
 
 
 def interpolation(neighbours: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
-    """Names what `_interpolated` takes: the index and the weights of the neighbours of every patch."""
+    """Returns the inputs of `_interpolated`: index and weights of the neighbours of every patch."""
     return dict(zip(("index", "weights"), neighbours, strict=True))
 
 
 def whole(pieces: Pieces[Result]) -> Result:
-    """Runs a computation to its end."""
+    """Runs a computation to its end and returns its result."""
     while True:
         try:
             next(pieces)
@@ -306,7 +307,7 @@ def whole(pieces: Pieces[Result]) -> Result:
 
 
 def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
-    """Writes the rows to the tensors, one after the other; returns what of them is left to fill."""
+    """Copies the rows to the tensors in order; returns the unfilled rest of these."""
     while len(rows):
         count = min(len(to_fill[0]), len(rows))
         to_fill[0][:count] = rows[:count]
@@ -315,20 +316,22 @@ def _filled(to_fill: list[torch.Tensor], rows: torch.Tensor) -> list[torch.Tenso
 
 
 def _rotate_neox(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [N, heads, head_dim]; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts] float32."""
+    """Rotates x [N, heads, head_dim] in place; cos, sin [P, 1, head_dim / 2] or [P, 1, parts, head_dim / 2 / parts]
+    float32."""
     first, second = x.view(*x.shape[:2], *cos.shape[2:-1], -1).chunk(2, dim=-1)
     rotate_pairs(first, second, cos[rows], sin[rows])
 
 
 def rotate_interleaved(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [N, heads, head_dim], in which two neighbours are a pair; cos, sin [P, 1, head_dim / 2] float32."""
+    """Rotates x [N, heads, head_dim] in place, where neighbouring dims are a pair; cos, sin [P, 1, head_dim / 2]
+    float32."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     rotate_pairs(first, second, cos[rows], sin[rows])
 
 
 def rotate_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Turns pairs of numbers [..., N] in place by angles in float32, holding little, since all patches of a step are
-    here."""
+    """Rotates pairs of numbers [..., N] in place by float32 angles, with little extra memory, since all patches of a
+    step are here."""
     x = first.to(torch.float32, copy=True)
     y = second.to(torch.float32, copy=True)
     first.copy_((x * cos).addcmul_(y, sin, value=-1))
@@ -336,6 +339,6 @@ def rotate_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, s
 
 
 def gelu_(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    """GELU in place: the widest layer of an encoder is not held twice."""
+    """Applies GELU in place, because an encoder's widest activations should not be held twice."""
     result: torch.Tensor = torch.ops.aten.gelu_(x, approximate=approximate)
     return result

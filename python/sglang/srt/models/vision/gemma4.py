@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Gemma 4: `plan.towers.gemma4` describes it."""
+"""The image and video encoder of Gemma 4, described by `plan.towers.gemma4`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang.srt.plan.towers.gemma4 import Gemma4Tower
 
 
 class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
-    """Patches come row by row, with values from 0 to 1."""
+    """The encoder; patches come row by row, with values from 0 to 1."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         rows, columns = rows_and_columns(grids, ROW_BY_ROW)
@@ -71,7 +71,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         return x
 
     def _heads(self, name: str, x: torch.Tensor, sight: Sight, rows: slice) -> Heads:
-        """x [N, hidden] of a slice of the patches."""
+        """Returns queries, keys and values of x [N, hidden], a slice of the patches."""
         heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")
         q, k = self._rms_norm(name + "q_norm", q, eps), self._rms_norm(name + "k_norm", k, eps)
@@ -80,7 +80,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         return q, k, F.rms_norm(v.float(), (heads[1],), eps=eps).to(self.dtype)
 
     def _bounded(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """A linear layer, whose inputs and outputs are kept within bounds if it has some."""
+        """Computes a linear layer, whose inputs and outputs are clamped if the checkpoint has bounds."""
         if not self.tower.bounded:
             return self._linear(name + ".linear", x)
         x = x.clamp(self._weight(name, "input_min"), self._weight(name, "input_max"))

@@ -1,5 +1,4 @@
-"""The encoder of images and videos of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-5.3-Flash: `plan.towers.glm4v` describes
-it."""
+"""The image and video encoder of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-5.3-Flash, described by `plan.towers.glm4v`."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.glm4v import Glm4vTower
 
 _LAYER_NORM_EPS = 1e-5
-"""Of the merger, in every published model."""
+"""Epsilon of the merger's norm in every published model."""
 
 
 class Glm4vEncoder(VisionEncoder[Glm4vTower]):
-    """Patches come in squares of the merge, one after the other."""
+    """The encoder; patches come in squares of the merge, one after the other."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         side, merge = self.tower.side, self.tower.merge
@@ -60,7 +59,8 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
         return x
 
     def _merged(self, prefix: str, x: torch.Tensor) -> torch.Tensor:
-        """[P, hidden] -> [tokens, out_size]: the convolution over a square of the merge is a product."""
+        """Returns tokens [tokens, out_size] of x [P, hidden]; the convolution over a square of the merge is a matrix
+        product."""
         kernel = self._weight(prefix + "downsample", "weight")  # [out_size, hidden, merge, merge]
         squares = x.view(-1, self.tower.merge**2, self.tower.hidden_size).transpose(1, 2).flatten(1)
         x = F.linear(squares, kernel.flatten(1), self._weight(prefix + "downsample", "bias"))

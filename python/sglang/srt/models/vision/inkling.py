@@ -1,4 +1,4 @@
-"""The encoder of images of Inkling: `plan.towers.inkling` describes it.
+"""The image encoder of Inkling, described by `plan.towers.inkling`.
 
 Source: the classes of transformers for Inkling as the numeric reference.
 """
@@ -17,7 +17,7 @@ from sglang.srt.plan.towers.inkling import NORM_EPS, PATCHES_AT_ONCE, Fold, Inkl
 
 
 class InklingEncoder(VisionEncoder[InklingTower]):
-    """Patches have no places: each becomes a token by itself."""
+    """The encoder; patches have no positions, and each becomes a token by itself."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         return {}
@@ -37,7 +37,7 @@ class InklingEncoder(VisionEncoder[InklingTower]):
         return features
 
     def _folded(self, pixels: torch.Tensor) -> torch.Tensor:
-        """pixels [N, values of a patch] -> [N, out_size]."""
+        """Returns tokens [N, out_size] of pixels [N, values per patch]."""
         channels, frames, rows, columns = self.tower.patch_shape
         (prefix,) = self.tower.prefixes
         x = pixels.view(-1, frames, rows, columns, channels)
@@ -49,6 +49,6 @@ class InklingEncoder(VisionEncoder[InklingTower]):
 
 
 def boxes(x: torch.Tensor, fold: Fold) -> torch.Tensor:
-    """x [N, T, H, W, C] -> [N, T / frames, H / side, W / side, frames * side * side * C]."""
+    """Splits x [N, T, H, W, C] into boxes, [N, T / frames, H / side, W / side, frames * side * side * C]."""
     x = x.unflatten(3, (-1, fold.side)).unflatten(2, (-1, fold.side)).unflatten(1, (-1, fold.frames))
     return x.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(4)

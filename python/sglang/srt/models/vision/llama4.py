@@ -1,4 +1,4 @@
-"""The encoder of images of Llama 4: `plan.towers.llama4` describes it.
+"""The image encoder of Llama 4, described by `plan.towers.llama4`.
 
 Source: the classes of transformers for Llama 4 as the numeric reference.
 """
@@ -29,8 +29,8 @@ _BLOCK = BlockNames(("input_layernorm", "post_attention_layernorm"), "self_attn.
 
 
 class Llama4Encoder(VisionEncoder[Llama4Tower]):
-    """The frames of a grid are the tiles of a picture and the whole of it, which do not see one another. Patches come
-    row by row; in the layers the token that each tile has more stands behind them."""
+    """The encoder. The frames of a grid are the tiles of an image and the whole of it, which do not attend to one
+    another. Patches come row by row; each tile's extra (class) token comes after its patches."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         side, tiles = self.tower.side, sum(frames for frames, _, _ in grids)

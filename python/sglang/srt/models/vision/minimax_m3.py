@@ -1,4 +1,4 @@
-"""The encoder of images and videos of MiniMax-M3: `plan.towers.minimax_m3` describes it.
+"""The image and video encoder of MiniMax-M3, described by `plan.towers.minimax_m3`.
 
 Source: the classes of transformers for MiniMax-M3 as the numeric reference. The frames of a clip see one another.
 """
@@ -29,7 +29,7 @@ _BLOCK = BlockNames(("layer_norm1", "layer_norm2"), "self_attn.{}_proj", "self_a
 
 
 class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
-    """Patches come in squares of the merge, one after the other."""
+    """The encoder; patches come in squares of the merge, one after the other."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         pairs = self.tower.axis_pairs
@@ -56,7 +56,7 @@ class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
 
 
 def _rotate_front(x: torch.Tensor, rows: slice, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """x [N, heads, head_dim], of which the first dims turn in two halves; cos, sin [P, 1, pairs] float32: a third each
-    by time, row and column."""
+    """Rotates the first dims of x [N, heads, head_dim] in two halves; cos, sin [P, 1, pairs] float32: a third of the
+    pairs each by time, row and column."""
     first, second = x[..., : 2 * cos.shape[-1]].chunk(2, dim=-1)
     rotate_pairs(first, second, cos[rows], sin[rows])

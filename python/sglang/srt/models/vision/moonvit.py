@@ -1,4 +1,4 @@
-"""MoonViT, the encoder of images and videos of Kimi K2.5: `plan.towers.moonvit` describes it.
+"""MoonViT, the image and video encoder of Kimi K2.5, described by `plan.towers.moonvit`.
 
 Source: the Kimi-VL report (arXiv 2504.07491), and the classes of transformers for Kimi K2.5 as the numeric reference.
 The frames of a clip see one another, and the mean over them becomes the tokens.
@@ -37,7 +37,7 @@ from sglang.srt.plan.towers.moonvit import ROTARY_THETA, MoonViTTower
 
 
 class MoonViTEncoder(VisionEncoder[MoonViTTower]):
-    """Patches come row by row."""
+    """The encoder; patches come row by row."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         positions = interpolation(cubic(grids, ROW_BY_ROW, self.tower.side))
@@ -68,7 +68,8 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         return self._linear(projector + "proj.2", gelu_(x))
 
     def _times(self) -> torch.Tensor:
-        """Returns what is added to the patches of a frame by its number, [pooled_frames + 1, hidden]: nothing for 0."""
+        """Returns the time embeddings that are added to the patches of a frame by its number, [pooled_frames + 1,
+        hidden]; zero for 0."""
         half = self.tower.hidden_size // 2
         angles = np.arange(self.tower.pooled_frames)[:, None] / ROTARY_THETA ** (np.arange(half) / half)
         table = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
@@ -92,7 +93,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
 
 
 def _pooled(x: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-    """[P, hidden] -> [patches of one frame of each grid, hidden], the mean over frames."""
+    """Returns the mean over frames, [patches of one frame of each grid, hidden], of x [P, hidden]."""
     if all(frames == 1 for frames, _, _ in grids):
         return x
     parts = x.split([frames * rows * columns for frames, rows, columns in grids])

@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Muse-Glimmer: `plan.towers.muse_glimmer` describes it.
+"""The image and video encoder of Muse-Glimmer, described by `plan.towers.muse_glimmer`.
 
 Source: the classes of transformers for Muse-Glimmer as the numeric reference.
 """
@@ -38,7 +38,7 @@ _BLOCK = BlockNames(("norm1", "norm2"), "attn.{}_proj", "attn.proj")
 
 
 class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
-    """Patches come row by row, each with its frames one after the other, and are put in the order of the windows."""
+    """The encoder. Patches come row by row, each with its frames in order, and are reordered by attention window."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         tower = self.tower
@@ -57,7 +57,7 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
         }
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Checkpoints have a matrix for patches, too."""
+        """Returns the shape unchanged: checkpoints store the patch embedding as a matrix too."""
         return shape
 
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:

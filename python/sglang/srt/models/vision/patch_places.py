@@ -1,5 +1,5 @@
-"""The places of the patches of images and videos, in the order in which processors give them: row by row, or with the
-patches that become one token together."""
+"""The positions of image and video patches, in the order in which processors give them: row by row, or with the patches
+of one token together."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 Grid = tuple[int, int, int]
 """Frames, rows and columns of patches."""
 ROW_BY_ROW = 1
-"""The merge of patches that come in the order of an image's pixels."""
+"""The merge value of patches that come in the order of an image's pixels."""
 
 
 def rows_and_columns(grids: Sequence[Grid], merge: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row and the column [P] int64 of every patch within its frame. With a `merge` of 1 patches stand row
-    by row."""
+    """Returns the row and the column [P] int64 of every patch within its frame. With a `merge` of 1 patches come row by
+    row."""
     rows, columns = [], []
     for frames, height, width in grids:
         shape = (height // merge, width // merge, merge, merge)
@@ -44,7 +44,7 @@ def clip_starts(grids: Sequence[Grid]) -> np.ndarray:
 
 
 def frame_numbers(grids: Sequence[Grid]) -> np.ndarray:
-    """Returns the number [P] int64 of every patch's frame within its grid, from 1 on; 0 where there is one frame."""
+    """Returns the number [P] int64 of every patch's frame within its grid, from 1 on; 0 in grids of one frame."""
     of_several = np.concatenate([np.full(num_patches([grid]), grid[0] > 1) for grid in grids])
     return frame_indices(grids) + of_several
 
@@ -70,8 +70,8 @@ def interpolated(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarr
 
 
 def bilinear(grids: Sequence[Grid], merge: int, side: int, beyond: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """As `interpolated`, of a table that is stretched middle of cells to middle of cells. Neighbours outside of the
-    table are those at its edge, with weights that are multiplied by `beyond`."""
+    """Returns the same as `interpolated` for a table stretched cell center to cell center. Neighbours outside of the
+    table are replaced by those at its edge, with weights multiplied by `beyond`."""
     places = rows_and_columns(grids, merge)
     neighbours, weights = [], []
     for place, axis in zip(places, (1, 2), strict=True):
@@ -86,7 +86,7 @@ def bilinear(grids: Sequence[Grid], merge: int, side: int, beyond: float = 1.0) 
 
 
 def _pairs(neighbours: Sequence[np.ndarray], weights: Sequence[np.ndarray], side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Neighbours and weights [P, N] by row and by column -> those in the table, [P, N * N]."""
+    """Combines neighbours and weights [P, N] by row and by column into those of the table, [P, N * N]."""
     index = neighbours[0][:, :, None] * side + neighbours[1][:, None, :]
     weight = weights[0][:, :, None] * weights[1][:, None, :]
     return index.reshape(len(index), -1), weight.reshape(len(weight), -1)
@@ -94,7 +94,7 @@ def _pairs(neighbours: Sequence[np.ndarray], weights: Sequence[np.ndarray], side
 
 def cubic(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the 16 neighbours [P, 16] int64 of every patch in a square table of `side` x `side` positions that is
-    stretched over its frame, middle of cells to middle of cells, and their weights [P, 16] float32.
+    stretched over its frame, cell center to cell center, and their weights [P, 16] float32.
 
     Weights are those of cubic convolution (Keys, 1981) with a = -0.75; neighbours outside of the table are those at
     its edge, as torch's bicubic interpolation has it."""
@@ -118,7 +118,7 @@ def _keys(distance: np.ndarray, a: float = -0.75) -> np.ndarray:
 
 
 def squares(grids: Sequence[Grid], merge: int) -> np.ndarray:
-    """Returns [P] int64: the patches that become one token together, of patches that stand row by row."""
+    """Returns the order [P] int64 that puts the patches of one token together, for patches that come row by row."""
     rows, columns = rows_and_columns(grids, merge)
     widths = np.repeat([width for _, _, width in grids], [frames * h * w for frames, h, w in grids])
     starts = frame_starts(grids)
@@ -144,7 +144,7 @@ def windows(grids: Sequence[Grid], merge: int, window: int) -> tuple[np.ndarray,
 
 
 def clips(grids: Sequence[Grid], together: int) -> list[Grid]:
-    """Returns all frames in order, so many of an item together as a grid of its own, or what is left of them."""
+    """Returns all frames in order as grids of at most `together` frames of one item."""
     return [
         (min(together, frames - first), rows, columns)
         for frames, rows, columns in grids
@@ -153,11 +153,12 @@ def clips(grids: Sequence[Grid], together: int) -> list[Grid]:
 
 
 def num_patches(grids: Sequence[Grid]) -> int:
+    """Returns the number of patches of all grids."""
     return sum(frames * rows * columns for frames, rows, columns in grids)
 
 
 def parts_of_clips(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:
-    """Yields the grids in order, in runs of at most `limit` patches. A grid that has more is a run by itself."""
+    """Yields the grids in order, in runs of at most `limit` patches. A larger grid is a run by itself."""
     run: list[Grid] = []
     for grid in grids:
         if run and num_patches([*run, grid]) > limit:

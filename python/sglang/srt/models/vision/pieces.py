@@ -1,8 +1,8 @@
-"""The pieces of an encoder step, which can stop behind each: what `VisionEncoder.encoding` computes up to a yield.
+"""The pieces of an encoder step, between which it can pause: what `VisionEncoder.encoding` computes up to a yield.
 
-A part of a step begins with the embedding of its patches and ends with the merging to tokens. Between them are the
-layers: queries, keys and values; attention; and the rest. Each of the three may be cut by patches. Attention is
-quadratic in the patches of a clip, so that for a large image it is most of a layer.
+A part of a step begins with the embedding of its patches and ends with merging them to tokens. Between these are layers
+of three pieces: queries, keys and values; attention; and the rest. Each may be cut by patches. Attention is quadratic
+in the patches of a clip, so it dominates a layer for large images.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sglang.srt.plan.towers.tower import Tower
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """In how many shares of patches each layer is computed: its attention where it has no windows (`queries`), and what
-    every patch has alone (`rows`)."""
+    """The numbers of shares of patches in which a layer is computed: `queries` for attention without windows, `rows`
+    for work that each patch does alone."""
 
     queries: int = 1
     rows: int = 1
@@ -29,8 +29,8 @@ WHOLE_LAYERS = Cuts()
 
 @dataclass(frozen=True, slots=True)
 class PatchChunk:
-    """The work of a piece: `share` of the products of a layer over so many `patches`, and the `pairs` of patches that
-    see one another."""
+    """The work of a piece: `share` of a layer's matrix products over `patches`, and the `pairs` of patches in
+    attention."""
 
     share: float
     patches: int
@@ -38,20 +38,20 @@ class PatchChunk:
 
 
 def parts_of(tower: Tower, grids: Sequence[Grid]) -> list[list[Grid]]:
-    """Returns the clips of all items in order, by the parts in which they are computed: clips see themselves alone, so
-    a long video has several, and no more of its pixels than those of two need be on the device."""
+    """Returns the clips of all items in order, by the parts in which they are computed. Clips attend only to
+    themselves, so a long video has several parts, and at most two parts' pixels are on the device."""
     return list(parts_of_clips(clips(grids, tower.clip_frames), PATCHES_A_STEP))
 
 
 def pairs_of(tower: Tower, part: Sequence[Grid]) -> float:
-    """Returns the pairs of patches that see one another in a layer in which those of a clip do. Where most layers have
-    windows, times are those of the mean layer, and a layer without them has so many more pairs than it."""
+    """Returns the pairs of patches in a layer whose attention spans a clip. If most layers have windows, times are
+    those of the mean layer, so a layer without a window counts correspondingly more pairs."""
     without_window = sum(map(tower.sees_whole_clips, range(tower.num_layers)))
     return sum(num_patches([clip]) ** 2 for clip in part) * tower.num_layers / max(without_window, 1)
 
 
 def shares(count: int, number: int) -> Iterator[slice]:
-    """Yields so many slices that are `count` patches together."""
+    """Yields `number` slices that together cover `count` patches."""
     for i in range(number):
         yield slice(count * i // number, count * (i + 1) // number)
 

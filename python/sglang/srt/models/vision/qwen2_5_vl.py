@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Qwen2.5-VL: `plan.towers.qwen2_5_vl` describes it."""
+"""The image and video encoder of Qwen2.5-VL, described by `plan.towers.qwen2_5_vl`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.plan.towers.qwen2_5_vl import NORM_EPS, ROTARY_THETA, Qwen2_5VLT
 
 
 class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
-    """Patches come in squares of the merge, one after the other, and are put in the order of the windows."""
+    """The encoder. Patches come in squares of the merge, one after the other, and are reordered by attention window."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         order, starts = windows(grids, self.tower.merge, self.tower.window)
@@ -60,6 +60,6 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
         return x
 
     def _squares(self, x: Any, order: Any) -> Any:
-        """An array or a tensor x [P, ...], whose squares of the merge are put in the order [P / merge^2]."""
+        """Returns an array or tensor x [P, ...] with its squares of the merge in the order [P / merge^2]."""
         squares = x.reshape(-1, self.tower.merge**2, *x.shape[1:])[order]
         return squares.reshape(x.shape)

@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Qwen3-VL and Qwen3.5: `plan.towers.qwen3_vl` describes it."""
+"""The image and video encoder of Qwen3-VL and Qwen3.5, described by `plan.towers.qwen3_vl`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, Qwen3VLTower
 
 
 class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
-    """Patches come in squares of the merge, one after the other."""
+    """The encoder; patches come in squares of the merge, one after the other."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         positions = interpolation(interpolated(grids, self.tower.merge, self.tower.side))
@@ -53,7 +53,8 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
         return x
 
     def _merged(self, name: str, x: torch.Tensor, wide_norm: bool) -> torch.Tensor:
-        """[P, hidden] -> [tokens, out_size]: neighbours side by side, normed before that or behind."""
+        """Returns tokens [tokens, out_size] of x [P, hidden]: neighbours side by side, normalized after (`wide_norm`)
+        or before that."""
         size = self.tower.hidden_size * self.tower.merge**2
         x = self._norm(name + "norm", x.view(-1, size) if wide_norm else x, NORM_EPS).view(-1, size)
         return self._linear(name + "linear_fc2", gelu_(self._linear(name + "linear_fc1", x)))

@@ -1,8 +1,7 @@
-"""An encoder whose ranks share out the frames of an encoder step (`--mm-enable-dp-encoder`).
+"""A data-parallel encoder, whose ranks each compute some frames of an encoder step (`--mm-enable-dp-encoder`).
 
-Every rank has all weights of the encoder; a rank computes some of the frames, and all get the features of all. Frames,
-and clips of frames that see one another, are never cut: one image gains nothing, several images and the frames of a
-video do.
+Every rank has all weights of the encoder and receives the features of all frames. Frames, and clips of frames that
+attend to one another, are never cut: it speeds up several images and videos, but not a single image.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from sglang.srt.models.vision.patch_places import Grid, clips, num_patches
 
 
 class SharedEncoder:
-    """Implements MediaEncoder. All ranks of the group call it with the same items."""
+    """Implements MediaEncoder. Collective: all ranks of the group call it with the same items."""
 
     def __init__(self, encoder: VisionEncoder[Any], group: Group) -> None:
         self.encoder, self.group = encoder, group
@@ -43,7 +42,7 @@ class SharedEncoder:
 
 
 def split_evenly(sizes: Sequence[int], parts: int) -> list[slice]:
-    """Returns a run of the sizes for each part, so that the sums of the runs are about equal. A run may be empty."""
+    """Returns a run of the sizes for each part, with about equal sums. A run may be empty."""
     total, done, number, shares = sum(sizes), 0, 0, []
     for part in range(1, parts + 1):
         first = number

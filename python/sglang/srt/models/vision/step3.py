@@ -1,6 +1,7 @@
-"""The encoder of images of Step-3.7: `plan.towers.step3` describes it.
+"""The image encoder of Step-3.7, described by `plan.towers.step3`.
 
-Source: the classes of transformers 5.23 for Step-3.7 as the numeric reference; those before turn by the row first.
+Source: the classes of transformers 5.23 for Step-3.7 as the numeric reference; earlier versions rotate by the row
+first.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from sglang.srt.plan.towers.tower import Cut
 
 
 class Step3Encoder(VisionEncoder[Step3Tower]):
-    """Patches come row by row. The frames of a grid are views of one picture, which do not see one another."""
+    """The encoder. Patches come row by row. The frames of a grid are views of one image, which do not attend to one
+    another."""
 
     def places(self, grids: Sequence[Grid]) -> dict[str, np.ndarray]:
         positions = interpolation(bilinear(grids, ROW_BY_ROW, self.tower.side))
@@ -53,7 +55,7 @@ class Step3Encoder(VisionEncoder[Step3Tower]):
         return self._linear(projector.removesuffix("."), sampled)
 
     def _sampled(self, patches: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[P, hidden] of a grid -> [tokens, 4 hidden]: half as many rows and columns, twice."""
+        """Returns [tokens, 4 hidden] of a grid's patches [P, hidden]: rows and columns are halved twice."""
         x = patches.view(*grid, -1).permute(0, 3, 1, 2)
         for number in (1, 2):
             name = f"{self.tower.prefixes[0]}vit_downsampler{number}"

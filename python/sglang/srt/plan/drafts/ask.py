@@ -19,16 +19,15 @@ from sglang.srt.server_args import ServerArgs
 
 
 @dataclass(frozen=True, slots=True)
-class AskedDraft:
-    """The draft that the flags ask for. `num_tokens`: tokens that a request brings to a step, the last sampled one
-    included."""
+class RequestedDraft:
+    """The draft that the flags ask for. `num_tokens`: tokens of a request in a step, the last sampled one included."""
 
     config: DraftConfig
     description: DraftDescription
     num_tokens: int
 
     def describe(self, schemes: list[str]) -> dict[str, Any]:
-        """Describes the draft for /server_info. `schemes`: the number formats that its weights are stored in."""
+        """Describes the draft for /server_info. `schemes`: the number formats of its weights."""
         return {
             "kind": self.description.kind,
             "model_path": self.config.model_path,
@@ -40,9 +39,9 @@ class AskedDraft:
         }
 
 
-def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, apart: str) -> AskedDraft | None:
-    """Returns the draft that the flags ask for; None: nothing drafts that has weights. `apart`: as `keep_shared_apart`
-    of `describe_model`. Raises UserError for a draft that is missing, malformed, not computed here or of another
+def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, apart: str) -> RequestedDraft | None:
+    """Returns the draft that the flags ask for; None: there is none, or none with weights. `apart`: `keep_shared_apart`
+    of `describe_model`. Raises UserError for a draft that is missing, malformed, not computed here or made for another
     model."""
     settings = speculative_settings(args, model.architecture)
     config = None if settings is None else read_draft_config(settings, model, args.download_dir)
@@ -51,11 +50,11 @@ def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, 
     config = replace(config, keep_shared_apart=apart)
     draft = describe_draft(config, target)
     _check_depth(settings)
-    return AskedDraft(config, draft, settings.num_draft_tokens)
+    return RequestedDraft(config, draft, settings.num_draft_tokens)
 
 
 def _check_depth(settings: SpeculativeSettings) -> None:
-    """Raises UserError for more draft tokens than the rows of a trained block make."""
+    """Raises UserError if more draft tokens are asked for than the rows of a trained block make."""
     if not settings.block_size or settings.num_steps <= settings.block_draft_tokens:
         return
     if settings.algorithm == DSPARK:
@@ -71,8 +70,8 @@ def _check_depth(settings: SpeculativeSettings) -> None:
 
 
 def check_backends(choices: Mapping[str, Choice], draft: DraftDescription | None) -> None:
-    """Checks that one attention backend serves the target's heads and the draft's. Raises UserError where two would, or
-    where the backend knows heads of one shape only, or no blocks."""
+    """Raises UserError where the target's and the draft's heads would need two attention backends, or the backend
+    supports only one shape of heads, or no blocks."""
     if draft is None:
         return
     for op in ("decode_attention", "extend_attention"):

@@ -1,5 +1,5 @@
-"""What block drafts of all kinds have in common: a backbone of layers as those of Qwen3 (of one draft those of Gemma 4)
-over aux hidden states of the target.
+"""The common part of all block drafts: a backbone with layers like Qwen3's (or Gemma 4's) over aux hidden states of the
+target.
 
 Source: the format in which z-lab publishes DFlash drafts, which DeepSeek's DSpark and SpecForge's drafts share.
 """
@@ -34,7 +34,7 @@ _MODEL_NAMES: Mapping[str, str] = {
     "": "",
 }
 GEMMA4_DSPARK = "Gemma4DSparkModel"
-"""The architecture whose layers are those of Gemma 4 that attend to all tokens; others have layers of Qwen3."""
+"""The architecture with layers like Gemma 4's that attend to all tokens; the others' are like Qwen3's."""
 _LAYER_NAMES = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
 
 OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
@@ -43,10 +43,14 @@ OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """The keys of a block draft beside those of its layers. `trained`: rows of the blocks that it was trained with.
-    `aux_layers`: the target layers whose outputs it reads. `head_size`: tokens of an output head of its
-    own, which are some of the target's; 0: the target's head. `unread`: beginnings of the names of tensors that nothing
-    here asks for. `plain_ends`: as of DraftDescription."""
+    """A block draft's settings besides those of its layers.
+
+    trained: rows of the blocks with which it was trained
+    aux_layers: target layers whose outputs it reads
+    head_size: tokens of its own output head, a part of the target's; 0: it uses the target's head
+    unread: beginnings of the names of tensors that are not loaded
+    plain_ends: as in DraftDescription
+    """
 
     trained: int
     mask_token: int
@@ -61,7 +65,8 @@ class BlockSettings:
 
 
 def names_of(more: Mapping[str, str], in_layers: Mapping[str, str] | None = None) -> WeightMap:
-    """Returns the names of a backbone's tensors, and those of `more` and of `in_layers` by our names of the modules."""
+    """Returns the names of the backbone's tensors, with those of `more` (in the model) and `in_layers`, by our
+    names."""
     return WeightMap(
         {**_MODEL_NAMES, **more},
         {**_LAYER_NAMES, **(in_layers or {})},
@@ -72,7 +77,7 @@ def names_of(more: Mapping[str, str], in_layers: Mapping[str, str] | None = None
 
 
 def check_architecture(keys: ConfigReader, kind: str, supported: tuple[str, ...]) -> str:
-    """Returns the architecture of a draft. Raises UserError for one that is none of the `supported`."""
+    """Returns the draft's architecture. Raises UserError if it is not among the `supported`."""
     architecture = architecture_of(keys)
     if architecture not in supported:
         raise UserError(
@@ -85,8 +90,7 @@ def check_architecture(keys: ConfigReader, kind: str, supported: tuple[str, ...]
 def describe_block_draft(
     config: DraftConfig, target: ModelDescription, settings: BlockSettings, names: WeightMap
 ) -> DraftDescription:
-    """Describes a draft with such a backbone. Raises UserError naming keys of its config that do not go with the
-    target."""
+    """Describes a draft with this backbone. Raises UserError for a config that does not match the target."""
     keys = config.reader()
     family = _backbone(architecture_of(keys), names)
     names = family.names
@@ -128,7 +132,7 @@ def describe_block_draft(
 
 
 def _backbone(architecture: str, names: WeightMap) -> Family:
-    """Returns the family of the draft's layers."""
+    """Returns the family of the draft's layers, with the checkpoint's names."""
     if architecture == GEMMA4_DSPARK:
         layer = {**names.layer, **NORMS_AROUND, "end": ""}
         return replace(GEMMA4, architectures=(architecture,), names=replace(names, layer=layer), tie_embeddings=False)
@@ -136,7 +140,8 @@ def _backbone(architecture: str, names: WeightMap) -> Family:
 
 
 def reduced_head(keys: ConfigReader, target: ModelDescription) -> int:
-    """Returns the tokens of the draft's output head where they are fewer than the target's; 0: the target's head."""
+    """Returns the tokens of the draft's own output head where they are fewer than the target's; 0: it uses the target's
+    head."""
     size = keys.count("draft_vocab_size")
     return 0 if size >= target.vocab_size else size
 

@@ -23,16 +23,22 @@ from sglang.srt.plan.weight_names import WeightMap
 MTP = "MTP"
 """The kind of drafts that a model's own layers make: EAGLE without a draft model of its own."""
 BUNDLED_SIZE = "dspark_block_size"
-"""Key with the rows of a block in the config of a model whose checkpoint has its DSpark draft."""
+"""Key for the rows of a block in the config of a model whose checkpoint contains its DSpark draft."""
 _DSPARK_FOLDER = "dspark"
-"""Name of the directory in a model's in which others have theirs."""
+"""Name of the subdirectory in which other models' DSpark drafts are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftConfig:
-    """The configuration of a draft. `kind`: MTP or one of `configs.speculative.ALGORITHMS`. `values`: the text part of
-    config.json, which for MTP in the target's checkpoint is the target's. `dummy`: no weights are read.
-    `keep_shared_apart`: as in `describe_model`. `num_speculative_tokens`: the most that a step verifies."""
+    """The configuration of a draft.
+
+    kind: MTP or one of `configs.speculative.ALGORITHMS`
+    values: text part of config.json; for MTP in the target's checkpoint, the target's
+    in_target: the draft is in the target's checkpoint
+    dummy: no weights are read
+    keep_shared_apart: as in `describe_model`
+    num_speculative_tokens: most draft tokens that a step verifies
+    """
 
     kind: str
     model_path: str
@@ -48,11 +54,12 @@ class DraftConfig:
         return str(Path(self.model_path) / "config.json")
 
     def reader(self) -> ConfigReader:
+        """Returns a typed reader of the values."""
         return ConfigReader(self.values, self.source)
 
     def stored(self, names: WeightMap, at: str | tuple[str, ...] = "") -> Mapping[str, str] | None:
-        """Returns the types of the checkpoint's tensors below `at`, by their canonical names; None: there are no
-        weights to look at. Raises UserError for damaged files."""
+        """Returns the dtypes of the checkpoint's tensors whose canonical names begin with `at`, by these names; None:
+        there are no weights. Raises UserError for damaged files."""
         if self.dummy:
             return None
         dtypes = stored_dtypes(Path(self.model_path), lambda name: names.canonical(name).startswith(at))
@@ -62,8 +69,8 @@ class DraftConfig:
 def read_draft_config(
     settings: SpeculativeSettings, model: ModelConfig, download_dir: str | None = None, weights: bool = True
 ) -> DraftConfig | None:
-    """Reads the configuration of the draft; None: nothing drafts that has weights. Raises UserError for a checkpoint
-    that is missing or malformed."""
+    """Reads the draft's configuration; None: nothing drafts, or without weights (NGRAM). Raises UserError for a missing
+    or malformed checkpoint."""
     if settings.algorithm == NGRAM:
         return None
     dummy, flag = settings.draft_load_format == "dummy", settings.draft_quantization
@@ -99,9 +106,9 @@ def read_draft_config(
 
 
 def dspark_folder(folder: Path, keys: ConfigReader, given: bool) -> Path:
-    """Returns the directory of the DSpark draft that is in a model's: it itself, or one in it. `keys`:
-    of its config; `given`: the directory
-    is that of --speculative-draft-model-path, which may be a draft's. Raises UserError where there is none."""
+    """Returns the directory of the DSpark draft: `folder`, or one inside it. `keys`: the folder's config; `given`:
+    the folder is that of --speculative-draft-model-path, which may be a draft itself. Raises UserError where there
+    is none."""
     inner = folder / _DSPARK_FOLDER
     if keys.values.get(BUNDLED_SIZE) is not None:
         return folder
@@ -116,20 +123,21 @@ def dspark_folder(folder: Path, keys: ConfigReader, given: bool) -> Path:
 
 
 def config_keys(folder: Path, overrides: Mapping[str, Any] | None = None) -> ConfigReader:
-    """Returns the keys of the text part of the config.json in a directory, with the overrides of
-    --json-model-override-args. Raises UserError if there is none."""
+    """Returns the keys of the text part of a directory's config.json, with `overrides` (--json-model-override-args).
+    Raises UserError if there is none."""
     config = merge_overrides(read_config(folder), overrides or {})
     return ConfigReader(select_text_config(config), str(folder / "config.json"))
 
 
 def _asked(flag: str | None, stated: QuantConfig | None, path: str) -> QuantConfig | None:
-    """Returns the draft's quantization by --speculative-draft-model-quantization. Raises UserError naming the flag and
-    the checkpoint's statement where they disagree."""
+    """Returns the draft's quantization by `flag` (--speculative-draft-model-quantization). Raises UserError that names
+    the flag and the checkpoint's statement where they disagree."""
     return None if flag == UNQUANTIZED else agree(flag, stated, path)
 
 
 def _without_online(quantization: QuantConfig | None) -> QuantConfig | None:
-    """Returns None for quantization that is made while the target is loaded: drafts stay as the checkpoint has them."""
+    """Returns the quantization, or None for one that is made while the target is loaded, because drafts stay as
+    stored."""
     if quantization is None or any(
         rule.quant is not None and not stored_narrow(rule.quant) for rule in quantization.rules
     ):

@@ -1,4 +1,4 @@
-"""Makes the description of the draft that is asked for."""
+"""Makes the description of the draft that the flags ask for."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]
 
 
 def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes the draft. Raises UserError that names the key, the tensor or the architecture that does not go with
-    the target, or what the target lacks for it."""
+    """Describes the draft. Raises UserError that names the key, tensor or architecture that does not match the target,
+    or what the target lacks."""
     kind = config.kind
     several = any(layer.residual.streams > 1 for layer in target.layers)
     gated = isinstance(target.layers[-1].residual, GatedStreams)
@@ -41,7 +41,7 @@ def describe_draft(config: DraftConfig, target: ModelDescription) -> DraftDescri
         )
     if kind == EAGLE and architecture_of(config.reader()) in ASSISTANT_ARCHITECTURES:
         return describe_assistant(config, target)
-    # A checkpoint of MTP layers alone is asked for as EAGLE, too.
+    # EAGLE also asks for checkpoints that hold nothing but MTP layers.
     if kind == EAGLE and architecture_of(config.reader()) not in EAGLE_ARCHITECTURES and _is_of_family(config, target):
         kind = MTP
     return _KINDS[kind](config, target)

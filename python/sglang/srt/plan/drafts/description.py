@@ -1,4 +1,4 @@
-"""The description of a draft: layers of its own, what it reads of the target's steps, and how it ends in logits."""
+"""The description of a draft: its own layers, what it reads of the target's steps, and how it makes logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from sglang.srt.plan.model_description import ModelDescription
 
 @dataclass(frozen=True, slots=True)
 class Concatenated:
-    """A draft of EAGLE-3 (arXiv 2503.01840). Captured residual streams, side by side, are projected to features. The
-    first layer's attention takes the normed embedding and the normed features side by side; the features are its
+    """An EAGLE-3 draft (arXiv 2503.01840). Aux hidden states of the target, side by side, are projected to features.
+    The first layer's attention takes the normed embedding and the normed features side by side; the features are its
     residual stream.
 
-    `aux_norms`: each aux hidden state is normed before it is projected; `norm_before_fc`: all of them are as one.
-    `norm_before_residual`: the normed features are the residual stream. `norm_output`: the next draft step reads the
-    output behind the final norm, not before it.
+        aux_norms: each aux hidden state is normed before the projection; norm_before_fc: all of them together
+        norm_before_residual: the normed features are the residual stream
+        norm_output: the next draft step reads the output behind the final norm, not before it
     """
 
     num_aux_layers: int
@@ -41,12 +41,14 @@ class Concatenated:
 
 @dataclass(frozen=True, slots=True)
 class Projected:
-    """A draft of EAGLE-1 and 2 (arXiv 2401.15077) or of layers for multi-token prediction (arXiv 2412.19437, section
+    """A draft of EAGLE-1 and 2 (arXiv 2401.15077) or of one layer for multi-token prediction (arXiv 2412.19437, section
     2.2): embedding and features side by side are projected to the first layer's input. Features are the target's final
     hidden states.
 
-    `norms`: each of the two is normed before. `hidden_first`: the features stand left of the embedding. `zero_first`:
-    the embedding at position 0 is zero. Without `final_norm` the sum of the stream is the output.
+        norms: both are normed before the projection
+        hidden_first: the features are left of the embedding
+        zero_first: the embedding at position 0 is zero
+        final_norm: False: the residual stream is the output, without a norm
     """
 
     norms: bool = True
@@ -64,9 +66,9 @@ class Projected:
 
 @dataclass(frozen=True, slots=True)
 class ByStream:
-    """A draft of a model with several residual streams, which has as many (DeepSeek-V4's multi-token prediction): the
-    normed and projected embedding is added to each of the target's `streams` behind its last layer, normed and
-    projected one by one. The streams behind the draft's layer are the features of the next draft step."""
+    """A draft of a model with several residual streams, with as many itself (DeepSeek-V4's multi-token prediction).
+    Each of the target's `streams` behind its last layer is normed and projected, and the normed and projected embedding
+    is added to it. The streams behind the draft's layer are the features of the next draft step."""
 
     streams: int
 
@@ -81,12 +83,16 @@ class ByStream:
 
 @dataclass(frozen=True, slots=True)
 class MTPByLayer:
-    """A draft of several layers for multi-token prediction (arXiv 2412.19437, section 2.2), each with a projection and
-    norms of its own: that of depth d draft tokens the token d + 2 positions behind a row, from the token before it and
-    features of the row. Features are the target's residual stream behind its last layer, or with `final_features` its
-    final hidden states; with `chained` those of the depths behind the first are the stream behind the layer before.
-    `hidden_first`: as in Projected. `depth_norms`: each depth has a norm before the output head. `wide_norms`: weights
-    of norms are kept in fp32. `keeps_states`: a request has states, and among them the features that it goes on from.
+    """A draft of several layers for multi-token prediction (arXiv 2412.19437, section 2.2), each with its own
+    projection and norms. The layer of depth d drafts the token d + 2 positions behind a row, from the token before that
+    and features of the row. Features are the target's residual stream behind its last layer.
+
+        final_features: features are the target's final hidden states instead
+        chained: features of later depths are the stream behind the previous depth's layer
+        hidden_first: as in Projected
+        depth_norms: each depth has a norm before the output head
+        wide_norms: weights of norms are kept in fp32
+        keeps_states: a request has states, which include the features from which it continues
     """
 
     depths: int
@@ -113,10 +119,9 @@ class MTPByLayer:
 @dataclass(frozen=True, slots=True)
 class Streamed:
     """A draft of layers for multi-token prediction in a model with gated residual streams (Qwen3.8-Flash-Next).
-    Features are the target's `streams`, as they are before they become one: normed as one vector, then projected one by
-    one; the projected embedding is added to each. They go through the draft's layers, are the features of the next
-    guess, and become the hidden state of its logits by gates of rank `rank`, as behind the target's last layer.
-    """
+    Features are the target's `streams` before they become one: normed as one vector, then projected one by one; the
+    projected embedding is added to each. Behind the draft's layers they are the features of the next draft token, and
+    gates of rank `rank` make them the hidden state for logits, as behind the target's last layer."""
 
     streams: int
     rank: int
@@ -131,19 +136,21 @@ class Streamed:
             Matrix("fc_embedding", ("",), hidden_size, hidden_size, quantized=False),
             Matrix("fc_hidden", ("",), hidden_size, hidden_size, quantized=False),
             Elements(2 * self.rank * width),
-            Elements(2 * width + hidden_size, "float32"),  # of both norms, and of the one behind the last layer
+            Elements(2 * width + hidden_size, "float32"),  # both norms, and the one behind the last layer
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A draft of DFlash: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in
-    one pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from what the
-    target's layers made of them: aux hidden states, side by side, projected and normed.
+    """A DFlash draft: `size` rows of a request, the last sampled token and mask tokens behind it, become tokens in one
+    pass (format: z-lab's DFlash). Every layer makes keys and values of the tokens before the block from aux hidden
+    states of the target, side by side, projected and normed.
 
-    `first_row`: the row whose output proposes the token behind the last sampled one: 0, or 1 where every mask token
-    becomes the token at its own place. `head`: corrects the draft tokens from left to right. `convolution`: around both
-    blocks of each of the `num_layers` layers. `confidence`: says how likely draft tokens stand, by which steps are cut.
+        first_row: the row that proposes the first draft token: 0, or 1 where each mask token proposes the token at its
+            own place
+        head: corrects the draft tokens from left to right
+        convolution: around both blocks of each of the `num_layers` layers
+        confidence: predicts how likely draft tokens are accepted, by which steps are shortened
     """
 
     num_aux_layers: int
@@ -162,6 +169,7 @@ class Block:
 
     @property
     def num_speculative_tokens(self) -> int:
+        """Number of draft tokens that a block makes."""
         return self.size - self.first_row
 
     def weights(self, hidden_size: int) -> Weights:
@@ -175,13 +183,14 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Assistant:
-    """A draft without keys and values of its own: its layers attend to those of the target's last layers, which stay as
-    they are while it drafts (Gemma 4's assistants; reference: transformers' Gemma4AssistantForCausalLM). The
-    embedding of a token and features of the target's width, side by side, are projected to the first layer's input; the
-    output is projected back to the features of the next draft token, which begin as the target's final hidden states.
+    """A draft without keys and values of its own: its layers attend to those of the target's last layers, which do not
+    change while it drafts (Gemma 4's assistants; reference: transformers' Gemma4AssistantForCausalLM). A token's
+    embedding and features, both of the target's width, are projected side by side to the first layer's input. The
+    output is projected back to the features of the next draft token; the first features are the target's final hidden
+    states.
 
-    `groups` > 0: tokens come in so many groups, each with a centroid, and only those of the `kept` likeliest groups are
-    drafted. `vocab_size`: tokens of all groups.
+    `groups` > 0: tokens are divided into that many groups, each with a centroid, and only tokens of the `kept`
+    likeliest groups are drafted. `vocab_size`: tokens of all groups.
     """
 
     feature_size: int
@@ -201,12 +210,12 @@ class Assistant:
         if not self.groups:
             return projections
         centroids = Matrix("centroids", ("",), self.groups, hidden_size, quantized=False)
-        return (*projections, centroids, Elements(2 * self.vocab_size, "int32"))  # int64
+        return (*projections, centroids, Elements(2 * self.vocab_size, "int32"))  # a table of int64
 
 
 @dataclass(frozen=True, slots=True)
 class Separate:
-    """A model of the same vocabulary that reads nothing of the target but its tokens (STANDALONE)."""
+    """A draft model of the same vocabulary that reads nothing of the target but its tokens (STANDALONE)."""
 
     num_aux_layers = 0
     final_norm = True
@@ -221,17 +230,19 @@ Form = Concatenated | Projected | ByStream | MTPByLayer | Streamed | Block | Ass
 
 @dataclass(frozen=True, slots=True)
 class DraftDescription:
-    """The description of a draft. `model`: its layers, names, quantization; `kind`: how messages call it ("EAGLE3",
-    "MTP").
+    """A draft of a target model.
 
-    `first_layer`: the draft's caches are numbered from there, behind the layers of the target, whose vocabulary has
-    `vocab_size` tokens. `aux_layers`: the target layers whose outputs it reads. `head_size`: rows of an output head of
-    its own, 0: the target's. `reduced`: these rows stand for the tokens that a table in the checkpoint (d2t) names.
-    `own_embedding`: it does not take the target's. `plain_ends`: what it takes of the target's embedding and head is
-    what the checkpoint has, without the norm before the first layer and what follows the product with the head.
-    `shares_selection`: what an indexer of its layers selects for a row
-    of the target's step is read by all passes that follow, which see the tokens since as well. `at`: the beginnings of
-    the tensors' names in the target's checkpoint.
+    kind: name in messages ("EAGLE3", "MTP"); model: layers, names, quantization
+    first_layer: number of its first layer among caches, behind the target's layers; the target's vocabulary has
+        `vocab_size` tokens
+    aux_layers: target layers whose outputs (aux hidden states) it reads
+    head_size: rows of its own output head; 0: it uses the target's; reduced: a table of the checkpoint (d2t) maps
+        these rows to tokens
+    own_embedding: it does not use the target's embedding
+    plain_ends: it uses the target's embedding and head without the norm before the first layer and without the
+        scaling or capping of logits
+    shares_selection: all passes read what an indexer selected for a row of the target's step, and the tokens since
+    at: beginnings of its tensors' names in the target's checkpoint
     """
 
     kind: str
@@ -249,18 +260,19 @@ class DraftDescription:
 
     @property
     def separate(self) -> bool:
+        """Returns whether it is a model that reads nothing of the target but tokens."""
         return isinstance(self.form, Separate)
 
     @property
     def next_tokens_read(self) -> int:
-        """Number of tokens behind a position on which the draft's keys and values of it depend, too."""
+        """Number of tokens behind a position on which the draft's keys and values at that position depend, too."""
         if isinstance(self.form, MTPByLayer):
             return self.form.depths
         return 0 if isinstance(self.form, Block | Separate) else 1
 
     @property
     def tails(self) -> int:
-        """Rows of features that are kept for each request from step to step, beside its states."""
+        """Rows of features that are kept for each request from step to step, besides its states."""
         return self.form.depths - 1 if isinstance(self.form, MTPByLayer) and not self.form.keeps_states else 0
 
     @property
@@ -269,10 +281,10 @@ class DraftDescription:
         return self.form.size if isinstance(self.form, Block) else 1
 
     def front(self) -> Weights:
-        """Weights that lie before the first layer and behind the last one, except embedding and head."""
+        """Returns the weights before the first layer and behind the last one, except embedding and head."""
         hidden = self.model.hidden_size
         norm = Elements(hidden * self.form.final_norm, "float32" if self.model.zero_centred_norms else None)
-        table = Elements(2 * self.head_size * self.reduced, "int32")  # int64
+        table = Elements(2 * self.head_size * self.reduced, "int32")  # a table of int64
         residual = self.model.layers[0].residual
         ends = residual.head_weights(hidden) if isinstance(residual, HyperConnections) else ()
         return (*self.form.weights(hidden), *ends, norm, table)

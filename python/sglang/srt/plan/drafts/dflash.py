@@ -1,7 +1,7 @@
-"""DFlash block drafts: descriptions made from their config.json.
+"""DFlash block drafts: makes their descriptions from config.json.
 
-Sources: the formats in which z-lab publishes drafts (`DFlashDraftModel`, `DFlash2DraftModel`), layers as those of
-Qwen3, and that of Domino drafts (arXiv 2605.29707). What a draft has beside its layers stands in `dflash_config`:
+Sources: the formats in which z-lab publishes drafts (`DFlashDraftModel`, `DFlash2DraftModel`), with layers like
+Qwen3's, and that of Domino drafts (arXiv 2605.29707). `dflash_config` describes what a draft has besides its layers:
 nothing, a GRU whose state corrects the draft tokens (`projector_type` "domino"), or convolutions over the rows of a
 block and a selector among the likeliest tokens.
 """
@@ -38,7 +38,7 @@ _HEADS: Mapping[str, tuple[str, ...]] = {
     "selector": ("selector_rank", "selector_top_k"),
     "convolution": ("conv_kernel_size", "conv_group_size"),
 }
-"""Keys of `dflash_config` beside the backbone's, by what they describe."""
+"""Keys of `dflash_config` besides the backbone's, by what they describe."""
 _COMPUTED: Mapping[str, tuple[object, ...]] = {
     "projector_type": (_DOMINO, "dflash", "dflash2"),
     "is_causal": (False,),
@@ -64,8 +64,8 @@ _CONVOLUTION_NAMES: Mapping[str, str] = {
 
 
 def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes a DFlash draft. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
-    the target."""
+    """Describes a DFlash draft. Raises UserError that names keys which are missing, unknown, or do not match the
+    target."""
     keys = config.reader()
     assistant = check_architecture(keys, DFLASH, DFLASH_ARCHITECTURES) == ASSISTANT_ARCHITECTURE
     if assistant:
@@ -92,12 +92,12 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
 
 
 def dflash_rows(keys: ConfigReader) -> int:
-    """Returns the rows of a block: `block_size` of the config, or of its `dflash_config`."""
+    """Returns the rows of a block: `block_size` of `dflash_config`, or else of the config."""
     return _inner(keys).positive("block_size", keys.positive("block_size", USUAL_BLOCK_SIZE))
 
 
 def dflash_first_row(keys: ConfigReader) -> int:
-    """Returns the row that makes the first guess: the one behind the last sampled token's, unless the draft's rows
+    """Returns the row that makes the first draft token: 1, the row behind the last sampled token's, or 0 if rows
     propose the token behind their own place."""
     return 0 if _inner(keys).default("shift_label", bool, False) else 1
 
@@ -107,7 +107,7 @@ def _inner(keys: ConfigReader) -> ConfigReader:
 
 
 def _settings(keys: ConfigReader) -> ConfigReader:
-    """Returns the keys of `dflash_config`. Raises UserError for drafts that are computed otherwise."""
+    """Returns the keys of `dflash_config`. Raises UserError for drafts that are not computed here."""
     inner = _inner(keys)
     known = _BACKBONE.union(_COMPUTED, *_HEADS.values())
     unknown = sorted(inner.values.keys() - known)
@@ -166,8 +166,8 @@ def _given(inner: ConfigReader, names: tuple[str, ...]) -> bool:
 
 
 def _aux_layers(settings: ConfigReader, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Returns the target layers whose outputs are read: those named, or as many as the draft has layers, evenly from
-    the second one to the third from the end."""
+    """Returns the target layers whose outputs are read: those named, or as many as the draft has layers, evenly spaced
+    from the second to the third from the end."""
     named = settings.default("target_layer_ids", list, [])
     if not named:
         last = num_target_layers - 3

@@ -1,4 +1,4 @@
-"""A rank's share of a draft, and what it adds to the plan of its target: needs, caches, sites, bytes."""
+"""A rank's part of a draft, and what it adds to the target's plan: needs, caches, attention sites, bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.drafts.ask import AskedDraft
+from sglang.srt.plan.drafts.ask import RequestedDraft
 from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.layer_spec import ParallelConfig
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class DraftPlan:
     """The plan of a draft on one rank of the target's last stage."""
 
-    asked: AskedDraft
+    asked: RequestedDraft
     weights: RankWeights
 
     @property
@@ -45,8 +45,8 @@ class DraftPlan:
     def weight_bytes(
         self, dtype: str, fp8_cache: bool = False, features: Collection[str] | None = None, copies: int = 0
     ) -> int:
-        """Returns the bytes of weights that are not the target's, counted as in `rank_weight_bytes`. `copies`: rows of
-        the target's embedding that the stage would not have without the draft."""
+        """Returns the bytes of weights that the draft adds to the target's, counted as in `rank_weight_bytes`.
+        `copies`: rows of the target's embedding that the stage would not have without the draft."""
         total = rank_weight_bytes(self.weights, dtype, fp8_cache, features)
         draft, of_rank = self.description, self.weights
         if not draft.separate:
@@ -62,14 +62,15 @@ class DraftPlan:
         )
 
     def own_choices(self, by_key: Mapping[str, T]) -> dict[str, T]:
-        """Returns what the plan chose, by the keys of needs that the draft's layers ask for."""
+        """Returns the plan's choices as the draft's layers look them up: where the draft has its own for an op, that
+        replaces the target's."""
         draft_choices = {
             key.removesuffix(f"/{OF_DRAFT}"): value for key, value in by_key.items() if key.endswith(f"/{OF_DRAFT}")
         }
         return {**by_key, **draft_choices}
 
 
-def plan_draft(asked: AskedDraft, ranks: RankLayout) -> DraftPlan:
+def plan_draft(asked: RequestedDraft, ranks: RankLayout) -> DraftPlan:
     """Plans the rank's share of the draft. Raises UserError for a draft that the ranks cannot share."""
     description = asked.description
     layout = layout_of_draft(ranks, description)
@@ -88,7 +89,7 @@ def layout_of_draft(ranks: RankLayout, draft: DraftDescription) -> RankLayout:
     return replace(ranks, pp_size=1, dcp_size=1, ep_size=ranks.ep_size if draft.model.experts else 1)
 
 
-def _serving_of_draft(parallel: ParallelConfig, draft: DraftPlan) -> ParallelConfig:
+def _parallel_of_draft(parallel: ParallelConfig, draft: DraftPlan) -> ParallelConfig:
     if parallel.attn_dp_size == 1:
         return replace(parallel, pp_size=1)
     ranks = draft.weights.ranks
@@ -96,27 +97,27 @@ def _serving_of_draft(parallel: ParallelConfig, draft: DraftPlan) -> ParallelCon
 
 
 def with_draft_layers(target: ModelDescription, draft: DraftPlan | None) -> ModelDescription:
-    """Returns the layers of both as one model, as caches and attention see them: the draft's behind the target's."""
+    """Returns the target with the draft's layers behind its own, as caches and attention see them."""
     if draft is None:
         return target
     return replace(target, layers=(*target.layers, *draft.description.model.layers))
 
 
 def needs_with_draft(of_rank: RankWeights, draft: DraftPlan | None, parallel: ParallelConfig) -> tuple[Need, ...]:
-    """Returns the needs of the target and its draft, each once. Where both need an op for heads of the same dims the
-    target's kernel serves both; experts that are stored or shaped otherwise have a kernel of their own."""
+    """Returns the needs of the target and its draft, each once. The target's kernel serves the draft, too, where both
+    need an op for heads of equal dims; experts that are stored or shaped differently have a kernel of their own."""
     needs = {need.key: need for need in needs_of(of_rank, parallel)}
     if draft is None:
         return tuple(needs.values())
-    norms = Need("fused_add_rmsnorm", q_dtype=parallel.dtype)  # of what a draft reads, whatever its residual is
-    for need in (*needs_of(draft.weights, _serving_of_draft(parallel, draft)), norms):
+    norms = Need("fused_add_rmsnorm", q_dtype=parallel.dtype)  # a draft norms what it reads, whatever its residual is
+    for need in (*needs_of(draft.weights, _parallel_of_draft(parallel, draft)), norms):
         for merged in _merged(needs, need):
             needs[merged.key] = merged
     return tuple(needs.values())
 
 
 def _merged(needs: Mapping[str, Need], need: Need) -> Iterator[Need]:
-    """Yields the needs that the draft's need adds to those that exist, or that it replaces."""
+    """Yields the needs that the draft's need adds or replaces."""
     same_op = [other for other in needs.values() if other.op == need.op and other.key.startswith(need.op)]
     if need.op == "linear":
         same = needs.get(need.key)

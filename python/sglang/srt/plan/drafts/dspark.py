@@ -1,4 +1,4 @@
-"""DSpark block drafts with a checkpoint of their own: descriptions made from their config.json.
+"""DSpark block drafts with their own checkpoint: makes their descriptions from config.json.
 
 Sources: arXiv 2607.05147, the formats in which DeepSeek's DeepSpec writes drafts (`Qwen3DSparkModel` and
 `Gemma4DSparkModel`: keys beside those of the layers), and SpecForge's (`DSparkDraftModel`: keys in `dflash_config`). A
@@ -57,8 +57,8 @@ _COMPUTED: Mapping[str, tuple[object, ...]] = {
 
 
 def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes a DSpark draft. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
-    the target."""
+    """Describes a DSpark draft. Raises UserError that names keys which are missing, unknown, or do not match the
+    target."""
     keys = config.reader()
     if keys.values.get(BUNDLED_SIZE) is not None:
         return describe_bundled(config, target)
@@ -92,18 +92,19 @@ def _confidence(keys: ConfigReader, rank: int) -> Confidence | None:
 
 
 def block_rows(keys: ConfigReader) -> int:
+    """Returns the rows of a block."""
     return keys.positive("block_size", USUAL_DSPARK_SIZE)
 
 
 def first_row(keys: ConfigReader) -> int:
-    """Returns the row that makes the first guess: that of the last sampled token, unless the draft was trained
-    otherwise."""
+    """Returns the row that makes the first draft token: that of the last sampled token (0), unless the draft was
+    trained otherwise (1)."""
     return 0 if keys.default("sample_from_anchor", bool, True) else 1
 
 
 def dspark_keys(keys: ConfigReader) -> ConfigReader:
-    """Returns the keys with those of the tables that some writers put them in. Raises UserError for keys of unknown
-    meaning there, and for drafts that are computed otherwise."""
+    """Returns the keys merged with those of the tables in which some writers put them. Raises UserError for unknown
+    keys there, and for drafts that are not computed here."""
     values = dict(keys.values)
     for table in _TABLES:
         inner = keys.default(table, dict, {})

@@ -1,11 +1,12 @@
-"""DSpark block drafts that a DeepSeek-V4 checkpoint brings in `mtp.0`, `mtp.1`, ...: descriptions made of its config.
+"""DSpark block drafts in the checkpoint of a DeepSeek-V4 model (`mtp.0`, `mtp.1`, ...): makes their descriptions from
+its config.
 
 Sources: DeepSeek's inference code beside the checkpoints of V4-Flash-DSpark and -0731 (as others describe it) and arXiv
-2607.05147. A stage is a layer of the model with window attention alone. The mean of the target's residual streams
-behind each of `dspark_target_layer_ids` (of V4.1: before each), side by side, projected and normed, is what the stages
-make keys of for the tokens before a block; every row of the block sees the last `sliding_window` of these and the whole
-block. The last stage ends with a connection of its own that makes one row of the streams (V4.1's with the last block's
-weights), a norm, and the model's output head.
+2607.05147. A draft stage is a layer of the model with window attention only. The mean of the target's residual streams
+behind each of `dspark_target_layer_ids` (V4.1: before each) is an aux hidden state; side by side, projected and normed,
+these give the stages the keys of the tokens before a block. Every row of the block sees the last `sliding_window` of
+these and the whole block. The last stage ends with its own connection that makes one stream of all (V4.1: with the last
+block's weights), a norm, and the model's output head.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from sglang.srt.plan.model_description import ModelDescription, architecture_of,
 from sglang.srt.plan.weight_names import WeightMap
 
 CONFIDENCE = "confidence_head.proj"
-"""Module of the head that predicts whether a draft token stands."""
+"""Module of the head that predicts whether a draft token is accepted."""
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok")
-"""Keys that the stages may have values of their own for, under "dspark_" and the name."""
+"""Keys for which the stages may have their own values, under "dspark_" and the name."""
 _OF_STAGES: Mapping[str, Any] = {
     "kv_source_layer_ids": [],
     "index_source_layer_ids": [],
@@ -47,8 +48,8 @@ _KEYS = frozenset(
 
 
 def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes the DSpark draft in a model's checkpoint. Raises UserError naming keys that are missing or of unknown
-    meaning, and for checkpoints that lack the draft."""
+    """Describes the DSpark draft in a model's checkpoint. Raises UserError for keys that are missing or unknown, and
+    for checkpoints without the draft."""
     keys = config.reader()
     family = family_of(architecture_of(keys), str(keys.values.get("model_type") or ""))
     if family is None or not family.compressed or architecture_of(keys) != target.architecture:
@@ -106,8 +107,8 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
 
 
 def _aux_layers(keys: ConfigReader, num_layers: int, before: bool) -> tuple[int, ...]:
-    """Returns the layers behind which the draft reads the streams. before: it reads them before the named layers, as
-    V4.1's does. Raises UserError."""
+    """Returns the layers behind which the draft reads the streams. `before`: the config names the layers before which
+    it reads them, as V4.1's does. Raises UserError."""
     named = check_aux_layers(keys.require("dspark_target_layer_ids", list), num_layers, keys.source)
     if before and 0 in named:
         raise UserError(f"{keys.source}: dspark_target_layer_ids {list(named)} name the layer 0, before which is none.")
@@ -125,8 +126,8 @@ def _check(keys: ConfigReader, own_experts: bool) -> None:
 
 
 def _stages(config: DraftConfig, usual: int) -> int:
-    """Returns the number of stages: as many as the checkpoint has; without weights as its config says, or one for each
-    layer that is read. Raises UserError for a checkpoint without one."""
+    """Returns the number of draft stages in the checkpoint; without weights that of its config, or one for each layer
+    that is read. Raises UserError for a checkpoint without any."""
     stored = config.stored(WeightMap({}, {}), _AT)
     if stored is None:
         listed = config.reader().count("num_nextn_predict_layers")
@@ -141,15 +142,15 @@ def _stages(config: DraftConfig, usual: int) -> int:
 
 
 def _has_confidence(config: DraftConfig, stages: int) -> bool:
-    """Returns whether the checkpoint has the head, which no key of its config mentions; without weights: as
-    published, with it."""
+    """Returns whether the checkpoint has the confidence head, which its config does not mention; True without
+    weights."""
     stored = config.stored(WeightMap({}, {}), f"{_AT}{stages - 1}.{CONFIDENCE}")
     return stored is None or bool(stored)
 
 
 def _names(of_model: WeightMap, stages: int) -> WeightMap:
-    """Returns the names of the stages' tensors: the first one has the projection of what is read, the last one the
-    heads. The Markov head's tables have two spellings."""
+    """Returns the names of the stages' tensors: the first stage has the projection of aux hidden states, the last one
+    the heads. The Markov head's tables have two spellings."""
     last = f"{_AT}{stages - 1}"
     model: Mapping[str, str] = {
         "embed": of_model.model["embed"],

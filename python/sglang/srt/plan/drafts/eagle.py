@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 heads: descriptions made from their config.json.
+"""EAGLE and EAGLE-3 heads: makes their descriptions from config.json.
 
 Sources: arXiv 2401.15077, 2406.16858, 2503.01840, and the formats in which SpecForge, NVIDIA, EAGLE's authors and the
 speculators library publish heads.
@@ -25,14 +25,14 @@ from sglang.srt.plan.weight_names import ATTENTION_NAMES, LATENT_NAMES, MLP_NAME
 EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
-    "LlamaForCausalLM",  # as EAGLE's authors publish theirs
+    "LlamaForCausalLM",  # EAGLE's authors publish heads under this name
     "Eagle3Speculator",
     "Eagle3DraftModel",
 )
 EAGLE3_MLA_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
 EAGLE_ARCHITECTURES = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
 
-USUAL_CAPTURES = 3
+USUAL_AUX_LAYERS = 3
 _NAMES = WeightMap(
     {
         "embed": "embed_tokens",
@@ -64,10 +64,9 @@ _COMPUTED: Mapping[str, object] = {
     "parallel_draft_step": 1,
     "has_lm_head": True,
 }
-"""Keys of `eagle_config` that change what a head computes, with the value that is computed."""
+"""Keys of `eagle_config` that change what a head computes, with the only value that is computed."""
 _DENSE: Mapping[str, object] = dict.fromkeys(("n_routed_experts", "num_experts", "num_local_experts"))
-"""Keys of experts, set to null: heads have an MLP, also where their config repeats the keys of a target with
-experts."""
+"""Keys of experts, set to null: heads have an MLP even where their config repeats the target's keys of experts."""
 _READ = frozenset({"eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "num_aux_hidden_states"})
 _READ_ANYWHERE = frozenset(
     {"norm_before_fc", "norm_output", "norm_before_residual", "fc_norm", "use_aux_norm", "target_hidden_size"}
@@ -75,8 +74,8 @@ _READ_ANYWHERE = frozenset(
 
 
 def describe_eagle3(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes an EAGLE-3 head. Raises UserError naming keys that are missing, of unknown meaning, or do not go with
-    the target."""
+    """Describes an EAGLE-3 head. Raises UserError that names keys which are missing, unknown, or do not match the
+    target."""
     keys, speculators = _plain(config.reader())
     settings = _settings(keys)
     architecture = architecture_of(keys)
@@ -97,7 +96,7 @@ def describe_eagle3(config: DraftConfig, target: ModelDescription) -> DraftDescr
         aux_size=target.hidden_size,
         aux_norms=_flag(settings, "fc_norm", "use_aux_norm") or "fc_norm.0.weight" in (stored or ()),
         norm_before_fc=_flag(settings, "norm_before_fc"),
-        # The speculators library's default.
+        # The speculators library's default is true.
         norm_before_residual=settings.default("norm_before_residual", bool, speculators),
         norm_output=_flag(settings, "norm_output"),
     )
@@ -156,8 +155,7 @@ def describe_eagle(config: DraftConfig, target: ModelDescription) -> DraftDescri
 
 
 def finished(draft: DraftDescription, target: ModelDescription) -> DraftDescription:
-    """Returns the draft as a part of the target: its model ends with its layers, and its vocabulary is the rows of its
-    head."""
+    """Returns the draft as a part of the target: without ends of its own model, and with the vocabulary of its head."""
     names = draft.model.names
     unread = ["t2d"]
     unread += [] if draft.own_embedding else ["embed_tokens."]
@@ -174,8 +172,8 @@ def finished(draft: DraftDescription, target: ModelDescription) -> DraftDescript
 
 
 def _plain(keys: ConfigReader) -> tuple[ConfigReader, bool]:
-    """Returns the keys of the draft's layer, and whether the speculators library wrote them: it puts the layer's config
-    into `transformer_layer_config`."""
+    """Returns (keys of the draft's layer, whether the speculators library wrote them). That library puts the layer's
+    config into `transformer_layer_config`."""
     kind = keys.values.get(KIND)
     if kind is None:
         return keys, False
@@ -185,7 +183,7 @@ def _plain(keys: ConfigReader) -> tuple[ConfigReader, bool]:
 
 
 def _settings(keys: ConfigReader) -> ConfigReader:
-    """Returns the keys together with those of `eagle_config`. Raises UserError for settings that are not known, or not
+    """Returns the keys together with those of `eagle_config`. Raises UserError for settings that are unknown or not
     computed."""
     inner = keys.default("eagle_config", dict, {})
     unknown = sorted(inner.keys() - _READ - _READ_ANYWHERE - _COMPUTED.keys())
@@ -204,15 +202,15 @@ def _flag(keys: ConfigReader, *names: str) -> bool:
 
 
 def _aux_layers(settings: ConfigReader, speculators: bool, num_layers: int) -> tuple[int, ...]:
-    """Returns the target layers whose outputs are captured. A head that names none reads the inputs of the layers 2, L
-    / 2 and L - 3. The layers that a head names are those whose outputs it reads, except with the speculators library,
-    which means their inputs."""
+    """Returns the target layers whose outputs are aux hidden states. A head that names none reads the inputs of the
+    layers 2, L / 2 and L - 3. Heads name the layers whose outputs they read; those of the speculators library name
+    layers by their inputs."""
     if not settings.default("use_aux_hidden_state", bool, True):
         return ()
     named = settings.default("eagle_aux_hidden_state_layer_ids", list, [])
     if not named:
-        number = settings.count("num_aux_hidden_states") or USUAL_CAPTURES
-        if number != USUAL_CAPTURES:
+        number = settings.count("num_aux_hidden_states") or USUAL_AUX_LAYERS
+        if number != USUAL_AUX_LAYERS:
             raise UserError(
                 f"{settings.source}: num_aux_hidden_states is {number}, and eagle_aux_hidden_state_layer_ids does not"
                 " say of which layers."
@@ -234,6 +232,7 @@ def _check_aux_layers(aux_layers: tuple[int, ...], settings: ConfigReader, num_l
 
 
 def check_sizes(settings: ConfigReader, model: ModelDescription, target: ModelDescription) -> None:
+    """Raises UserError where the draft is not computed here, or its sizes are not the target's."""
     if model.unsupported:
         raise UserError("\n".join(model.unsupported))
     wanted = settings.count("target_hidden_size") or target.hidden_size
@@ -257,7 +256,7 @@ def _unknown(keys: ConfigReader, architecture: str, supported: tuple[str, ...]) 
 
 
 def _first(layer: LayerSpec, input_size: int) -> LayerSpec:
-    """Returns the first layer, whose attention takes the embedding beside the features."""
+    """Returns the first layer, whose attention takes the embedding and the features side by side."""
     assert isinstance(layer.mixer, GQA | MLA)
     return replace(layer, mixer=replace(layer.mixer, input_size=input_size))
 

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants: descriptions made from their config.json.
+"""Gemma 4's assistants: makes their descriptions from config.json.
 
 Source: the format in which Google publishes them (`Gemma4AssistantForCausalLM`), as transformers reads it.
 """
@@ -39,10 +39,10 @@ _FAMILY = replace(GEMMA4, model_types=(), architectures=ASSISTANT_ARCHITECTURES,
 
 
 def describe_assistant(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes an assistant. Raises UserError naming keys that are missing, of unknown meaning, or do not go with the
+    """Describes an assistant. Raises UserError that names keys which are missing, unknown, or do not match the
     target."""
     keys = config.reader()
-    # Every layer of an assistant shares keys and values; of an ordinary model that would be with earlier layers.
+    # An assistant's layers share the target's keys and values, but this key would mean those of its own earlier layers.
     alone = ConfigReader({**keys.values, "num_kv_shared_layers": 0}, keys.source)
     model = describe_as(_FAMILY, alone, stored_wide(config.quantization, config.stored(_NAMES)))
     check_sizes(keys, model, target)
@@ -64,7 +64,7 @@ def describe_assistant(config: DraftConfig, target: ModelDescription) -> DraftDe
         kind=KIND,
         model=replace(model, layers=tuple(_reading(layer, target, keys) for layer in model.layers)),
         form=Assistant(width, groups, kept, target.vocab_size * bool(groups)),
-        first_layer=0,  # no caches to be numbered; those that it reads have the target's numbers
+        first_layer=0,  # it has no caches; those that it reads have the target's numbers
         vocab_size=target.vocab_size,
         head_size=target.vocab_size,
     )
@@ -72,8 +72,8 @@ def describe_assistant(config: DraftConfig, target: ModelDescription) -> DraftDe
 
 
 def check_stage(draft: DraftDescription, first_layer: int) -> None:
-    """Checks that a pipeline's last stage, which begins with that layer, has the caches that the draft reads. Raises
-    UserError."""
+    """Raises UserError if a pipeline's last stage, which begins with layer `first_layer`, lacks caches that the draft
+    reads."""
     sources = [layer.mixer.cache_layer for layer in draft.model.layers if isinstance(layer.mixer, GQA)]
     if isinstance(draft.form, Assistant) and min(sources) < first_layer:
         raise UserError(
@@ -83,7 +83,7 @@ def check_stage(draft: DraftDescription, first_layer: int) -> None:
 
 
 def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> LayerSpec:
-    """Makes the layer attend to the keys and values of the target's last layer of its kind. Raises UserError where
+    """Returns the layer attending to the keys and values of the target's last layer of its kind. Raises UserError where
     there is none."""
     reader = layer.mixer
     assert isinstance(reader, GQA)
@@ -96,7 +96,7 @@ def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> 
                 f"{keys.source}: {reader.num_heads} heads do not divide among the model's {mixer.num_kv_heads} KV"
                 " heads. Give the assistant that was trained for this model."
             )
-        # The draft token's own position counts as one of the window, and the target keeps no token more.
+        # The draft token's own position is part of its window, and the target's cache keeps no token more than that.
         window = min(reader.window, mixer.window) - 1 if reader.window else 0
         source = mixer.cache_layer if mixer.cache_layer >= 0 else i
         reading = replace(

@@ -1,4 +1,4 @@
-"""Parts of block drafts beside their layers: heads that correct its draft tokens, and convolutions of its rows."""
+"""Parts of block drafts besides their layers: heads that correct the draft tokens, and convolutions over their rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from sglang.srt.plan.layer_spec import Elements, Matrix, Weights
 
 @dataclass(frozen=True, slots=True)
 class Markov:
-    """A head that adds a bias of the token before each draft token to its logits, so that the draft tokens of a block
-    follow from one another (DSpark, arXiv 2607.05147): w2 of the token's row of w1, both of `rank` columns and a row a
-    token.
+    """A head that adds to each draft token's logits a bias that depends on the token before it, so that the draft
+    tokens of a block fit together (DSpark, arXiv 2607.05147): w2 times the token's row of w1. Both have `rank` columns
+    and a row for each token.
 
     `kind` "vanilla": as it is; "gated": times a gate made of the row's output and the token; "rnn": a state goes from
     draft token to draft token, and the bias is made of it, the token and the row's output. `rows`: of w2, where the
@@ -23,7 +23,8 @@ class Markov:
     rows: int = 0
 
     def projection(self, hidden_size: int) -> tuple[int, int]:
-        """Returns rows and columns of the product that gates, or makes the state and the bias; (0, 0) without one."""
+        """Returns (rows, columns) of the projection that makes the gate, or the state and the bias; (0, 0) without
+        one."""
         rank = self.rank
         sizes = {"vanilla": (0, 0), "gated": (rank, hidden_size + rank), "rnn": (3 * rank, 2 * rank + hidden_size)}
         return sizes[self.kind]
@@ -37,11 +38,11 @@ class Markov:
 
 @dataclass(frozen=True, slots=True)
 class Domino:
-    """A head that adds a bias of all tokens before a draft token to its logits (Domino, arXiv 2605.29707; format: the
-    `DominoDraftModel` of SpecForge). A GRU without biases of `state_size` reads the embeddings of the last sampled
-    token and of the draft tokens behind it; its state beside the row's output goes through a product to `inner_size`,
-    SiLU, and one to the vocabulary. The first `first_place` draft tokens stay as they are.
-    """
+    """A head that adds to each draft token's logits a bias that depends on all tokens before it (Domino, arXiv
+    2605.29707; format: the `DominoDraftModel` of SpecForge). A GRU without biases of `state_size` reads the embeddings
+    of the last sampled token and of the draft tokens behind it. Its state, beside the row's output, is projected to
+    `inner_size`, goes through SiLU and is projected to the vocabulary. The first `first_place` draft tokens are not
+    corrected."""
 
     state_size: int
     inner_size: int
@@ -60,9 +61,8 @@ class Domino:
 @dataclass(frozen=True, slots=True)
 class Selector:
     """A head that chooses one of the `top_k` likeliest tokens at each place (DFlash 2; format: z-lab's
-    `DFlash2DraftModel`): to the logit of a candidate it adds the product of three vectors of `rank`, of the token
-    before it, of the candidate, and of the row's output.
-    """
+    `DFlash2DraftModel`). It adds to a candidate's logit the product of three vectors of `rank` elements: of the token
+    before it, of the candidate, and of the row's output."""
 
     rank: int
     top_k: int
@@ -77,13 +77,14 @@ Head = Markov | Domino | Selector
 
 @dataclass(frozen=True, slots=True)
 class Confidence:
-    """A head that says how likely each draft token stands if those before it do (DSpark, arXiv 2607.05147): the sigmoid
-    of a product with the row's output and, where `rank` > 0, the row of Markov's w1 of the token before the draft
-    token."""
+    """A head that predicts how likely each draft token is accepted if those before it are (DSpark, arXiv 2607.05147):
+    the sigmoid of a product with the row's output and, where `rank` > 0, the row of Markov's w1 for the token before
+    the draft token."""
 
     rank: int = 0
 
     def size(self, hidden_size: int) -> int:
+        """Returns the elements of the head's input."""
         return hidden_size + self.rank
 
     def weights(self, hidden_size: int) -> Weights:
@@ -93,15 +94,15 @@ class Confidence:
 @dataclass(frozen=True, slots=True)
 class Convolution:
     """A convolution over the rows of a block, one before and one behind a layer's block (DFlash 2): row i becomes the
-    sum over `taps` rows i, i - 1, ... of the same block, each channel times a weight of its own and one that a product
-    of row i makes for `group` channels.
-    """
+    sum over `taps` rows i, i - 1, ... of the same block. Each channel has a weight of its own times one that a
+    projection of row i makes for `group` channels."""
 
     taps: int
     group: int
 
     def rows(self, hidden_size: int) -> int:
-        """Returns the rows of the product that makes the weights: before and behind, of each tap and group."""
+        """Returns the rows of the projection that makes the weights: before and behind the block, for each tap and
+        group."""
         return 2 * self.taps * hidden_size // self.group
 
     def weights(self, hidden_size: int) -> Weights:

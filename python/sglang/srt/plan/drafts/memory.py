@@ -1,4 +1,4 @@
-"""Memory that a draft takes on a rank beside its weights and caches. All sizes in bytes."""
+"""Computes the memory, in bytes, that a draft takes on a rank besides its weights and caches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from sglang.srt.plan.memory import (
 )
 from sglang.srt.plan.model_description import ModelDescription
 
-_LOGITS_COPIES = 3  # of the head's own rows, of the target's vocabulary, and to draw from
+_LOGITS_COPIES = 3  # of the head's own rows, of the target's vocabulary, and for sampling
 
 
 def with_draft_memory(
     fixed: FixedMemory, draft: DraftPlan, target: ModelDescription, dtype: str, sizes: Sizes
 ) -> FixedMemory:
-    """Adds the draft's buffers to `fixed`. Captured streams stay until the draft has read them, side by side; the
-    draft's layers run after the target's, so only the wider ones count."""
+    """Returns `fixed` with the draft's buffers. Aux hidden states stay until the draft has read them, side by side. The
+    draft's layers run after the target's, so only the larger activations of both count."""
     description, item = draft.description, KV_DTYPE_BYTES[dtype]
     model, ranks = description.model, draft.weights.ranks
     streams = model.layers[0].residual.streams if description.form.reads_streams else 1

@@ -1,4 +1,4 @@
-"""Layers with which a model drafts for itself: multi-token prediction (NEXTN)."""
+"""Drafts by a model's own layers for multi-token prediction (NEXTN): makes their descriptions."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _ONE_LAYER: Mapping[str, Any] = {
     "num_hash_layers": 0,
     "ple_layer_ids": [],
 }
-"""Keys that make a config one of a single draft layer: it attends to everything, and has experts where the model
+"""Keys that turn a config into that of a single draft layer: it attends to all tokens, and has experts if the model
 has."""
 
 
 SHARED_SELECTION = "index_share_for_mtp_iteration"
-"""Key of models whose drafts were trained to read one selection in all passes."""
+"""Key of models whose drafts were trained with one selection for all passes."""
 
 
 def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes the model's layers for multi-token prediction. Raises UserError where the family has no such layers, or
-    the checkpoint lacks them."""
+    """Describes the model's layers for multi-token prediction. Raises UserError where the family has none here, or the
+    checkpoint lacks them."""
     keys = config.reader()
     family = family_of(architecture_of(keys), str(keys.values.get("model_type") or ""))
     if family is None or family.mtp is None:
@@ -102,8 +102,8 @@ def _form(form: MtpForm, target: ModelDescription) -> Form:
 
 
 def _shares_selection(keys: ConfigReader, model: ModelDescription) -> bool:
-    """Returns whether passes behind the first one take its selection. Of pooled keys all drafts do: a run that proposes
-    complete has no key before they are known to be right."""
+    """Returns whether later draft passes take the first pass's selection. With pooled keys all drafts do: a run that
+    draft tokens complete has no key before they are accepted."""
     mixers = [layer.mixer for layer in model.layers]
     if any(isinstance(mixer, PooledLatent) for mixer in mixers):
         return True
@@ -124,7 +124,7 @@ def _check(keys: ConfigReader, form: MtpForm) -> None:
 
 
 def _layers(keys: ConfigReader, form: MtpForm) -> Mapping[str, Any]:
-    """Returns the keys of the config as they apply to the draft's layers."""
+    """Returns the config's keys as they apply to the draft's layers."""
     if not form.patterns:
         one = dict(_ONE_LAYER)
         if keys.count("index_topk"):  # it has an indexer of its own
@@ -143,8 +143,7 @@ def _layers(keys: ConfigReader, form: MtpForm) -> Mapping[str, Any]:
 
 
 def _behind_last(config: DraftConfig, target: ModelDescription) -> str:
-    """Returns where the names of the layer behind the last one begin; checkpoints that hold only drafts number theirs
-    0."""
+    """Returns the beginning of the names of the layer behind the last one; checkpoints with drafts only number it 0."""
     alone = not config.in_target and architecture_of(config.reader()).endswith("NextN")
     return target.names.layer_prefix.format(layer=0 if alone else len(target.layers))
 
@@ -161,8 +160,7 @@ def _names(form: MtpForm, at: str, family: Family, target: ModelDescription, num
 
 
 def _expert_form(family: Family, stored: Mapping[str, str] | None) -> str:
-    """Returns the form in which the draft's experts are stored: exports keep them one by one or as one tensor, whatever
-    they do with the model's."""
+    """Returns the form in which the draft's experts are stored: one by one or stacked, independently of the model's."""
     if stored is None or family.expert_form not in ("", "stacked"):
         return family.expert_form
     return "stacked" if any(name.endswith("experts.gate_up_proj") for name in stored) else ""

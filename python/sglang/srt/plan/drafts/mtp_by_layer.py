@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction of which each draft tokens at a depth of its own (MiMo-V2, Step)."""
+"""Drafts by several layers for multi-token prediction, each with a depth of its own (MiMo-V2, Step, Inkling)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sglang.srt.plan.weight_names import WeightMap
 
 OTHERS = "Give an EAGLE3 head with --speculative-draft-model-path, or draft with NGRAM."
 _BY_LAYER = ("swiglu_limits", "swiglu_limits_shared")
-"""Keys with an entry for each layer, those of drafts behind the others."""
+"""Keys with an entry for each layer; the draft layers' entries come last."""
 
 
 def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Family, form: MtpForm) -> DraftDescription:
-    """Describes as many of the layers as there are draft tokens. Raises UserError where the checkpoint has fewer,
-    naming the flag."""
+    """Describes as many of the layers as there are draft tokens in a step. Raises UserError that names the flag where
+    the checkpoint has fewer."""
     keys = config.reader()
     keys = _own_keys(keys, form)
     for key, refused in form.refused.items():
@@ -79,7 +79,7 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
 
 
 def check_target(model: ModelDescription, target: ModelDescription, source: str) -> None:
-    """Raises UserError where draft layers do not go with the target."""
+    """Raises UserError where draft layers do not match the target."""
     if model.unsupported:
         raise UserError("\n".join(model.unsupported))
     for what, theirs, ours in (
@@ -91,17 +91,17 @@ def check_target(model: ModelDescription, target: ModelDescription, source: str)
 
 
 def _own_keys(keys: ConfigReader, form: MtpForm) -> ConfigReader:
-    """Returns the keys of the draft's layers: those of the config, and of its object for these alone."""
+    """Returns the keys of the draft's layers: the config's, overridden by those of its object for draft layers."""
     if not form.section:
         return keys
     beside = {usual: keys.values[key] for key, usual in form.spellings.items() if keys.values.get(key) is not None}
-    unsaid = dict.fromkeys(form.spellings.values())  # what the config says of the model's layers
+    unsaid = dict.fromkeys(form.spellings.values())  # these keys of the config are about the model's own layers
     return ConfigReader({**keys.values, **unsaid, **beside, **keys.default(form.section, dict, {})}, keys.source)
 
 
 def _depths(config: DraftConfig, keys: ConfigReader, target: ModelDescription, form: MtpForm) -> int:
-    """Returns how many layers there are: as many as the checkpoint has; without weights as its config says, or as are
-    published. Raises UserError for a checkpoint with none, or with others than those that follow one another."""
+    """Returns the number of draft layers in the checkpoint; without weights that of its config, or of published models.
+    Raises UserError for a checkpoint with none, or with a gap among them."""
     stated = next((keys.count(key) for key in form.counts if keys.values.get(key) is not None), form.depths)
     most = _beginnings(form, target, max(stated, form.depths))
     at = form.at or most
@@ -130,7 +130,7 @@ def _numbers(stored: Collection[str], at: str) -> set[int]:
 
 
 def _beginnings(form: MtpForm, target: ModelDescription, depths: int) -> tuple[str, ...]:
-    """Returns where the names of each depth's tensors begin."""
+    """Returns the beginnings of the names of each depth's tensors."""
     if form.at:
         return tuple(f"{form.at}{i}." for i in range(depths))
     return tuple(target.names.layer_prefix.format(layer=len(target.layers) + i) for i in range(depths))
@@ -151,7 +151,7 @@ def _names(form: MtpForm, family: Family, target: ModelDescription, depths: int,
 
 
 def _layers(keys: ConfigReader, form: MtpForm, first: int, used: int) -> Mapping[str, Any]:
-    """Returns the keys of the config as they apply to the draft's layers: windows, and no experts."""
+    """Returns the config's keys as they apply to the draft's layers: windows, and no experts."""
     windowed, whole = form.kinds
     local = keys.default("local_layer_ids", list, []) if whole else range(used)
     listed = {key: keys.default(key, list, []) for key in _BY_LAYER}
@@ -170,8 +170,8 @@ def _layers(keys: ConfigReader, form: MtpForm, first: int, used: int) -> Mapping
 
 def _lagging(layer: LayerSpec, draft_tokens: int) -> LayerSpec:
     """Returns the layer with a cache that keeps draft tokens - 1 tokens more than its window: rows of the last depth
-    lag so far behind the request, whose windows leave what no row of the target sees. Convolutions keep `draft_tokens`
-    tokens more than they read: a step may write so many rows that do not stand, or those that are computed again."""
+    lag that far behind the request, whose own windows no longer need these tokens. Convolutions keep `draft_tokens`
+    tokens more than they read: a step may write that many rows that are rejected or computed again."""
     assert isinstance(layer.mixer, GQA), "families with such drafts have attention of this kind"
     mixer, convolution = replace(layer.mixer, window_slack=draft_tokens - 1), layer.convolution
     if convolution is None:

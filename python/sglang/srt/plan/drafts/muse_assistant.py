@@ -1,5 +1,5 @@
-"""Muse-Glimmer's assistant: a DFlash draft whose config.json has keys of its own, and names of its own for what it
-makes of aux hidden states.
+"""Reads Muse-Glimmer's assistant: a DFlash draft with its own config keys, and its own names for the projection of aux
+hidden states.
 
 Source: the format in which Meta publishes it (`MuseGlimmerAssistantModel`), as transformers 5.17 reads it.
 """
@@ -36,18 +36,18 @@ _LEFT_OUT: Mapping[str, Any] = {
     "mask_token_id": 201818,
     "target_layer_ids": [1, 13, 25, 37, 49],
 }
-"""Of the published assistant: its config need not repeat them."""
+"""The published assistant's values, which its config may leave out."""
 _OF_BACKBONE = ("mask_token_id", "target_layer_ids")
 
 
 def assistant_values(values: Mapping[str, Any], algorithm: str, source: str) -> Mapping[str, Any]:
-    """Returns the values of an assistant's config.json in the form of other DFlash drafts, with those that it leaves
-    out; all its layers have a window where it does not say which. Others are returned as they are. Raises UserError
-    for an assistant that is asked for with another algorithm."""
+    """Returns an assistant's config.json in the form of other DFlash drafts, with the values that it leaves out; all
+    its layers have a window unless it says which. Other configs are returned unchanged. Raises UserError for an
+    assistant that is asked for with another algorithm."""
     if values.get("model_type") != _ASSISTANT_TYPE:
         return values
     if algorithm != DFLASH:
-        raise UserError(f"{source}: an assistant of Muse-Glimmer draft tokens with --speculative-algorithm {DFLASH}.")
+        raise UserError(f"{source}: an assistant of Muse-Glimmer drafts with --speculative-algorithm {DFLASH}.")
     stated = {key: value for key, value in values.items() if value is not None}
     keys = ConfigReader({**_LEFT_OUT, **stated}, source)
     windows = {"layer_types": ["sliding_attention"] * keys.positive("num_hidden_layers")}
@@ -56,8 +56,9 @@ def assistant_values(values: Mapping[str, Any], algorithm: str, source: str) -> 
 
 
 def fit_assistant(values: Mapping[str, Any], target: ModelDescription, source: str) -> Mapping[str, Any]:
-    """Returns the values of an assistant's config with the vocabulary of its target, whose embedding and head it reads:
-    it says none. Raises UserError for a target whose embedding has no norm, which the assistant would leave out."""
+    """Returns the assistant's config with its target's vocabulary, whose embedding and head it uses; its own config
+    states none. Raises UserError for another target than Muse-Glimmer, whose embedding has a norm that the assistant
+    leaves out."""
     if not target.normed_embedding:
         raise UserError(
             f"{source}: {ASSISTANT_ARCHITECTURE} drafts for Muse-Glimmer, and the model is"

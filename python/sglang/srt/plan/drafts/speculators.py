@@ -1,5 +1,5 @@
-"""The format in which the speculators library writes drafts: the config of their layers is in
-`transformer_layer_config`, and layers of the target are named by their inputs.
+"""Reads drafts in the speculators library's format: their layers' config is in `transformer_layer_config`, and target
+layers are named by their inputs.
 
 Source: the config classes of version 0.9 of the library (`eagle3`, `dflash`, `dflash2`, `dspark`).
 """
@@ -20,7 +20,7 @@ _BLOCKS: Mapping[str, tuple[str, str]] = {
     "dflash2": (DFLASH, "DFlash2DraftModel"),
     "dspark": (DSPARK, "DSparkDraftModel"),
 }
-"""Algorithm, and the architecture as which its authors publish it."""
+"""(algorithm, architecture under which its authors publish it) by the library's model type."""
 _SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _MARKOV = {"markov_rank": 256, "enable_confidence_head": True, "confidence_head_with_markov": True}
 """The library's defaults, which it need not write."""
@@ -28,16 +28,16 @@ _USUAL_ROWS, _USUAL_VOCABULARY = 8, 32000
 
 
 def with_layer_keys(keys: ConfigReader) -> ConfigReader:
-    """Returns the keys with those of the layers. The vocabulary of these is the target's, and its embeddings are not
-    the draft's."""
+    """Returns the keys merged with those of the layers, whose vocabulary is the target's and whose tied embeddings are
+    not the draft's."""
     inner = keys.require(_LAYERS, dict)
     outer = {key: value for key, value in keys.values.items() if key != _LAYERS}
     return ConfigReader({**inner, **outer, "tie_word_embeddings": False}, keys.source)
 
 
 def block_values(values: Mapping[str, Any], algorithm: str, source: str) -> Mapping[str, Any]:
-    """Returns the values of a block draft's config.json as its authors write them: those of other writers as they are.
-    Raises UserError for a draft of another algorithm, and for windows that are computed otherwise."""
+    """Returns a block draft's config.json in the form of its authors; configs of other writers are returned unchanged.
+    Raises UserError for a draft of another algorithm, and for windows that are not computed."""
     kind = values.get(KIND)
     if kind is None:
         return values
@@ -69,7 +69,7 @@ def block_values(values: Mapping[str, Any], algorithm: str, source: str) -> Mapp
 
 
 def _check_windows(keys: ConfigReader, usual: bool) -> None:
-    """Rows of a block see each other in windows, too."""
+    """Raises UserError unless rows of a block see each other in windows, too."""
     windows = "sliding_attention" in keys.default("layer_types", list, [])
     if windows and not keys.default("sliding_window_non_causal", bool, usual):
         raise UserError(

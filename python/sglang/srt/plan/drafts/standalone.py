@@ -13,12 +13,13 @@ from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 
 PADDING = 1024
-"""Least difference between vocabularies that counts as one: checkpoints round their numbers of rows up, so smaller
+"""Vocabularies whose sizes differ by less count as equal: checkpoints round the number of rows up, so smaller
 differences are unused rows."""
 
 
 def describe_standalone(config: DraftConfig, target: ModelDescription) -> DraftDescription:
-    """Describes a model that drafts. Raises UserError for what is not served, and for another vocabulary."""
+    """Describes a draft model of its own. Raises UserError for models that are not served, have states, or another
+    vocabulary."""
     model = describe_model(config.values, config.quantization, config.keep_shared_apart, config.source)
     model.require_served()
     if abs(model.vocab_size - target.vocab_size) >= PADDING:

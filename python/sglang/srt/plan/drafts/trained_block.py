@@ -1,4 +1,4 @@
-"""Block drafts' blocks as they were trained: their rows, and the draft tokens that these make."""
+"""Reads the blocks with which a block draft was trained."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class TrainedBlock:
+    """The rows of a block, and the draft tokens that they make."""
+
     rows: int
     draft_tokens: int
 
 
 def trained_block(args: ServerArgs) -> TrainedBlock:
-    """Returns the block that the draft of the flags was trained with; no rows for drafters without blocks. Raises
-    UserError for a draft that is missing."""
+    """Returns the block with which the draft of the flags was trained; 0 rows for drafters without blocks. Raises
+    UserError for a missing draft."""
     path = args.speculative_draft_model_path
     if args.speculative_algorithm == DFLASH:
         if path is None:  # refused with the other flags

@@ -85,12 +85,12 @@ _BY_ARCHITECTURE: Mapping[str, Family] = {name: family for family in FAMILIES fo
 _BY_MODEL_TYPE: Mapping[str, Family] = {name: family for family in FAMILIES for name in family.model_types}
 
 SERVED_ARCHITECTURES: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
-"""Names in config.json's `architectures` of models that are served."""
+"""Values of config.json's `architectures` that are served."""
 
 
 def family_of(architecture: str, model_type: str) -> Family | None:
-    """Returns the family of a model; None: nothing is known of it. The architecture counts before `model_type`, which
-    decides where it is one of several families."""
+    """Returns the family of a model; None: the model is unknown. The architecture counts first, and `model_type`
+    decides where several families have it."""
     kind = model_type.removesuffix("_text")
     for family in FAMILIES:
         if architecture in family.architectures and kind in family.model_types:
@@ -105,4 +105,4 @@ UNREAD_LAYERS: Mapping[str, str] = {
     "linear_attn_config": "Kimi delta attention",
     "sparse_attention_config": "block-sparse attention",
 }
-"""Keys of configs whose layers are not described here: a plan that took no notice of them would be wrong."""
+"""Keys of configs whose layers are not described here, with their meaning: a plan that ignored them would be wrong."""

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: windows and compressed entries in one attention, hyper-connections, first layers routed by token ids."""
+"""DeepSeek-V4: attention over a window and compressed entries, hyper-connections, first layers routed by token ids."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ NAMES = WeightMap(
     {"embed": "embed", "norm": "norm", "lm_head": "head", "head_mix": ""},
     LAYER_NAMES,
     layer_prefix="layers.{layer}.",
-    # What the FP8 scales are called in exports that follow DeepSeek-V3.
+    # Exports that follow DeepSeek-V3 name the FP8 scales like it.
     aliases=((".weight_scale_inv", ".scale"),),
     decoder="",
     parts=W123_PARTS,
     behind=("hc_head_",),
     unread=("mtp.",),
 )
-"""Names of tensors as published: without a prefix. `mtp.` are layers that only drafts use, DSpark's among them."""
+"""Names of tensors as published, without a prefix. `mtp.` are layers that only drafts (such as DSpark's) use."""
 
 USUAL = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "swiglu_limit": 10.0, "norm_topk_prob": True}
 
 DEEPSEEK_V4 = Family(
-    # The second is what V4's FP8 exports call it.
+    title="DeepSeek V4",
+    # V4's FP8 exports use the second name.
     model_types=("deepseek_v4", "deepseek_ref"),
     architectures=("DeepseekV4ForCausalLM",),
     names=NAMES,
@@ -65,7 +66,7 @@ DEEPSEEK_V4 = Family(
         "scoring_func": ("sqrtsoftplus",),
         "topk_method": ("noaux_tc",),
     },
-    # The FP8 exports of Flash and Pro say little but sizes.
+    # The FP8 exports of Flash and Pro state little else than sizes.
     published={256: {**USUAL, "routed_scaling_factor": 1.5}, 384: {**USUAL, "routed_scaling_factor": 2.5}},
     compressed=True,
     has_experts=True,

@@ -1,4 +1,5 @@
-"""DeepSeek-V4.1: windows beside compressed entries that layers share, lagged hyper-connections, Engram tables."""
+"""DeepSeek-V4.1: attention over a window and compressed entries that layers share, lagged hyper-connections, Engram
+tables."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ V41_NAMES = replace(
         "ngrams.project": "engram.wkv",
     },
     behind=(),
-    # Where images are not served, and in drafts, which propose text.
+    # The bias for image tokens is not loaded where images are not served, and in drafts, which propose text.
     ignore=(*NAMES.ignore, "ffn.gate.bias_vl"),
     unread=("mtp.", "vision.", "aligner.", "image_start", "image_end", "image_newline"),
 )
 
 DEEPSEEK_V41 = replace(
     DEEPSEEK_V4,
+    title="DeepSeek V4.1",
     model_types=("deepseek_v41",),
     architectures=("DeepseekV41ForCausalLM",),
     names=V41_NAMES,

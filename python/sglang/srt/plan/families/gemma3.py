@@ -1,4 +1,5 @@
-"""Gemma 3, text: norms before and after every block, stored minus 1; five layers with a window, then one without."""
+"""Gemma 3, text: norms before and after every block, whose weights are stored minus 1; five layers with a window, then
+one without."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ NORMS_AROUND = {
 }
 
 GEMMA3 = Family(
+    title="Gemma 3",
     model_types=("gemma3",),
     architectures=("Gemma3ForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND}),

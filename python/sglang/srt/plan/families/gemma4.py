@@ -1,5 +1,5 @@
-"""Gemma 4, text: heads of two sizes, keys that are values too, a dense MLP beside the experts, and in the small models
-caches that layers share and embeddings that enter every layer."""
+"""Gemma 4, text: heads of two sizes, keys that are also values, a dense MLP beside the experts; in the small models
+caches that layers share and embeddings that are added in every layer."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ _MODEL_INPUTS = {
 _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND, **_EXPERTS, **_INPUTS, "end": ""}
 
 GEMMA4 = Family(
+    title="Gemma 4",
     model_types=("gemma4",),
     architectures=("Gemma4ForCausalLM",),
     names=WeightMap({**MODEL_NAMES, **_MODEL_INPUTS}, _LAYER),
-    # Between images and text only: text is causal.
+    # "vision" makes image tokens see each other in both directions; text stays causal.
     allowed={"use_bidirectional_attention": ("vision",), "hidden_activation": ("gelu_pytorch_tanh",)},
     computed=("final_logit_softcapping",),
     tie_embeddings=True,

@@ -12,6 +12,7 @@ from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES
 _NORMS_AFTER = {"input_norm_after": "post_self_attn_layernorm", "mlp_norm_after": "post_mlp_layernorm"}
 
 GLM4 = Family(
+    title="GLM-4 of 2025 and GLM-Z1",
     model_types=("glm4",),
     architectures=("Glm4ForCausalLM",),
     names=WeightMap(
@@ -26,6 +27,7 @@ GLM4 = Family(
 )
 GLM4V = replace(
     GLM4,
+    title="GLM-4.1V and GLM-4.6V-Flash",
     model_types=("glm4v",),
     architectures=("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration"),
     names=replace(GLM4.names.below("model.language_model."), unread=("model.visual.",)),

@@ -18,6 +18,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 GLM4_MOE = Family(
+    title="GLM-4.5 to GLM-4.7",
     model_types=("glm4_moe",),
     architectures=("Glm4MoeForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **EXPERT_NAMES, **SHARED_NAMES}),
@@ -31,6 +32,7 @@ GLM4_MOE = Family(
 )
 GLM4V_MOE = replace(
     GLM4_MOE,
+    title="GLM-4.5V and GLM-4.6V",
     model_types=("glm4v_moe",),
     architectures=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
     names=replace(GLM4_MOE.names.below("model.language_model."), unread=("model.visual.",)),

@@ -1,5 +1,5 @@
-"""GLM-5.3-Flash (`glm5_next`): three of four layers are Kimi delta attention, every fourth latent attention
-without positions to runs of tokens that an indexer selects by pooled keys; four streams with hyper-connections."""
+"""GLM-5.3-Flash (`glm5_next`): three of four layers are Kimi delta attention, every fourth is latent attention without
+positions over runs of tokens that an indexer selects by pooled keys; four streams with hyper-connections."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ _NAMES = WeightMap(
 _BELOW = _NAMES.below("model.language_model.")
 
 GLM5_NEXT = Family(
+    title="GLM-5.3-Flash",
     model_types=("glm5_next",),
     architectures=("Glm5NextForConditionalGeneration",),
     names=replace(_BELOW, unread=("model.visual.",)),

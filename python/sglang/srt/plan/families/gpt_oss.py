@@ -8,6 +8,7 @@ from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
 GPT_OSS = Family(
+    title="GPT-OSS",
     model_types=("gpt_oss",),
     architectures=("GptOssForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, "moe.router": "mlp.router", "moe.experts": "mlp.experts"}),

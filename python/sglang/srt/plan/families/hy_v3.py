@@ -1,4 +1,4 @@
-"""Hy3: norms on the q and k heads, sigmoid routing with a bias that counts for the choice, a shared expert."""
+"""Hy3: norms on the q and k heads, sigmoid routing with a correction bias, a shared expert."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 HY_V3 = Family(
+    title="Hy3",
     model_types=("hy_v3",),
     architectures=("HYV3ForCausalLM",),
     names=WeightMap(

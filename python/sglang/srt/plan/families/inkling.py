@@ -1,5 +1,5 @@
-"""Inkling, text: attention without rotation, with learned biases by distance, windows in five of six layers and queries
-that grow; short convolutions over k, v and what every block makes; experts beside shared ones that the router weights;
+"""Inkling, text: attention without rotation but with learned relative biases, windows in five of six layers, attention
+temperature scaling; short convolutions over k, v and the output of every block; shared experts that the router weights;
 a normed embedding, logits divided by a width."""
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ _ON: dict[str, tuple[object, ...]] = dict.fromkeys(
 
 
 def _numbers(stored: str, ours: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of name endings of the numbers beside NVFP4 codes."""
+    """Returns pairs of name endings (stored, ours) of the scales of NVFP4 weights."""
     names = {"scale": "weight_scale", "scale2": "weight_scale_2", "input_amax": "input_scale"}
     return tuple((f".mlp.experts.{stored}.{leaf}", f".mlp.experts.{ours}_{name}") for leaf, name in names.items())
 
 
 INKLING = Family(
+    title="Inkling",
     model_types=("inkling", "inkling_model", "inkling_mm_model"),
     architectures=("InklingForConditionalGeneration",),
     names=WeightMap(

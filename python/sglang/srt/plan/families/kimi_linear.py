@@ -15,6 +15,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 KIMI_LINEAR = Family(
+    title="Kimi Linear",
     model_types=("kimi_linear",),
     architectures=("KimiLinearForCausalLM",),
     names=WeightMap(

@@ -1,4 +1,5 @@
-"""Laguna: windows and full attention with other numbers of heads, a gate (softplus) for each head, sigmoid routing."""
+"""Laguna: windows and full attention with different numbers of heads, a softplus gate for each head, sigmoid
+routing."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 LAGUNA = Family(
+    title="Laguna",
     model_types=("laguna",),
     architectures=("LagunaForCausalLM",),
     names=WeightMap(
@@ -29,7 +31,7 @@ LAGUNA = Family(
             "moe.shared.down": "mlp.shared_expert.down_proj",
         },
     ),
-    # With an element's own gate, or weights on the experts' inputs, other blocks would be needed.
+    # A gate for each element, or weights on the experts' inputs, would need other blocks.
     allowed={
         "gating": (True, "per-head"),
         "moe_apply_router_weight_on_input": (False,),

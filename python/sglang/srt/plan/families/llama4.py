@@ -1,6 +1,6 @@
-"""Llama 4, whose encoder `plan.towers.llama4` describes: layers that see a chunk of the tokens and rotate heads, and
-layers that see all and do not, whose queries grow; one expert a token, whose weight multiplies what it takes, beside a
-shared one."""
+"""Llama 4, whose encoder `plan.towers.llama4` describes. Some layers see chunks of the tokens and rotate heads; others
+see all tokens, do not rotate, and have attention temperature scaling. One routed expert a token, whose input is
+multiplied by its weight, and a shared expert."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
 LLAMA4_TEXT = Family(
+    title="Llama 4",
     model_types=("llama4",),
     architectures=("Llama4ForCausalLM",),
     names=WeightMap(

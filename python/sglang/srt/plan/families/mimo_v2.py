@@ -1,4 +1,5 @@
-"""MiMo-V2: window layers with other KV heads and sinks, values narrower than keys, a third of a head rotates."""
+"""MiMo-V2: window layers have other numbers of KV heads, and sinks; values are narrower than keys; a third of a head
+rotates."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ from sglang.srt.plan.weight_names import (
 )
 
 MIMO_V2 = Family(
-    # The second is what later checkpoints of the same layers say, of V2.5 and V2.5-Pro among them.
+    title="MiMo-V2-Flash and MiMo-V2.5",
+    # Later checkpoints with the same layers, such as V2.5 and V2.5-Pro, have the second name.
     model_types=("mimo_v2_flash", "mimo_v2"),
     architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
     names=WeightMap(
         MODEL_NAMES,
         {**ATTENTION_NAMES, **MLP_NAMES, **EXPERT_NAMES},
         aliases=(*CACHE_SCALE_ALIASES, (".self_attn.attention_sink_bias", ".self_attn.sinks")),
-        # Encoders of images and sound (V2.5).
+        # V2.5 also has encoders of images and sound.
         unread=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."),
     ),
     allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), LAYOUT: (SPLIT, FUSED)},

@@ -14,6 +14,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 MINIMAX_M2 = Family(
+    title="MiniMax M2 to M2.7",
     model_types=("minimax_m2",),
     architectures=("MiniMaxM2ForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **W123_NAMES}, parts=W123_PARTS),

@@ -1,5 +1,5 @@
-"""MiniMax M3 and M3.1: grouped queries that read blocks of tokens, Gemma's norms, a part of each head rotates, experts
-are w1, w2, w3 with GPT-OSS's gate."""
+"""MiniMax M3 and M3.1: grouped-query attention over selected blocks of tokens, Gemma's norms, a part of each head
+rotates, experts are w1, w2, w3 with GPT-OSS's gate."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ _NAMES = WeightMap(
 ).below(_LANGUAGE_MODEL)
 
 MINIMAX_M3 = Family(
+    title="MiniMax M3 and M3.1",
     model_types=("minimax_m3_vl", "minimax_m3"),
     architectures=("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3SparseForCausalLM", "MiniMaxM3VLForCausalLM"),
     names=WeightMap(
@@ -42,7 +43,7 @@ MINIMAX_M3 = Family(
         layer_prefix=_NAMES.layer_prefix,
         decoder=_NAMES.decoder,
         parts=_NAMES.parts,
-        # Of checkpoints with the language model alone.
+        # Checkpoints with the language model alone have the names on the left.
         beginnings=(("model.", _LANGUAGE_MODEL), ("lm_head.", "language_model.lm_head.")),
         unread=(
             *("vision_tower.", "multi_modal_projector.", "patch_merge_mlp."),

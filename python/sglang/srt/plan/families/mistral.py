@@ -1,6 +1,6 @@
-"""Mistral and Mixtral: every layer has a window where the config names one; experts of Mixtral are w1, w2, w3.
-Ministral 3 and Devstral 2: queries grow with their position. Mistral 4: latent attention and experts in DeepSeek's
-form, chosen by a softmax over all of them, and queries that grow."""
+"""Mistral and Mixtral: every layer has a window where the config names one; Mixtral's experts are w1, w2, w3. Ministral
+3 and Devstral 2: attention temperature scaling. Mistral 4: latent attention and experts in DeepSeek's form, chosen by a
+softmax over all of them, and attention temperature scaling."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from sglang.srt.plan.weight_names import (
 )
 
 MISTRAL = Family(
+    title="Mistral",
     model_types=("mistral",),
     architectures=("MistralForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **MLP_NAMES}),
@@ -27,6 +28,7 @@ MISTRAL = Family(
     windows_everywhere=True,
 )
 MIXTRAL = Family(
+    title="Mixtral",
     model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **W123_NAMES}, parts=W123_PARTS),
@@ -36,14 +38,15 @@ MIXTRAL = Family(
 )
 MINISTRAL3 = replace(
     MISTRAL,
+    title="Mistral Small 3, Ministral 3 and Devstral 2",
     model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM",),
-    growing_queries=True,
+    attn_temperature_scaling=True,
 )
 
 
 def _beside_an_encoder(names: WeightMap) -> WeightMap:
-    """Returns the names in a checkpoint that has an image encoder, too, which is not read."""
+    """Returns the names for a checkpoint that also has an image encoder, which is not loaded."""
     return replace(
         names.below("language_model.model."),
         beginnings=(("language_model.lm_head.", "lm_head."),),
@@ -53,6 +56,7 @@ def _beside_an_encoder(names: WeightMap) -> WeightMap:
 
 MISTRAL3 = replace(
     MINISTRAL3,
+    title="Mistral Small 3, Ministral 3 and Devstral 2",
     model_types=(),
     architectures=("Mistral3ForConditionalGeneration",),
     allowed={"model_type": ("mistral", "ministral3")},
@@ -61,6 +65,7 @@ MISTRAL3 = replace(
 """The text half of checkpoints with an image encoder, of Mistral Small 3 and of Ministral 3."""
 
 MISTRAL4 = Family(
+    title="Mistral 4",
     model_types=("mistral4",),
     architectures=("Mistral4ForCausalLM",),
     names=replace(LATENT_MODEL, layer={**LATENT_MODEL.layer, "moe.experts": "mlp.experts"}),
@@ -68,11 +73,11 @@ MISTRAL4 = Family(
     has_experts=True,
     expert_form="stacked",
     router=Router(0),
-    growing_queries=True,
+    attn_temperature_scaling=True,
 )
 MISTRAL4_TEXT = replace(
     MISTRAL4,
     architectures=("Mistral3ForConditionalGeneration",),
     names=_beside_an_encoder(MISTRAL4.names),
 )
-"""The text half of Mistral Small 4, which has an image encoder as Mistral Small 3 has it."""
+"""The text half of Mistral Small 4, which has an image encoder like Mistral Small 3's."""

@@ -1,5 +1,4 @@
-"""Names and forms of the layers with which a model drafts for itself (multi-token prediction), as families publish
-them."""
+"""Names and forms of the layers with which a model drafts for itself (multi-token prediction), by family."""
 
 from __future__ import annotations
 
@@ -9,23 +8,28 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpForm:
-    """Names and form of a family's draft layers. `at`: beginning of the tensors' names in the target's checkpoint;
-    empty: that of the layer behind the last one. `names`: names below it of "fc", "embedding_norm", "hidden_norm" and
-    "norm", in which {last} is the number of the last draft layer; `layer`: the name of a layer. `copies`: names of
-    tensors that repeat the target's.
+    """Names and form of a family's draft layers.
 
-    `counts`: keys that may hold the number of draft layers, of which the first one in the config counts; `patterns`:
-    keys that may hold the kinds of these layers, in families whose layers are one block. `refused`: keys with the
-    values that are not computed. `hidden_first`, `zero_first`: as in `drafts.description.Projected`; `by_stream`,
-    `streamed`: the form is `drafts.description.ByStream`, or `Streamed`. `one_stream`: its layers have one residual
-    stream, however many the model has; `dense`: they attend to all tokens where the model's attend to pooled keys.
-    `unread`: names of tensors that are not used.
+        at: beginning of their tensors' names in the target's checkpoint; "": that of the layer behind the last one
+        names: names below it of "fc", "embedding_norm", "hidden_norm" and "norm"; {last} is the number of the last
+            draft layer
+        layer: name of a layer
+        copies: names of tensors that repeat the target's; unread: names of tensors that are not used
+        counts: keys that may hold the number of draft layers; the first one in the config counts
+        patterns: keys that may hold the kinds of these layers, in families with one block a layer
+        refused: keys with the values that are not computed
+        hidden_first, zero_first: as in `drafts.description.Projected`
+        by_stream, streamed: the form is `drafts.description.ByStream`, or `Streamed`
+        one_stream: its layers have one residual stream, however many the model has
+        dense: its layers attend to all tokens where the model's select them by pooled keys
 
-    `depths` > 0: the form is `drafts.description.MTPByLayer` of so many layers, unless the config says how many;
-    `names` and `copies` are then below each layer, and layers have a window. `chained`, `final_features`: as there;
-    `layer_names`: names in these layers that differ from those in the model's. `section`: the key of an object with
-    keys of these layers alone; `spellings`: keys beside it that say the same, and those in the object. `kinds`: what
-    `layer_types` calls layers with a window, of which `local_layer_ids` lists the depths, and the others.
+    `depths` > 0: the form is `drafts.description.MTPByLayer` with that many layers, unless the config states the
+    number; `names` and `copies` are then below each layer, and layers have a window.
+
+        chained, final_features: as in `MTPByLayer`
+        layer_names: names in these layers that differ from the model's
+        section: key of an object with keys for these layers only; spellings: equivalent keys beside it, and those in it
+        kinds: names in `layer_types` of layers with a window (`local_layer_ids` lists their depths), and of the others
     """
 
     at: str = ""
@@ -162,5 +166,5 @@ QWEN4_MTP = MtpForm(
     dense=True,
     unread=("layers.0.self_attn.indexer.",),
 )
-"""Qwen3.8-Flash-Next. The draft attends to all tokens: its indexer, which would choose as many as the target's layers
-choose, is not used. Draft tokens are verified either way."""
+"""Qwen3.8-Flash-Next. The draft attends to all tokens: its indexer, which would select as many tokens as the target's,
+is not used. Draft tokens are verified either way."""

@@ -1,6 +1,6 @@
 """Muse-Glimmer, whose encoder `plan.towers.muse_glimmer` describes: windows with rotation and full attention without,
-norms of heads without weights, an output gate with a projection of its own, norms around every block, a normed
-embedding, logits multiplied and bent."""
+norms of heads without weights, an output gate with its own projection, norms around every block, a normed embedding,
+scaled and softly capped logits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES
 _NAMES = WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **MLP_NAMES, **NORMS_AROUND}).below("model.language_model.")
 
 MUSE_GLIMMER = Family(
+    title="Muse-Glimmer",
     model_types=("muse_glimmer",),
     architectures=("MuseGlimmerForConditionalGeneration",),
     names=WeightMap(

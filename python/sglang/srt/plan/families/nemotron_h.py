@@ -9,6 +9,7 @@ from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import WeightMap
 
 NEMOTRON_H = Family(
+    title="Nemotron-H and Nemotron 3",
     model_types=("nemotron_h",),
     architectures=("NemotronHForCausalLM",),
     names=WeightMap(

@@ -1,4 +1,4 @@
-"""Qwen 2, 2.5 and 2.5-VL, dense and mixture of experts: q, k and v have biases, the shared expert a gate."""
+"""Qwen 2, 2.5 and 2.5-VL, dense and MoE: q, k and v have biases, the shared expert has a gate."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from sglang.srt.plan.weight_names import (
 _LAYER = {**ATTENTION_NAMES, **MLP_NAMES}
 
 QWEN2 = Family(
+    title="Qwen2 and Qwen2.5",
     model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
     names=WeightMap(MODEL_NAMES, _LAYER),
@@ -27,6 +28,7 @@ QWEN2 = Family(
 )
 MIMO = replace(
     QWEN2,
+    title="MiMo-7B",
     model_types=("mimo",),
     architectures=("MiMoForCausalLM",),
     names=replace(QWEN2.names, unread=("model.mtp_layers.",)),
@@ -35,6 +37,7 @@ MIMO = replace(
 )
 """MiMo-7B: Qwen 2 with a layer for multi-token prediction."""
 QWEN2_MOE = Family(
+    title="Qwen2 and Qwen2.5",
     model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES, **GATED_SHARED_NAMES}),
@@ -47,12 +50,13 @@ QWEN2_MOE = Family(
 _NEWER = "model.language_model."
 QWEN2_5_VL = replace(
     QWEN2,
+    title="Qwen2.5-VL",
     model_types=("qwen2_5_vl",),
     architectures=("Qwen2_5_VLForConditionalGeneration",),
     names=replace(
         QWEN2.names.below(_NEWER),
         unread=("model.visual.",),
-        # Published checkpoints have the names on the left, newer transformers write those on the right.
+        # Published checkpoints have the names on the left; newer transformers write those on the right.
         beginnings=(
             ("visual.", "model.visual."),
             *((f"model.{name}.", f"{_NEWER}{name}.") for name in ("layers", "embed_tokens", "norm")),

@@ -1,5 +1,4 @@
-"""Qwen3 and Qwen3-VL, dense and mixture of experts: norms on the q and k heads, whose size is independent of the
-hidden size."""
+"""Qwen3 and Qwen3-VL, dense and MoE: norms on the q and k heads, whose size is independent of the hidden size."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from sglang.srt.plan.weight_names import (
 _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
 
 QWEN3 = Family(
+    title="Qwen3",
     model_types=("qwen3",),
     architectures=("Qwen3ForCausalLM",),
     names=WeightMap(MODEL_NAMES, _LAYER),
@@ -28,6 +28,7 @@ QWEN3 = Family(
     num_kv_heads=32,
 )
 QWEN3_MOE = Family(
+    title="Qwen3",
     model_types=("qwen3_moe",),
     architectures=("Qwen3MoeForCausalLM",),
     names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES}, unread=("mtp.",)),
@@ -39,12 +40,14 @@ QWEN3_MOE = Family(
 )
 QWEN3_VL = replace(
     QWEN3,
+    title="Qwen3-VL",
     model_types=("qwen3_vl",),
     architectures=("Qwen3VLForConditionalGeneration",),
     names=replace(QWEN3.names.below("model.language_model."), unread=("model.visual.",)),
 )
 QWEN3_VL_MOE = replace(
     QWEN3_MOE,
+    title="Qwen3-VL",
     model_types=("qwen3_vl_moe",),
     architectures=("Qwen3VLMoeForConditionalGeneration",),
     names=replace(

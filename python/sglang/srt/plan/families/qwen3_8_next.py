@@ -1,5 +1,5 @@
 """Qwen3.8-Flash-Next (`qwen4_exp`): three of four layers are gated delta nets, every fourth attends to blocks of tokens
-that an indexer selects; four gated residual streams, into which embeddings of n-grams go."""
+that an indexer selects; four gated residual streams, to which embeddings of n-grams are added."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ _NAMES = WeightMap(
 )
 
 QWEN4_EXP_TEXT = Family(
+    title="Qwen3.8-Flash-Next",
     model_types=("qwen4_exp", "qwen3_8_flash_next"),
     architectures=("Qwen4ExpForCausalLM",),
     names=_NAMES,

@@ -24,6 +24,7 @@ _COMPUTED = {"hidden_act": ("silu", "swish"), "output_gate_type": ("silu", "swis
 _NAMES = WeightMap(MODEL_NAMES, {**_LAYER, "moe.experts": "mlp.experts"}, unread=("mtp.",))
 
 QWEN3_NEXT = Family(
+    title="Qwen3-Next",
     model_types=("qwen3_next",),
     architectures=("Qwen3NextForCausalLM",),
     names=_NAMES,
@@ -40,7 +41,14 @@ QWEN3_NEXT = Family(
     router=Router(0),
     mtp=QWEN_MTP,
 )
-_QWEN3_5 = replace(QWEN3_NEXT, allowed=_COMPUTED, projected_by_key_head=False, has_experts=False, num_kv_heads=4)
+_QWEN3_5 = replace(
+    QWEN3_NEXT,
+    title="Qwen3.5 and Qwen3.6",
+    allowed=_COMPUTED,
+    projected_by_key_head=False,
+    has_experts=False,
+    num_kv_heads=4,
+)
 QWEN3_5 = replace(
     _QWEN3_5,
     model_types=("qwen3_5",),
@@ -56,7 +64,7 @@ QWEN3_5_MOE = replace(
 
 
 def _text_half(family: Family, architecture: str) -> Family:
-    """Returns the family of the language model in a checkpoint that has an image encoder too, which is not read."""
+    """Returns the family of the language model in a checkpoint that also has an image encoder, which is not loaded."""
     names = replace(_NAMES.below("model.language_model."), unread=("mtp.", "model.visual."))
     return replace(family, model_types=(), architectures=(architecture,), names=names)
 

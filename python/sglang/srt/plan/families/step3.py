@@ -1,4 +1,4 @@
-"""Step-3.5 and 3.7: window layers with more heads than the others, a gate for each head, norms stored minus 1, and
+"""Step-3.5 and 3.7: window layers have more heads than the others; a gate for each head, norms stored minus 1, and
 activations with limits in the last layers."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 STEP3P5 = Family(
+    title="Step-3.5",
     model_types=("step3p5",),
     architectures=("Step3p5ForCausalLM",),
     names=WeightMap(
@@ -60,6 +61,7 @@ STEP3P5 = Family(
 )
 STEP3P7 = replace(
     STEP3P5,
+    title="Step-3.7",
     model_types=("step3p7",),
     architectures=("Step3p7ForConditionalGeneration",),
     names=replace(STEP3P5.names, unread=("vision_model.", "vit_large_projector.")),

@@ -1,7 +1,7 @@
-"""The encoder of images of DeepSeek-V4.1, as config.json has it.
+"""Reads DeepSeek-V4.1's encoder of images from config.json.
 
-A token is made of a square of patches; where a side is no multiple, nothing is seen beyond it. A row of tokens ends
-with a learned one, and so do the rows together, before which another stands.
+A token is made of a square of patches, padded at the edges of the image. A learned token ends each row of tokens, and
+two others begin and end the image.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from sglang.srt.plan.towers.tower import ROTARY_THETA, Cut, NamedShape, Tower, l
 
 TOWER, ALIGNER = "vision.", "aligner."
 START, NEW_LINE, END = "image_start", "image_newline", "image_end"
-"""Tokens that no patch has a part in."""
+"""Names of the learned tokens that are not made of patches."""
 _COLOURS = 3
 _NORM_EPS = 1e-6
-"""No published config names it."""
+"""Default epsilon; no published config states it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekVitTower(Tower):
-    """`norm_eps`: of all norms, which is not the text's. `theta`: of the angles by row and column."""
+    """DeepSeek-V4.1's encoder. `norm_eps`: epsilon of all its norms, not the text's. `theta`: base of the angles by row
+    and column."""
 
     norm_eps: float
     theta: float
@@ -38,7 +39,7 @@ class DeepseekVitTower(Tower):
     prefixes: ClassVar[tuple[str, ...]] = (TOWER, ALIGNER, START, NEW_LINE, END)
 
     def squares(self, grid: tuple[int, int, int]) -> tuple[int, int]:
-        """Returns the rows and columns of tokens that patches of a frame become."""
+        """Returns the rows and columns of tokens that a frame's patches become."""
         return -(-grid[1] // self.merge), -(-grid[2] // self.merge)
 
     def num_tokens(self, grid: tuple[int, int, int]) -> int:
@@ -64,7 +65,7 @@ class DeepseekVitTower(Tower):
 
 
 def describe_deepseek_vit(outer: ConfigReader, vision: ConfigReader) -> DeepseekVitTower:
-    """Describes the encoder of a config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a config. Raises UserError for a missing key."""
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_attention_heads")
     whole_quarters(vision, hidden, heads)
     text = ConfigReader(outer.default("text_config", dict, {}), "config.json text_config")

@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Gemma 4, as config.json has it."""
+"""Reads Gemma 4's encoder of images and videos from config.json."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ _THETA = 100.0
 _TOWER, _PROJECTOR = "model.vision_tower.", "model.embed_vision."
 _COLOURS = 3
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-"""Numbers of a linear layer between which its inputs and outputs are kept."""
+"""Names of the bounds to which a linear layer's inputs and outputs are clamped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Tower(Tower):
-    """`merge`: patches a side whose mean becomes a token. `places`: rows, and columns, that have a learned position.
-    `bounded`: whether linear layers have BOUNDS. `standardized`: whether the means are shifted and scaled."""
+    """Gemma 4's encoder.
+
+    merge: patches a side whose mean becomes a token
+    places: rows (and columns) with a learned position
+    bounded: linear layers have BOUNDS
+    standardized: the means are shifted and scaled
+    """
 
     places: int
     theta: float
@@ -66,12 +71,12 @@ class Gemma4Tower(Tower):
             yield from ((f"{name}.{bound}", ()) for bound in BOUNDS)
 
     def activation_size(self) -> int:
-        """Norms are of float32."""
+        """Returns the values as Tower does; norms are computed in float32."""
         return 2 * self.hidden_size + max(9 * self.hidden_size, 3 * self.intermediate_size)
 
 
 def describe_gemma4(outer: ConfigReader, vision: ConfigReader) -> Gemma4Tower:
-    """Describes the encoder of a config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "hidden_activation", "gelu_pytorch_tanh")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_attention_heads")
     whole_quarters(vision, hidden, heads)

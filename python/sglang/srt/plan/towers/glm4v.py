@@ -1,4 +1,4 @@
-"""The encoder of images and videos of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-5.3-Flash, as config.json has it."""
+"""Reads the encoder of images and videos of GLM-4.1V, GLM-4.5V, GLM-4.6V and GLM-5.3-Flash from config.json."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ _PREFIX = "model.visual."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4vTower(Tower):
-    """`intermediate_size`: of the merger; `block_size`: of the layers. `side`: learned positions a side, which are
-    interpolated to an image's; 0: there are none, nor a norm of the embedded patches. `norm_eps`: of the RMS norms.
-    `qkv_bias`, `block_bias`: whether queries, keys and values, or the other linear layers of a block, have one.
-    `head_norms`: whether each head of queries and keys has a norm. `limit`: of gates from above, and of what they are
-    multiplied with from both sides; 0: none. `theta`: of the rotary angles."""
+    """GLM's encoder.
+
+    intermediate_size: width of the merger; block_size: width of the layers
+    side: learned positions a side, which are interpolated to an image's size; 0: none, and no norm of embedded
+        patches
+    norm_eps: epsilon of the RMS norms
+    qkv_bias, block_bias: biases of q, k and v, and of a block's other linear layers
+    head_norms: each head of queries and keys is normed
+    limit: clamps gates from above, and what they multiply from both sides; 0: no limit
+    theta: base of the rotary angles
+    """
 
     block_size: int
     side: int
@@ -78,7 +84,7 @@ class Glm4vTower(Tower):
 
 
 def describe_glm4v(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
-    """Describes the encoder of a vision_config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a vision_config. Raises UserError for a missing key or a value that is not computed."""
     patch = vision.positive("patch_size", 14)
     return Glm4vTower(
         **_usual(vision),
@@ -90,7 +96,8 @@ def describe_glm4v(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
 
 
 def describe_glm5_next(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
-    """As `describe_glm4v`, of GLM-5.3-Flash: no learned positions, norms of heads, gates with limits, biases."""
+    """Describes GLM-5.3-Flash's encoder as `describe_glm4v` does: no learned positions, but norms of heads, limits of
+    gates and biases."""
     bias = vision.default("attention_bias", bool, True)
     return Glm4vTower(
         **_usual(vision),
@@ -106,7 +113,7 @@ def describe_glm5_next(outer: ConfigReader, vision: ConfigReader) -> Glm4vTower:
 
 
 def _usual(vision: ConfigReader) -> dict[str, Any]:
-    """Returns the fields that both forms say alike."""
+    """Returns the fields that both forms read in the same way."""
     only(vision, "hidden_act", "silu")
     hidden, heads = vision.positive("hidden_size"), vision.count("num_heads", "num_attention_heads")
     if not heads:

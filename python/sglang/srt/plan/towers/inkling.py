@@ -1,5 +1,5 @@
-"""The encoder of images of Inkling, as config.json has it: layers that see one patch alone and fold it step by step
-to one vector."""
+"""Reads Inkling's encoder of images from config.json. Its layers see one patch alone and fold it step by step to one
+vector."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, only
 
 NORM_EPS = 1e-6
-"""Of all norms."""
+"""Epsilon of all norms."""
 PATCHES_AT_ONCE = 1 << 10
-"""So many patches go through the layers together: the first ones hold many times what a token's features are."""
+"""Patches that go through the layers together: the first layers' values are many times a token's features."""
 FRAMES, COLOURS = 2, 3
-"""Of a patch: an image is seen twice."""
+"""Frames and colours of a patch; an image counts as two equal frames."""
 _TOWER = "model.visual."
 _CHANNEL_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """A layer: boxes of `frames` x `side` x `side` places become one, and their `channels` each `out` together."""
+    """A layer: each box of `frames` x `side` x `side` places with `channels` channels becomes one place with `out`
+    channels."""
 
     frames: int
     side: int
@@ -34,12 +35,14 @@ class Fold:
 
     @property
     def inputs(self) -> int:
+        """Values of a box."""
         return self.frames * self.side**2 * self.channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InklingTower(Tower):
-    """A patch has its frames, rows, columns and colours in this order, and becomes one token. No patch sees another."""
+    """Inkling's encoder. A patch has its frames, rows, columns and colours in this order, and becomes one token. No
+    patch sees another one."""
 
     folds: tuple[Fold, ...]
     cuts: ClassVar[Mapping[str, Cut]] = {}
@@ -60,8 +63,8 @@ class InklingTower(Tower):
         yield f"{_TOWER}final_norm.weight", (self.out_size,)
 
     def activation_size(self) -> int:
-        """Returns the features of each patch, and a share of what the patches hold that are computed at once: the
-        input of a layer, its output, and that twice in float32."""
+        """Returns the features of each patch, and its share of what the patches that are computed at once hold: a
+        layer's input, its output, and that twice in float32."""
         places, widest = self.patch_values // self.patch_shape[0], 0
         for fold in self.folds:
             before, places = places, places // (fold.frames * fold.side**2)
@@ -70,7 +73,7 @@ class InklingTower(Tower):
 
 
 def describe_inkling(config: ConfigReader, vision: ConfigReader) -> InklingTower:
-    """Reads the vision_config. Raises UserError for forms that are not computed."""
+    """Describes the encoder of a config. Raises UserError for forms that are not computed."""
     only(vision, "vision_encoder_type", "hmlp")
     if not vision.default("use_vision_norm", bool, True):
         raise UserError(f"{vision.source}: use_vision_norm = False is not supported.")
@@ -97,10 +100,10 @@ def describe_inkling(config: ConfigReader, vision: ConfigReader) -> InklingTower
 
 
 def planned_folds(frames: int, patch: int, channels: int, layers: int, out: int) -> tuple[Fold, ...]:
-    """Returns the layers: between a pixel and a patch are sizes whose places are multiplied by one prime after the
-    other, the largest first and those of time last. Layers end at those of them whose number of places is nearest to
-    even steps: at different ones, if there are fewer layers than sizes; otherwise each at its nearest, so that some
-    fold nothing."""
+    """Returns the layers. Between a pixel and a patch there are sizes: the number of places is multiplied by one prime
+    factor after the other, the largest first, and those of time last. Each layer ends at a size whose number of places
+    is nearest to even (logarithmic) steps. With fewer layers than sizes all end at different ones; otherwise each at
+    its nearest, and some fold nothing."""
     sizes = [(1, 1, channels)]
     for prime in _primes(patch):
         side = sizes[-1][1] * prime
@@ -141,8 +144,8 @@ def _nearest(value: float, given: Sequence[float]) -> int:
 
 
 def _nearest_apart(wanted: Sequence[float], given: Sequence[float]) -> list[int]:
-    """Returns the number of a given value for each wanted one, none twice, so that the distances are least together.
-    Both ascend, and so does the result."""
+    """Returns the index of a given value for each wanted one, none twice, such that the sum of distances is smallest.
+    Both lists ascend, and so does the result."""
     best: list[tuple[float, list[int]]] = [(0.0, [])] * (len(given) + 1)
     for value in wanted:
         rows: list[tuple[float, list[int]]] = [(math.inf, [])]

@@ -1,4 +1,4 @@
-"""The encoder of images of Llama 4, as config.json has it."""
+"""Reads Llama 4's encoder of images from config.json."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sglang.srt.plan.towers.tower import (
 )
 
 NORM_EPS = 1e-5
-"""Of all norms, whatever `norm_eps` of the config says."""
+"""Epsilon of all norms, whatever the config's `norm_eps` says."""
 _TOWER, _PROJECTOR = "vision_model.", "multi_modal_projector."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Tower(Tower):
-    """`side`: patches a side of a tile, all of which have one size. A token more for each tile is seen by its patches,
-    and dropped behind the layers. `adapter_size`: of the two layers behind the merge."""
+    """Llama 4's encoder. `side`: patches a side of a tile; all tiles have one size. A class token for each tile is seen
+    by its patches, and dropped behind the layers. `adapter_size`: width of the two layers behind the merge."""
 
     side: int
     adapter_size: int
@@ -67,7 +67,7 @@ class Llama4Tower(Tower):
 
 
 def describe_llama4(outer: ConfigReader, vision: ConfigReader) -> Llama4Tower:
-    """Describes the encoder of a config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "hidden_act", "gelu")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_attention_heads")
     whole_quarters(vision, hidden, heads)
@@ -103,7 +103,8 @@ def _adapter_size(vision: ConfigReader) -> int:
 
 
 def _theta(vision: ConfigReader) -> float:
-    """Published configs have it beside the other keys, those of transformers in `rope_parameters`."""
+    """Returns the base of the rotary angles. Published configs have it beside the other keys, those of transformers in
+    `rope_parameters`."""
     rope = ConfigReader(vision.default("rope_parameters", dict, {}), f"{vision.source} rope_parameters")
     only(rope, "rope_type", "default")
     return rope.default("rope_theta", float, vision.default("rope_theta", float, ROTARY_THETA))

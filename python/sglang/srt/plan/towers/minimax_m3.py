@@ -1,7 +1,7 @@
-"""The encoder of images and videos of MiniMax-M3, as config.json has it.
+"""Reads MiniMax-M3's encoder of images and videos from config.json.
 
-Published configs have the sizes of what becomes a token in `img_token_compression_config`; those that transformers
-writes have them beside the other keys.
+Published configs have the sizes of a token in `img_token_compression_config`; those that transformers writes have them
+beside the other keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _TOWER, _PROJECTOR, _MERGER = "vision_tower.vision_model.", "multi_modal_project
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniMaxM3Tower(Tower):
-    """`projector_size`: the wide layer of both projectors: that of patches, and that of the patches of a token."""
+    """MiniMax-M3's encoder. `projector_size`: width of both projectors: that of patches, and that of a token's
+    patches."""
 
     projector_size: int
     norm_eps: float
@@ -38,7 +39,7 @@ class MiniMaxM3Tower(Tower):
 
     @property
     def axis_pairs(self) -> int:
-        """Pairs of a head that turn by each of time, row and column; the last dims do not turn."""
+        """Pairs of a head that rotate by each of time, row and column; the last dims do not rotate."""
         return self.head_dim // 6
 
     def shapes(self) -> Iterator[NamedShape]:
@@ -58,14 +59,14 @@ class MiniMaxM3Tower(Tower):
             yield from linear_shapes(prefix + "linear_2", self.out_size, self.projector_size)
 
     def activation_size(self) -> int:
-        """The projector of patches may be wider than any layer."""
+        """Returns the values as Tower does; the projector of patches may be wider than any layer."""
         hidden = self.hidden_size
         widest = max(8 * hidden, 2 * self.intermediate_size, self.projector_size + self.out_size)
         return 2 * hidden + widest + self.place_size
 
 
 def describe_minimax_m3(outer: ConfigReader, vision: ConfigReader) -> MiniMaxM3Tower:
-    """Describes the encoder of a config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "hidden_act", "gelu")
     only(vision, "position_embedding_type", "rope")
     only(vision, "rope_mode", "3d")

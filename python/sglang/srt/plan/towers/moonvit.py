@@ -1,4 +1,4 @@
-"""MoonViT, the encoder of images and videos of Kimi K2.5 to K2.7, as config.json has it.
+"""Reads MoonViT, the encoder of images and videos of Kimi K2.5 to K2.7, from config.json.
 
 Published configs write `vt_hidden_size` and the like; those that transformers writes have the usual keys.
 """
@@ -14,15 +14,15 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, linear_shapes, norm_shapes, only, whole_quarters
 
 ROTARY_THETA = 10000.0
-"""The same in every published model, whose configs do not name it."""
+"""Base of rotary angles in every published model; configs do not state it."""
 _TOWER, _PROJECTOR = "vision_tower.", "mm_projector."
 _COLOURS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoonViTTower(Tower):
-    """`side`: learned positions a side, which are interpolated to an image's. `projector_eps`: of the norm in front of
-    the projector."""
+    """Kimi's encoder. `side`: learned positions a side, which are interpolated to an image's size. `projector_eps`:
+    epsilon of the norm before the projector."""
 
     side: int
     projector_eps: float
@@ -57,7 +57,7 @@ class MoonViTTower(Tower):
 
 
 def describe_moonvit(outer: ConfigReader, vision: ConfigReader) -> MoonViTTower:
-    """Describes the encoder of a config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "merge_type", "sd2_tpool")
     only(vision, "mm_projector_type", "patchmerger")
     only(vision, "pos_emb_type", "divided_fixed")
@@ -91,7 +91,7 @@ def describe_moonvit(outer: ConfigReader, vision: ConfigReader) -> MoonViTTower:
 
 
 def _size(vision: ConfigReader, key: str, prefix: str = "vt_") -> int:
-    """Returns the whole number that the config has under the key, with or without the prefix."""
+    """Returns the whole number under the key, with or without the prefix. Raises UserError if there is none."""
     size = vision.count(prefix + key, key)
     if size < 1:
         raise UserError(f"{vision.source}: the key {prefix + key!r} is missing.")

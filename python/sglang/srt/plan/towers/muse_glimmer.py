@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Muse-Glimmer, as config.json has it."""
+"""Reads Muse-Glimmer's encoder of images and videos from config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang.srt.plan.towers.tower import (
 )
 
 BLOCK_EPS = 1e-5
-"""Of the norms in a layer, which no config names."""
+"""Epsilon of the norms in a layer, which no config states."""
 _TOWER, _ADAPTER, _PROJECTION = "model.vision_tower.", "model.vision_adapter.", "model.vision_projection."
 _COLOURS = 3
 _LAYER_TYPES = ("full_attention", "window_attention")
@@ -28,9 +28,14 @@ _LAYER_TYPES = ("full_attention", "window_attention")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuseGlimmerTower(Tower):
-    """`side`: learned positions a side, which are interpolated to an image's, and patches a side of the windows in
-    which patches see one another, but for the `full_layers`, in which all of a frame do. `adapter_size`: of the two
-    layers behind the merge. `norm_eps`: of the norms around the layers; `text_eps`: of the norm of the features."""
+    """Muse-Glimmer's encoder.
+
+    side: learned positions a side, which are interpolated to an image's size, and patches a side of the windows in
+        which patches see each other
+    full_layers: layers in which all patches of a frame see each other
+    adapter_size: width of the two layers behind the merge
+    norm_eps: epsilon of the norms around the layers; text_eps: of the features' norm
+    """
 
     side: int
     full_layers: tuple[int, ...]
@@ -72,7 +77,7 @@ class MuseGlimmerTower(Tower):
 
 
 def describe_muse_glimmer(outer: ConfigReader, vision: ConfigReader) -> MuseGlimmerTower:
-    """Describes the encoder of a config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "hidden_act", "gelu")
     only(outer, "projector_hidden_act", "gelu")
     hidden, heads = vision.positive("hidden_size", 1536), vision.positive("num_attention_heads", 16)
@@ -103,7 +108,7 @@ def describe_muse_glimmer(outer: ConfigReader, vision: ConfigReader) -> MuseGlim
 
 
 def _full_layers(vision: ConfigReader, layers: int) -> tuple[int, ...]:
-    """Every fourth layer and the last, where the config lists none."""
+    """Returns the layers without windows: those listed, or else every fourth and the last. Raises UserError."""
     kinds = vision.default("layer_types", list, [])
     if not kinds:
         return tuple(i for i in range(layers) if i % 4 == 3 or i == layers - 1)

@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Qwen2.5-VL, as config.json has it."""
+"""Reads Qwen2.5-VL's encoder of images and videos from config.json."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.towers.tower import Cut, NamedShape, Tower, gated_shapes, linear_shapes, only, whole_quarters
 
 NORM_EPS, ROTARY_THETA = 1e-6, 10000.0
-"""The same in every published model, whose configs do not name them."""
+"""The values of every published model; configs do not state them."""
 _PREFIX = "model.visual."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen2_5VLTower(Tower):
-    """`window`: tokens a side of the windows in which patches see one another, but for the `full_layers`, in which all
-    of a frame do."""
+    """Qwen2.5-VL's encoder. `window`: tokens a side of the windows in which patches see each other; in the
+    `full_layers` all patches of a frame do."""
 
     window: int
     full_layers: tuple[int, ...]
@@ -57,7 +57,7 @@ class Qwen2_5VLTower(Tower):
 
 
 def describe_qwen2_5_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen2_5VLTower:
-    """Describes the encoder of a vision_config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a vision_config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "hidden_act", "silu")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_heads")
     whole_quarters(vision, hidden, heads)

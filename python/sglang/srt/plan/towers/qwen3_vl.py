@@ -1,4 +1,4 @@
-"""The encoder of images and videos of Qwen3-VL, Qwen3.5 and Qwen3.8-Flash-Next, as config.json has it."""
+"""Reads the encoder of images and videos of Qwen3-VL, Qwen3.5 and Qwen3.8-Flash-Next from config.json."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from sglang.srt.plan.towers.tower import (
 )
 
 NORM_EPS = 1e-6
-"""The same in every published model, whose configs do not name it."""
+"""Epsilon of the norms in every published model; configs do not state it."""
 _PREFIX = "model.visual."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3VLTower(Tower):
-    """`side`: learned positions a side, which are interpolated to an image's. `theta`: of the rotary angles."""
+    """Qwen3-VL's encoder. `side`: learned positions a side, which are interpolated to an image's size. `theta`: base of
+    the rotary angles."""
 
     side: int
     theta: float
@@ -60,7 +61,7 @@ class Qwen3VLTower(Tower):
 
 
 def describe_qwen3_vl(outer: ConfigReader, vision: ConfigReader) -> Qwen3VLTower:
-    """Describes the encoder of a vision_config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a vision_config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "hidden_act", "gelu_pytorch_tanh")
     hidden, heads = vision.positive("hidden_size"), vision.positive("num_heads")
     whole_quarters(vision, hidden, heads)

@@ -1,4 +1,4 @@
-"""The encoder of images of Step-3.7, as config.json has it.
+"""Reads Step-3.7's encoder of images from config.json.
 
 Published configs write `width`, `layers`, `heads` and `mlp_ratio`; those that transformers writes have the usual keys.
 """
@@ -26,13 +26,13 @@ _TOWER, _PROJECTOR = "vision_model.", "vit_large_projector."
 _COLOURS = 3
 _SAMPLERS = ("vit_downsampler1", "vit_downsampler2")
 _SERVED = {"use_cls_token": False, "use_ln_pre": True, "use_ln_post": False, "use_abs_posemb": True, "use_rope2d": True}
-"""Switches of published configs, and the values that are computed."""
+"""Switches of published configs, and the only value that is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step3Tower(Tower):
-    """`side`: learned positions a side, which are interpolated to another size. Two convolutions with a stride of 2
-    make a token of a square of 4 x 4 patches."""
+    """Step-3.7's encoder. `side`: learned positions a side, which are interpolated to another size. Two convolutions
+    with a stride of 2 make a token of a square of 4 x 4 patches."""
 
     side: int
     norm_eps: float
@@ -48,7 +48,8 @@ class Step3Tower(Tower):
     prefixes: ClassVar[tuple[str, ...]] = (_TOWER, _PROJECTOR)
 
     def cut_of(self, name: str) -> Cut | None:
-        """Queries, keys and values are one matrix, whose name ends in no `weight`."""
+        """Returns the cut as Tower does; the name of the matrix of queries, keys and values does not end in
+        `weight`."""
         if self.ranks > 1 and ".attn.in_proj_" in name:
             return Cut.HEADS
         return Tower.cut_of(self, name)
@@ -78,7 +79,7 @@ class Step3Tower(Tower):
 
 
 def describe_step3(outer: ConfigReader, vision: ConfigReader) -> Step3Tower:
-    """Describes the encoder of a config. Raises UserError naming a key that is missing or not served."""
+    """Describes the encoder of a config. Raises UserError for a missing key or a value that is not computed."""
     only(vision, "hidden_act", "quick_gelu")
     for key, served in _SERVED.items():
         if vision.default(key, bool, served) != served:

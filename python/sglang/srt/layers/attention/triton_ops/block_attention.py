@@ -1,10 +1,10 @@
 """Attention of grouped queries over selected blocks of a paged cache of keys and values.
 
-A program computes up to BLOCK_H query heads of one KV head and token, over a share of the token's selected blocks;
-`merge_shares_kernel` puts shares together. The tokens of a block have slots that follow one another, so that one number
-a block says where its keys and values lie. Blocks are in ascending order: of the last one only the tokens up to the
-query's are seen, so what a token sees is a run of places in its selection. Float8 keys and values are converted to the
-queries' type; their scales are multiplied to scores and results.
+A program computes up to BLOCK_H query heads of one KV head and token, over a split of the token's selected blocks;
+`merge_shares_kernel` merges the splits. The tokens of a block have consecutive slots, so one number per block gives the
+place of its keys and values. Blocks are in ascending order, and of the last only the tokens up to the query are seen,
+so a token sees a prefix of its selection. Float8 keys and values are converted to the queries' dtype; scores and
+results are multiplied by their scales.
 
 Reference: `native_block_groups.attend_blocks`.
 """
@@ -115,8 +115,8 @@ def block_attention_fwd(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """`native_block_groups.attend_blocks` for q and out [T, Hq, D] in bf16 or fp16, caches [S, Hkv, D] of that type or
-    float8, `block` a power of two. `num_sms`: of the GPU."""
+    """Computes `native_block_groups.attend_blocks` for q and out [T, Hq, D] in bf16 or fp16, caches [S, Hkv, D] of that
+    dtype or float8, `block` a power of two. `num_sms`: of the GPU. Raises TypeError for uint8 or different caches."""
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:
         return

@@ -1,10 +1,10 @@
-"""Scores of blocks of tokens: for each new token and KV head the largest product of its query and a key of the block.
+"""Scores of blocks of tokens: for each new token and KV head, the largest product of its query with a key of the block.
 
-A program computes ROWS neighbouring tokens, all heads of them as the columns of one product, over every num_parts-th
+A program computes ROWS neighbouring tokens, all their heads as the columns of one product, over every num_parts-th
 block; the grid depends on shapes only. Keys are the rows, so that the maximum over a block is one reduction of the
-product. The tokens of a block have slots that follow one another, so one look into the row table finds them all. Where
-the tokens belong to several requests, a program goes through those one after the other. Tokens that see no more blocks
-than are chosen need no scores, and get none. Reference: `native_block_groups.block_scores`.
+product. The tokens of a block have consecutive slots, so one row table lookup finds them all. If the tokens belong to
+several requests, a program handles these one after the other. Tokens that see no more blocks than are selected get no
+scores. Reference: `native_block_groups.block_scores`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang.srt.layers.attention.triton_ops.common import load_rows
 from sglang.srt.layers.triton_ops import pdl
 
 LEAST_COLUMNS = 16
-"""Of the matrix unit."""
+"""Smallest number of columns of a tensor core product."""
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
@@ -81,12 +81,13 @@ def block_scores_kernel(
 
 
 def rows_together(run: int, heads: int, tile: Mapping[str, int]) -> int:
-    """Tokens of one program, a power of two, where requests have `run` of them each and a token has `heads` columns."""
+    """Returns the tokens per program, a power of two, for requests with `run` tokens each and `heads` columns per
+    token."""
     return max(1, min(triton.next_power_of_2(run), tile["BLOCK_M"] // heads))
 
 
 def columns_of(num_heads: int, run: int) -> int:
-    """Columns of a token: its heads, and empty ones where a token alone would not fill the matrix unit."""
+    """Returns the columns per token: its heads, padded if a token alone would not fill a tensor core product."""
     heads = triton.next_power_of_2(num_heads)
     return max(heads, LEAST_COLUMNS // triton.next_power_of_2(run))
 
@@ -103,9 +104,9 @@ def block_scores(
     tile: Mapping[str, int],
     num_sms: int,
 ) -> None:
-    """q [T, H, D] of the keys' type, whose heads lie side by side; keys [S, 1, D]; `block` a power of two from 16 on.
-    Fills the first columns of scores [T, H, blocks of rows.max_count or more] fp32 in rows of tokens that see more than
-    top_blocks blocks, as many as those see; nothing else is written. `num_sms`: of the GPU."""
+    """Fills scores [T, H, blocks of rows.max_count or more] fp32: for tokens that see more than top_blocks blocks, the
+    columns of the blocks they see; nothing else is written. q [T, H, D] in the keys' dtype with adjacent heads; keys
+    [S, 1, D]; `block` a power of two from 16 on. `num_sms`: of the GPU. Raises TypeError for other queries."""
     num_rows, num_heads, dim = q.shape
     if num_rows == 0:
         return

@@ -1,6 +1,6 @@
-"""Pieces that the attention kernels share.
+"""Parts that the attention kernels share.
 
-Scores live in the base-2 domain: the scale handed to a kernel already carries log2(e), so that every exponential is one
+Scores are in the base-2 domain: the scale handed to a kernel already contains log2(e), so that every exponential is one
 `exp2`. Sums and accumulators are fp32.
 """
 
@@ -13,7 +13,8 @@ LOG2E = 1.4426950408889634
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """(largest power of two in head_dim, padded power of two for the rest or 0): 192 -> (128, 64), 72 -> (64, 16)."""
+    """Returns (largest power of two in head_dim, the rest padded to a power of two, or 0): 192 -> (128, 64), 72 -> (64,
+    16)."""
     main = 1 << (head_dim.bit_length() - 1)
     rest = head_dim - main
     return main, 0 if rest == 0 else max(16, triton.next_power_of_2(rest))

@@ -1,17 +1,17 @@
-"""Attention of one new token of each sequence, or of several draft tokens, over its paged cache, with the keys split
-between programs.
+"""Decode attention over a paged cache (flash decoding): one new token per sequence, or several draft tokens, with the
+keys split between programs.
 
 Decoding is bound by memory bandwidth, so the work is cut into pieces of equal size, whatever the lengths in the batch:
-`plan_decode` (one small kernel a step) turns seq_lens into a table of pieces on the device, `decode_kernel` handles one
-(piece, tile of query heads) a program, and `combine_kernel` merges the pieces of sequences that have more than one. The
-grids depend on the batch size only and nothing is read back, so that all of it can be captured in a CUDA graph.
+`plan_decode` (one small kernel per step) turns seq_lens into a table of pieces on the device, each program of
+`decode_kernel` handles one (piece, tile of query heads), and `combine_kernel` merges the pieces of sequences that have
+more than one. The grids depend on the batch size only and nothing is read back, so all of it can be captured.
 
-Query heads that share a KV head form one tile, so each key is read once a group (MHA is a group of one). Where
-`v_cache` is the first columns of `k_cache` (the MLA latent), the pieces are computed by `latent_decode`.
+Query heads that share a KV head form one tile, so each key is read once per group (MHA is a group of one). If `v_cache`
+is the first columns of `k_cache` (the MLA latent), `latent_decode` computes the pieces.
 
-Guesses (HAS_GUESSES) are a few new tokens of each sequence, as many of one as of another, whose keys are in the cache
-already. They take part as further heads, which see different numbers of keys: row r of a group is token r // GROUP,
-head r % GROUP. The kernel of prompts, which does not split the keys, has a program a KV head for them.
+Draft tokens (HAS_GUESSES) are a few new tokens per sequence, the same number for each, whose keys are in the cache
+already. They act as further heads that see different numbers of keys: row r of a group is token r // GROUP, head
+r % GROUP. The prompt kernel, which does not split the keys, would have only one program per KV head for them.
 
 References: `reference_decode`, and for draft tokens `attend`, in test/srt/layers/attention/reference.py.
 """
@@ -45,9 +45,9 @@ from sglang.srt.layers.attention.triton_ops.prefix_parts import PrefixParts
 from sglang.srt.layers.triton_ops import pdl
 
 SPREAD_COLS = 16
-"""Columns of a program that merges the pieces of a small batch."""
+"""Columns per program when the pieces of a small batch are merged."""
 SPREAD_SEQS, SPREAD_PROGRAMS = 8, 4096
-"""Most sequences of such a batch, and most programs of that kind."""
+"""Limits of a small batch: sequences, and programs that merge it."""
 
 
 # Index arrays arrive as slices of one packed buffer: their alignment must not decide about a recompilation.
@@ -286,11 +286,11 @@ def combine_kernel(
 
 
 def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mapping[str, int]) -> DecodePlan:
-    """Cuts seq_lens [B] int32 into pieces: once a step, before `decode_attention_fwd` with this plan. Raises ValueError
-    if the workspace is too small for B sequences.
+    """Cuts seq_lens [B] int32 into pieces, once per step, and returns the plan for `decode_attention_fwd`. Raises
+    ValueError if the workspace is too small for B sequences.
 
-    With programmatic launches the plan is read while the kernel ahead still runs: some other kernel must be launched
-    between the two, as whatever computes q is."""
+    With programmatic dependent launch (PDL) the attention kernel reads the plan while the kernel before it still runs:
+    some other kernel, such as the one that computes q, must be launched between the two."""
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     if num_seqs > workspace.max_batch:
         raise ValueError(f"batch of {num_seqs} sequences exceeds the decode workspace of {workspace.max_batch}")
@@ -311,15 +311,15 @@ def plan_decode(seq_lens: torch.Tensor, workspace: DecodeWorkspace, tile: Mappin
 
 
 def plan_constants(tile: Mapping[str, int], waves: int) -> dict[str, int]:
-    """Of `plan_kernel`, with its warps."""
+    """Returns the constants and warps of `plan_kernel`."""
     tokens = tile["BLOCK_N"]
     blocks = {"BLOCK_B": 256, "BLOCK_W": 32, "num_warps": 4}
     return {"TILE": tokens, "WAVES": waves, "SHORT_TILES": SHORT_PIECE // tokens, **blocks}
 
 
 def combine_constants(v_head_dim: int, num_heads: int, num_seqs: int) -> dict[str, int]:
-    """Of `combine_kernel`, with its warps. A sequence of a small batch has many pieces, and one program a head leaves
-    SMs idle: there each program has few columns of many pieces."""
+    """Returns the constants and warps of `combine_kernel`. In a small batch a sequence has many pieces, and one program
+    per head would leave SMs idle: each program then merges few columns of many pieces."""
     block = triton.next_power_of_2(v_head_dim)
     spread = num_heads * num_seqs * triton.cdiv(v_head_dim, SPREAD_COLS)
     if num_seqs <= SPREAD_SEQS and spread <= SPREAD_PROGRAMS:
@@ -328,7 +328,7 @@ def combine_constants(v_head_dim: int, num_heads: int, num_seqs: int) -> dict[st
 
 
 def combine_blocks(cols: int) -> dict[str, int]:
-    """`cols` columns of as many pieces as make 32 numbers a thread; at least 16, for wide rows too."""
+    """Returns block sizes for `cols` columns: pieces such that a thread holds 32 numbers, at least 16."""
     return {"BLOCK_DV": cols, "BLOCK_P": max(16, 4096 // cols)}
 
 
@@ -353,7 +353,8 @@ def decode_attention_fwd(
     lse: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
 ) -> None:
-    """Fill o [B, Hq, Dv] with the attention of q [B, Hq, D] (bf16/fp16) over k_cache [S, Hkv, D], v_cache [S, Hkv, Dv].
+    """Fills o [B, Hq, Dv] with the attention of q [B, Hq, D] (bf16/fp16) over k_cache [S, Hkv, D], v_cache [S, Hkv,
+    Dv].
 
     The caches are in q's dtype or float8 (a uint8 pool must be viewed by the caller), real value = stored value *
     k_scale / v_scale; the last dimension of all is contiguous. If v_cache starts at k_cache's address with a smaller
@@ -361,12 +362,12 @@ def decode_attention_fwd(
     [B] int64 and seq_lens [B] int32 >= 1 (the new token included). `plan` is that of `plan_decode` for these lengths
     and this tile, launched before on the same stream, but not directly before; layers with and without a sliding window
     (which counts the query itself) share one. With `chunked` a query sees the tokens up to itself from the last
-    multiple of sliding_window on. With `lse` [B, Hq] fp32, which takes the natural logarithms of the sums of
-    exponentials, seq_lens may be 0, and `keep_all_pieces` follows the plan.
+    multiple of sliding_window on. With `lse` [B, Hq] fp32, which receives the natural log-sum-exps, seq_lens may be 0,
+    and `keep_all_pieces` must be called on the plan first. Raises TypeError for uint8 caches.
 
-    With `prefix_lens` [B] int32 there are draft tokens: q [B * R, Hq, D] and o (contiguous) have R rows of each
-    sequence, of the tokens at prefix_lens + 0 .. R - 1. Each sees the tokens up to itself that lie before seq_lens, so
-    that rows behind a sequence's end are finite; the plan's workspace is one for R * Hq heads.
+    With `prefix_lens` [B] int32 there are draft tokens: q [B * R, Hq, D] and o (contiguous) have R rows per sequence,
+    the tokens at prefix_lens + 0 .. R - 1. Each sees the tokens up to itself that lie before seq_lens, so that rows
+    behind a sequence's end are finite; the plan's workspace must be for R * Hq heads.
     """
     plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
@@ -403,7 +404,7 @@ def decode_attention_fwd(
 
 
 def keep_all_pieces(plan: DecodePlan) -> None:
-    """Leaves pieces of sequences that have one to be merged, too, as if there were two."""
+    """Makes `merge_pieces` also merge sequences with a single piece, as log-sum-exps require."""
     plan.work[:, 3].clamp_(min=2)
 
 
@@ -413,8 +414,8 @@ def merge_pieces(
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """Fill the rows of o [B, Hq, Dv] whose sequences have several pieces, from `part_o` and `part_lse` of
-    the parts; with lse [B, Hq] all rows. sinks [Hq] fp32, or of a part of Hq heads that repeats."""
+    """Merges the pieces `part_o`, `part_lse` into the rows of o [B, Hq, Dv] whose sequences have several; with lse [B,
+    Hq] into all rows. sinks [Hq] fp32, or a number of heads that divides Hq and repeats."""
     num_seqs, num_heads, v_head_dim = o.shape
     launch = combine_constants(v_head_dim, num_heads, num_seqs)
     combine_kernel[(num_heads, num_seqs, triton.cdiv(v_head_dim, launch["BLOCK_DV"]))](

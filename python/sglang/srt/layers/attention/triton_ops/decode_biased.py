@@ -1,8 +1,7 @@
-"""Attention of one new token of each sequence, or of several draft tokens, over its paged cache, with biases by
-distance (Inkling).
+"""Decode attention over a paged cache with score biases by distance (Inkling).
 
-As `decode_attention`, whose page says how work is cut into pieces and what draft tokens are, for heads whose keys and
-values have as many dims, a power of two. It is a kernel of its own so that others keep their code.
+It works as `decode_attention`, whose module describes pieces and draft tokens, for keys and values of equal head dim, a
+power of two. It is a separate kernel so that the code of others stays unchanged.
 
 References: `reference_decode`, and for draft tokens `attend`, in test/srt/layers/attention/reference.py.
 """
@@ -148,7 +147,7 @@ def decode_biased_fwd(
     v_scale: float = 1.0,
     prefix_lens: torch.Tensor | None = None,
 ) -> None:
-    """As `decode_attention_fwd`; bias [rows of q, Hq, E] contiguous: what is added to the scaled product of a query and
+    """Does as `decode_attention_fwd`. bias [rows of q, Hq, E] contiguous is added to the scaled product of a query and
     the key at each distance from 0 to E - 1 before it."""
     plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape

@@ -1,8 +1,8 @@
-"""Attention of one new token of each sequence over a paged cache of four-bit keys and values (`fp4_rows`).
+"""Decode attention over a paged cache of four-bit keys and values (`fp4_rows`).
 
-The work is cut and put together as in `decode_attention`, with its plan and its workspace. Codes lie in pairs, so a
-tile of keys is two, of the even and of the odd columns: queries are loaded the same way, scores are the sum of two
-products, and outputs have two accumulators. No element changes its place.
+Work is split and merged as in `decode_attention`, with its plan and workspace. A byte holds two codes, so a tile of
+keys becomes two tiles, of the even and of the odd columns: queries are loaded the same way, scores are the sum of two
+products, and outputs have two accumulators. No element has to be moved.
 
 Reference: `reference_decode` in test/srt/layers/attention/reference.py, over the dequantized cache.
 """
@@ -189,8 +189,8 @@ def decode_fp4_fwd(
     lse: torch.Tensor | None = None,
     prefix_lens: torch.Tensor | None = None,
 ) -> None:
-    """As `decode_attention_fwd`, over k_cache [S, Hkv, D/2] and v_cache [S, Hkv, Dv/2] uint8 with group scales
-    [S, Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16."""
+    """Does as `decode_attention_fwd`, over k_cache [S, Hkv, D/2] and v_cache [S, Hkv, Dv/2] uint8 with group scales [S,
+    Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16."""
     plan.check_rows(req_pool_indices)
     num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
     num_tokens = q.shape[0] // num_seqs

@@ -1,4 +1,4 @@
-"""Memory of the decode kernels: the plan of a step, which is its own, and the partial results, which steps share."""
+"""Memory of the decode kernels: the plan, one per step, and the partial results, which steps share."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ SHORT_PIECE = 512
 
 
 def head_tiles(num_heads: int, num_kv_heads: int, block_h: int) -> int:
-    """Programs that share one piece: a tile holds at most block_h query heads of one KV head."""
+    """Returns the number of programs per piece: a tile holds at most block_h query heads of one KV head."""
     return num_kv_heads * triton.cdiv(num_heads // num_kv_heads, block_h)
 
 
 def slots_of(num_heads: int, num_kv_heads: int, num_sms: int, tile: Mapping[str, int]) -> int:
-    """Pieces that the GPU runs at once."""
+    """Returns the number of pieces that the GPU runs at once."""
     return max(1, num_sms * tile["ctas_per_sm"] // head_tiles(num_heads, num_kv_heads, tile["BLOCK_H"]))
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Pieces that the sequences of one step are cut into, made by `decode_attention.plan_decode`.
+    """The pieces into which the sequences of one step are cut, made by `decode_attention.plan_decode`.
 
-    It belongs to the metadata that asked for it: nothing else writes `work` and `pieces`, whatever other steps, halves
-    of a step and graphs plan until the last layer has read them. The partial results are the workspace's: they hold
-    nothing beyond the merge behind the kernel that wrote them."""
+    `work` and `pieces` belong to one metadata alone, so other steps, microbatches and graphs may be planned before the
+    last layer has read them. `part_o` and `part_lse` are the workspace's and valid only until the merge that follows
+    the attention kernel."""
 
     num_seqs: int
     tile: Mapping[str, int]
-    """What the kernels that read the plan are launched with."""
+    """Launch configuration of the kernels that read the plan."""
     work: torch.Tensor  # [pieces, 4] int32: sequence (-1: none), first and last token, pieces of the sequence
     pieces: torch.Tensor  # [num_seqs, 2] int32: first piece of each sequence, and how many there are
     part_o: torch.Tensor  # as in DecodeWorkspace
@@ -40,16 +40,17 @@ class DecodePlan:
 
     @property
     def num_pieces(self) -> int:
+        """Returns the number of rows of `work`, an upper bound of the pieces."""
         return len(self.work)
 
     def check_rows(self, req_pool_indices: torch.Tensor) -> None:
-        """Asserts that the plan is one of as many sequences as a kernel is given request slots."""
+        """Asserts that the plan has as many sequences as a kernel is given request slots."""
         assert len(req_pool_indices) == self.num_seqs, "this plan is another step's"
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
-    """Partial results of the decode kernels for batches up to `max_batch`; one serves all layers of one shape."""
+    """Partial results of the decode kernels for up to `max_batch` sequences; one serves all layers of a shape."""
 
     max_batch: int
     num_slots: int
@@ -71,6 +72,7 @@ class DecodeWorkspace:
         device: torch.device | str,
         max_context: int = 1 << 30,
     ) -> DecodeWorkspace:
+        """Allocates a workspace for these head counts and this tile; it fits any lengths up to `max_context`."""
         num_slots = slots_of(num_heads, num_kv_heads, num_sms, tile)
         pieces = max_batch + num_slots * tile["waves"]
         return DecodeWorkspace(
@@ -94,8 +96,8 @@ class DecodeWorkspace:
         device: torch.device | str,
         max_context: int,
     ) -> dict[int, DecodeWorkspace]:
-        """Workspaces of steps that bring 2 to `most` tokens of each sequence, by that number, which are further heads.
-        They share their buffers, because a step has one number."""
+        """Returns workspaces for verify steps, by the number of tokens per sequence, 2 to `most`, which act as further
+        heads. They share buffers, because all sequences of a step have the same number."""
         slots = {tokens: slots_of(tokens * num_heads, num_kv_heads, num_sms, tile) for tokens in range(2, most + 1)}
         pieces = {tokens: max_batch + num_slots * tile["waves"] for tokens, num_slots in slots.items()}
         rows = max(count * tokens * num_heads for tokens, count in pieces.items())
@@ -107,7 +109,9 @@ class DecodeWorkspace:
         }
 
     def num_pieces(self, batch_size: int) -> int:
-        """Upper bound, whatever the lengths: programs beyond the pieces that there are still have to start and end.
-        Rounding up adds at most one piece a sequence to as many as run at once; more than those are not short."""
+        """Returns an upper bound of the pieces of a batch, for any lengths; it is kept tight because surplus programs
+        still have to start and end. Every sequence may have one piece more than its share by rounding up. Beyond these,
+        pieces number at most `num_slots * waves`, or, if contexts are too short for that, the larger of `num_slots` and
+        the pieces of SHORT_PIECE tokens."""
         short = batch_size * triton.cdiv(self.max_context, SHORT_PIECE)
         return batch_size + min(self.num_slots * self.waves, max(self.num_slots, short))

@@ -1,15 +1,15 @@
-"""Attention of ragged new tokens over a paged prefix.
+"""Prefill attention: ragged new tokens over a paged prefix and over themselves.
 
 The query heads that share a KV head are packed into the rows of one tile: row r of a sequence is token r // GROUP, head
 r % GROUP of the group. So no row is wasted for any group size, K and V are read once for the whole group, and a request
-that brings one token fills GROUP rows instead of one.
+with one token fills GROUP rows instead of one.
 
 The grid is flat and depends on shapes only. Sequence i owns the block numbers from start_loc[i] * GROUP // BLOCK_M + i
-on, which leaves room for its last partial block; a program finds its sequence by bisection. Tokens before start_loc[0]
-belong to nobody here: their blocks do nothing.
+on, which leaves room for its last partial block; a program finds its sequence by bisection. Blocks of tokens before
+start_loc[0] do nothing.
 
-A short prompt behind a long prefix has too few blocks for the GPU. Several programs then share a block's prefix: each
-attends to a part of it, the last one to the new tokens as well, and `merge_pieces` makes one output of theirs.
+A short prompt behind a long prefix has too few blocks to fill the GPU. Several programs then share a block's prefix:
+each attends to a part of it, the last one to the new tokens as well, and `merge_pieces` merges their outputs.
 
 Reference: `reference_extend` in test/srt/layers/attention/reference.py.
 """
@@ -258,7 +258,7 @@ def extend_attention_fwd(
     parts: PrefixParts | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> None:
-    """Fill o [T, Hq, Dv] with the attention of T new tokens of B sequences over their cached prefixes and themselves.
+    """Fills o [T, Hq, Dv] with the attention of T new tokens of B sequences over their cached prefixes and themselves.
 
     q [T, Hq, D] bf16/fp16; k [T, Hkv, D], v [T, Hkv, Dv] of the new tokens, in q's dtype; k_cache [S, Hkv, D], v_cache
     [S, Hkv, Dv] in q's dtype or float8 (a uint8 pool must be viewed by the caller), with real value = stored value *
@@ -270,10 +270,10 @@ def extend_attention_fwd(
     custom_mask: uint8, for each sequence a [new, prefix + new] matrix of less than 2^31 elements (1: visible, on top of
     causality), flattened one after another; sequence i starts at mask_offsets[i] (int64). sinks [Hq] fp32.
     sliding_window counts the query itself; 0 means none; with `chunked` a query sees the tokens up to itself from the
-    last multiple of it on. has_prefix False: the caller knows that all prefixes are
-    empty. parts: of a step whose prefixes several programs share, without a window and a mask. share (i, n), without
-    parts: launches the i-th of n runs of blocks only, those before `num_blocks`; together they fill o as one launch
-    does, bit by bit. Never synchronizes; CUDA-graph safe.
+    last multiple of it on. has_prefix False: the caller knows that all prefixes are empty. parts: buffers if several
+    programs share a prefix, not allowed with a window or mask. share (i, n), without parts: launches only the i-th of n
+    ranges of blocks; together they give bitwise the result of one launch. Never synchronizes; CUDA-graph safe. Raises
+    TypeError for uint8 caches.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]

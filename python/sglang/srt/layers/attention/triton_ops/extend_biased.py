@@ -1,7 +1,7 @@
-"""Attention of ragged new tokens over a paged prefix, with biases by distance (Inkling).
+"""Prefill attention with score biases by distance (Inkling).
 
-As `extend_attention`, whose page says how rows are packed and sequences are found, for heads whose keys and values have
-as many dims, a power of two. It is a kernel of its own so that others keep their code.
+It works as `extend_attention`, whose module describes how rows are packed and sequences found, for keys and values of
+equal head dim, a power of two. It is a separate kernel so that the code of others stays unchanged.
 
 Reference: `reference_extend` in test/srt/layers/attention/reference.py.
 """
@@ -199,7 +199,7 @@ def extend_biased_fwd(
     has_prefix: bool = True,
     parts: PrefixParts | None = None,
 ) -> None:
-    """As `extend_attention_fwd`; bias [T, Hq, E] contiguous: what is added to the scaled product of a query and the key
+    """Does as `extend_attention_fwd`. bias [T, Hq, E] contiguous is added to the scaled product of a query and the key
     at each distance from 0 to E - 1 before it. Never synchronizes; CUDA-graph safe."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = v.shape[1]

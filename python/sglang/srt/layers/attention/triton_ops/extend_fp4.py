@@ -1,7 +1,7 @@
-"""Attention of ragged new tokens, in 16 bits, over a paged prefix of four-bit keys and values (`fp4_rows`).
+"""Prefill attention of 16-bit new tokens over a paged prefix of four-bit keys and values (`fp4_rows`).
 
-Rows, blocks and grid are those of `extend_attention`. The prefix is attended to in even and odd columns, as in
-`decode_fp4`; then the two accumulators are put together, and the new tokens follow as in `extend_attention`.
+Rows, blocks and grid are those of `extend_attention`. The prefix is read in even and odd columns, as in `decode_fp4`;
+then the two accumulators are joined, and the new tokens follow as in `extend_attention`.
 
 Reference: `reference_extend` in test/srt/layers/attention/reference.py, over the dequantized cache.
 """
@@ -181,8 +181,8 @@ def extend_fp4_fwd(
     v_scale: float = 1.0,
     has_prefix: bool = True,
 ) -> None:
-    """As `extend_attention_fwd`, over k_cache [S, Hkv, D/2] and v_cache [S, Hkv, Dv/2] uint8 with group scales
-    [S, Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16."""
+    """Does as `extend_attention_fwd`, over k_cache [S, Hkv, D/2] and v_cache [S, Hkv, Dv/2] uint8 with group scales [S,
+    Hkv, D/16] and [S, Hkv, Dv/16] uint8, which hold e4m3. D and Dv are multiples of 16."""
     del has_prefix  # prefix_lens say so, too
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, v_head_dim = v.shape[1], v.shape[2]

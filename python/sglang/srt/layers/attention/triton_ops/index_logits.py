@@ -1,13 +1,13 @@
-"""Scores of the indexer: how much each new token wants each entry that it sees.
+"""Logits of the indexer (DeepSeek sparse attention): the relevance of each visible entry for each new token.
 
-A program computes ROWS neighbouring tokens, all heads of them as the columns of one product, over every num_parts-th
-tile of entries; the grid depends on shapes only. Entries are the rows: so a thread has several heads of an entry, and
-the sum over heads takes two steps between threads. With heads as rows it goes through shared memory, and takes four
-times as long. Where the tokens belong to several requests, a program goes through those one after the other. Tokens
-that see no more entries than are chosen need no scores, and get none.
+A program computes ROWS neighbouring tokens, all their heads as the columns of one product, over every num_parts-th tile
+of entries; the grid depends on shapes only. Entries are the rows, so that a thread holds several heads of an entry and
+the sum over heads takes two steps between threads. With heads as rows it goes through shared memory and takes four
+times as long. If the tokens belong to several requests, a program handles these one after the other. Tokens that see no
+more entries than are selected get no logits.
 
-e4m3 queries and keys are multiplied as they are. Scales are positive and follow the ReLU: those of queries are in the
-head weights already, a key's is multiplied to its sum. Reference: `native_sparse_ops.index_logits`.
+e4m3 queries and keys are multiplied unscaled. Scales are positive, so they may follow the ReLU: those of queries are in
+the head weights already, and a key's multiplies its sum. Reference: `native_sparse_ops.index_logits`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sglang.srt.layers.attention.triton_ops.common import load_rows
 from sglang.srt.layers.triton_ops import pdl
 
 LEAST_COLUMNS = 16
-"""Of the matrix unit."""
+"""Smallest number of columns of a tensor core product."""
 MOST_TOKENS = 16
-"""Of one program: more of an indexer with few heads would spill registers."""
+"""Most tokens per program: more would spill registers if an indexer has few heads."""
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def index_logits_kernel(
 
 
 def rows_together(run: int, num_heads: int, tile: Mapping[str, int]) -> int:
-    """Tokens of one program, a power of two, where requests have `run` of them each."""
+    """Returns the tokens per program, a power of two, for requests with `run` tokens each."""
     return max(
         1, LEAST_COLUMNS // num_heads, min(triton.next_power_of_2(run), tile["BLOCK_M"] // num_heads, MOST_TOKENS)
     )
@@ -112,9 +112,10 @@ def index_logits(
     tile: Mapping[str, int],
     num_sms: int,
 ) -> None:
-    """q [T, H, 128] of the keys' type and weights [T, H] fp32, both contiguous; keys [S, 1, 128], scales [S, 1] fp32;
-    H a power of two. Fills the first rows.counts columns of logits [T, rows.max_count or more] fp32 in rows
-    that see more than top_k entries; nothing else is written. `num_sms`: of the GPU."""
+    """Fills the first rows.counts columns of logits [T, rows.max_count or more] fp32 in rows that see more than top_k
+    entries; nothing else is written. q [T, H, 128] in the keys' dtype and weights [T, H] fp32, both contiguous; keys
+    [S, 1, 128], scales [S, 1] fp32; H a power of two. `num_sms`: of the GPU. Raises ValueError or TypeError for other
+    inputs."""
     num_rows, num_heads, dim = q.shape
     if num_rows == 0:
         return

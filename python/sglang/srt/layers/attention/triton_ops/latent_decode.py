@@ -1,10 +1,10 @@
-"""Decoding over latents (MLA): one key head for all query heads, whose first columns are the values.
+"""Decode attention over latents (MLA): one key head for all query heads, whose first columns are the values.
 
-`decode_attention` cuts the work and puts the pieces of a sequence together. A program computes BLOCK_H heads over one
-piece, with each tile of latents read once, into shared memory, and used from there twice: as keys and,
-transposed on the way to registers, as values. What decides the speed:
+`decode_attention` splits the work and merges the pieces. A program computes BLOCK_H heads over one piece; each tile of
+latents is read once into shared memory and used twice: as keys and, transposed on the way to registers, as values.
+These points decide the speed:
 
-- Cache slots of the next tile are loaded a tile ahead. A load whose address is loaded in the same iteration is not
+- Cache slots are loaded one tile ahead. A load whose address is loaded in the same iteration is not
   overlapped with the products: Triton gives each level of indirection a stage of its own.
 - float8 latents are read as pairs of bytes, because the instruction that transposes moves 16 bits. A pair becomes two
   float16 numbers in registers, so that no wider copy of the tile is ever stored; even and odd columns are multiplied
@@ -193,8 +193,9 @@ def launch_latent_decode(
     v_scale: float,
     tile: Mapping[str, int],
 ) -> None:
-    """The pieces of `decode_attention_fwd` for q [B, H, rank + rope], o [B, H, rank] and latents [S, 1, rank + rope] in
-    q's dtype or float8. rank and rope are powers of two; `tiles` blocks of heads, with those of all draft tokens."""
+    """Computes the pieces of `decode_attention_fwd` for q [B, H, rank + rope], o [B, H, rank] and latents [S, 1, rank +
+    rope] in q's dtype or float8. rank and rope are powers of two; `tiles`: blocks of heads, those of all draft tokens
+    included. Raises TypeError for other latents."""
     num_rows, num_heads, head_dim = q.shape
     rank = o.shape[2]
     fp8 = latents.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)

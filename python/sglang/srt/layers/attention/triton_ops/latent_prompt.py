@@ -1,10 +1,10 @@
-"""Attention of new tokens over uncompressed keys and values that are made of latents, chunk by chunk.
+"""Prefill attention over keys and values that are expanded from latents (MLA), chunk by chunk.
 
-Absorbed attention reads latents as they are and costs 2 * rank + rotary multiplications a query, key and head;
-uncompressed keys and values cost nope + rotary + v, and their expansion once a key. So a prompt of many tokens expands:
-first its own tokens, which it sees causally, then the latents of its cached prefix, a chunk at a time. Each launch goes
-on from the output and the log-sum-exp that the one before left (`part_o`, `part_lse`), so that the chunks together are
-one softmax, and memory is bounded by a chunk.
+Absorbed attention reads latents directly and costs 2 * rank + rotary multiplications per query, key and head; expanded
+keys and values cost nope + rotary + v, and one expansion per key. So long prompts expand: first their own tokens, which
+they see causally, then the latents of their cached prefix, one chunk at a time. Each launch continues from the output
+and log-sum-exp of the one before (`part_o`, `part_lse`), so that the chunks form one softmax, and memory is bounded by
+a chunk.
 
 Reference: `native_ops.expanded_latent_attention`.
 """
@@ -139,14 +139,14 @@ def latent_prompt_kernel(
 
 
 def gather_constants(rank: int, rot_dim: int) -> dict[str, int]:
-    """Of `gather_latents_kernel`, with its warps."""
+    """Returns the constants and warps of `gather_latents_kernel`."""
     blocks = {"RANK_BLOCK": triton.next_power_of_2(rank), "ROT_BLOCK": triton.next_power_of_2(rot_dim)}
     return {"RANK": rank, "ROT": rot_dim, **blocks, **GATHER}
 
 
 def gather_latents(cache: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
-    """cache [S, 1, rank + rot] at slots [C] int64 -> [C, rank] in k's type; the rotary keys go into the last rot dims
-    of k [C, H, nope + rot] (contiguous), for every head."""
+    """Returns latents [C, rank] in k's dtype from the cache [S, 1, rank + rot] at slots [C] int64, multiplied by
+    `scale`, and writes the rotary keys into the last rot dims of k [C, H, nope + rot] (contiguous) for every head."""
     rot_dim = cache.shape[-1] - rank
     latent = torch.empty((len(slots), rank), dtype=k.dtype, device=k.device)
     gather_latents_kernel[(len(slots),)](
@@ -170,7 +170,8 @@ def attend_dense(
     causal: bool,
     tile: Mapping[str, int],
 ) -> None:
-    """One launch of `latent_prompt_kernel`, with `carry` (in, out); `part` None: neither."""
+    """Launches `latent_prompt_kernel` once. `carry` (in, out): whether it continues from `part` (output, log-sum-exp)
+    and whether it leaves one; `part` None: neither."""
     num_tokens, num_heads, head_dim = q.shape
     num_seqs, v_head_dim = start_loc.shape[0] - 1, v.shape[2]
     num_blocks = num_tokens // tile["BLOCK_M"] + num_seqs
@@ -199,8 +200,8 @@ def latent_prompt_attention(
     cache_scale: float = 1.0,
     tile: Mapping[str, int],
 ) -> None:
-    """Fill the rows of out [T, H, v] from start_loc[0] on: the attention of q [T, H, nope + rot] over each sequence's
-    new tokens, entries [T, rank + rot] as `latent_norm_rope_store` returns them, and its cached prefix.
+    """Fills the rows of out [T, H, v] from start_loc[0] on with the attention of q [T, H, nope + rot] over each
+    sequence's new tokens, entries [T, rank + rot] as `latent_norm_rope_store` returns them, and over its cached prefix.
 
     w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1] int32 ascending; cache [S, 1, rank + rot], real value =
     stored value * cache_scale; chunks: as `cut_prefixes` makes them. Never waits for the device; the launches follow
@@ -226,7 +227,7 @@ def latent_prompt_attention(
 def expand_new(
     q: torch.Tensor, entries: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys [T, H, nope + rot] and values [T, H, v] of new tokens, entries [T, rank + rot]."""
+    """Returns keys [T, H, nope + rot] and values [T, H, v] of new tokens with entries [T, rank + rot]."""
     rank = w_uk.shape[2]
     k = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k[..., w_uk.shape[1] :] = entries[:, None, rank:]
@@ -236,15 +237,15 @@ def expand_new(
 def expand_cached(
     q: torch.Tensor, chunk: LatentChunk, cache: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns keys [C, H, nope + rot] and values [C, H, v] of a chunk, in q's type."""
+    """Returns keys [C, H, nope + rot] and values [C, H, v] of a chunk, in q's dtype."""
     latents, slots = chunk.of(cache)
     k = torch.empty((len(slots), *q.shape[1:]), dtype=q.dtype, device=q.device)
     return k, _expanded(gather_latents(latents, slots, k, w_uk.shape[2], scale), w_uk, w_uv, k)
 
 
 def _expanded(latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Fill the first nope dims of k [C, H, nope + rot] with latent [C, rank] times W_UK, and return latent times W_UV,
-    [C, H, v]."""
+    """Fills the first nope dims of k [C, H, nope + rot] with latent [C, rank] times W_UK, and returns latent times
+    W_UV, [C, H, v]."""
     heads, nope, _ = w_uk.shape
     rows = latent.expand(heads, *latent.shape)
     torch.bmm(rows, w_uk.transpose(1, 2), out=k[..., :nope].transpose(0, 1))

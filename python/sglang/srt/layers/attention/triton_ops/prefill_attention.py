@@ -26,11 +26,11 @@ def context_attention_fwd(
     share: tuple[int, int] = (0, 1),
     tile: Mapping[str, int],
 ) -> None:
-    """Fill o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] (bf16/fp16) of B sequences with rows
+    """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] (bf16/fp16) of B sequences with rows
     start_loc[i] .. start_loc[i + 1] (int32, [B + 1], on the device). `scale` defaults to D ** -0.5. A sliding window
-    limits how far back a query sees and needs `is_causal`. `longest`, which says the rows of the longest sequence to
-    kernels that plan on the host, is not read. share (i, n): fills the i-th of n shares of the rows only;
-    all shares fill o as one call does, bit by bit."""
+    limits how far back a query sees; without `is_causal` it raises ValueError. `longest` (rows of the longest sequence)
+    is for kernels that plan on the host and is not read here. share (i, n): fills only the i-th of n ranges of rows;
+    together they give bitwise the result of one call."""
     if sliding_window > 0 and not is_causal:
         raise ValueError("a sliding window without causality is not defined here")
     extend_attention_fwd(

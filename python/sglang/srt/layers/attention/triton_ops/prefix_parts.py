@@ -1,5 +1,5 @@
-"""Cached prefixes that several programs of a prompt's attention share, where a short prompt has too few blocks of
-queries for the GPU: how many parts there are, and the buffers of what each part gives."""
+"""Splitting of cached prefixes between programs, for short prompts that have too few blocks of queries to fill the GPU:
+the number of parts, and the buffers of their partial results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 import triton
 
 WHOLE = ((80, 80), (96, 96))
-"""Head dims (of keys, of values) whose prefixes are not shared out: their tile has no registers left for it."""
+"""Head dims (keys, values) whose prefixes are not split, because their tile has no registers left for it."""
 MOST_PARTS = 16
 LEAST_PART = 4096
-"""Tokens of a part, at least: what is written and read again of a part is then below a hundredth of what it reads."""
+"""Smallest part in tokens: writing and reading its partial result is then below 1% of the keys and values it reads."""
 LEAST_GAIN = 1.1
-"""Predicted gain from which on a prefix is shared out: merging costs a launch."""
+"""Smallest predicted gain for which a prefix is split, because merging costs a launch."""
 PART_BYTES = 32 << 20
-"""Most bytes of the parts of a step. Only steps with few tokens have any, and their other activations are as much less
-than those of the largest step, for which the plan leaves room."""
+"""Most bytes of a step's partial results. Only steps with few tokens have any, and their other activations are smaller
+than the largest step's, for which the plan leaves room, by more than that."""
 
 
 def count_parts(
@@ -30,8 +30,8 @@ def count_parts(
     num_sms: int,
     tile: Mapping[str, int],
 ) -> int:
-    """Returns the programs that share the prefix of a block of queries: the fewest that bring the time of the longest
-    program to within 5% of the least there is, or 1 where that gains little. Lengths are the host's."""
+    """Returns the number of parts of each prefix: the fewest that bring the longest program's time within 5% of the
+    minimum, or 1 if that gains little. Lengths are the host's."""
     group = num_heads // num_kv_heads
     blocks = sum(triton.cdiv(new * group, tile["BLOCK_M"]) for new in new_lens) * num_kv_heads
     slots = num_sms * max(1, 8 // tile["num_warps"])
@@ -45,7 +45,7 @@ def count_parts(
 
 @dataclass(frozen=True, slots=True)
 class PrefixParts:
-    """Of one step; all layers of a shape fill the same buffers."""
+    """Partial results of one step; all layers of a shape fill the same buffers."""
 
     count: int
     pieces: torch.Tensor  # [T, 2] int32: first part of each token's, and how many there are; 1 where nothing is merged
@@ -56,7 +56,8 @@ class PrefixParts:
     def allocate(
         cls, count: int, num_tokens: int, first_token: torch.Tensor, num_heads: int, v_head_dim: int
     ) -> PrefixParts:
-        """first_token [1] int32: tokens before it are not of prompts."""
+        """Allocates buffers for `count` parts. first_token [1] int32: tokens before it are not in prompts and not
+        merged."""
         token = torch.arange(num_tokens, dtype=torch.int32, device=first_token.device)
         pieces = torch.stack((token * count, torch.where(token >= first_token, count, 1).to(torch.int32)), dim=1)
         rows, options = num_tokens * count, {"dtype": torch.float32, "device": first_token.device}

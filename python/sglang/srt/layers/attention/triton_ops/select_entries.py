@@ -1,14 +1,12 @@
-"""The exact top-k of each row of logits: no sort, no atomics, the same answer every time.
+"""The exact top-k of each row of logits, without sort or atomics, so the result is deterministic.
 
 A program holds up to TILE entries of a row in registers, as 32-bit integers in the order of their logits. It finds the
-k-th largest in rounds: each counts how many are at least as large as a number between two bounds, which becomes one of
-them, and the search ends as soon as that are k. Rows of more than TILE entries are reduced first: level 0 keeps the k
-largest of each TILE entries, level 1 chooses among those that level 0 has kept, and so on; a row ends at the first
-level where one program sees all that is left of it. So logits are read once, and of longer rows those that were kept
-once more.
+k-th largest by bisection: each round counts the entries that are at least a number between two bounds, which then
+replaces one bound, until the count is k. Longer rows are reduced first: level 0 keeps the k largest of each TILE
+entries, level 1 selects among those kept, and so on; a row ends at the first level where one program sees all its
+remaining entries. So logits are read once, and the kept ones of long rows once more per level.
 
-Rows of no more than k entries take all of them, without a look at the logits. Reference:
-`native_sparse_ops.top_entries`.
+Rows of no more than k entries keep all of them, without reading logits. Reference: `native_sparse_ops.top_entries`.
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ LAUNCHES = (
     {"TILE": 8192, "num_warps": 8},
     {"TILE": 16384, "num_warps": 16},
 )
-"""Ascending. A program has 32 entries a thread."""
+"""Launch configurations, ascending, with 32 entries per thread."""
 LEVELS = 4
-"""Launches at most: enough for eight million entries and 2,048 of them chosen."""
+"""Maximum number of launches, enough to select 2,048 of eight million entries."""
 
 
 @triton.jit
@@ -167,8 +165,8 @@ def select_entries_kernel(
 
 
 def launch_for(max_count: int, top_k: int, launches: Sequence[Mapping[str, int]] = LAUNCHES) -> Mapping[str, int]:
-    """Returns the smallest launch whose programs hold a whole row, or eight times what is kept of it, and that ends
-    every row within LEVELS. Raises ValueError if there is none."""
+    """Returns the smallest launch whose programs hold a whole row, or eight times top_k, and that finishes every row
+    within LEVELS. Raises ValueError if there is none."""
     for launch in launches:
         tile = launch["TILE"]
         if tile >= min(max(max_count, 2 * top_k), 8 * top_k) and tile * (tile // top_k) ** (LEVELS - 1) >= max_count:
@@ -185,9 +183,9 @@ def select_entries(
     *,
     launches: Sequence[Mapping[str, int]] = LAUNCHES,
 ) -> None:
-    """Fill slots [T, top_k] int32 (contiguous; -1 behind the last) and chosen [T] int32 with the entries of the largest
-    logits [T, rows.max_count or more] fp32 among the first rows.counts, of equal ones the first, in ascending order.
-    Rows of logits lie a multiple of 16 apart."""
+    """Fills slots [T, top_k] int32 (contiguous; -1 after the last) and chosen [T] int32 with the entries of the largest
+    logits [T, rows.max_count or more] fp32 among the first rows.counts, in ascending order; of equal ones the first
+    win. Raises ValueError if the stride of logits is no multiple of 16."""
     num_rows = len(rows)
     if num_rows == 0:
         return

@@ -1,8 +1,8 @@
 """Grouped-query attention over selected blocks of neighbouring tokens, and the first tokens of one more.
 
-A program computes up to BLOCK_H query heads of one KV head for one token, over a share of the tokens that it sees;
-`merge_shares_kernel` puts shares together. Tokens are counted through the selection: number n is token n % BLOCK of
-block n // BLOCK of it, so a tile of BLOCK_N tokens needs BLOCK_N / BLOCK places, which are loaded a tile ahead of keys
+A program computes up to BLOCK_H query heads of one KV head for one token, over a split of the tokens that it sees;
+`merge_shares_kernel` merges the splits. Tokens are numbered through the selection: number n is token n % BLOCK of block
+n // BLOCK of it, so a tile of BLOCK_N tokens needs BLOCK_N / BLOCK block numbers, which are loaded a tile ahead of keys
 and values. Reference: `native_pooled_blocks.attend_blocks`.
 """
 
@@ -103,8 +103,9 @@ def selected_block_attention_fwd(
     tile: Mapping[str, int],
     num_sms: int,
 ) -> None:
-    """`native_pooled_blocks.attend_blocks` for q [T, Hq, D] in bf16 or fp16 and caches [S, Hkv, D] of the same type, D
-    a power of two; rows of all may lie apart. `num_sms`: of the GPU."""
+    """Computes `native_pooled_blocks.attend_blocks` for q [T, Hq, D] in bf16 or fp16 and caches [S, Hkv, D] of the same
+    dtype, D a power of two; the stride between rows is free. `num_sms`: of the GPU. Raises TypeError for caches of
+    another dtype."""
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:
         return

@@ -1,9 +1,9 @@
 """Attention over selected entries of one or two latent caches: one key head for all query heads, whose first columns
 are the values.
 
-A program computes BLOCK_H heads of one token over a share of its entries, first those of the first cache and then those
-of the second; `merge_shares_kernel` puts shares together. What decides the speed is as in `latent_decode`: an entry is
-read once and used as key and value, and slots are loaded a tile ahead of what lies there. How entries are stored:
+A program computes BLOCK_H heads of one token over a split of its entries, first those of the first cache and then those
+of the second; `merge_shares_kernel` merges the splits. As in `latent_decode`, an entry is read once and used as key and
+value, and slots are loaded a tile ahead of the entries. Entries are stored in one of two formats:
 
 - bf16 or fp16: RANK columns and, if ROPE > 0, as many more that are keys only.
 - packed: RANK e4m3 numbers with a scale for every GROUP of them, then ROPE columns in bfloat16. Pairs of e4m3 numbers
@@ -37,9 +37,9 @@ from sglang.srt.layers.attention.triton_ops.sparse_steps import (
 from sglang.srt.layers.triton_ops import pdl
 
 MERGE_COLS = 128
-"""Columns that a program of `merge_shares_kernel` puts together."""
+"""Columns per program of `merge_shares_kernel`."""
 LEAST_SHARES = 16
-"""Shares of one token that it is compiled for at least; MOST_SHARES at most."""
+"""Smallest number of splits that it is compiled for; the largest is MOST_SHARES."""
 
 
 @triton.jit
@@ -142,9 +142,9 @@ def sparse_attention_fwd(
     sinks: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> None:
-    """`native_sparse_ops.attend_selected` for q [T, H, D] in bf16 or fp16, one or two caches [S, 1, D] of the same type
-    or one packed cache [S, 1, 656] uint8, and out [T, H, Dv]; rows of q, out and the caches may lie apart, lse [T, H]
-    is contiguous. `num_sms`: of the GPU."""
+    """Computes `native_sparse_ops.attend_selected` for q [T, H, D] in bf16 or fp16, one or two caches [S, 1, D] of the
+    same dtype or one packed cache [S, 1, 656] uint8, and out [T, H, Dv]; the strides of rows of q, out and caches are
+    free, lse [T, H] is contiguous. `num_sms`: of the GPU. Raises ValueError for two packed caches."""
     if len(q) == 0:
         return
     caches = [cache for cache, _ in sources]
@@ -165,11 +165,11 @@ def sparse_attention_fwd(
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """Into how many shares each token's entries are cut, and what programs leave of them."""
+    """The splits of each token's entries and the buffers of their partial results."""
 
     count: int
     head_tiles: int
-    part_o: torch.Tensor  # [T, count, H, Dv] fp32; of one share, which is written in its place, something of that type
+    part_o: torch.Tensor  # [T, count, H, Dv] fp32; a placeholder if count is 1, since the kernel then writes `out`
     part_lse: torch.Tensor  # [T, count, H] fp32
 
     @staticmethod
@@ -184,7 +184,8 @@ class _Shares:
     def outputs(
         self, sinks: torch.Tensor | None, lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, bool]]:
-        """Arguments of a kernel that writes shares. Sinks and log-sum-exps of several are those of the merge."""
+        """Returns the output arguments of the attention kernel. With several splits the merge handles sinks and
+        log-sum-exps."""
         alone = self.count == 1
         stand_in = self.part_lse
         flags = {"HAS_SINKS": alone and sinks is not None, "HAS_LSE": alone and lse is not None}

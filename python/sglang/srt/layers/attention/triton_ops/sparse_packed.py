@@ -1,8 +1,8 @@
-"""Attention over selected packed latents: e4m3 with a scale for each 128 columns, and rotary columns in bfloat16.
+"""Attention over selected packed latents: e4m3 with a scale per 128 columns, and rotary columns in bfloat16.
 
-What `sparse_attention` says of programs, shares and packed entries holds here. An entry has 656 bytes: 512 numbers in
-four groups, four scales in fp32, 64 rotary columns. Scales are multiplied to the products of a group, and to the
-weights before they meet the group's values.
+Programs, splits and packed entries are those of `sparse_attention`. An entry has 656 bytes: 512 numbers in four groups,
+four fp32 scales, 64 rotary columns. Scales multiply the products of a group, and the softmax weights before these are
+multiplied with the group's values.
 
 Numbers are multiplied in float16, which holds every e4m3 number: the conversion is one instruction, and weights keep
 eleven bits. Queries in bfloat16 are multiplied by a power of two first, so that the largest of a program is in [1, 2).

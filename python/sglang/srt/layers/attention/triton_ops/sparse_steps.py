@@ -1,6 +1,6 @@
-"""What the kernels of sparse attention share: a step of the softmax, the shares of a token's entries, the ways out.
+"""Parts shared by the sparse attention kernels: a softmax step, the splits of a token's entries, and the output stores.
 
-Scores and log-sum-exps live in the base-2 domain, as in `common`.
+Scores and log-sum-exps are in the base-2 domain, as in `common`.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def compress(
     *,
     angles: int = 0,
 ) -> None:
-    """As the reference, for rates and dims that are powers of two. Tokens of slot 0 are padding."""
+    """Does as the reference, for rates and dims that are powers of two. Tokens of slot 0 are padding."""
     num_tokens = rows.shape[0]
     size, dim = state.shape[1], cache.shape[-1]
     rate = size if bias is None else bias.shape[0]
@@ -172,7 +172,7 @@ def compress(
 def keep(
     rows: torch.Tensor, state: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, stops: torch.Tensor
 ) -> None:
-    """As the reference; tokens of slot 0 leave nothing."""
+    """Does as the reference; tokens of slot 0 are padding and write nothing."""
     num_tokens = rows.shape[0]
     width = rows.shape[1] * rows.shape[2]
     if num_tokens == 0:

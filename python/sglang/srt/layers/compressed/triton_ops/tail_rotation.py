@@ -132,7 +132,7 @@ def shared_kv_norm_rope_store(
     cache: torch.Tensor,
     out_cache_loc: torch.Tensor,
 ) -> torch.Tensor:
-    """As the reference: q contiguous, kv's rows may lie apart; the head dim and the rotary dims are powers of two."""
+    """Does as the reference. q contiguous, kv's row stride free; the head dim and the rotary dims are powers of two."""
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:
         return q
@@ -147,7 +147,7 @@ def shared_kv_norm_rope_store(
 def tail_rotation(
     x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, inverse: bool = False
 ) -> torch.Tensor:
-    """As the reference: x contiguous, the rotary dims a power of two."""
+    """Does as the reference. x contiguous, the rotary dims a power of two."""
     num_tokens, num_heads, dim = x.shape
     if num_tokens == 0:
         return x

@@ -1,9 +1,9 @@
-"""Group (token, expert) pairs by expert, in blocks of BLOCK_M rows, on the device and without a synchronization.
+"""Groups (token, expert) pairs by expert, in blocks of BLOCK_M rows, on the device and without synchronization.
 
 Output: `sorted_pairs`, the pair numbers `token * k + choice` expert by expert, each expert's run padded to a multiple
-of BLOCK_M with the number of pairs; `block_expert`, the expert of each block; `num_blocks`, how many blocks are used.
-What lies behind those is not to be read. The order within an expert is not fixed; no result depends on it, because a
-pair's row is computed alone.
+of BLOCK_M with the number of pairs; `block_expert`, the expert of each block; `num_blocks`, the number of used blocks,
+after which nothing may be read. The order within an expert varies; no result depends on it, because each pair's row is
+computed independently.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ import triton.language as tl
 from sglang.srt.layers.triton_ops import pdl
 
 ONE_PROGRAM_PAIRS = 4096
-"""Up to so many pairs one program does everything in one launch."""
+"""Up to this number of pairs a single program does everything in one launch."""
 CHUNK = 1024
 
 
 @dataclass(slots=True)
 class ExpertBlocks:
+    """Pairs grouped by expert, in blocks."""
+
     sorted_pairs: torch.Tensor  # [max_blocks * BLOCK_M] int32
     block_expert: torch.Tensor  # [max_blocks] int32
     num_blocks: torch.Tensor  # [1] int32
 
     @property
     def max_blocks(self) -> int:
+        """Returns an upper bound of `num_blocks`."""
         return self.block_expert.shape[0]
 
 
@@ -149,9 +152,9 @@ def align_scatter_kernel(topk_ids, cursors, sorted_pairs, num_pairs, CHUNK: tl.c
 
 
 def align(topk_ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
-    """topk_ids [T, k] int32 contiguous, -1 for none."""
+    """Groups the pairs of topk_ids [T, k] int32 (contiguous, -1 for none) in blocks of `block_m` rows."""
     num_pairs = topk_ids.numel()
-    # Each of at most min(pairs, experts) used experts wastes at most BLOCK_M - 1 places.
+    # Each used expert, at most min(pairs, experts) of them, wastes at most BLOCK_M - 1 places.
     max_blocks = triton.cdiv(num_pairs + min(num_pairs, num_experts) * (block_m - 1), block_m)
     experts = triton.next_power_of_2(num_experts)
     device = topk_ids.device

@@ -1,7 +1,7 @@
-"""The resources that a tile of the grouped products takes on a GPU, from records. No torch.
+"""The GPU resources that a tile of the grouped products takes, from records. Imports no torch.
 
-`tile_costs.json` records the tiles that tuning chooses from, compiled for sm_120 (and so for sm_121); the ledger has
-those that are shipped. A tile on neither shows when it is launched whether it fits: a smaller one follows.
+`tile_costs.json` records the tiles that tuning chooses from, compiled for sm_120 (and so for sm_121); the ledger
+records the shipped ones. A tile in neither is tried at launch, with a smaller one as fallback.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECORDED_ARCHS = ("sm_120", "sm_121")
 
 @dataclass(frozen=True, slots=True)
 class ProductTile:
-    """A tile for one of the products of a layer. `hidden` and `intermediate` are sizes of this rank, 0 if not known."""
+    """A tile of one product of a layer. `hidden` and `intermediate` are sizes of this rank, 0 if unknown."""
 
     kind: str  # "gate_up" or "down"
     scheme: str | None  # a name of SCHEMES; None: 16-bit weights
@@ -35,25 +35,25 @@ class ProductTile:
 
     @property
     def even(self) -> bool:
-        """Returns whether BLOCK_K divides what is summed over: the kernel then needs no masks."""
+        """Returns whether BLOCK_K divides the summed dimension, so that the kernel needs no masks."""
         depth = self.hidden if self.kind == "gate_up" else self.intermediate
         return depth % self.tile["BLOCK_K"] == 0
 
     @property
     def record_keys(self) -> tuple[str, str]:
-        """(product, tile) in the record. GROUP_M orders programs and costs nothing."""
+        """Returns the keys (product, tile) in the record. GROUP_M only orders programs and is left out."""
         product = f"{self.kind}/{self.scheme or 'bf16'}/{'even' if self.even else 'ragged'}"
         product += "/bias" if self.bias else ""
         return product, tile_key({name: value for name, value in self.tile.items() if name != "GROUP_M"})
 
 
 CostOf = Callable[[ProductTile, ArchTraits], "TileRecord | str | None"]
-"""The cost of a tile; why it cannot be used; None if neither is known."""
+"""Returns the cost of a tile, or why it cannot be used, or None if neither is known."""
 
 
 @functools.cache
 def read_record(path: Path = RECORD_FILE) -> Mapping[str, Mapping[str, Any]]:
-    """Product -> {"code": hash, "tiles": tile -> costs, or why it does not compile}; empty if there is no file."""
+    """Returns product -> {"code": hash, "tiles": tile -> costs, or why it does not compile}; empty without a file."""
     if not path.exists():
         return {}
     products: Mapping[str, Mapping[str, Any]] = json.loads(path.read_text())["products"]
@@ -61,8 +61,8 @@ def read_record(path: Path = RECORD_FILE) -> Mapping[str, Mapping[str, Any]]:
 
 
 def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | None:
-    """The cost in `tile_costs.json`, which also says what does not compile, or in the ledger; None if it is in
-    neither. Never imports Triton."""
+    """Returns the cost in `tile_costs.json`, or why the tile does not compile, or the cost in the ledger; None if it is
+    in neither. Never imports Triton."""
     name, tile = product.record_keys
     if judged_as(arch) in RECORDED_ARCHS:
         entry = read_record().get(name, {}).get("tiles", {}).get(tile)
@@ -75,7 +75,7 @@ def recorded_cost(product: ProductTile, arch: ArchTraits) -> TileRecord | str | 
 
 
 def _shipped_cost(variant: str, tile: str, arch: ArchTraits) -> TileRecord | None:
-    """The cost in the ledger: of the supported Triton versions the one that takes most shared memory."""
+    """Returns the cost in the ledger: of the supported Triton versions the one with most shared memory."""
     row = _ledger().rows.get(("fused_moe", variant, tile))
     known = [m for target, m in row.by_target.items() if target.endswith("/" + arch.name)] if row is not None else []
     return max((_record(m) for m in known), key=lambda record: record.smem, default=None)

@@ -32,10 +32,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TunedTiles:
-    """The tiles of one file, all of which fit the GPU as far as is known. `smem`: the most shared memory that one of
-    them takes, bytes. `unmeasured`: tiles of which nothing is on record; one that does not fit steps down when it is
-    launched. `other_hidden`: the hidden size that the file was made for, if it is not
-    the layer's."""
+    """The tiles of one file, all of which fit the GPU as far as is known. `smem`: most shared memory of a tile, bytes.
+    `unmeasured`: number of tiles without a record, which have fallbacks at launch. `other_hidden`: the hidden size that
+    the file was made for, if it is not the layer's."""
 
     path: Path
     source: str  # as Content.source
@@ -46,11 +45,11 @@ class TunedTiles:
     other_hidden: int = 0
 
     def at(self, num_tokens: int) -> TilePair:
-        """The tiles of the entry whose number of tokens is closest."""
+        """Returns the tiles of the entry with the closest number of tokens."""
         return self.by_tokens[nearest(self.by_tokens, num_tokens)]
 
     def describe(self) -> str:
-        """One line for logs and `explain`."""
+        """Returns one line for logs and `explain`."""
         least, most = min(self.by_tokens), max(self.by_tokens)
         parts = [f"{self.source}, {least} to {most} tokens, at most {self.smem:,} B of shared memory"]
         if self.unmeasured:
@@ -62,13 +61,13 @@ class TunedTiles:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The result of a search: the tiles if a file fits, and why better placed files were passed over."""
+    """The result of a search: the tiles of a fitting file, if any, and why better ranked files were rejected."""
 
     tiles: TunedTiles | None
     rejected: tuple[str, ...] = ()
 
     def describe(self) -> str:
-        """One line for logs and `explain`."""
+        """Returns one line for logs and `explain`."""
         result = self.tiles.describe() if self.tiles else "no tuning file; tiles by rows an expert"
         return "; ".join([result, *(f"rejected {reason}" for reason in self.rejected)])
 
@@ -83,9 +82,9 @@ def find(
     bias: bool = False,
     cost: CostOf = recorded_cost,
 ) -> Found:
-    """The best placed file whose every tile fits `arch`.
+    """Returns the best ranked file whose tiles all fit `arch`.
 
-    `intermediate`: of one rank. `scheme`: a name of SCHEMES, None for 16-bit weights. `hidden` 0: not known, any file.
+    `intermediate`: of one rank. `scheme`: a name of SCHEMES, None for 16-bit weights. `hidden` 0: unknown, any file.
     `bias`: the experts have biases, as GPT-OSS's do.
     Raises ConfigFileError for a file of the right name that is not a tuning file, or one that is for something else.
     """
@@ -107,8 +106,9 @@ def find(
 def candidates(
     num_experts: int, intermediate: int, scheme: str | None, arch: ArchTraits, hidden: int
 ) -> Iterator[tuple[FileName, Path]]:
-    """Files for these weights and GPU, best first: the user's before ours, this product's before another edition's
-    before the architecture's, this hidden size, the best name of the scheme, the nearest Triton version."""
+    """Yields the files for these weights and GPU, best first. Order: the user's before ours; this product's before
+    another edition's before the architecture's; this hidden size; the best name of the scheme; the nearest Triton
+    version."""
     ranked: list[tuple[tuple[float, ...], FileName, Path]] = []
     for place, root in enumerate(_roots()):
         for path in files(root):
@@ -132,7 +132,7 @@ def _roots() -> Iterator[Path]:
 
 
 def files(root: Path) -> Iterator[Path]:
-    """The tuning files of a directory, for any Triton or for one version."""
+    """Yields the tuning files of a directory, for any Triton or for one version."""
     yield from root.glob("*.json")
     yield from root.glob("triton_*/*.json")
 
@@ -144,7 +144,7 @@ def _companion(name: FileName) -> FileName:
 
 
 def _version_distance(directory: str) -> float:
-    """0 for the installed Triton's directory; more for others, most for files that name no version."""
+    """Returns 0 for the installed Triton's directory, more for others, infinity for files without a version."""
     version = parse_directory(directory)
     if version is None:
         return float("inf")
@@ -157,7 +157,7 @@ def _version_distance(directory: str) -> float:
 
 
 def _check_about(path: Path, name: FileName, content: Content, scheme: str | None) -> None:
-    """Check that a file says of itself what its name says."""
+    """Checks that a file's content says the same as its name. Raises ConfigFileError."""
     said = {"arch": name.arch, "num_sms": name.num_sms, "hidden": name.hidden, "scheme": scheme or "none"}
     for key, expected in said.items():
         value = content.about.get(key, expected)
@@ -167,8 +167,8 @@ def _check_about(path: Path, name: FileName, content: Content, scheme: str | Non
 
 
 def _capacity(content: Content, layer: ProductTile, arch: ArchTraits, cost: CostOf) -> tuple[int, int, str | None]:
-    """The most shared memory that a tile takes, how many are on no record, and what is wrong with the first that does
-    not fit."""
+    """Returns the most shared memory that a tile takes, the number of tiles without a record, and what is wrong with
+    the first that does not fit."""
     most, unmeasured = 0, 0
     for tokens, pair in content.by_tokens.items():
         for kind, tile in (("gate_up", pair.gate_up), ("down", pair.down)):

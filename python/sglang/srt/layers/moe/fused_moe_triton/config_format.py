@@ -1,13 +1,13 @@
-"""The format of a tuning file: for some numbers of tokens, the tiles of both products. No torch, no Triton.
+"""The format of a tuning file: the tiles of both products for some numbers of tokens. Imports no torch, no Triton.
 
     {"source": "model", "arch": "sm_120", "num_sms": 188, "scheme": "fp8_channel", "hidden": 5120, "top_k": 8, ...
      "64": {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 128, "GROUP_SIZE_M": 1, "num_warps": 4,
             "num_stages": 3, "down": {"BLOCK_SIZE_N": 128, ...}},
      "128": ...}
 
-Upstream's files have the numbers only, with the same meaning, and may have the tiles of the down projection in a file
-of their own (`..._down.json`). BLOCK_SIZE_N counts rows of the weights that a program reads: of w13 half are gate and
-half are up, so that our kernel's BLOCK_N, which counts columns of its result, is half of it.
+Upstream's files have only the entries by number, with the same meaning, and may have the down projection's tiles in a
+separate file (`..._down.json`). BLOCK_SIZE_N counts the weight rows that a program reads. In w13 half of these are gate
+and half are up, so our kernel's BLOCK_N, which counts result columns, is half of it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _POWERS_OF_TWO = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps")
 _LEAST = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 16}
 _MOST = {"BLOCK_SIZE_M": 256, "BLOCK_SIZE_N": 512, "BLOCK_SIZE_K": 1024, "num_warps": 32, "num_stages": 16}
 _WITHOUT_EFFECT = frozenset({"USE_TMA", "SPLIT_K"})
-"""Keys of upstream's kernels that say how, not with which tile: our kernel has one way."""
+"""Upstream keys that select a kernel variant; ours has one only, so they are ignored."""
 
 SOURCES = ("model", "measured", "upstream")
 
 
 class ConfigFileError(UserError):
-    """A tuning file that is not one. The message names the file and what to do."""
+    """Raised for an unusable tuning file. The message names the file and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,19 @@ class TilePair:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`about`: what the file says of itself, all keys that are not numbers of tokens; upstream's files say nothing."""
+    """A parsed tuning file. `about`: its keys that are not numbers of tokens; upstream's files have none."""
 
     about: Mapping[str, Any]
     by_tokens: Mapping[int, TilePair]
 
     @property
     def source(self) -> str:
-        """ "model": computed, "measured": timed by our tuner, "upstream": timed by upstream's."""
+        """Returns "model" (computed), "measured" (timed by our tuner) or "upstream" (timed by upstream's)."""
         return str(self.about.get("source", "upstream"))
 
 
 def read_content(path: Path, down_path: Path | None = None) -> Content:
-    """`down_path`: upstream's companion file. Raises ConfigFileError."""
+    """Reads a tuning file. `down_path`: upstream's companion file. Raises ConfigFileError."""
     raw = _read_object(path)
     about = {key: value for key, value in raw.items() if not key.isdecimal()}
     numbers = {int(key): value for key, value in raw.items() if key.isdecimal()}
@@ -112,7 +112,7 @@ def _pair(path: Path, tokens: int, entry: Any, downs: Mapping[int, Any]) -> Tile
 
 
 def _tile(path: Path, where: str, entry: Mapping[str, Any], width: int) -> GroupedTile:
-    """`width`: how many rows of the weights make one column of the result."""
+    """Parses one tile. `width`: weight rows per result column."""
     unknown = sorted(entry.keys() - KEYS.keys() - _WITHOUT_EFFECT)
     missing = [key for key in KEYS if key not in entry]
     if unknown:
@@ -133,7 +133,7 @@ def _tile(path: Path, where: str, entry: Mapping[str, Any], width: int) -> Group
 
 
 def nearest(table: Mapping[int, Any], tokens: int) -> int:
-    """The key of `table` closest to `tokens`; of two equally close ones the smaller."""
+    """Returns the key of `table` closest to `tokens`; of two equally close ones the smaller."""
     return min(table, key=lambda key: (abs(key - tokens), key))
 
 

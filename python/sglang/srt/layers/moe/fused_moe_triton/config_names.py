@@ -45,7 +45,7 @@ UPSTREAM_SELECTORS: Mapping[str | None, tuple[Selector, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """A parsed name. `hidden` 0 if it says nothing about it; either `device` or `arch` and `sms` are set."""
+    """A parsed file name. `hidden` is 0 if the name lacks it; either `device` or `arch` and `sms` are set."""
 
     num_experts: int
     intermediate: int
@@ -72,16 +72,16 @@ class FileName:
         )
 
     def scheme_rank(self, scheme: str | None) -> int | None:
-        """0 for the best name of the scheme (None: unquantized), more for a lesser one, None if it is for another."""
+        """Returns 0 for the scheme's best name (None: unquantized), more for others, None if the file is for another
+        scheme."""
         exact: Selector = (scheme, None, False)
         selectors = (exact, *(s for s in UPSTREAM_SELECTORS.get(scheme, ()) if s != exact))
         return selectors.index(self.selector) if self.selector in selectors else None
 
     def device_rank(self, arch: ArchTraits) -> int | None:
-        """0: this product, 1: another edition of it (the same architecture and SM count), 2: named by these; else None.
-
-        The Server, Workstation and Max-Q editions of one card have the same SMs and differ in clock and power only.
-        """
+        """Returns 0 for this product, 1 for another edition (same architecture and SM count), 2 if the file names
+        these; else None. The Server, Workstation and Max-Q editions of one card have the same SMs and differ in clock
+        and power only."""
         if self.device is None:
             return 2 if (self.arch, self.num_sms) == (arch.name, arch.num_sms) else None
         product = product_of_device_name(self.device.replace("_", " "))
@@ -94,7 +94,7 @@ class FileName:
 
 @functools.cache
 def parse_name(name: str) -> FileName | None:
-    """None if it is not the name of a tuning file."""
+    """Returns the parsed name; None if it is not that of a tuning file."""
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -112,6 +112,6 @@ def parse_name(name: str) -> FileName | None:
 
 
 def parse_directory(name: str) -> tuple[int, ...] | None:
-    """The Triton version of "triton_3_6_0", or None."""
+    """Returns the Triton version of a name like "triton_3_6_0", or None."""
     match = _DIRECTORY.fullmatch(name)
     return tuple(int(part) for part in match.groups()) if match else None

@@ -1,5 +1,5 @@
-"""The tile configs of a layer's experts: few pairs one by one, more of them grouped, with the tiles of a tuning file or
-of the tables. No torch, no Triton."""
+"""The tile configs of a layer's experts: few pairs are computed one by one, more are grouped, with tiles from a tuning
+file or the tables. Imports no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import (
 )
 
 TALL_ROWS = 72
-"""Pairs an expert from which sgl-kernel's blocks have 128 instead of 64 of them. It takes over from MIXED_ROWS on. Both
+"""Pairs per expert from which sgl-kernel's blocks have 128 rows instead of 64; it serves steps from MIXED_ROWS on. Both
 were predicted: benchmark/results/card.md#sgl-kernels-product-of-e4m3-and-e2m1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
-    """The facts that the tiles of a layer's experts depend on. `num_experts` are those of this rank, `top_k` those of
-    a token, `groups` those of ranks that have experts of their own; `intermediate` is this rank's share."""
+    """The facts on which the tiles of a layer's experts depend. `num_experts`: this rank's; `top_k`: experts per token;
+    `groups`: expert parallel size; `intermediate`: this rank's share."""
 
     product: ScaledProduct
     num_experts: int
@@ -46,15 +46,16 @@ class ExpertLayer:
     groups: int = 1
 
     def pairs(self, tokens: int) -> int:
-        """(token, expert) pairs to expect here."""
+        """Returns the expected number of (token, expert) pairs on this rank."""
         return -(-tokens * self.top_k // self.groups)
 
     def tokens_with(self, rows: float) -> float:
-        """The most tokens of which an expert here gets at most so many pairs, on average."""
+        """Returns the most tokens for which an expert gets at most `rows` pairs on average."""
         return max_tokens_where(lambda tokens: self.pairs(tokens) / self.num_experts <= rows)
 
 
 def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
+    """Returns the facts of a layer from the plan's need."""
     (_, hidden, _), (_, intermediate, _) = need.shapes
     num_experts, top_k, groups = need.experts
     product = product_of(SCHEMES[need.quant] if need.quant else None, arch.features)
@@ -62,7 +63,7 @@ def layer_of(need: Need, arch: ArchTraits) -> ExpertLayer:
 
 
 def triton_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
-    """The tile configs of Triton's products. Tiles of a tuning file that are on no record are taken to fit."""
+    """Returns the tile configs of Triton's products. Tiles of a tuning file without a record are assumed to fit."""
     layer = layer_of(need, arch)
     search = find(
         layer.num_experts,
@@ -79,7 +80,7 @@ def triton_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
 
 
 def mixed_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
-    """The same with sgl-kernel's products where experts get many pairs."""
+    """Returns the same with sgl-kernel's products where experts get many pairs."""
     by_triton, layer = triton_tile_configs(need, arch), layer_of(need, arch)
     few = max_tokens_where(lambda tokens: layer.pairs(tokens) / layer.num_experts < MIXED_ROWS)
     low = max_tokens_where(lambda tokens: layer.pairs(tokens) / layer.num_experts < TALL_ROWS)
@@ -88,14 +89,14 @@ def mixed_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
 
 
 def mixed_from(few: float, low: float) -> Iterator[TileConfig]:
-    """The tile configs of the mixed products: blocks of 64 up to `low` tokens, and of 128 beyond."""
+    """Yields the tile configs of the mixed products: blocks of 64 rows up to `low` tokens, of 128 beyond."""
     if low > few:
         yield TileConfig(low, MIXED, (({"BLOCK_M": 64},),), "few rows an expert")
     yield TileConfig(ANY, MIXED, (({"BLOCK_M": 128},),), "many rows an expert")
 
 
 def up_to(configs: TileConfigs, max_tokens: float) -> Iterator[TileConfig]:
-    """The tile configs of up to `max_tokens` tokens; none for 0."""
+    """Yields the tile configs for up to `max_tokens` tokens; none for 0."""
     before = 0.0
     for config in configs:
         if before >= max_tokens:
@@ -105,7 +106,7 @@ def up_to(configs: TileConfigs, max_tokens: float) -> Iterator[TileConfig]:
 
 
 def tile_configs_of(layer: ExpertLayer, features: Collection[str], tuned: TunedTiles | None = None) -> TileConfigs:
-    """The tile configs of Triton's products on GPUs with these features (of ArchTraits)."""
+    """Returns the tile configs of Triton's products on GPUs with these features (of ArchTraits)."""
     few = max_tokens_where(lambda tokens: few_pairs(_expected(layer, tokens, tuned), layer.num_experts))
     grouped = _table_configs(layer, features) if tuned is None else _file_configs(layer, tuned)
     configs = [TileConfig(few, FEW, (_few_tiles(layer),), "PAIR_TILES")] if few else []
@@ -116,7 +117,7 @@ def tile_configs_of(layer: ExpertLayer, features: Collection[str], tuned: TunedT
 
 
 def _expected(layer: ExpertLayer, tokens: int, tuned: TunedTiles | None) -> int:
-    """Pairs by which grouping is decided. A file is asked for the tokens of one group of ranks."""
+    """Returns the pairs that decide about grouping. A tuning file is asked for the tokens of one group of ranks."""
     return layer.pairs(tokens) if tuned is None else -(-tokens // layer.groups) * layer.top_k
 
 
@@ -131,7 +132,8 @@ def _table_configs(layer: ExpertLayer, features: Collection[str]) -> Iterator[Ti
 
 
 def _file_configs(layer: ExpertLayer, tuned: TunedTiles) -> Iterator[TileConfig]:
-    """The entry whose number of tokens is closest, the smaller of two."""
+    """Yields a tile config per entry of a tuning file; each number of tokens gets the closest entry, of two the
+    smaller."""
     counts = sorted(tuned.by_tokens)
     for count, following in zip(counts, [*counts[1:], None], strict=True):
         pair = tuned.by_tokens[count]
@@ -141,16 +143,18 @@ def _file_configs(layer: ExpertLayer, tuned: TunedTiles) -> Iterator[TileConfig]
 
 
 def candidates_of(tiles: MoeTiles, kind: str) -> tuple[Tiles, ...]:
+    """Returns the tiles with their fallbacks, as (gate_up, down) pairs."""
     return tuple((candidate.gate_up, candidate.down) for candidate in (tiles, *smaller_tiles(tiles, kind)))
 
 
 def forced(tiles: MoeTiles, product: ScaledProduct) -> TileConfigs:
-    """These tiles for every step, however few pairs it has: for tuning and tests."""
+    """Returns a tile config with these tiles for every step, however few pairs it has; for tuning and tests."""
     return (TileConfig(ANY, MANY, candidates_of(tiles, product.tile_kind), "forced"),)
 
 
 def _few_tiles(layer: ExpertLayer) -> Tiles:
-    """The tiles of both launches. EARLY: tiles of the second one that are loaded before the first one has ended."""
+    """Returns the tiles of both launches. EARLY: tiles of the second launch that are loaded before the first has
+    ended."""
     product, (up_tile, down_tile) = layer.product, PAIR_TILES[layer.product.pair_kind]
     up = pair_cut(product, up_tile, layer.intermediate, layer.hidden)
     down = pair_cut(product, down_tile, layer.hidden, layer.intermediate)

@@ -1,8 +1,8 @@
 """The routed experts of one layer: gate and up projections, gate, down projection, weighted sum.
 
-Few pairs: two launches, which stream the chosen experts' weights. Otherwise the pairs are grouped by expert: x is
-quantized (where the scheme says so), both products of the first matrix and the gate are one launch, the result is
-quantized again, and the second product's rows are summed with their weights.
+With few pairs two launches stream the chosen experts' weights. Otherwise the pairs are grouped by expert: x is
+quantized (if the scheme does so), gate and up projections and the gate are one launch, the result is quantized again,
+and the rows of the down projection are summed with their weights.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def fused_moe(
     configs: TileConfigs,
     features: Collection[str] = (),
 ) -> torch.Tensor:
-    """x [T, H] (rows contiguous, bfloat16 or float16, or with their quantized form), topk_weights [T, k] fp32, topk_ids
-    [T, k] int32 -> [T, H].
+    """Returns the experts' weighted outputs [T, H] for x [T, H] (rows contiguous, bfloat16 or float16, or with their
+    quantized form), topk_weights [T, k] fp32, topk_ids [T, k] int32.
 
     w13 [E, 2I, H], or [E, I, H] without a gate, and w2 [E, H, I] of one scheme, after `expert_weights.repack`. An id
-    of -1 names no expert and adds nothing. `configs`: the plan's. Where their tiles do not launch, smaller ones take
-    over. `features` (of ArchTraits): of the GPU that the tiles are for.
+    of -1 adds nothing. `configs`: the plan's; tiles that do not launch are replaced by smaller fallbacks. `features`
+    (of ArchTraits): of the GPU that the tiles are for.
     """
     values = values_of(x)
     out = torch.empty(values.shape, dtype=values.dtype, device=values.device)
@@ -74,7 +74,8 @@ def fused_moe(
 
 
 def product_for(weights: ExpertWeights) -> ScaledProduct:
-    """The way to compute products with these weights; their layout says for which GPU they were repacked."""
+    """Returns how to compute products with these weights; their layout shows for which GPU they were repacked. Raises
+    UserError for weights that are not repacked."""
     scheme = weights.scheme
     if scheme is not None and scheme.bits == 4 and scheme.activation is None and weights.plane_cols is None:
         raise UserError(f"expert weights ({scheme.name}) must be repacked before use: expert_weights.repack")
@@ -83,7 +84,7 @@ def product_for(weights: ExpertWeights) -> ScaledProduct:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The arguments of a kernel that describe one ExpertWeights. Tensors that it has not are given as `data`."""
+    """The kernel arguments that describe one ExpertWeights. Missing tensors are given as `data`."""
 
     data: torch.Tensor
     scale: torch.Tensor
@@ -94,7 +95,7 @@ class Matrix:
 
 
 def matrix_of(weights: ExpertWeights, words: bool = False) -> Matrix:
-    """`words`: packed nibbles as int32, eight at a time."""
+    """Returns the kernel arguments of weights. words: packed nibbles as int32, eight at a time."""
     data, scale = weights.data, weights.scale
     if words and data.dtype == torch.uint8:
         data = data.view(torch.int32)
@@ -152,7 +153,7 @@ def _gate_up(
     tile: Tile,
     features: Collection[str],
 ) -> tuple[torch.Tensor, ExpertBlocks]:
-    """[T * k, I], whose rows for choices of -1 are not written, and the grouping of the pairs."""
+    """Returns [T * k, I], without the rows of choices of -1, and the grouping of the pairs."""
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     hidden, intermediate = w13.cols, w13.rows // (1 + activation.gated)
     blocks = align(topk_ids, w13.num_experts, tile["BLOCK_M"])
@@ -181,7 +182,7 @@ def _down(
     tile: Tile,
     features: Collection[str],
 ) -> None:
-    """The second product and the weighted sum."""
+    """Computes the down projection and the weighted sum."""
     num_tokens, top_k = topk_ids.shape
     num_pairs, hidden, intermediate = topk_ids.numel(), w2.rows, w2.cols
     pair_out = torch.empty((num_pairs, hidden), dtype=inter.dtype, device=inter.device)
@@ -199,13 +200,15 @@ def _down(
 
 
 def grouped_kernels(weights: ExpertWeights) -> ModuleType:
+    """Returns the module of grouped kernels for the weights."""
     return kernels_zero_points if weights.zero_points else kernels
 
 
 def grouped_launch(
     product: ScaledProduct, tile: Mapping[str, int], depth: int, second: int, features: Collection[str]
 ) -> dict[str, Any]:
-    """Constants of a grouped kernel. depth: columns of the weights; second: rows between gate and up, if both."""
+    """Returns the constants of a grouped kernel. depth: columns of the weights; second: rows between gate and up, if
+    both."""
     step = max(tile["BLOCK_K"], STRIP.value) if product.kind == "planes" else tile["BLOCK_K"]
     shape = {
         "EVEN_K": depth % step == 0,
@@ -218,7 +221,7 @@ def grouped_launch(
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """x as a product takes it. Tensors that it has not are given as `data`."""
+    """x in the form a product takes. Missing tensors are given as `data`."""
 
     data: torch.Tensor
     scale: torch.Tensor

@@ -1,4 +1,4 @@
-"""Tiles of the experts' products. Data only: no torch, no Triton.
+"""Tiles of the experts' products. Data only: imports no torch, no Triton.
 
 A row serves batches with up to `max_rows_per_expert` pairs per expert on average. Each row of TILES fits the 101,376
 bytes of shared memory of the smallest GPUs, without spills (the ledger proves it); WIDE_TILES are for GPUs with wgmma
@@ -16,27 +16,30 @@ from sglang.srt.kernels.scaled_product import ScaledProduct
 GroupedTile = dict[str, int]
 
 FEW, MANY, MIXED = "few pairs", "tiles", "sgl_kernel"
-"""Ways that a tile config may name: pair by pair, grouped by Triton, and grouped by sgl-kernel's products."""
+"""Variants of a tile config: pair by pair, grouped with Triton, and grouped with sgl-kernel's products."""
 TILE_KEYS = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_M", "num_warps", "num_stages")
 
 
 @dataclass(frozen=True, slots=True)
 class MoeTiles:
+    """The tiles of both products for a range of pairs per expert."""
+
     max_rows_per_expert: float
     gate_up: GroupedTile
     down: GroupedTile
     whole: int = 1
-    """Divisor that the experts' intermediate dims must have: otherwise too much of a block would be empty."""
+    """Required divisor of the experts' intermediate dims; otherwise too much of a block would be empty."""
 
 
 def tile(m: int, n: int, k: int, group: int, warps: int, stages: int) -> GroupedTile:
+    """Returns a tile from its numbers, in the order of TILE_KEYS."""
     return dict(zip(TILE_KEYS, (m, n, k, group, warps, stages), strict=True))
 
 
 def swaps(tile: GroupedTile, kind: str, features: Collection[str]) -> bool:
-    """Returns whether the weights are the tall operand of the matrix instruction. wgmma takes 64 rows of that at a time
-    and as few as 8 of the other, so that few tokens waste little of it; and it takes that operand from registers, where
-    planes are widened."""
+    """Returns whether the weights are the tall operand (M) of the matrix instruction. wgmma takes 64 rows of that
+    operand and as few as 8 of the other, so that few tokens waste little; and it reads that operand from registers,
+    where planes are dequantized."""
     return "wgmma" in features and tile["BLOCK_N"] >= 64 and (tile["BLOCK_M"] < 64 or kind == "planes")
 
 
@@ -124,8 +127,9 @@ WIDE_TILES: Mapping[str, tuple[MoeTiles, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class PairTile:
-    """Few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, `unroll` such steps at once. The
-    weights of the first `early` steps are loaded before the kernel ahead has ended."""
+    """The tile of products for few pairs: `size` weights of each matrix at a time, at most `max_cols` of a row, in
+    `unroll` steps at once. The weights of the first `early` steps are loaded before the previous kernel has ended
+    (PDL)."""
 
     size: int
     max_cols: int
@@ -135,8 +139,8 @@ class PairTile:
     early: int = 0
 
     def cut(self, cols: int, multiple: int) -> GroupedTile:
-        """The tile for rows of `cols` weights: columns in one step (a multiple of `multiple`) that divide them, or,
-        where that would be few, that are at most `ragged_cols`."""
+        """Returns the tile for rows of `cols` weights: its columns per step are a multiple of `multiple` that divides
+        them, or, if that is small, at most `ragged_cols`."""
         dividing = min(self.max_cols, cols & -cols)
         step = dividing if dividing >= 256 else min(self.max_cols, self.ragged_cols, 1 << (cols - 1).bit_length())
         step = max(step, multiple)
@@ -145,7 +149,7 @@ class PairTile:
 
 
 def pair_cut(product: ScaledProduct, tile: PairTile, rows: int, cols: int) -> GroupedTile:
-    """The tile for a matrix [rows, cols]."""
+    """Returns the tile for a matrix [rows, cols]."""
     multiple = PLANE_COLUMNS if product.four_bit else 128 if product.kind == "group128" else 16
     cut = tile.cut(cols, multiple)
     if product.kind == "group128":  # a tile's rows share their scales
@@ -172,9 +176,8 @@ and many small programs have more loads on their way than few large ones. Measur
 
 
 EARLY_TILES: Mapping[str, int] = {"plain": 16, "group128": 16}
-"""Number of tiles of 256 columns, by kind of product, that the second product of few pairs loads before the first one
-has ended. With a scale for each row as well they would spill; weights of four bits are loaded where they are
-multiplied."""
+"""Number of tiles of 256 columns, by kind of product, that the second product of few pairs loads before the first has
+ended (PDL). Kinds with a scale per row would spill registers; four-bit weights are loaded where they are multiplied."""
 
 
 def early_tiles(kind: str, step: int, num_tiles: int) -> int:
@@ -183,7 +186,7 @@ def early_tiles(kind: str, step: int, num_tiles: int) -> int:
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[MoeTiles, ...]:
-    """The rows of a kind on a GPU with these features (of ArchTraits)."""
+    """Returns the tiles of a kind on a GPU with these features (of ArchTraits)."""
     return WIDE_TILES[kind] if "wgmma" in features and kind in WIDE_TILES else TILES[kind]
 
 
@@ -197,7 +200,7 @@ def smaller_tiles(tiles: MoeTiles, kind: str) -> tuple[MoeTiles, ...]:
 
 
 def last_resort(kind: str) -> MoeTiles:
-    """The smallest tiles with two stages."""
+    """Returns the smallest tiles with two stages."""
     smallest = TILES[kind][0]
     return MoeTiles(_ANY, smallest.gate_up | {"num_stages": 2}, smallest.down | {"num_stages": 2})
 

@@ -211,7 +211,7 @@ def ngram_rows(
     scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """As the reference: all contiguous; `table` may be pinned host memory."""
+    """Does as the reference. All contiguous; `table` may be in pinned host memory."""
     num_tokens, heads, dim = len(ids), len(hashed.sizes), table.shape[1]
     if num_tokens:
         ngram_rows_kernel[(num_tokens, heads)](
@@ -234,7 +234,7 @@ def gate_values(
     conv_weight: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference: streams and weights contiguous; rows of `products` may lie apart."""
+    """Does as the reference. Streams and weights contiguous; the row stride of `products` is free."""
     num_tokens, num, size = streams.shape
     values, normed = torch.empty_like(streams), torch.empty_like(streams)
     if num_tokens:
@@ -253,7 +253,7 @@ def convolve_values(
     kept: torch.Tensor,
     requests: TokenRequests,
 ) -> None:
-    """As the reference, all contiguous."""
+    """Does as the reference. All contiguous."""
     num_tokens, width = len(values), weight.shape[0]
     if num_tokens:
         convolve_values_kernel[(num_tokens, triton.cdiv(width, BLOCK))](
@@ -263,7 +263,7 @@ def convolve_values(
 
 
 def keep_last(new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
-    """As the reference, all contiguous; tokens of slot 0 leave nothing."""
+    """Does as the reference. All contiguous; tokens of slot 0 are padding and write nothing."""
     num_tokens, width = len(new), kept[0, 0].numel()
     if num_tokens:
         launch = ONE_VALUE if width == 1 else LAUNCH

@@ -62,7 +62,7 @@ def convolve_kernel(
 def convolve(
     rows: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, out: torch.Tensor
 ) -> None:
-    """As the reference; all contiguous but for rows of `out`."""
+    """Does as the reference. All contiguous, but the row stride of `out` is free."""
     num_tokens, width = rows.shape
     if num_tokens:
         convolve_kernel[(num_tokens, triton.cdiv(width, LAUNCH["BLOCK"]))](

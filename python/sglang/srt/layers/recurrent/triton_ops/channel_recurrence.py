@@ -43,7 +43,8 @@ def channel_recurrence_extend(
     out: torch.Tensor,
     num_sms: int = 1,
 ) -> None:
-    """Ragged new tokens of B sequences, each over the state of its prefix: as `recurrence.recurrence_extend`."""
+    """Computes ragged new tokens of B sequences, each from the state of its prefix; as
+    `recurrence.recurrence_extend`."""
     num_tokens, heads, value_dim = v.shape
     key_dim, num_seqs = k.shape[2], start_loc.shape[0] - 1
     if num_tokens == 0 or num_seqs == 0:
@@ -92,7 +93,7 @@ def channel_recurrence_decode(
     out: torch.Tensor,
     num_sms: int = 1,
 ) -> None:
-    """One token for each request of `slots` [B]: as `recurrence.recurrence_decode`."""
+    """Computes one token for each request of `slots` [B]; as `recurrence.recurrence_decode`."""
     batch, heads, value_dim = v.shape
     if batch == 0:
         return
@@ -122,7 +123,8 @@ def channel_recurrence_verify(
     log_decays: torch.Tensor,
     betas: torch.Tensor,
 ) -> None:
-    """T tokens, as many for each request of `slots` [B]: as `recurrence.recurrence_verify`, log_decays [T, H, K]."""
+    """Computes T tokens, the same number for each request of `slots` [B]; as `recurrence.recurrence_verify`, with
+    log_decays [T, H, K]."""
     num_tokens, heads, value_dim = v.shape
     if num_tokens == 0:
         return

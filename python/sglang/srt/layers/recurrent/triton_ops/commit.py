@@ -128,9 +128,9 @@ def commit_states(
     counts: torch.Tensor,
     width: int,
 ) -> None:
-    """The states of the requests `slots` [B] int64 go on by the first `counts` [B] int32 of `width` tokens of each, in
-    all `layers`, which are alike but for where their tensors lie: addresses [L, NUM_ADDRESSES] int64. Rows of slot 0
-    are padding. CUDA-graph safe."""
+    """Advances the states of the requests `slots` [B] int64 by the first `counts` [B] int32 of their `width` tokens, in
+    all `layers`, which differ only in their tensors' addresses [L, NUM_ADDRESSES] int64. Rows of slot 0 are padding.
+    CUDA-graph safe."""
     first, batch = layers[0], len(counts)
     if batch == 0:
         return
@@ -150,7 +150,7 @@ def commit_states(
 def commit_conv(
     layers: Sequence[VerifiedRows], addresses: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, width: int
 ) -> None:
-    """As `commit_states`, the last inputs of the convolutions."""
+    """Advances the convolutions' last inputs; as `commit_states`."""
     first, batch = layers[0], len(counts)
     if batch == 0:
         return

@@ -72,7 +72,7 @@ def attention_head_gate_kernel(x, gate, heads, head_dim, BLOCK: tl.constexpr, PD
 
 
 def norm_launch(num_rows: int, size: int) -> dict[str, int]:
-    """A row a program where there are few, else about 1,024 elements."""
+    """Returns one row per program for few rows, else rows of about 1,024 elements together."""
     block = triton.next_power_of_2(size)
     rows = 1 if num_rows <= 1024 else max(1, 1024 // block)
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(8, max(1, rows * block // 256))}
@@ -86,9 +86,9 @@ def gated_rmsnorm(
     gate_first: bool = False,
     sigmoid: bool = False,
 ) -> torch.Tensor:
-    """x [T, groups, size] contiguous, gate [T, groups * size] -> [T, groups * size]: each group normed by itself,
-    times silu(gate), or sigmoid(gate) with `sigmoid`, which comes before the norm with `gate_first`. weight: [size] for
-    all groups, or [groups * size]."""
+    """Returns [T, groups * size] of x [T, groups, size] contiguous, gate [T, groups * size]: the norm of each group
+    times silu(gate), or with `sigmoid` sigmoid(gate); with `gate_first` the gate is applied before the norm. weight:
+    [size] for all groups, or [groups * size]."""
     num_tokens, groups, size = x.shape
     out = torch.empty((num_tokens, groups * size), dtype=x.dtype, device=x.device)
     rows = num_tokens * groups
@@ -102,7 +102,7 @@ def gated_rmsnorm(
 
 
 def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, Hq * D] contiguous, gate [T, Hq * D] -> x * sigmoid(gate), written over x."""
+    """Writes x * sigmoid(gate) over x and returns it. x [T, Hq * D] contiguous, gate [T, Hq * D]."""
     num_tokens, width = x.shape
     if num_tokens:
         attention_output_gate_kernel[(num_tokens, triton.cdiv(width, GATE_BLOCK))](
@@ -112,7 +112,7 @@ def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """x [T, Hq * D], gate [T, Hq], both contiguous -> each head times sigmoid of its gate, written over x."""
+    """Writes x [T, Hq * D], each head times the sigmoid of its gate [T, Hq], over x and returns it. Both contiguous."""
     num_tokens, width = x.shape
     if num_tokens:
         heads = gate.shape[1]

@@ -35,8 +35,8 @@ def recurrence_extend(
     out: torch.Tensor,
     num_sms: int = 1,
 ) -> None:
-    """Ragged new tokens of B sequences, each over the state of its prefix: by `register_scan` where a state fits into
-    registers, else by `chunk_scan`.
+    """Computes ragged new tokens of B sequences, each from the state of its prefix: with `register_scan` if a state
+    fits into registers, else with `chunk_scan`.
 
     q, k [T, Hk, K], v [T, H, V]: parts of rows equally far apart; a, b [T, H]; a_log, dt_bias, skip [H]; states
     [slots, H, K, V]; initial_slots, slots [B]: where a sequence's state is read (if it has a prefix) and written;
@@ -88,8 +88,9 @@ def recurrence_decode(
     out: torch.Tensor,
     num_sms: int = 1,
 ) -> None:
-    """One token for each request of `slots` [B], whose state is replaced; as `recurrence_extend` otherwise. Rows of
-    slot 0 are padding: they touch no state, and their output is 0. `num_sms` of the GPU decides how the work is cut."""
+    """Computes one token for each request of `slots` [B] and replaces its state; as `recurrence_extend` otherwise. Rows
+    of slot 0 are padding: they touch no state, and their output is 0. `num_sms` of the GPU decides how the work is
+    cut."""
     batch, heads, value_dim = v.shape
     if batch == 0:
         return
@@ -120,8 +121,8 @@ def recurrence_verify(
     log_decays: torch.Tensor,
     betas: torch.Tensor,
 ) -> None:
-    """T tokens, as many for each request of `slots` [B], one after the other as `recurrence_decode` computes them. The
-    states are read and left; log_decays and betas [T, H] fp32 become what `commit.commit_states` needs."""
+    """Computes T tokens, the same number for each request of `slots` [B], one after the other as `recurrence_decode`
+    does. The states are only read; log_decays and betas [T, H] fp32 receive what `commit.commit_states` needs."""
     num_tokens, heads, value_dim = v.shape
     if num_tokens == 0:
         return

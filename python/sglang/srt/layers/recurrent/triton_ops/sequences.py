@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 def num_blocks(num_tokens: int, num_seqs: int, block: int) -> int:
-    """Of a grid over `num_tokens` tokens of `num_seqs` sequences."""
+    """Returns the size of a grid over `num_tokens` tokens of `num_seqs` sequences."""
     return num_tokens // block + num_seqs
 
 

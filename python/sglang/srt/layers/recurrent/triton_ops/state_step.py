@@ -67,6 +67,6 @@ def state_step_kernel(
 
 
 def step_tile(batch: int, heads: int, value_dim: int, num_sms: int) -> Mapping[str, int]:
-    """The narrow tile while the wide one would leave SMs without work."""
+    """Returns the narrow tile if the wide one would leave SMs without work."""
     narrow, wide = STEP_TILES
     return wide if batch * heads * triton.cdiv(value_dim, wide["BLOCK_V"]) >= 4 * num_sms else narrow

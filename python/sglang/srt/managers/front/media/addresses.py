@@ -1,8 +1,8 @@
-"""The network addresses that a client may have the server connect to.
+"""Checks the network addresses that a client may make the server connect to.
 
-A name is resolved once, and the connection goes to an address that was checked: a second answer of the name server
-cannot lead elsewhere. The ranges are those of IANA's registries of special-purpose addresses, whichever of them the
-version of Python knows, and what clouds have at addresses that look public.
+A name is resolved once, and the connection goes to an address that was checked, so a second answer of the name server
+cannot lead elsewhere. The ranges are those of IANA's special-purpose address registries, also where this Python version
+does not know them, and addresses that clouds use for their own services though they look public.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _NOT_PUBLIC_V4 = tuple(
     )
 )
 _UNICAST = ipaddress.IPv6Network("2000::/3")
-"""Everything that is public in IPv6 is in it."""
+"""The range that contains all public IPv6 addresses."""
 _NOT_PUBLIC_V6 = tuple(
     map(
         ipaddress.IPv6Network,
         (
             *("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20"),
-            "3ffe::/16",  # the 6bone, given back
+            "3ffe::/16",  # the former 6bone
         ),
     )
 )
@@ -41,7 +41,7 @@ _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """Returns whether it is an address of the internet, also where an IPv6 address stands for an IPv4 one.
+    """Returns whether an address is public on the internet, also where an IPv6 address stands for an IPv4 one.
 
     >>> [is_public(text) for text in ("8.8.8.8", "10.0.0.1", "::ffff:127.0.0.1", "169.254.169.254")]
     [True, False, False, False]
@@ -56,7 +56,7 @@ def _is_public(address: Address) -> bool:
 
 
 def _meant(address: Address) -> Address:
-    """Returns the address of IPv4 that one of IPv6 stands for."""
+    """Returns the IPv4 address that an IPv6 address stands for, if it does."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped
@@ -66,6 +66,6 @@ def _meant(address: Address) -> Address:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The addresses of a name, in the order in which to try them. Raises OSError, UnicodeError."""
+    """Returns the addresses of a name in the order in which to try them. Raises OSError, UnicodeError."""
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))

@@ -1,8 +1,8 @@
-"""Shared arrays on their way to machines that do not share the front's memory (--nnodes, --use-ray).
+"""Transfer of shared arrays to machines that do not share the front's memory (--nnodes, --use-ray).
 
-An array goes in parts, one at a time to a replica, each of which its machines have before the next one is sent: so what
-is on its way is bounded, and the request behind an array is sent only when it is there. An array stays until nothing
-here needs it. Belongs to the event loop of the tokenizer manager.
+An array is sent to a replica in parts; all its machines must have a part before the next one is sent. So the bytes
+under way are bounded, and a request is sent only after its arrays. An array stays until nothing here needs it.
+Everything runs on the event loop of the tokenizer manager.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from sglang.srt.utils import shared_array
 from sglang.srt.utils.shared_array import SharedArray
 
 PART_BYTES = 4 << 20
-"""Bytes of a part. Each travels in a step's messages, which the step waits for."""
+"""Bytes of a part. Each is among the messages of a step, which waits for it."""
 ANSWER_S = 60.0
 
 
 class ArrayTransfers:
+    """Sends shared arrays to the replicas of other machines."""
+
     def __init__(self, files: MediaFiles, replicas: Sequence[Replica], tell: Callable[[], None]) -> None:
-        """tell(): sends what replicas have in `arrays_gone`."""
+        """tell(): sends the replicas their lists `arrays_gone`."""
         self._files, self._replicas, self._tell = files, replicas, tell
         self._locks = [asyncio.Lock() for _ in replicas]
         self._sent: dict[str, dict[int, asyncio.Task[None]]] = {}
@@ -47,12 +49,12 @@ class ArrayTransfers:
                 task = of_array[replica.index] = asyncio.ensure_future(self._send(replica, array))
                 self._under_way.add(task)
                 task.add_done_callback(self._ended)
-            await asyncio.shield(of_array[replica.index])  # others may wait for it, too
+            await asyncio.shield(of_array[replica.index])  # others may wait for it too
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._under_way.discard(task)
         if not task.cancelled():
-            task.exception()  # who waited for it has it; perhaps nobody did
+            task.exception()  # marks the error as retrieved, as perhaps nobody waited for it
 
     async def _send(self, replica: Replica, array: SharedArray) -> None:
         total, offset = shared_array.num_bytes(array), 0
@@ -60,7 +62,7 @@ class ArrayTransfers:
             while offset < total and array.name in self._files:
                 async with self._locks[replica.index]:
                     part = await asyncio.to_thread(_part, self._files.directory, array, offset)
-                    if array.name not in self._files:  # from here to the sending nothing else runs
+                    if array.name not in self._files:  # no await between this check and the sending
                         return
                     if not part:
                         raise RequestError("The pixels of an image are gone; send the request again.", 503)
@@ -73,7 +75,7 @@ class ArrayTransfers:
             raise
 
     def _forget(self, replica: Replica, name: str) -> None:
-        """What came of an array goes, and who brings it again sends it again."""
+        """Has the replica drop the parts that it got; the next `bring` sends them again."""
         of_array = self._sent.get(name, {})
         if of_array.pop(replica.index, None) is not None:
             self._end([replica], name)
@@ -90,7 +92,7 @@ class ArrayTransfers:
 
 
 async def _answer(replica: Replica, part: ArrayPart) -> ControlReply:
-    """Sends it before anything else runs. Raises RequestError."""
+    """Sends a part before anything else runs. Raises RequestError."""
     try:
         return await asyncio.wait_for(replica.ask(part), ANSWER_S)
     except asyncio.TimeoutError:
@@ -98,7 +100,7 @@ async def _answer(replica: Replica, part: ArrayPart) -> ControlReply:
 
 
 def _part(directory: Path, array: SharedArray, offset: int) -> bytes:
-    """In a thread. Empty where the array is gone."""
+    """Reads a part, in a thread. It is empty if the array is gone."""
     try:
         with shared_array.opened(directory, array) as file:
             file.seek(offset)

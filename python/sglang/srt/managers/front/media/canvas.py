@@ -1,4 +1,5 @@
-"""Sizes of pictures that keep their shape, on a canvas of whole squares of patches with black below and to the right.
+"""Resizing of pictures that keep their aspect ratio on a canvas of whole squares of patches, with black padding below
+and right.
 
 Source: the processors of GLM-5.3-Flash in transformers 5.17.
 """
@@ -26,18 +27,18 @@ KEYS = (
     "min_image_tokens",
     "max_image_tokens",
 )
-"""The settings that `fitted` reads."""
+"""Settings that `fitted` reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """`size`: of the canvas; `content`: of the picture in its upper left corner."""
+    """`size` of the canvas, and `content`, the size of the picture in its upper left corner."""
 
     size: Size
     content: Size
 
     def around(self, pictures: np.ndarray) -> np.ndarray:
-        """pictures [N, height, width, 3] uint8 of the content's size -> those of the canvas."""
+        """Pads pictures [N, height, width, 3] uint8 of the content's size to the canvas."""
         shape = (len(pictures), self.size[1], self.size[0], 3)
         canvas = np.zeros(shape, np.uint8)
         canvas[:, : self.content[1], : self.content[0]] = pictures
@@ -45,9 +46,9 @@ class Canvas:
 
 
 def fitted(size: Size, frames: int, settings: Mapping[str, Any]) -> Canvas:
-    """Returns the canvas for so many frames of this size. Their tokens are at least `min_image_tokens`, for which small
-    pictures are enlarged, and at most `max_image_tokens`, for which large ones are made smaller; one frame fits an
-    encoder step. Raises MediaError for more frames than there may be tokens."""
+    """Returns the canvas for `frames` frames of this size. Their tokens are at least `min_image_tokens` (small pictures
+    are enlarged) and at most `max_image_tokens` (large ones are shrunk), and one frame fits an encoder step. Raises
+    MediaError if there are more frames than allowed tokens."""
     (width, height), together = size, settings["temporal_patch_size"]
     side = settings["patch_size"] * settings["merge_size"] * settings["patch_expand_factor"]
     counted = max(together, round(frames / together) * together)

@@ -1,4 +1,4 @@
-"""Llama 4's views of a picture: the tiles of a black canvas on which it lies, and behind them the whole as one tile.
+"""Llama 4's views of a picture: the tiles of a black canvas with the picture on it, then the whole picture as one tile.
 
 Source: `Llama4ImageProcessor` of transformers 5.17, which needs torchvision.
 """
@@ -33,7 +33,7 @@ Shape = tuple[int, int]
 
 
 def canvases(most: int) -> list[Shape]:
-    """Returns the shapes of at most so many tiles, those with the same sides' ratio together, the largest first."""
+    """Returns the shapes with at most `most` tiles, grouped by aspect ratio, the largest first."""
     by_ratio: dict[float, list[Shape]] = {}
     for count in range(most, 0, -1):
         for rows in range(1, count + 1):
@@ -43,8 +43,8 @@ def canvases(most: int) -> list[Shape]:
 
 
 def best_canvas(size: tuple[int, int], tile: int, shapes: Sequence[Shape], largest: bool) -> Shape:
-    """Returns the canvas on which a picture of this width and height is enlarged least (most, for `largest`), or if
-    none holds it made smaller least; of several the smallest."""
+    """Returns the canvas on which a picture of this width and height is enlarged least (with `largest`: most). If none
+    holds the picture, returns the one that shrinks it least. Among equals the smallest canvas is chosen."""
     width, height = map(np.float32, size)
     sides = np.asarray(shapes, np.float32) * np.float32(tile)
     scales = np.minimum(sides[:, 1] / width, sides[:, 0] / height)
@@ -54,8 +54,8 @@ def best_canvas(size: tuple[int, int], tile: int, shapes: Sequence[Shape], large
 
 
 def size_on(size: tuple[int, int], tile: int, shape: Shape, largest: bool) -> tuple[int, int]:
-    """Returns the width and the height of a picture on its canvas. One that is smaller than the canvas is enlarged to
-    the side of a tile at most, unless `largest`."""
+    """Returns the width and height of a picture on its canvas. A picture smaller than the canvas is enlarged to at most
+    the side of a tile, unless `largest`."""
     width, height = size
     (high, by_rows), (wide, by_columns) = (
         _bounded(side, tile, number * tile, largest) for side, number in zip((height, width), shape, strict=True)
@@ -68,15 +68,15 @@ def size_on(size: tuple[int, int], tile: int, shape: Shape, largest: bool) -> tu
 
 
 def _bounded(side: int, tile: int, canvas: int, largest: bool) -> tuple[int, float | np.float32]:
-    """Returns the side that a picture may have, and by how much that is larger: in float32, as the class has it, where
-    the canvas is the bound."""
+    """Returns the largest side that a picture may have, and the scale to it; in float32, like the reference class,
+    where the canvas is the bound."""
     if largest or canvas < max(side, tile):
         return canvas, np.float32(canvas) / np.float32(side)
     return max(side, tile), max(side, tile) / side
 
 
 def _levels(settings: Mapping[str, Any]) -> np.ndarray:
-    """What becomes of the levels of each channel, [3, 256] float32 with values of bfloat16: each step rounds."""
+    """Returns the normalized value of each level of each channel, [3, 256] float32 rounded to bfloat16 at each step."""
     values = _rounded(np.arange(256, dtype=np.float32)[:, None] * np.float32(settings["rescale_factor"]))
     mean, std = (_rounded(np.asarray(settings[key], np.float32)) for key in ("image_mean", "image_std"))
     return np.ascontiguousarray(_rounded(_rounded(values - mean) / std).T)
@@ -88,8 +88,8 @@ def _rounded(values: np.ndarray) -> np.ndarray:
 
 
 class CanvasProcessor:
-    """Pictures to the shape of their canvas and patches that stand row by row, [tiles, rows, columns]: those of the
-    tiles first, then those of the whole, unless one tile is all of it."""
+    """Converts pictures to the shape of their canvas and patches in row order [tiles, rows, columns]: first those of
+    the tiles, then those of the whole picture, unless one tile is all of it."""
 
     def __init__(self, settings: Mapping[str, Any], dtype: str) -> None:
         words = {**_DEFAULTS, **given(settings)}

@@ -1,6 +1,6 @@
-"""Videos in containers (MP4, MOV, WebM, MKV), decoded with PyAV, in a worker process like everything of a file.
+"""Decodes videos in containers (MP4, MOV, WebM, MKV) with PyAV, in a worker process like all files.
 
-The container's kind follows from the file's first bytes and not from FFmpeg's guess: among its formats are playlists,
+The container's kind is read from the file's first bytes instead of guessed by FFmpeg, whose formats include playlists,
 which name other files. References of a file to others are not followed either.
 """
 
@@ -30,18 +30,18 @@ _DEFAULT_FPS = 24.0
 _THREADS = 2
 _CUT_OFF = "a video is damaged or cut off"
 _OPTIONS = {"protocol_whitelist": "none", "enable_drefs": "0"}
-"""Nothing beside the data is opened."""
+"""Options that keep FFmpeg from opening anything but the data."""
 
 
 def container_format(data: bytes) -> str | None:
-    """Returns FFmpeg's name of the container that the file's first bytes say; None: it is none that is read here."""
+    """Returns FFmpeg's name of the container that the file's first bytes show; None if it is not supported."""
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip"):
         return "mov"
     return "matroska" if data[:4] == b"\x1a\x45\xdf\xa3" else None
 
 
 class Container(Video):
-    """The first moving picture of a file. Between the frames that are asked for, no more is decoded than they need."""
+    """The first video stream of a file. Between requested frames, only the frames that they depend on are decoded."""
 
     is_sampled = False
 
@@ -78,7 +78,7 @@ class Container(Video):
             yield _upright(shown)
 
     def _decoded(self, time: int) -> Iterator[Any]:
-        """Yields the frames from the last one before `time` on that depends on no other."""
+        """Yields the frames from the last key frame at or before `time` on."""
         with _damage_is_named():
             self._file.seek(time, stream=self._stream, backward=True)
             for frame in self._file.decode(self._stream):
@@ -86,7 +86,7 @@ class Container(Video):
                 yield frame
 
     def _rate(self) -> float:
-        """Returns the frames a second."""
+        """Returns the frames per second."""
         rate = float(self._stream.average_rate or self._stream.guessed_rate or _DEFAULT_FPS)
         if not 1 / _MAX_FPS <= rate <= _MAX_FPS:
             raise MediaError(f"a video has {rate:g} frames a second; 0.001 to {_MAX_FPS:g} are read")
@@ -94,7 +94,7 @@ class Container(Video):
 
 
 def _moving_picture(file: Any) -> Any:
-    """Returns the first stream of pictures that is no cover. Raises MediaError."""
+    """Returns the first video stream that is not a cover picture. Raises MediaError."""
     streams = [stream for stream in file.streams.video if not stream.disposition & av.stream.Disposition.attached_pic]
     if not streams:
         raise MediaError("a video has sound alone, or nothing at all: there are no pictures in it")
@@ -108,8 +108,8 @@ def _moving_picture(file: Any) -> Any:
 
 
 def _times(file: Any, stream: Any) -> tuple[list[int], list[int]]:
-    """Returns when each frame is shown, in the units of the stream, and each one that depends on no other. Nothing is
-    decoded. Raises MediaError."""
+    """Returns the time of each frame in units of the stream, and those of key frames, without decoding. Raises
+    MediaError."""
     times: list[int] = []
     keys: list[int] = []
     for packet in file.demux(stream):
@@ -138,7 +138,7 @@ def _upright(frame: Any) -> Image.Image:
 
 @contextmanager
 def _damage_is_named() -> Iterator[None]:
-    """Raises MediaError for what FFmpeg says of a file."""
+    """Converts FFmpeg's errors about a file to MediaError."""
     try:
         yield
     except (MemoryError, MediaError):
@@ -148,6 +148,6 @@ def _damage_is_named() -> Iterator[None]:
 
 
 def open_video(data: bytes) -> Video:
-    """Raises MediaError."""
+    """Opens a file. Raises MediaError."""
     form = container_format(data)
     return decoding.open_animation(data) if form is None else Container(data, form)

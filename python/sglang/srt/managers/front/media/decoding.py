@@ -1,6 +1,6 @@
-"""Files of images and videos to pixels, in a worker process: whatever the file holds, that process only can suffer.
+"""Decodes images and videos to pixels, in a worker process, so that a malicious file can harm that process only.
 
-Raises MediaError with what a client can do about it.
+Raises MediaError, which says what a client can do about it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ LOW_DETAIL_SIDE = 512
 _DEFAULT_FRAME_MS = 100
 _HEAD_BYTES = 512
 SAMPLED_FPS = 2.0
-"""Frames a second of a video that comes as single pictures."""
+"""Frames per second that are assumed for a video sent as single pictures."""
 
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 warnings.simplefilter("error", Image.DecompressionBombWarning)
 
 
 class MediaError(ValueError):
-    """A file that is refused; the message says why."""
+    """Raised when a file is refused; the message says why."""
 
 
 def file_bytes(data: bytes, is_base64: bool, max_bytes: int) -> bytes:
-    """The file of a payload."""
+    """Returns the file of a payload, decoding base64. Raises MediaError if it is too large."""
     if not is_base64:
         return data
     try:
@@ -51,7 +51,7 @@ def file_bytes(data: bytes, is_base64: bool, max_bytes: int) -> bytes:
 
 
 def decode_image(data: bytes, detail: str | None = None) -> Image.Image:
-    """The picture in RGB, upright; of several in the file the first. What is transparent becomes white."""
+    """Returns the picture in RGB, upright; the first one if the file has several. Transparent pixels become white."""
     with _opened(data) as image:
         check_size(image.size)
         picture = _loaded(image)
@@ -71,7 +71,7 @@ def _opened(data: bytes) -> Image.Image:
         raise MediaError(_unknown(data)) from None
     except MemoryError:
         raise
-    except Exception as error:  # of a decoder, about a file that is made to confuse it
+    except Exception as error:  # decoders raise anything for malicious files
         raise MediaError(f"an image cannot be read: {error}") from None
 
 
@@ -85,6 +85,7 @@ def _unknown(data: bytes) -> str:
 
 
 def check_size(size: tuple[int, int]) -> None:
+    """Raises MediaError for pictures that are too large."""
     width, height = size
     if not (0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE):
         raise MediaError(f"an image is {width} x {height} pixels; a side may have 1 to {MAX_SIDE}")
@@ -105,7 +106,7 @@ def _loaded(image: Image.Image) -> Image.Image:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16 bits; a conversion would cut them off at 255
+    if image.mode.startswith("I"):  # 16 bits, which a plain conversion would clip at 255
         values = np.asarray(image).astype(np.int64)
         return Image.fromarray((values.clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
@@ -119,12 +120,13 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 class Video:
-    """Frames of one size. `fps`: of the file. `frames(indices)` gives those at rising indices, in RGB."""
+    """A video whose frames all have one size. `fps` is the file's. `frames(indices)` yields frames at ascending
+    indices, in RGB."""
 
     is_sampled: bool
 
     def __init__(self, num_frames: int, fps: float, size: tuple[int, int], most: int = MAX_FRAMES) -> None:
-        """most: limit for the frames. Raises MediaError."""
+        """most: limit of the frames. Raises MediaError."""
         if not 1 <= num_frames <= most:
             raise MediaError(f"a video has {num_frames} frames; 1 to {most} are read")
         check_size(size)
@@ -135,7 +137,7 @@ class Video:
 
 
 class Pictures(Video):
-    """The pictures of `data:video/jpeg;base64,PICTURE,PICTURE,...`, sampled already."""
+    """A video sent as already sampled pictures, `data:video/jpeg;base64,PICTURE,PICTURE,...`."""
 
     is_sampled = True
 
@@ -152,7 +154,7 @@ class Pictures(Video):
 
 
 class Animation(Video):
-    """An animated GIF, WebP, PNG or AVIF."""
+    """A video in an animated GIF, WebP, PNG or AVIF file."""
 
     is_sampled = False
 
@@ -182,6 +184,7 @@ class Animation(Video):
 
 
 def open_animation(data: bytes) -> Video:
+    """Opens an animated picture. Raises MediaError."""
     try:
         return Animation(_opened(data))
     except MediaError as error:

@@ -1,4 +1,5 @@
-"""Placeholders in token ids: a template writes one an image or a video, the model reads one an embedding."""
+"""Expansion of placeholders in token ids: a template writes one for each image or video, the model reads one for each
+embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from sglang.srt.managers.wire.io_struct import MediaItem
 
 @dataclass(frozen=True, slots=True)
 class PlacedMedia:
-    """One decoded image or video. `parts`: token ids, or the length of a run of placeholders."""
+    """One decoded image or video. `parts`: token ids and lengths of runs of placeholders, as they stand in the
+    prompt."""
 
     kind: Kind
     items: list[Features]
@@ -24,8 +26,8 @@ class PlacedMedia:
 
 
 def expand(ids: list[int], media: Sequence[PlacedMedia], tokens: MediaTokens) -> tuple[list[int], list[MediaItem]]:
-    """The ids with each placeholder replaced by what stands for its image or video, in order, and where that is.
-    Raises RequestError for another number of placeholders than of images or videos."""
+    """Replaces each placeholder by the tokens of its image or video, in order; returns the ids and the items with their
+    positions. Raises RequestError if the number of placeholders differs from that of images and videos."""
     waiting: dict[int, list[PlacedMedia]] = {}
     """By placeholder, in the order of the prompt: images and videos may have one in common."""
     for kind in KINDS:
@@ -90,7 +92,7 @@ def _mismatch(kind: Kind, num_placeholders: int, num_media: int, tokens: MediaTo
 
 
 def moved(items: Sequence[MediaItem], offset: int) -> list[MediaItem]:
-    """The same items behind `offset` more tokens."""
+    """Returns the same items, shifted by `offset` tokens."""
     return [
         msgspec.structs.replace(item, spans=[(start + offset, end + offset) for start, end in item.spans])
         for item in items
@@ -98,7 +100,7 @@ def moved(items: Sequence[MediaItem], offset: int) -> list[MediaItem]:
 
 
 def whole_items(items: Sequence[MediaItem], length: int) -> list[MediaItem]:
-    """The items of the first `length` tokens. Raises RequestError where an item is cut."""
+    """Returns the items of the first `length` tokens. Raises RequestError if that cuts an item."""
     whole = [item for item in items if item.spans[-1][1] <= length]
     if any(item.spans[0][0] < length for item in items if item not in whole):
         raise RequestError(f"an image or a video lies across token {length}, where the prompt would be cut")

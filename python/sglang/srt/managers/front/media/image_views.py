@@ -1,5 +1,5 @@
-"""Pictures to what the encoder takes of them, and to what stands for them in the prompt: most models see a picture
-once, between marks that the template writes. Step-3.7 and Llama 4 see its tiles, too."""
+"""Converts pictures to encoder inputs and prompt parts. Most models see a picture once, between marks that the template
+writes; Step-3.7 and Llama 4 also see its tiles."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MARKS: Mapping[str, tuple[str, str]] = {
     "minimax_m3": ("]<]start of image[>[", "]<]end of image[>["),
     "muse_glimmer": ("<|image_start|>", "<|image_end|>"),
 }
-"""Tokens around a run of placeholders that the processor writes, not the template."""
+"""Tokens around a run of placeholders that the processor writes instead of the template."""
 
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """`patches`: of each grid, in the order of their placeholders. `parts`: what stands in the prompt; a number is a
-    run of so many placeholders, one for each frame of a grid."""
+    """`patches` of each grid, in the order of their placeholders. `parts`: prompt text; a number stands for a run of
+    that many placeholders, one run for each frame of a grid."""
 
     patches: list[Patches]
     parts: list[str | int]
@@ -33,7 +33,8 @@ SeeImage = Callable[[Image.Image], Views]
 
 
 def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
-    """Returns what prepares the model's images, in the type of patches that `patch_types.as_type` names."""
+    """Returns the function that prepares the model's images, with patches of a type that `patch_types.as_type`
+    names."""
     if files.family == "step3p7":
         return _in_tiles(TiledProcessor(files.image, dtype))
     if files.family == "llama4":
@@ -49,7 +50,8 @@ def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
 
 
 def _in_tiles(process: TiledProcessor) -> SeeImage:
-    """Each tile and the whole have a run between marks; behind each row of tiles but the last one stands another."""
+    """Returns the function for Step-3.7: each tile and the whole picture have a run between marks; another mark follows
+    each row of tiles except the last."""
 
     def see(image: Image.Image) -> Views:
         tiles, patches = process(image)
@@ -65,8 +67,8 @@ def _in_tiles(process: TiledProcessor) -> SeeImage:
 
 
 def _on_a_canvas(process: CanvasProcessor) -> SeeImage:
-    """Each tile has a run. One mark stands between the tiles of a row, another behind each row, and one before the
-    whole."""
+    """Returns the function for Llama 4: each tile has a run; one mark separates the tiles of a row, another follows
+    each row, and one precedes the whole picture."""
 
     def see(image: Image.Image) -> Views:
         (rows, columns), patches = process(image)

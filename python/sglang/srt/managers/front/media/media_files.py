@@ -1,4 +1,4 @@
-"""The shared arrays of requests that have not ended: each is unlinked when nothing holds it any more."""
+"""Reference counts of shared arrays: each file is unlinked when no unfinished request holds it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ SHARE = 0.5
 
 
 class MediaFiles:
+    """Counts the holders of shared arrays."""
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.on_removal: Callable[[str], None] | None = None
@@ -38,20 +40,21 @@ class MediaFiles:
         return name in self._holders
 
     def require_room(self) -> None:
-        """Raises RequestError 503."""
+        """Raises RequestError 503 if arrays take too much of the file system."""
         if self._num_bytes > self._max_bytes:
             raise RequestError(
                 f"images of other requests take {self._num_bytes >> 20} MiB of shared memory now; try again later", 503
             )
 
     def hold(self, items: Sequence[MediaItem | Features]) -> None:
+        """Adds a holder to the items' arrays."""
         for array in _arrays(items):
             if not self._holders[array.name]:
                 self._num_bytes += shared_array.num_bytes(array)
             self._holders[array.name] += 1
 
     def release(self, items: Sequence[MediaItem | Features]) -> None:
-        """Ends what `hold` began."""
+        """Ends one `hold` of the items' arrays."""
         for array in _arrays(items):
             self._holders[array.name] -= 1
             if self._holders[array.name] <= 0:
@@ -68,5 +71,5 @@ def _arrays(items: Iterable[MediaItem | Features]) -> Iterator[SharedArray]:
 
 
 def media_bytes(items: Iterable[MediaItem]) -> int:
-    """Size of the arrays."""
+    """Returns the bytes of the items' arrays."""
     return sum(map(shared_array.num_bytes, _arrays(items)))

@@ -1,4 +1,4 @@
-"""Images and videos of prompts: fetched, decoded, and put into the token ids."""
+"""Fetches and decodes the images and videos of prompts, and places them in the token ids."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DEFAULT_LIMITS = {"image": 16, "video": 2}
 
 
 class MediaLoader:
-    """Belongs to one event loop, which it never holds up: what blocks has threads, what computes has processes."""
+    """Loads media without blocking its event loop: blocking calls run in threads, computation in processes."""
 
     def __init__(self, args: ServerArgs, served: ServedMedia, directory: str, encode: Encode) -> None:
-        """directory: of shared arrays. encode(text, add_special_tokens): of the tokenizer manager."""
+        """directory: of shared arrays. encode(text, add_special_tokens): the tokenizer manager's."""
         self.tokens = served.tokens
         self._encode = encode
         self.limits = DEFAULT_LIMITS | json.loads(args.limit_mm_data_per_request)
@@ -55,8 +55,8 @@ class MediaLoader:
         self.pool.close()
 
     async def place(self, ids: list[int], media: Sequence[MediaSource]) -> tuple[list[int], list[MediaItem]]:
-        """The ids with placeholders for these images and videos, and the items, which the caller holds and gives back
-        with `files.release`. Raises RequestError."""
+        """Returns the ids with placeholders for these images and videos, and the items. The caller holds the items and
+        must release them with `files.release`. Raises RequestError."""
         self._check(media)
         placed = await self._load(media) if media else []
         try:
@@ -82,7 +82,7 @@ class MediaLoader:
             self.files.require_room()
 
     async def _load(self, media: Sequence[MediaSource]) -> list[PlacedMedia]:
-        """All of them at once; if one fails, none is kept."""
+        """Loads all of them at once; if one fails, releases all."""
         self._num_under_way += len(media)
         tasks = [asyncio.ensure_future(self._load_one(source)) for source in media]
         try:

@@ -1,4 +1,4 @@
-"""The source of an image or a video as the client sends it, before anything of it is read."""
+"""Source of an image or video as the client sent it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ KINDS: tuple[Kind, ...] = ("image", "video")
 
 @dataclass(frozen=True, slots=True)
 class MediaSource:
-    """`source`: an http, https, data or file URL, or the file itself in base64. `detail`: auto, low or high; a low one
-    is shown to the model at no more than 512 pixels a side."""
+    """`source`: an http, https, data or file URL, or the file itself in base64. `detail`: auto, low or high; low limits
+    each side to 512 pixels for the model."""
 
     kind: Kind
     source: str

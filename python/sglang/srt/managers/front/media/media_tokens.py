@@ -1,4 +1,4 @@
-"""The tokens that stand for images and videos in prompts of a model that sees."""
+"""Tokens and texts that stand for images and videos in a multimodal model's prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.managers.front.media.media_source import KINDS, Kind, MediaSource
 from sglang.srt.plan.media import placeholders
 
-_FAMILIES: Mapping[str, str] = {
+PROCESSORS: Mapping[str, str] = {
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl",
@@ -31,17 +31,18 @@ _FAMILIES: Mapping[str, str] = {
     "inkling_mm_model": "inkling",
     "deepseek_v41": "deepseek_v41",
 }
-"""model_type of config.json -> the processors of `media.processors`."""
+"""Processor family in `media.processors` by model_type of config.json."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaTokens:
-    """`image` and `video`: the placeholder that a template writes once, and that is repeated once an embedding; None:
-    there is no such input. `frame`: what is repeated for a video, if it is another one. `start`, `end`: marks around a
-    placeholder that frames of a video bring themselves. `run_start`, `run_end`: marks that the processor writes around
-    each run of placeholders, not the template. `video_text`: what templates write for a video where that is no token;
-    `image_text` takes its place, and videos have the placeholder of images. `picture_text`: what templates write for an
-    image, if that is another text than `image_text`, which has its placeholder."""
+    """Placeholders and marks of a model family. `image` and `video`: the placeholder that a template writes once, and
+    that is repeated for each embedding; None: the model has no such input. `frame`: the repeated placeholder of a
+    video, if it is another one. `start`, `end`: marks around a placeholder, which each frame of a video repeats.
+    `run_start`, `run_end`: marks that the processor, not the template, writes around each run of placeholders.
+    `video_text`: text that templates write for a video if no token exists; it is replaced by `image_text`, and videos
+    use the placeholder of images. `picture_text`: text that templates write for an image, if it differs from
+    `image_text`, the text of the placeholder."""
 
     family: str
     image: int
@@ -56,10 +57,10 @@ class MediaTokens:
     picture_text: str = ""
 
     def with_placeholders(self, text: str, media: Sequence[MediaSource]) -> tuple[str, Sequence[MediaSource]]:
-        """Returns the text of a prompt with a token for each video, and its images and videos in the order of the
+        """Returns the text of a prompt with a placeholder for each image and video, and its media in the order of the
         text."""
         if self.picture_text:
-            whole = text.replace(self.image_text, self.picture_text)  # some templates write the placeholder
+            whole = text.replace(self.image_text, self.picture_text)  # some templates write the placeholder themselves
             return whole.replace(self.picture_text, self.image_text), media
         if not self.video_text:
             return text, media
@@ -71,17 +72,19 @@ class MediaTokens:
         return text.replace(self.video_text, self.image_text), media
 
     def of(self, kind: Kind) -> int | None:
+        """Returns the placeholder of this kind of input."""
         return self.image if kind == "image" else self.video
 
     @property
     def video_frame(self) -> int:
-        """The placeholder that stands for an embedding of a video."""
+        """Returns the placeholder of a video's embedding."""
         return self.image if self.video is None else self.video if self.frame is None else self.frame
 
 
 def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
-    """Reads a whole config.json; None for a model that only reads, or whose pictures are not prepared here."""
-    family = _FAMILIES.get(str(config.get("model_type")))
+    """Returns the tokens for a whole config.json; None for a text-only model, or one whose pictures are not
+    supported."""
+    family = PROCESSORS.get(str(config.get("model_type")))
     if family is None or not isinstance(config.get("vision_config"), Mapping):
         return None
     image, video = placeholders(config)

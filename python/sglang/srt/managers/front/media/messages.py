@@ -1,4 +1,4 @@
-"""Messages between the front and the processes that decode, as MessagePack."""
+"""Messages between the front and the decoding processes, as MessagePack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang.srt.utils.shared_array import SharedArray
 
 
 class MediaJob(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """One image or video to be decoded. `name`: what names of its arrays begin with."""
+    """One image or video to decode. `name`: prefix of the names of its arrays."""
 
     name: str
     kind: str
@@ -29,7 +29,8 @@ class Features(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class Decoded(msgspec.Struct, tag=True, kw_only=True):
-    """`parts`: what stands in the prompt instead of the placeholder; a number is a run of so many placeholders."""
+    """A decoded image or video. `parts`: prompt tokens and texts that replace the placeholder; a number stands for a
+    run of that many placeholders."""
 
     items: list[Features]
     parts: list[str | int]
@@ -39,7 +40,7 @@ class Decoded(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """`is_overload`: the file is not at fault."""
+    """A job that failed. `is_overload`: the server, not the file, is the reason."""
 
     message: str
     is_overload: bool = False

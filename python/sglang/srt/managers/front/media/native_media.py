@@ -1,4 +1,4 @@
-"""`image_data` and `video_data` of `/generate` and of `Engine.generate`."""
+"""Parsing of `image_data` and `video_data` of `/generate` and `Engine.generate`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.media.media_source import Kind, MediaSource
 
 NativeMedia = str | list[str | list[str] | None] | None
-"""One source; those of a single prompt; or for a batch an entry a prompt: one, none or several."""
+"""One source; a list of sources of a single prompt; or for a batch one entry a prompt (None, one or several)."""
 
 
 def native_media(image_data: Any, video_data: Any, num_prompts: int, is_batch: bool) -> list[list[MediaSource]] | None:
-    """The images and videos of each prompt; None: there are none. Raises RequestError."""
+    """Returns the images and videos of each prompt; None if there are none. Raises RequestError."""
     images = _by_prompt("image", image_data, num_prompts, is_batch)
     videos = _by_prompt("video", video_data, num_prompts, is_batch)
     if not any(images) and not any(videos):

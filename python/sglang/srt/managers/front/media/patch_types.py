@@ -1,16 +1,16 @@
-"""Patches in the type in which an encoder takes them: in 16 bits half as many bytes travel to every rank."""
+"""Conversion of patches to the encoder's type: 16 bits halve the bytes that travel to every rank."""
 
 from __future__ import annotations
 
 import numpy as np
 
 _BLOCK = 1 << 17
-"""Values that are converted at a time: those stay in the caches of a core."""
+"""Values that are converted at a time; they fit in the caches of a core."""
 
 
 def as_type(pixels: np.ndarray, dtype: str) -> np.ndarray:
-    """Converts [...] float32, none of which is NaN, to "float32", "float16" or "bfloat16", of which the result has the
-    bits as int16: rounded to the nearest, and to even between two, as torch does."""
+    """Converts [...] float32 without NaN to "float32", "float16" or "bfloat16" (returned as int16 bits), rounding to
+    nearest even as torch does."""
     if dtype != "bfloat16":
         return pixels.astype(dtype, copy=False)
     flat = np.ascontiguousarray(pixels).reshape(-1).view(np.uint32)

@@ -1,5 +1,5 @@
-"""Sizes of pictures whose pixels, or tokens, are within a budget: MiniMax-M3's and Muse-Glimmer's in whole squares of
-patches, DeepSeek-V4.1's in whole patches.
+"""Sizes of pictures within a budget of pixels or tokens, in whole squares of patches (MiniMax-M3, Muse-Glimmer) or
+whole patches (DeepSeek-V4.1).
 
 Source: `smart_resize` of the first two's processors in transformers 5.23, whose modules need torchvision; the image
 processor beside V4.1's checkpoint, as vLLM and transformers describe it.
@@ -13,12 +13,12 @@ from itertools import product
 from sglang.srt.managers.front.media.decoding import MediaError
 
 MAX_SCALED_ASPECT = 200
-"""Longest side over the shortest, as the classes of transformers have it."""
+"""Longest side over the shortest, as in the classes of transformers."""
 
 
 def within(size: tuple[int, int], factor: int, least: int, most: int) -> tuple[int, int]:
-    """Returns the width and the height nearest to `size` that are multiples of `factor`, or where these have more than
-    `most` or fewer than `least` pixels, the largest or smallest of the same shape. Raises MediaError."""
+    """Returns the width and height nearest to `size` that are multiples of `factor`. If these have more than `most` or
+    fewer than `least` pixels, returns the largest or smallest size of the same aspect ratio. Raises MediaError."""
     width, height = size
     if max(size) > MAX_SCALED_ASPECT * min(size):
         raise MediaError(
@@ -35,14 +35,14 @@ def within(size: tuple[int, int], factor: int, least: int, most: int) -> tuple[i
 
 
 def nearest_shape(size: tuple[int, int], factor: int, most: int) -> tuple[int, int]:
-    """Returns the width and the height in whole squares of `factor` pixels a side, at most `most` of them, whose shape
-    is nearest to that of `size`. A picture that is far longer than it is wide may have more."""
+    """Returns the width and height in whole squares of `factor` pixels a side, at most `most` squares, whose aspect
+    ratio is nearest to that of `size`. A picture that is far longer than wide may get more squares."""
     columns, rows = (side / factor for side in size)
     if columns * rows > most:
         ratio = columns / rows
         rows = (most / ratio) ** 0.5
         columns = rows * ratio
-    # In a set: of a square picture two shapes are as near, and the classes take that which comes first.
+    # A set, as in the reference classes: for a square picture two shapes are equally near; the set's first wins.
     shapes = set(product((math.floor(rows), math.ceil(rows)), (math.floor(columns), math.ceil(columns))))
     fitting = [(r, c) for r, c in shapes if r and c and r * c <= most]
     fitting = fitting or [(max(1, round(rows)), max(1, round(columns)))]
@@ -53,9 +53,9 @@ def nearest_shape(size: tuple[int, int], factor: int, most: int) -> tuple[int, i
 def within_rows_of_tokens(
     size: tuple[int, int], patch: int, merge: int, least: int, most: int, longest: float | None = None
 ) -> tuple[int, int]:
-    """Returns the width and the height in whole patches of a picture with at least `least` pixels, whose squares of
-    `merge` x `merge` patches are at most `most` tokens, with one for each row of them and two more. A picture that is
-    more than `longest` times as wide as it is high counts as narrower. Raises MediaError."""
+    """Returns the width and height in whole patches of a picture with at least `least` pixels. Its squares of `merge` x
+    `merge` patches are at most `most` tokens, counting one more for each row and two for the picture. A picture more
+    than `longest` times as wide as high counts as narrower. Raises MediaError."""
     width, height = (float(side) for side in size)
     if longest is not None:
         width = min(width, height * longest)
@@ -77,7 +77,7 @@ def _tokens(columns: int, rows: int, merge: int) -> int:
 
 
 def _most_patches(width: float, height: float, patch: int, merge: int, most: int) -> tuple[int, int]:
-    """Returns the columns and rows of the largest picture of this shape that `most` tokens allow."""
+    """Returns the columns and rows of the largest picture of this aspect ratio within `most` tokens."""
     shape = height / width
     columns = math.sqrt((most - 2) / shape + 0.25) - 0.5
     rows, side = columns * shape, patch * merge

@@ -1,7 +1,7 @@
-"""The processes that decode images and videos.
+"""Pool of processes that decode images and videos.
 
-Each has a thread here that waits for it. One that takes too long, or dies, fails its job alone: it is killed, what it
-wrote is removed, and another one takes its place.
+Each process has a thread here that waits for it. A job that takes too long, or kills its process, fails alone: the
+process and what it wrote are removed, and another process takes its place.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ START_LIMIT_S = 180.0
 
 
 class MediaPool:
+    """Decodes media in several processes."""
+
     def __init__(self, settings: WorkerSettings, num_workers: int, limit_s: float) -> None:
-        """Starts the processes, and does not wait for them. limit_s: seconds that a job may take."""
+        """Starts the processes without waiting for them. limit_s: most seconds of a job."""
         self._directory, self._limit_s = Path(settings.directory), limit_s
         self._workers = [_Worker(settings) for _ in range(num_workers)]
         self._lanes = Lanes(num_workers, "media", first=lambda number: self._workers[number].start())
 
     async def decode(self, job: MediaJob) -> Decoded:
-        """Raises RequestError: 400 for a file that is refused, 503 where the server has no room."""
+        """Decodes an image or video. Raises RequestError: 400 for a file that is refused, 503 if the server has no
+        room."""
         future = self._lanes.submit(True, partial(self._run, job))
         try:
             reply = await asyncio.wrap_future(future)
@@ -75,7 +78,7 @@ class _WorkerEnded(RuntimeError):
 
 
 class _Worker:
-    """One process, as it decodes."""
+    """One decoding process."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._decoder = msgspec.msgpack.Decoder(Reply)
@@ -87,7 +90,7 @@ class _Worker:
         self._ready = False
 
     def run(self, job: MediaJob, limit_s: float) -> Decoded | Refused:
-        """Raises _WorkerEnded, after which there is no process."""
+        """Does a job. Raises _WorkerEnded, after which there is no process."""
         self._wait_ready()
         try:
             reply = self._decoder.decode(self.process.ask(msgspec.msgpack.encode(job), lambda s: s >= limit_s))

@@ -1,4 +1,4 @@
-"""The settings of a model's processors, from the files beside its weights.
+"""Reads the settings of a model's processors from the files beside its weights.
 
 A directory has `processor_config.json` with all of them, or `preprocessor_config.json` and
 `video_preprocessor_config.json`.
@@ -26,8 +26,8 @@ _BY_KIND = ("image", "video")
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFiles:
-    """Settings by kind. `family`: one of those that `processors` has; GLM's processors have two under one
-    model_type, of which the files tell."""
+    """Settings by kind. `family`: one of those in `processors`; GLM has two under one model_type, which the files tell
+    apart."""
 
     family: str
     image: Mapping[str, Any]
@@ -37,8 +37,8 @@ class ProcessorFiles:
 def read_processor_files(
     directory: Path, family: str, mm_process_config: str, config: Mapping[str, Any] | None = None
 ) -> ProcessorFiles:
-    """`mm_process_config`: the flag's JSON, which wins. `config`: the whole config.json, which has the settings where
-    models come without files. Raises UserError."""
+    """Reads the settings. `mm_process_config`: the flag's JSON, which takes precedence. `config`: the whole
+    config.json, which has the settings of models without such files. Raises UserError."""
     both = _optional(directory / _BOTH_FILE)
     image = _usual_words(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
     if not image and family in _IN_CONFIG:
@@ -68,11 +68,11 @@ def read_processor_files(
 
 _OF_KIMI = "media_proc_cfg"
 _IN_CONFIG = ("deepseek_v41",)
-"""Families whose vision_config has the settings of their processors."""
+"""Families whose vision_config contains the settings of their processors."""
 
 
 def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings; those of published checkpoints of Kimi K2.5 in the words that transformers writes."""
+    """Returns the settings, with the keys of published Kimi K2.5 checkpoints renamed to those of transformers."""
     published = _part(settings, _OF_KIMI)
     if not published:
         return dict(settings)
@@ -91,7 +91,7 @@ def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _LEAST_TOKENS = 4
-"""Of an image of DeepSeek-V4.1: one of its patches, and those around it."""
+"""Tokens of the smallest image of DeepSeek-V4.1: one of its patches, and those around it."""
 
 
 def _check_tokens(settings: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ _COUNTED_PER_FRAME = ("glm4v", "glm46v")
 
 
 def _no_larger_than_a_step(settings: dict[str, Any], family: str) -> dict[str, Any]:
-    """The settings of images, which are made so small that one fits an encoder step: the memory plan counts that."""
+    """Limits the settings of images so that one fits an encoder step, as the memory plan assumes."""
     if isinstance(settings.get("max_patches"), int):
         settings = {**settings, "max_patches": min(settings["max_patches"], PATCHES_A_STEP)}
     size, patch = settings.get("size"), settings.get("patch_size")
@@ -118,7 +118,7 @@ def _no_larger_than_a_step(settings: dict[str, Any], family: str) -> dict[str, A
 
 
 def _with_pixels(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with changes; `min_pixels` and `max_pixels` are other words for the two edges of `size`."""
+    """Returns the settings with changes; `min_pixels` and `max_pixels` are other names of the two edges of `size`."""
     merged = {**settings, **changed}
     edges = {"shortest_edge": merged.get("min_pixels"), "longest_edge": merged.get("max_pixels")}
     given = {name: value for name, value in edges.items() if value is not None}

@@ -1,10 +1,10 @@
-"""Pictures to the patches that a model's encoder takes, as the files of the model say.
+"""Converts pictures to the patches that a model's encoder takes, by the settings in the model's files.
 
 Sizes and values are those of the classes of transformers that work on numpy arrays, without torch and torchvision. A
-channel of a pixel has 256 levels, so what a class makes of these is looked up: the same values, in the type in which
-the encoder takes them, in a quarter of the time. transformers has no such class for the images of Kimi K2.5,
-MiniMax-M3, Muse-Glimmer, Inkling and DeepSeek-V4.1, which are computed here from the same settings; tiles are in
-`tiles` and `canvas_tiles`, videos in `video_processors`.
+pixel's channel has 256 levels, so the class's result for each level is computed once and looked up: the same values, in
+the encoder's type, in a quarter of the time. transformers has no such class for the images of Kimi K2.5, MiniMax-M3,
+Muse-Glimmer, Inkling and DeepSeek-V4.1, which are computed here from the same settings; tiles are in `tiles` and
+`canvas_tiles`, videos in `video_processors`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """`pixels` [patches, values a patch], of images in the type that was asked for, of videos float32; `grid`: frames,
-    rows and columns of patches."""
+    """`pixels` [patches, values a patch], of images in the requested type, of videos float32; `grid`: frames, rows and
+    columns of patches."""
 
     pixels: np.ndarray
     grid: tuple[int, int, int]
@@ -43,7 +43,7 @@ ImageProcessor = Callable[[Image.Image], Patches]
 
 
 def image_processor(files: ProcessorFiles, dtype: str = "float32") -> ImageProcessor:
-    """The processor of the model's images, to patches of a type that `patch_types.as_type` names."""
+    """Returns the processor of the model's images, with patches of a type that `patch_types.as_type` names."""
     return _IMAGES[files.family](files.image, dtype)
 
 
@@ -56,8 +56,8 @@ _Make = Callable[[Settings, str], ImageProcessor]
 
 
 def _merged(module: str, name: str, counts_frames: bool = False) -> _Make:
-    """Processors whose encoder merges squares of patches: a grid, and a token a square. counts_frames: whether limits
-    are for the pixels of all frames that a patch has."""
+    """Makes a processor for encoders that merge squares of patches: one grid, and a token a square. counts_frames:
+    limits apply to the pixels of all frames that a patch has."""
 
     def make(settings: Settings, dtype: str) -> ImageProcessor:
         processor = _transformers_class(module, name, settings)
@@ -81,7 +81,8 @@ def _merged(module: str, name: str, counts_frames: bool = False) -> _Make:
 
 
 def _on_a_canvas(settings: Settings, dtype: str) -> ImageProcessor:
-    """GLM-5.3-Flash: a picture keeps its shape, and black is added up to whole squares of patches."""
+    """Makes GLM-5.3-Flash's processor: a picture keeps its aspect ratio, and black is added up to whole squares of
+    patches."""
     processor = _transformers_class("glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil", settings)
     words = {name: getattr(processor, name) for name in canvas.KEYS}
     patch, merge, frames = processor.patch_size, processor.merge_size, processor.temporal_patch_size
@@ -98,7 +99,7 @@ def _on_a_canvas(settings: Settings, dtype: str) -> ImageProcessor:
 
 
 def _levels(processor: Any) -> np.ndarray:
-    """What a class of transformers makes of the levels of each channel, [3, 256] float32."""
+    """Returns the values that a class of transformers computes for the levels of each channel, [3, 256] float32."""
     values = np.broadcast_to(np.arange(256, dtype=np.uint8), (3, 1, 256))
     if processor.do_rescale:
         values = processor.rescale(values, processor.rescale_factor)
@@ -110,11 +111,13 @@ def _levels(processor: Any) -> np.ndarray:
 def cut(
     picture: np.ndarray, levels: np.ndarray, patch: int, merge: int, frames: int = 1, colours_first: bool = True
 ) -> np.ndarray:
-    """picture [rows, columns, 3] uint8, of whole squares of merge x merge patches; levels [3, 256]. Returns
+    """Cuts a picture [rows, columns, 3] uint8, of whole squares of merge x merge patches, with levels [3, 256]. Returns
     [patches, 3 * frames * patch * patch] of the type of the levels: the patches of a square one after the other, each
-    with its pixels `frames` times. colours_first: the frames of a colour stand together, not the colours of a frame.
+    with its pixels `frames` times. colours_first: the values of a colour are contiguous for all frames, instead of
+    those of a frame for all colours.
 
-    A row of squares at a time stays in the caches of a core, and a line of a patch is copied as one element."""
+    A row of squares at a time stays in the caches of a core, and a line of a patch is copied as one element.
+    """
     line, side = np.dtype((np.void, patch * levels.itemsize)), patch * merge
     rows, columns = picture.shape[0] // side, picture.shape[1] // side
     planes = (3, frames) if colours_first else (frames, 3)
@@ -129,7 +132,7 @@ def cut(
 
 
 def _pooled(settings: Settings, dtype: str) -> ImageProcessor:
-    """Gemma 4: patches row by row, pooled to tokens by the encoder."""
+    """Makes Gemma 4's processor: patches row by row, which the encoder pools to tokens."""
     processor = _transformers_class("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil", settings)
 
     def process(image: Image.Image) -> Patches:
@@ -144,7 +147,8 @@ def _pooled(settings: Settings, dtype: str) -> ImageProcessor:
 
 
 def _native_size(settings: Settings, dtype: str) -> ImageProcessor:
-    """Kimi K2.5: a picture is never enlarged; black is added below and to the right up to whole squares of patches."""
+    """Makes Kimi K2.5's processor: a picture is never enlarged; black is added below and right up to whole squares of
+    patches."""
     most = int(settings.get("max_patches", 16384))
 
     def process(image: Image.Image) -> Patches:
@@ -154,7 +158,7 @@ def _native_size(settings: Settings, dtype: str) -> ImageProcessor:
 
 
 def never_enlarged(size: tuple[int, int], settings: Settings, most: int) -> tuple[int, int]:
-    """Returns the width and the height of at most `most` patches and a limit for each side."""
+    """Returns the width and height within `most` patches and the limit of each side."""
     patch, (width, height) = int(settings.get("patch_size", 14)), size
     side = int(_size(settings).get("max_height", 512)) * patch
     fitting = max(1, width // patch) * max(1, height // patch)
@@ -163,7 +167,8 @@ def never_enlarged(size: tuple[int, int], settings: Settings, most: int) -> tupl
 
 
 def padded_patches(picture: np.ndarray, settings: Settings, dtype: str = "float32") -> Patches:
-    """picture [height, width, 3] uint8. Patches row by row, with black up to whole squares of the merge."""
+    """Converts a picture [height, width, 3] uint8 to patches row by row, with black up to whole squares of the
+    merge."""
     patch, merge = int(settings.get("patch_size", 14)), int(settings.get("merge_size", 2))
     factor, (height, width) = patch * merge, picture.shape[:2]
     canvas = np.zeros((-(-height // factor) * factor, -(-width // factor) * factor, 3), np.uint8)
@@ -182,8 +187,8 @@ OF_M3 = {**OF_CLIP, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def _within_a_budget(settings: Settings, dtype: str) -> ImageProcessor:
-    """MiniMax-M3: the nearest whole squares of patches whose pixels are within two limits. Published files have a
-    `size` that is not used."""
+    """Makes MiniMax-M3's processor: the nearest whole squares of patches whose pixels are within two limits. The `size`
+    in published files is not used."""
     words = {**OF_M3, **given(settings)}
     patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
     limits = {"shortest_edge": 4 * 28**2, "longest_edge": 672**2, **_size(settings)}
@@ -202,7 +207,7 @@ OF_MUSE = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 
 
 def _nearest_shape_processor(settings: Settings, dtype: str) -> ImageProcessor:
-    """Muse-Glimmer: patches row by row, with the colours of a frame together."""
+    """Makes Muse-Glimmer's processor: patches row by row, with the colours of a frame together."""
     words = {**OF_MUSE, "max_image_tokens": 4096, **given(settings)}
     patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
     most, levels = min(int(words["max_image_tokens"]), PATCHES_A_STEP // merge**2), as_type(levels_of(words), dtype)
@@ -225,8 +230,8 @@ _INKLING_SIDE, _INKLING_FRAMES = 40, 2
 
 
 def _beyond_the_edges(settings: Settings, dtype: str) -> ImageProcessor:
-    """Inkling: patches row by row, with the colours of a pixel together; of the last row and column what lies beyond
-    the picture has the level below black. There is a column more than the picture has whole ones."""
+    """Makes Inkling's processor: patches row by row, with the colours of a pixel together. In the last row and column,
+    pixels beyond the picture have the level below black. There is one column more than the picture has whole ones."""
     words = {**OF_INKLING, **given(settings)}
     side = int(_size(words).get("height", _INKLING_SIDE))
     levels = as_type(levels_of(words, range(-1, 256)), dtype)
@@ -249,8 +254,8 @@ def _beyond_the_edges(settings: Settings, dtype: str) -> ImageProcessor:
 
 
 def scaled(size: tuple[int, int], share: float | None, most: int | None) -> tuple[int, int]:
-    """Returns the width and the height that a picture has once its longer side is multiplied by `share`, but enlarged
-    to at most `most` pixels."""
+    """Returns the width and height of a picture whose longer side is multiplied by `share`, and which is enlarged to at
+    most `most` pixels."""
     longer = max(size)
     wanted = longer * (1.0 if share is None else share)
     if most is not None:
@@ -260,8 +265,8 @@ def scaled(size: tuple[int, int], share: float | None, most: int | None) -> tupl
 
 
 def _in_rows(settings: Settings, dtype: str) -> ImageProcessor:
-    """DeepSeek-V4.1: patches row by row of a picture that keeps its shape, with grey on both sides up to whole patches.
-    `size`, where transformers wrote the settings, has the fewest pixels and the most tokens."""
+    """Makes DeepSeek-V4.1's processor: patches row by row of a picture that keeps its aspect ratio, with grey on both
+    sides up to whole patches. In settings that transformers wrote, `size` has the fewest pixels and the most tokens."""
     words, limits = given(settings), {"shortest_edge": 544**2, "longest_edge": 1024, **_size(settings)}
     patch, merge = int(words.get("patch_size", 14)), int(words.get("downsample_ratio", 3))
     tokens = words.get("max_image_tokens", limits["longest_edge"])
@@ -300,7 +305,7 @@ FAMILIES = tuple(_IMAGES)
 
 
 def edges(settings: Settings) -> dict[str, Any]:
-    """`min_pixels` and `max_pixels`, which `size` may have as its two edges."""
+    """Returns `min_pixels` and `max_pixels`, which may also be given as the two edges of `size`."""
     size = _size(settings)
     return {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
 
@@ -311,25 +316,26 @@ def _size(settings: Settings) -> Mapping[str, Any]:
 
 
 def given(settings: Settings) -> dict[str, Any]:
+    """Returns the settings that are not None."""
     return {key: value for key, value in settings.items() if value is not None}
 
 
 def resized(
     image: Image.Image, size: tuple[int, int], resample: Image.Resampling = Image.Resampling.BICUBIC
 ) -> np.ndarray:
-    """[height, width, 3] uint8."""
+    """Returns the resized image, [height, width, 3] uint8."""
     return np.asarray(image if image.size == size else image.resize(size, resample))
 
 
 def levels_of(settings: Settings, levels: range = range(256)) -> np.ndarray:
-    """What the settings make of the levels of each channel, [3, 256] float32 of all of them."""
+    """Returns the normalized values of the levels of each channel, [3, 256] float32 for all levels."""
     mean, std = settings.get("image_mean") or [0.5] * 3, settings.get("image_std") or [0.5] * 3
     values = np.array(levels, np.float64)[:, None] * float(settings.get("rescale_factor") or 1 / 255)
     return np.ascontiguousarray(((values - np.asarray(mean)) / np.asarray(std)).astype(np.float32).T)
 
 
 def normalized(pixels: np.ndarray, settings: Settings) -> np.ndarray:
-    """float32 of [..., 3] uint8: a lookup a channel, which is exact and reads every value once."""
+    """Converts [..., 3] uint8 to float32 by a lookup a channel, which is exact and reads every value once."""
     result = np.empty(pixels.shape, np.float32)
     for channel, levels in enumerate(levels_of(settings)):
         result[..., channel] = levels[pixels[..., channel]]

@@ -1,4 +1,4 @@
-"""Decides whether a model is served with images, and collects what the front must know of them."""
+"""Decides whether a model is served with images, and collects what the front needs for that."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from sglang.srt.server_args import ServerArgs
 
 @dataclass(frozen=True, slots=True)
 class ServedMedia:
+    """Media settings of a model that is served with images."""
+
     tokens: MediaTokens
     files: ProcessorFiles
     pixel_dtype: str
@@ -23,8 +25,8 @@ class ServedMedia:
 
 
 def served_media(args: ServerArgs, model: ModelConfig, pixel_dtype: str = "float32") -> ServedMedia | None:
-    """None for a model without a tower, and with --language-model-only. pixel_dtype: the type in which its encoder
-    takes patches. Raises UserError for a model directory whose processor cannot be read."""
+    """Returns None for a model without a vision tower, and with --language-model-only. pixel_dtype: the type in which
+    the encoder takes patches. Raises UserError if the processor's files cannot be read."""
     if args.language_model_only or args.skip_tokenizer_init or args.is_embedding:
         return None
     directory = Path(model.model_path)

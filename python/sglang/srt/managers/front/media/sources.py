@@ -1,7 +1,7 @@
-"""Gets the bytes of an image or a video from where a client says that they are.
+"""Gets the bytes of an image or video from the source that a client names.
 
-All functions here block, and belong into a thread. Nothing is decoded but the form of an address; what is sent in
-base64 goes on as it came, to the processes that decode.
+All functions here block, so call them in a thread. Only the form of an address is decoded; base64 goes on as it came to
+the decoding processes.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _HEADERS = {"User-Agent": "sm120-sglang", "Accept": "image/*, video/*, */*;q=0.1
 
 @dataclass(frozen=True, slots=True)
 class SourceRules:
-    """Limits of what is fetched. `domains`: hosts that may be asked, with those below them; None: all.
-    `local_directory`: where files of this machine may be; None: nowhere."""
+    """Limits for fetching. `domains`: hosts that may be contacted, with their subdomains; None: all. `local_directory`:
+    where files of this machine may be; None: nowhere."""
 
     max_bytes: int
     timeout_s: float
@@ -43,7 +43,7 @@ class SourceRules:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The file, or with `is_base64` its text in base64. `mime`: its type, if a data URL says so."""
+    """The file, or with `is_base64` its base64 text. `mime`: its type, if a data URL gives one."""
 
     data: bytes
     is_base64: bool = False
@@ -51,7 +51,7 @@ class Payload:
 
 
 def load(source: str, rules: SourceRules) -> Payload:
-    """Raises RequestError 400 with the reason."""
+    """Returns the bytes of a source. Raises RequestError 400 with the reason."""
     scheme, colon, rest = source[:16].partition(":")
     scheme = scheme.lower()
     if not colon:
@@ -95,6 +95,7 @@ def _base64(text: str, rules: SourceRules, mime: str = "") -> Payload:
 
 
 def too_large(rules: SourceRules) -> RequestError:
+    """Returns the error for a file beyond the limit."""
     megabytes = rules.max_bytes >> 20
     return RequestError(f"an image or a video has more than {megabytes} MiB (--media-url-max-file-size-mb)")
 
@@ -113,7 +114,7 @@ def _local_file(source: str, rules: SourceRules) -> bytes:
         inside = path.is_relative_to(Path(rules.local_directory).resolve())
     except (OSError, RuntimeError, ValueError):
         path, inside = Path(), False
-    if not inside:  # also for files that are not there: nobody learns what is outside
+    if not inside:  # the same for missing files, so that nobody learns what exists outside
         raise RequestError(f"{_shown(source)} is no file under --allowed-local-media-path")
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -153,7 +154,8 @@ class _Connection(http.client.HTTPConnection):
         self.sock = self.raw if self._tls is None else self._tls.wrap_socket(self.raw, server_hostname=self.host)
 
     def cut(self) -> None:
-        """Ends what another thread waits for. A peer that sends a byte now and then keeps no time limit of its own."""
+        """Ends another thread's wait. A peer that sends a byte now and then would not trigger any time-out by
+        itself."""
         with suppress(OSError):
             for end in (self.sock, self.raw):
                 if end is not None:
@@ -161,7 +163,7 @@ class _Connection(http.client.HTTPConnection):
 
 
 def fetch(url: str, rules: SourceRules) -> bytes:
-    """The body that a GET answers with, after at most MAX_REDIRECTS redirections. Raises RequestError."""
+    """Returns the body that a GET answers with, after at most MAX_REDIRECTS redirections. Raises RequestError."""
     end = time.monotonic() + rules.timeout_s
     for _ in range(MAX_REDIRECTS + 1):
         body, location = _get(url, rules, end)
@@ -172,7 +174,7 @@ def fetch(url: str, rules: SourceRules) -> bytes:
 
 
 def _get(url: str, rules: SourceRules, end: float) -> tuple[bytes, str | None]:
-    """The body, or where it is instead."""
+    """Returns the body, or the location of a redirection."""
     scheme, host, port, path = _checked_url(url, rules)
     addresses = _addresses(host, port, rules)
     context = ssl.create_default_context() if scheme == "https" else None
@@ -216,7 +218,7 @@ def _body(response: http.client.HTTPResponse, rules: SourceRules, end: float) ->
         if size > rules.max_bytes:
             raise too_large(rules)
         pieces.append(piece)
-    if time.monotonic() >= end:  # the end of a connection that was cut looks like that of the file
+    if time.monotonic() >= end:  # a connection that was cut looks like the end of the file
         raise OSError("time is over")
     if expected is not None and size < expected:
         raise http.client.IncompleteRead(b"", expected - size)
@@ -224,7 +226,7 @@ def _body(response: http.client.HTTPResponse, rules: SourceRules, end: float) ->
 
 
 def _checked_url(url: str, rules: SourceRules) -> tuple[str, str, int, str]:
-    """Scheme, host, port and path. Raises RequestError."""
+    """Returns scheme, host, port and path. Raises RequestError."""
     try:
         parts = urllib.parse.urlsplit(url)
         host = (parts.hostname or "").encode("idna").decode() if not _is_ipv6(parts) else parts.hostname or ""

@@ -1,4 +1,4 @@
-"""Step-3.7's views of a picture: the whole of it as a square, and before that its tiles, if it is large or long.
+"""Step-3.7's views of a picture: its tiles, if it is large or long, then the whole as a square.
 
 Source: `Step3p7ImageProcessor` of transformers 5.23, which needs torchvision.
 """
@@ -18,7 +18,7 @@ from sglang.srt.managers.front.media.processors import OF_CLIP, Patches, cut, le
 from sglang.srt.plan.media import PATCHES_A_STEP
 
 MAX_TILES = 64
-"""A picture of the largest size has 36; one that is far longer than it is wide has more."""
+"""Most tiles: a picture of the largest size has 36, one that is far longer than wide has more."""
 _DEFAULTS = {**OF_CLIP, "patch_size": 504, "max_image_size": 3024, "vision_patch_size": 14}
 _ROW_BY_ROW = 1
 _STRIP_SIDE, _STRIP_ASPECT = 32, 4
@@ -30,8 +30,8 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """`whole`: the size that a picture has before it becomes a square. `window`: the side of a tile in a picture of the
-    size `cut`; 0: there are no tiles."""
+    """`whole`: the picture's size before it becomes a square. `window`: the side of a tile in the picture resized to
+    `cut`; 0: no tiles."""
 
     whole: Size
     cut: Size
@@ -47,8 +47,8 @@ class Tiling:
 
 
 def tiling(size: Size, square: int, tile: int) -> Tiling:
-    """Returns how a picture is seen by squares of `square` and tiles of `tile` pixels a side. Raises MediaError for one
-    of more than MAX_TILES tiles."""
+    """Returns how a picture is cut with squares of `square` and tiles of `tile` pixels a side. Raises MediaError for
+    more than MAX_TILES tiles."""
     short, long = min(size), max(size)
     if long <= square:
         window = short if long / short > 1.5 else 0
@@ -66,13 +66,13 @@ def tiling(size: Size, square: int, tile: int) -> Tiling:
 
 
 def _snapped(side: int, window: int) -> int:
-    """A whole number of windows: what is left counts as one if it is more than a fifth."""
+    """Returns a whole number of windows; a remainder of more than a fifth counts as one."""
     return side if side < window else window * (side // window + (side % window > 0.2 * window))
 
 
 class TiledProcessor:
-    """Pictures to patches that stand row by row: those of the tiles [tiles, rows, columns] first, if there are some,
-    then those of the whole."""
+    """Converts pictures to patches in row order: first those of the tiles [tiles, rows, columns], if any, then those of
+    the whole."""
 
     def __init__(self, settings: Mapping[str, Any], dtype: str) -> None:
         words = {**_DEFAULTS, **{key: value for key, value in settings.items() if value is not None}}

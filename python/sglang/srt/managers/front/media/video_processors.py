@@ -1,4 +1,4 @@
-"""Videos to the patches that a model's encoder takes, and to what stands for them in the prompt.
+"""Converts videos to the patches that a model's encoder takes, and to their parts of the prompt.
 
 transformers has these computations for torchvision alone; they are written here with numpy and Pillow, from the same
 settings. Source: the video processors of transformers 5.17.
@@ -34,8 +34,8 @@ from sglang.srt.plan.media import PATCHES_A_STEP
 
 @dataclass(frozen=True, slots=True)
 class VideoPatches:
-    """`times`: in seconds, of each frame of the grid. `parts`: what stands in the prompt; a number is a run of so many
-    placeholders. `frame_seconds`: the time between two frames of the grid, of models whose positions count it."""
+    """`times`: seconds of each frame of the grid. `parts`: prompt text; a number stands for a run of that many
+    placeholders. `frame_seconds`: time between two frames of the grid, for models whose positions count it."""
 
     patches: Patches
     times: list[float]
@@ -44,13 +44,13 @@ class VideoPatches:
 
 
 Written = Callable[[Sequence[float], int], list[str | int]]
-"""(times of the frames of the grid, placeholders of one, or of those that are pooled) -> what stands in the prompt."""
+"""Takes the times of the grid's frames and the placeholders of one (or of one pool) and returns the prompt parts."""
 _CLIP_FRAMES = 4
-"""Frames that see one another in Kimi K2.5, which pools them, and in MiniMax-M3."""
+"""Frames that attend to one another in Kimi K2.5, which pools them, and in MiniMax-M3."""
 
 
 def _each_frame(before: str, after: str, time_format: Callable[[float], str]) -> Written:
-    """Each frame has a run of its own, between texts with its time in place of `{}`."""
+    """Writes a run for each frame, between texts with its time in place of `{}`."""
 
     def written(times: Sequence[float], tokens: int) -> list[str | int]:
         parts: list[str | int] = []
@@ -62,7 +62,7 @@ def _each_frame(before: str, after: str, time_format: Callable[[float], str]) ->
 
 
 def _clocks(times: Sequence[float], tokens: int) -> list[str | int]:
-    """Gemma 4: minutes and seconds before each frame; its tokenizer has the marks around a run."""
+    """Writes Gemma 4's parts: minutes and seconds before each frame; its tokenizer has the marks around a run."""
     parts: list[str | int] = []
     for number, time in enumerate(times):
         clock = f"{int(time // 60):02d}:{int(time % 60):02d} "
@@ -75,7 +75,8 @@ def _all_frames(times: Sequence[float], tokens: int) -> list[str | int]:
 
 
 def _clips_of_four(times: Sequence[float], tokens: int) -> list[str | int]:
-    """Kimi K2.5: a run for every four frames, which become the tokens of one, behind the time of the first."""
+    """Writes Kimi K2.5's parts: the time of the first frame and one run for every four frames, which are pooled to
+    one."""
     parts: list[str | int] = []
     for first in times[::_CLIP_FRAMES]:
         seconds, thousandths = divmod(int(first * 1000), 1000)
@@ -85,7 +86,7 @@ def _clips_of_four(times: Sequence[float], tokens: int) -> list[str | int]:
 
 
 def _closed_by(start: str, clock: Callable[[float], str], between: str, end: str) -> Written:
-    """Each frame has a run behind its time; a mark stands between two of them, and others around all."""
+    """Writes each frame's time and run, a mark between two frames, and marks around all."""
 
     def written(times: Sequence[float], tokens: int) -> list[str | int]:
         parts: list[str | int] = []
@@ -100,14 +101,14 @@ def _closed_by(start: str, clock: Callable[[float], str], between: str, end: str
 
 
 def _spread_by_rate(video: Video, settings: Settings) -> list[int]:
-    """Qwen3-VL: `fps` frames a second, from the first to the last."""
+    """Selects frames for Qwen3-VL: `fps` frames a second, from the first to the last."""
     wanted = int(video.num_frames / video.fps * settings["fps"])
     count = min(max(wanted, settings["min_frames"]), settings["max_frames"], video.num_frames)
     return [int(index) for index in np.linspace(0, video.num_frames - 1, count).round()]
 
 
 def _steps_by_rate(video: Video, settings: Settings) -> list[int]:
-    """Qwen2.5-VL: as many pairs as `fps` gives, in equal steps from the first on."""
+    """Selects frames for Qwen2.5-VL: as many pairs as `fps` gives, in equal steps from the first on."""
     together, total = settings["temporal_patch_size"], video.num_frames
     most = min(settings["max_frames"], total) // together * together
     count = min(max(total / video.fps * settings["fps"], settings["min_frames"]), most, total)
@@ -115,25 +116,28 @@ def _steps_by_rate(video: Video, settings: Settings) -> list[int]:
 
 
 def _fixed_number(video: Video, settings: Settings) -> list[int]:
-    """Gemma 4: always `num_frames`, in equal steps from the first on; of a shorter video all."""
+    """Selects frames for Gemma 4: always `num_frames`, in equal steps from the first on; all frames of a shorter
+    video."""
     return _steps(video.num_frames, min(settings["num_frames"], video.num_frames))
 
 
 def _by_rate(video: Video, settings: Settings) -> list[int]:
-    """Kimi K2.5: `fps` frames a second, in published files `sample_fps`, in equal steps from the first on."""
+    """Selects frames for Kimi K2.5: `fps` frames a second (`sample_fps` in published files), in equal steps from the
+    first on."""
     count = int(video.num_frames / video.fps * settings.get("fps", settings["sample_fps"]))
     return _steps(video.num_frames, min(max(count, 1), video.num_frames, settings["max_frames"]))
 
 
 def _by_rate_at_least(video: Video, settings: Settings) -> list[int]:
-    """MiniMax-M3: `fps` frames a second, but no fewer than `min_frames`, in equal steps from the first on."""
+    """Selects frames for MiniMax-M3: `fps` frames a second, but at least `min_frames`, in equal steps from the first
+    on."""
     count = max(int(video.num_frames / video.fps * settings["fps"]), settings["min_frames"])
     return _steps(video.num_frames, min(count, settings["max_frames"], video.num_frames))
 
 
 def _pairs_by_rate(video: Video, settings: Settings) -> list[int]:
-    """Muse-Glimmer: `fps` frames a second, at most `num_frames`, in whole pairs from the first to the last. The class
-    rounds in float32, by which one frame in a thousand is the one before."""
+    """Selects frames for Muse-Glimmer: `fps` frames a second, at most `num_frames`, in whole pairs from the first to
+    the last. The reference class rounds in float32, so one frame in a thousand is the preceding one there."""
     together, total = settings["temporal_patch_size"], video.num_frames
     count = min(int(total * settings["fps"] / video.fps), settings["num_frames"], total)
     count = min(max(together, count // together * together), total)
@@ -145,8 +149,8 @@ def _steps(total: int, count: int) -> list[int]:
 
 
 def _rounded_up(video: Video, settings: Settings) -> list[int]:
-    """GLM-4.1V and 4.5V: the frames behind every 1 / `fps` seconds; of more than `max_duration` seconds as many as of
-    that time."""
+    """Selects frames for GLM-4.1V and 4.5V: the one after every 1 / `fps` seconds; a video longer than `max_duration`
+    seconds gets as many as one of that length."""
     rate, duration, last = settings["fps"], video.num_frames / video.fps, video.num_frames - 1
     if duration <= settings["max_duration"]:
         times = [i / rate for i in range(max(math.floor(duration * rate), 1))]
@@ -158,20 +162,20 @@ def _rounded_up(video: Video, settings: Settings) -> list[int]:
 
 
 _RATES = ((30, 3.0), (300, 1.0), (math.inf, 0.5))
-"""GLM-4.6V: seconds up to which a video has so many frames of the grid a second."""
+"""GLM-4.6V: length in seconds of a video up to which the grid has this many frames a second."""
 _MAX_SECONDS, _MAX_SAMPLED = 2400, 640
 
 
 def _by_length(video: Video, settings: Settings) -> list[int]:
-    """GLM-4.6V: the longer a video is, the fewer frames a second."""
+    """Selects frames for GLM-4.6V: the longer a video, the fewer frames a second."""
     counted = min(video.num_frames / video.fps, _MAX_SECONDS)
     rate = settings["temporal_patch_size"] * next(rate for seconds, rate in _RATES if counted <= seconds)
     return _as_they_are_due(video, rate, min(int(counted * rate), _MAX_SAMPLED))
 
 
 def _by_rate_and_time(video: Video, settings: Settings) -> list[int]:
-    """GLM-5.3-Flash: `fps` frames a second; of more than `max_duration` seconds, if that is not 0, as many as of that
-    time."""
+    """Selects frames for GLM-5.3-Flash: `fps` frames a second; a video longer than `max_duration` seconds (if not 0)
+    gets as many as one of that length."""
     rate, counted = settings["fps"], video.num_frames / video.fps
     if settings["max_duration"] > 0:
         counted = min(counted, settings["max_duration"])
@@ -179,7 +183,7 @@ def _by_rate_and_time(video: Video, settings: Settings) -> list[int]:
 
 
 def _as_they_are_due(video: Video, rate: float, count: int) -> list[int]:
-    """The first frame of every 1 / `rate` seconds; if these are not `count`, so many in equal steps."""
+    """Returns the first frame of every 1 / `rate` seconds; if these are not `count`, `count` frames in equal steps."""
     total, duration = video.num_frames, video.num_frames / video.fps
     indices: list[int] = []
     if total >= count:
@@ -197,7 +201,7 @@ def _as_they_are_due(video: Video, rate: float, count: int) -> list[int]:
 
 
 def _whole_pairs(indices: Sequence[int]) -> list[int]:
-    """Each frame once; the last one twice where there are an odd number."""
+    """Returns each frame once, and the last one twice if their number is odd."""
     unique = list(dict.fromkeys(indices))
     return unique + unique[-1:] * (len(unique) % 2)
 
@@ -206,8 +210,8 @@ def _whole_pairs(indices: Sequence[int]) -> list[int]:
 
 
 def _merged_size(video: Video, count: int, settings: Settings) -> tuple[int, int]:
-    """Width and height in whole squares of patches. `max_pixels` are of all frames, or of each with
-    `max_pixels_of_all`, which bounds their sum; one frame fits an encoder step."""
+    """Returns width and height in whole squares of patches. `max_pixels` counts all frames, or, with
+    `max_pixels_of_all` as the limit of the sum, each frame; one frame fits an encoder step."""
     factor, together = settings["patch_size"] * settings["merge_size"], settings["temporal_patch_size"]
     (width, height), count = video.size, max(count, together)
     if min(width, height) < factor:
@@ -234,15 +238,16 @@ def _merged_size(video: Video, count: int, settings: Settings) -> tuple[int, int
 
 
 def _size_of_each(video: Video, count: int, settings: Settings) -> tuple[int, int]:
-    """MiniMax-M3: `max_pixels` are of each frame, of which those that see one another fit an encoder step."""
+    """Returns the size for MiniMax-M3: `max_pixels` is a limit of each frame; frames that attend to one another fit an
+    encoder step."""
     patch = settings["patch_size"]
     most = min(settings["max_pixels"], PATCHES_A_STEP // _CLIP_FRAMES * patch**2)
     return within(video.size, patch * settings["merge_size"], settings["min_pixels"], most)
 
 
 def _merged_patches(frames: np.ndarray, settings: Settings) -> Patches:
-    """frames [F, height, width, 3] uint8. Patches of a square of the merge follow one another, and have the values of
-    the frames that are taken together."""
+    """Converts frames [F, height, width, 3] uint8. The patches of a merged square are contiguous, each with the values
+    of its temporal patch's frames."""
     merge, patch, together = (settings[key] for key in ("merge_size", "patch_size", "temporal_patch_size"))
     times, rows, columns = frames.shape[0] // together, frames.shape[1] // patch, frames.shape[2] // patch
     values = normalized(frames, settings)
@@ -253,14 +258,15 @@ def _merged_patches(frames: np.ndarray, settings: Settings) -> Patches:
 
 
 def _nearest_shape(video: Video, count: int, settings: Settings) -> tuple[int, int]:
-    """Muse-Glimmer: `max_video_frame_tokens` are of each frame."""
+    """Returns the size for Muse-Glimmer: `max_video_frame_tokens` is a limit of each frame."""
     merge = settings["merge_size"]
     most = min(settings["max_video_frame_tokens"], PATCHES_A_STEP // merge**2)
     return nearest_shape(video.size, settings["patch_size"] * merge, most)
 
 
 def _pooled_size(video: Video, count: int, settings: Settings) -> tuple[int, int]:
-    """Gemma 4: the largest size of the same shape whose pooled patches are within `max_soft_tokens`."""
+    """Returns the size for Gemma 4: the largest of the same aspect ratio whose pooled patches are within
+    `max_soft_tokens`."""
     (width, height), most = video.size, settings["max_soft_tokens"]
     side = settings["patch_size"] * settings["pooling_kernel_size"]
     scale = math.sqrt(most * side**2 / (width * height))
@@ -274,13 +280,14 @@ def _pooled_size(video: Video, count: int, settings: Settings) -> tuple[int, int
 
 
 def _size_without_padding(video: Video, count: int, settings: Settings) -> tuple[int, int]:
-    """Kimi K2.5: as images, with fewer patches; what is missing to whole squares of patches is black."""
+    """Returns the size for Kimi K2.5: as for images, with fewer patches; whole squares of patches are filled up with
+    black."""
     most = settings.get("in_patch_limit_each_frame") or settings.get("max_patches", PATCHES_A_STEP)
     return never_enlarged(video.size, settings, min(most, PATCHES_A_STEP // _CLIP_FRAMES))
 
 
 def _padded_patches(frames: np.ndarray, settings: Settings) -> Patches:
-    """frames [F, height, width, 3] uint8."""
+    """Converts frames [F, height, width, 3] uint8."""
     parts = [padded_patches(frame, settings) for frame in frames]
     _, rows, columns = parts[0].grid
     pixels = np.concatenate([part.pixels for part in parts])
@@ -288,7 +295,8 @@ def _padded_patches(frames: np.ndarray, settings: Settings) -> Patches:
 
 
 def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
-    """frames [F, height, width, 3] uint8. The values of a patch are its pixels, one after the other."""
+    """Converts frames [F, height, width, 3] uint8. The values of a patch are those of its pixels, one after the
+    other."""
     patch, pool = settings["patch_size"], settings["pooling_kernel_size"]
     count, rows, columns = frames.shape[0], frames.shape[1] // patch, frames.shape[2] // patch
     values = normalized(frames, settings).reshape(count, rows, patch, columns, patch, 3)
@@ -297,8 +305,8 @@ def _row_by_row(frames: np.ndarray, settings: Settings) -> Patches:
 
 
 def _frame_by_frame(frames: np.ndarray, settings: Settings) -> Patches:
-    """frames [F, height, width, 3] uint8. Patches row by row, which have the values of the frames that are taken
-    together, one frame after the other."""
+    """Converts frames [F, height, width, 3] uint8 to patches row by row, each with the values of its temporal patch,
+    one frame after the other."""
     merge, patch, together = (settings[key] for key in ("merge_size", "patch_size", "temporal_patch_size"))
     times, rows, columns = frames.shape[0] // together, frames.shape[1] // patch, frames.shape[2] // patch
     values = normalized(frames, settings).reshape(times, together, rows, patch, columns, patch, 3)
@@ -311,10 +319,10 @@ def _frame_by_frame(frames: np.ndarray, settings: Settings) -> Patches:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """The way in which a family reads videos. `defaults`: settings that a model's files may leave out. `middle`: frames
-    that are taken together have the time between them, otherwise that of the first. `pooled`: so many frames of the
-    grid have the placeholders of one; then none is repeated where the last ones are fewer. `on_a_canvas`: frames
-    keep their shape, and black is added to them; then `size` is not asked."""
+    """How a family reads videos. `defaults`: settings that a model's files may leave out. `middle`: a temporal patch
+    gets the mean time of its frames, otherwise the time of the first. `pooled`: grid frames that share the placeholders
+    of one; if the last pool has fewer, no frame is repeated. `on_a_canvas`: frames keep their aspect ratio and are
+    padded with black; `size` is not called then."""
 
     frames: Callable[[Video, Settings], list[int]]
     written: Written
@@ -413,17 +421,23 @@ _FORMS: Mapping[str, _Form] = {
     "gemma4": _Form(_fixed_number, _clocks, _OF_GEMMA, size=_pooled_size, patches=_row_by_row),
 }
 
+FAMILIES = tuple(_FORMS)
+"""Families of processors that prepare videos."""
+
 
 def video_processor(files: ProcessorFiles) -> VideoProcessor:
-    """The processor of the model's videos."""
+    """Returns the processor of the model's videos."""
     return VideoProcessor(_FORMS[files.family], files.video)
 
 
 def reads_videos(files: ProcessorFiles) -> bool:
-    return files.family in _FORMS
+    """Returns whether the family reads videos."""
+    return files.family in FAMILIES
 
 
 class VideoProcessor:
+    """Converts a model's videos to patches and prompt parts."""
+
     def __init__(self, form: _Form, settings: Settings) -> None:
         given = {**settings, **edges(settings)}
         self._form = form
@@ -458,7 +472,7 @@ class VideoProcessor:
 
 
 def _repeated(video: Video, indices: Sequence[int]) -> Iterator[Image.Image]:
-    """The frames at indices that do not fall; each is decoded once."""
+    """Yields the frames at non-descending indices; each is decoded once."""
     decoded = video.frames(list(dict.fromkeys(indices)))
     last, frame = -1, None
     for index in indices:

@@ -1,6 +1,6 @@
-"""Body of a process that decodes images and videos: one job after another, until the pipe is closed.
+"""Main of a process that decodes images and videos, one job after another, until the pipe is closed.
 
-It has a limit of memory, and whoever started it kills it when it takes too long.
+It has a memory limit, and its parent kills it when it takes too long.
 """
 
 from __future__ import annotations
@@ -30,28 +30,31 @@ if TYPE_CHECKING:
     from sglang.srt.managers.front.media.processors import Patches
 
 WORKING_BYTES = 4 << 30
-"""Memory that a job may take beside what the process has when it is ready."""
+"""Memory that a job may take beyond that of the idle process."""
 _FRAMES_MIME = "video/jpeg"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
+    """Settings of a decoding process."""
+
     directory: str
     """Directory of the shared arrays."""
     files: ProcessorFiles
     max_bytes: int
     working_bytes: int = WORKING_BYTES
     pixel_dtype: str = "float32"
-    """Type in which the encoder takes patches: as `patch_types.as_type` names it."""
+    """Type in which the encoder takes patches, as named by `patch_types.as_type`."""
 
 
 class _NoRoom(RuntimeError):
-    """The shared memory is full."""
+    """Raised when the shared memory is full."""
 
 
 def run_worker(settings: WorkerSettings, connection: Connection) -> None:
+    """Runs the process."""
     begin_jobs()
-    # transformers imports torch where it finds it: 12 seconds and 300 MB in each worker, for nothing.
+    # transformers would import torch, which it does not use here: 12 seconds and 300 MB in each worker.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     try:
@@ -77,7 +80,7 @@ class _Worker:
         from sglang.srt.managers.front.media import containers, decoding, image_views, video_processors
 
         self._decoding, self._containers = decoding, containers
-        self._beside = ThreadPoolExecutor(1)  # hashes while numpy makes patches
+        self._beside = ThreadPoolExecutor(1)  # hashes while numpy computes patches
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
         self._image = image_views.image_views(settings.files, settings.pixel_dtype)
@@ -92,7 +95,7 @@ class _Worker:
             return Refused("an image or a video takes more memory than there is for one; send a smaller one")
         except _NoRoom as error:
             return Refused(f"the server has no room for more images now ({error}); try again later", True)
-        except Exception as error:  # whatever a file makes a library do
+        except Exception as error:  # libraries raise anything for malicious files
             known = isinstance(error, ValueError)
             return Refused(str(error) if known else f"an image or a video cannot be prepared: {error}")
 
@@ -132,8 +135,8 @@ class _Worker:
         num_runs: int = 1,
         frame_seconds: float = 0.0,
     ) -> Features:
-        """patches: in the type in which the encoder takes them. seen: what they depend on beside the model's files, and
-        a digest of the picture as decoded, which has a quarter of the bytes of its patches, or of those of a video."""
+        """Stores patches, in the encoder's type. seen: what they depend on besides the model's files, and a digest of
+        the decoded picture (a quarter of its patches' bytes), or of the patches of a video."""
         pixels = patches.pixels
         digest = hashlib.sha256(repr((job.kind, patches.grid, pixels.shape, seen)).encode())
         return Features(
