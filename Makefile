@@ -2,7 +2,7 @@
 # make test    install into .venv and run the checks that every change must pass
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
-# make clients langchain-openai, litellm, Claude Code and Codex (from npm), and all pairs of request options for tools and formats, against a server
+# make clients langchain-openai, litellm and its proxy, Claude Code and Codex (from npm), and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over models of every kind of cache, with draft tokens and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
@@ -27,6 +27,7 @@ OUT ?= build/upstream
 TRITON ?= 3.9.0
 AGENTS ?= @anthropic-ai/claude-code @openai/codex
 CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
+PROXY := build/litellm-proxy
 
 BIN := .venv/bin
 INSTALLED := .venv/.installed
@@ -58,6 +59,7 @@ site: install
 
 clients: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'
+	@[ -f $(PROXY)/bin/litellm ] || ($(PYTHON) -m venv $(PROXY) && $(PROXY)/bin/pip install --quiet 'litellm[proxy]')
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS) && \
 		if [ -f $(CLAUDE)/install.cjs ]; then (cd $(CLAUDE) && node install.cjs); fi; \
 	else echo "npm is not installed: the tests of $(AGENTS) are skipped."; fi

@@ -178,6 +178,34 @@ def test_failure_in_a_stream(client: ollama.Client, server: LiveServer) -> None:
     assert parts and not parts[-1].done
 
 
+# What Ollama's own engine does unless it is told otherwise. Clients with a form of all options send these.
+DEFAULTS = {
+    "repeat_last_n": 64,
+    "tfs_z": 1.0,
+    "typical_p": 1.0,
+    "mirostat": 0,
+    "mirostat_eta": 0.1,
+    "mirostat_tau": 5.0,
+    "penalize_newline": True,
+    "num_ctx": 2048,
+    "num_keep": 4,
+    "num_batch": 512,
+}
+
+
+def test_default_options_are_taken(client: ollama.Client) -> None:
+    answer = ask(client, "What is 15+27?", options={**GREEDY, **DEFAULTS})
+    assert answer.message.content == "15 + 27 = 42"
+
+
+def test_embeddings_of_one_prompt(server: LiveServer) -> None:
+    """The route that clients older than /api/embed call."""
+    old = post(server, "/api/embeddings", model=MODEL, prompt="a b", keep_alive="5m")
+    new = post(server, "/api/embed", model=MODEL, input="a b").json()["embeddings"]
+    assert old.status_code == 200 and old.json() == {"embedding": pytest.approx(new[0], abs=1e-5)}
+    assert post(server, "/api/embeddings", model=MODEL, prompt="").json() == {"embedding": []}
+
+
 USER = [{"role": "user", "content": "a"}]
 MISTAKES = [
     ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["AAAA"]}]}, "images"),
@@ -194,7 +222,9 @@ MISTAKES = [
     ("/api/generate", {"prompt": "a", "context": [1, 2]}, "context"),
     ("/api/generate", {"prompt": "a", "format": "yaml"}, "format"),
     ("/api/generate", {"prompt": "a " * 9000, "raw": True}, "context length"),
+    ("/api/chat", {"messages": USER, "options": {"repeat_last_n": 16}}, "repeat_last_n"),
     ("/api/embed", {"input": [""]}, "empty"),
+    ("/api/embeddings", {"prompt": ["a"]}, "prompt"),
     ("/api/show", {"model": 5.5}, "model"),
 ]
 

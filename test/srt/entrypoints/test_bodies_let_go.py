@@ -52,6 +52,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/rerank": {"query": "q", "documents": [LARGE], "return_documents": False},
     "/v2/rerank": {"query": "q", "documents": [LARGE], "return_documents": False},
     "/api/embed": {"input": LARGE},
+    "/api/embeddings": {"prompt": LARGE},
 }
 PAIRS = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/v2/rerank")
 STREAMS = ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat",

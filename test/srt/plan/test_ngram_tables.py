@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.host_tables import host_table_bytes
-from sglang.srt.plan.layer_spec import ParallelConfig
+from sglang.srt.plan.layer_spec import Elements, ParallelConfig
 from sglang.srt.plan.memory import GIB
+from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.kernels import published
 
@@ -70,3 +75,16 @@ def test_memory_that_host_and_gpu_share(tmp_path: Path) -> None:
     moved = device.memory.weights - host.memory.weights
     assert moved == pytest.approx(TABLE / 2, rel=1e-5)
     assert host.memory.reserve - device.memory.reserve == moved
+
+
+@pytest.mark.parametrize("name", ["qwen38_flash_next_nvfp4", "DeepSeek-V4.1-Flash"])
+def test_the_ranks_of_an_attention_group_divide_a_table(name: str, tmp_path: Path) -> None:
+    """As they do where they hold it: each group has all of it."""
+    config = json.loads((published.any_checkpoint(name, tmp_path / "model") / "config.json").read_text())
+    model = describe_model(config, None)
+    tables = [layer.ngrams for layer in model.layers if isinstance(layer.ngrams, NgramEmbedding)]
+    assert tables
+    for table in tables:
+        on_gpu = replace(table, on_host=False)
+        parts = on_gpu.weights(model.hidden_size, RankLayout(4, attn_dp_size=2), 0)
+        assert [part.count for part in parts if isinstance(part, Elements)][-1] == on_gpu.table_elements(2)

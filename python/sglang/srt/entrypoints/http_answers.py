@@ -118,6 +118,7 @@ _BY_PATH: dict[str, Schema] = {
     "/api/chat": _record(message=_record(role="assistant", content=_TEXT), **_OLLAMA_ANSWER),
     "/api/generate": _record(response=_TEXT, **_OLLAMA_ANSWER),
     "/api/embed": _record(model=_TEXT, embeddings=_list(_list(_NUMBER)), prompt_eval_count=_COUNT),
+    "/api/embeddings": _record(embedding=_list(_NUMBER)),
     "/api/show": _record(
         modelfile=_TEXT, template=_TEXT, details=_OBJECT, model_info=_OBJECT, capabilities=_list(_TEXT)
     ),

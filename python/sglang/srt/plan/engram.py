@@ -60,7 +60,7 @@ class Engram(NgramEmbedding):
 
     def weights(self, hidden_size: int, ranks: RankLayout, expert_rows: int) -> Weights:
         wide = self.streams * hidden_size
-        table = Elements(0 if self.on_host else self.table_elements(ranks.tp_size), self.table_dtype or None)
+        table = Elements(0 if self.on_host else self.table_elements(ranks.attn_tp_size), self.table_dtype or None)
         return (
             Matrix("ngrams.project", ("",), wide + hidden_size, self.width),
             Elements(3 * wide, "float32"),
@@ -82,10 +82,11 @@ def engrams(keys: ConfigReader, num_layers: int, quantized: bool) -> dict[int, E
     sizes = keys.default("engram_num_embeddings", list, [])
     if len(sizes) != len(listed):
         raise UserError(f"{keys.source}: {len(listed)} 'engram_layer_ids', but {len(sizes)} 'engram_num_embeddings'.")
-    tables = {
-        layer: _table(keys, layer, number, quantized) for number, layer in enumerate(listed) if layer < num_layers
-    }
-    for (layer, table), stated in zip(tables.items(), sizes, strict=False):
+    tables: dict[int, Engram] = {}
+    for number, (layer, stated) in enumerate(zip(listed, sizes, strict=True)):
+        if layer >= num_layers:  # of draft layers
+            continue
+        tables[layer] = table = _table(keys, layer, number, quantized)
         if table.rows != stated:
             raise UserError(
                 f"{keys.source}: layer {layer}'s table of n-grams has {stated} rows by 'engram_num_embeddings', and"

@@ -101,6 +101,15 @@ class OllamaEmbedRequest(Body, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1, le=2**31)] | None = None
 
 
+class OllamaEmbeddingsRequest(Body, kw_only=True):
+    """As clients older than /api/embed send it."""
+
+    unsupported: ClassVar = OLLAMA
+
+    model: Name = ""
+    prompt: str = ""
+
+
 class ShowRequest(Body, kw_only=True):
     """`name`: as older clients call the model."""
 
@@ -109,5 +118,12 @@ class ShowRequest(Body, kw_only=True):
     verbose: bool | None = False
 
 
-BODIES = (OllamaChatRequest, OllamaGenerateRequest, OllamaEmbedRequest, ShowRequest, Options)
+BODIES = (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaEmbedRequest,
+    OllamaEmbeddingsRequest,
+    ShowRequest,
+    Options,
+)
 """The bodies that `/openapi.json` describes."""

@@ -13,6 +13,7 @@ from sglang.srt.entrypoints.ollama import serving_ollama as serving
 from sglang.srt.entrypoints.ollama.protocol import (
     BODIES,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     ShowRequest,
@@ -39,6 +40,12 @@ async def post_generate(request: Request) -> Response:
 async def post_embed(request: Request) -> Response:
     service = engine_of(request)
     return await serving.embed(service, await read_body(request, OllamaEmbedRequest), request)
+
+
+@router.post("/api/embeddings", openapi_extra=body_schema(OllamaEmbeddingsRequest))
+async def post_embeddings(request: Request) -> Response:
+    service = engine_of(request)
+    return await serving.embeddings(service, await read_body(request, OllamaEmbeddingsRequest), request)
 
 
 @router.post("/api/show", openapi_extra=body_schema(ShowRequest))

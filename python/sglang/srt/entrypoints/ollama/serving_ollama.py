@@ -17,7 +17,12 @@ from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import NDJSON, until_disconnect
 from sglang.srt.entrypoints.ollama.answer import AnswerWriter, now
 from sglang.srt.entrypoints.ollama.conversation import chat_request
-from sglang.srt.entrypoints.ollama.protocol import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest
+from sglang.srt.entrypoints.ollama.protocol import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -107,10 +112,7 @@ async def embed(service: OpenAIService, body: OllamaEmbedRequest, request: Reque
     call = GenerateRequest(text=[body.input] if isinstance(body.input, str) else body.input, embed=True)
     dimensions, model = body.dimensions, body.model or service.model_name
     del body  # the answer needs no more of it
-    outputs: list[GenerateOutput] = []
-    if call.text:
-        _, outputs = await collect_complete(service, request, call)
-    entries = await encoded_embeddings(outputs, dimensions, as_base64=False)
+    outputs, entries = await _embedded(service, request, call, dimensions)
     return json_response(
         {
             "model": model,
@@ -120,6 +122,24 @@ async def embed(service: OpenAIService, body: OllamaEmbedRequest, request: Reque
             "prompt_eval_count": sum(output.meta.prompt_tokens for output in outputs),
         }
     )
+
+
+async def embeddings(service: OpenAIService, body: OllamaEmbeddingsRequest, request: Request) -> Response:
+    """Answers the earlier form of `embed`: one prompt and one vector, empty without a prompt."""
+    call = GenerateRequest(text=[body.prompt] if body.prompt else [], embed=True)
+    del body  # the answer needs no more of it
+    _, entries = await _embedded(service, request, call, None)
+    return json_response({"embedding": msgspec.Raw(entries[0]) if entries else []})
+
+
+async def _embedded(
+    service: OpenAIService, request: Request, call: GenerateRequest, dimensions: int | None
+) -> tuple[list[GenerateOutput], list[bytes]]:
+    """Returns the outputs and their vectors as JSON; none for a call without a text."""
+    outputs: list[GenerateOutput] = []
+    if call.text:
+        _, outputs = await collect_complete(service, request, call)
+    return outputs, await encoded_embeddings(outputs, dimensions, as_base64=False)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -3,15 +3,12 @@ all."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.kv_table import Lengths
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.schedule_batch import Req
 
 Slots = npt.NDArray[np.int64]
 
@@ -40,15 +37,22 @@ class Counters:
         self.slack[slots] -= widths - 1
 
 
+class Counted(Protocol):
+    """A request: its counters, and its slot; 0: it has none."""
+
+    slot: int
+    counters: Counters
+
+
 class BySlot:
     """A field of a request, stored in the counters' array of the same name at the request's slot."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, req: Req, owner: type) -> int:
+    def __get__(self, req: Counted, owner: type) -> int:
         return int(getattr(req.counters, self._name)[req.slot])
 
-    def __set__(self, req: Req, value: int) -> None:
+    def __set__(self, req: Counted, value: int) -> None:
         assert req.slot or not value, "a request without a slot has computed nothing"
         getattr(req.counters, self._name)[req.slot] = value

@@ -23,7 +23,6 @@ from sglang.srt.sampling.thoughts import Thoughts
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
     from sglang.srt.managers.scheduler.prompt_media import PromptMedia
-    from sglang.srt.managers.scheduler.running_batch import RunningBatch
     from sglang.srt.managers.scheduler.text_stop import TextStop
     from sglang.srt.mem_cache.host_tier import Copy
 
@@ -317,7 +316,7 @@ class ScheduleBatch:
     def needs_mask(self) -> bool:
         return any(req.needs_mask for req in self.limited)
 
-    def read(self, running: RunningBatch) -> SampledTokens:
+    def read(self, counters: Counters) -> SampledTokens:
         """Waits for the device, stores prompts' log probabilities and hidden states, and corrects the lengths. Returns
         the accepted tokens."""
         assert self.result is not None
@@ -333,15 +332,15 @@ class ScheduleBatch:
         tokens = self.result.next_token_ids.numpy()
         if self.result.counts is None:
             return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
-        self._settle(running)
+        self._subtract_rejected(counters)
         return self._accepted(tokens.tolist(), self.result.counts.tolist())
 
-    def _settle(self, running: RunningBatch) -> None:
+    def _subtract_rejected(self, counters: Counters) -> None:
         """Subtracts rejected draft tokens from the lengths of the requests that still run."""
         assert self.result is not None and self.result.counts is not None and self.step.widths is not None
         widths, counts = self.step.widths, self.result.counts.numpy().astype(np.int32)
         going = [i for i, req in enumerate(self.sampled) if req.finish is None and req not in self.stale]
-        running.counters.verified(self.step.slots[going], widths[going], counts[going])
+        counters.verified(self.step.slots[going], widths[going], counts[going])
         for i, width, count in zip(going, widths[going].tolist(), counts[going].tolist(), strict=True):
             self.sampled[i].drafts.add(width, count)
 

@@ -470,7 +470,7 @@ class Scheduler:
             self.host_tier.finish(batch.loads)
             redo_stale(self, batch)
         report, num_new = list[Req](), 0
-        sampled, interval = batch.read(self.running), self.args.stream_interval
+        sampled, interval = batch.read(self.running.counters), self.args.stream_interval
         rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
         if batch.stale:
             rows = [row for row in rows if row[0] not in batch.stale]
