@@ -31,8 +31,10 @@ INTRODUCTION = """\
 This page is for owners of a server who want to know, before they move it, whether a feature that they use exists here.
 
 - **Here**: "yes" links to the page or to the test that shows it; "no" is followed by what to do instead.
-- **SGLang 0.5.23** and **vLLM 0.33**: the flag or route that asks for the feature there, as the release has it in its
-  source. A dash means that we know of none.
+- **SGLang 0.5.23** and **vLLM 0.33**: the flag or route that asks for the feature there, from the source of the
+  release. A dash means that we found none.
+
+[Performance](performance.md) compares speed. The releases measured there are older: SGLang 0.5.15 and vLLM 0.26.0.
 
 A script writes the page from the tables of the code, and a test fails when the page is stale:
 

@@ -33,10 +33,10 @@ This page is generated, and a test fails when it is stale:
     python scripts/models_page.py
 
 A model is served if the first name of `architectures` in its `config.json` is in the first table.
-Where two rows have that name, `model_type` decides.
-Any other architecture is refused by name at start-up.
-So is a value of a key that would change the result and is not computed.
-`sglang serve --model-path DIR --dry-run` says it without reading weights.
+If two rows have that name, `model_type` decides.
+The server does not start with any other architecture, and the message names it.
+It does not start either with a value in `config.json` that would change the result and that it does not compute.
+`sglang serve --model-path DIR --dry-run` checks both without reading weights.
 
 """
 
@@ -45,8 +45,8 @@ ARCHITECTURES = """\
 
 - *Reads* says what a prompt may hold besides text.
   A model with an image encoder that is not computed here is served for text alone.
-- *Own draft* is what `--speculative-algorithm` drafts with where the checkpoint has these layers.
-  MTP means layers for multi-token prediction.
+- *Own draft* is the value of `--speculative-algorithm` for draft layers that the model's own checkpoint has.
+  MTP means layers for multi-token prediction. Some editions of a model are published without these layers.
 
 """
 
@@ -64,15 +64,15 @@ METHODS = """\
 
 Weights of 16 bits are served as they are.
 A quantized checkpoint states its method in `quant_method` of its `quantization_config`.
-Every family takes every format, unless the start names what it lacks.
+Every family can be read in every format, unless the server says at start-up which kernel is missing.
 
 """
 
 SCHEMES_INTRODUCTION = """\
 ## Number formats
 
-A method stores its weights in one or several of these.
-[Quantization](quantization.md) says which method has which, and what is refused.
+A method of the table above stores its weights in one or several of these number formats.
+[Quantization](quantization.md) says which method uses which, and what is refused.
 
 """
 

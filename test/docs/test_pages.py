@@ -21,6 +21,8 @@ NOT_YET = {
     "drafts of the kind UNO": "Other drafts",
     "LoRA": "LoRA",
     "prefill and decode on different servers": "Prefill and decode apart",
+    "weights in CPU memory": "Weights outside of the GPU",
+    "TLS": "TLS",
 }
 """Words of the README -> the group of refused flags that is there as long as the feature is not."""
 
