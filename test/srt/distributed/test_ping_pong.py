@@ -66,6 +66,19 @@ def blocks(turns: PingPong, log: list[str], name: str, count: int = 3, inside: i
     return float(x if receive is None else receive())
 
 
+def test_microbatches_of_unequal_numbers_of_blocks_are_refused() -> None:
+    def silent(count: int) -> Blocks[int]:
+        """Blocks that leave no sums."""
+        for _ in range(count):
+            yield
+        return count
+
+    turns = PingPong(LateLane())
+    assert turns.run_blocks(silent(2), silent(2)) == (2, 2)
+    with pytest.raises(MicrobatchesDiffer, match="microbatch 0 has fewer blocks"):
+        turns.run_blocks(silent(1), silent(3))
+
+
 def test_blocks_alternate_and_their_sums_arrive_before_the_next_block() -> None:
     turns, log = PingPong(LateLane()), list[str]()
     for _ in range(2):  # nothing is left of the first run

@@ -130,6 +130,8 @@ def test_a_reminder_lasts_until_the_next_message_of_the_user() -> None:
         {"role": "user", "content": "c"},
         {**reminder, "clear_at": "never"},
     ]
+    prefill = [turns[0], {"role": "assistant", "content": "b"}, effort]
+    assert translated(messages=prefill).continue_final_message, "the effort alone is no message"
     request = translated(messages=turns, output_config={"effort": "low"})
     assert [message["content"] for message in request.messages] == ["a", "b", "c", "now"]
     assert request.reasoning_effort == "high"

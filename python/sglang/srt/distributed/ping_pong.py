@@ -163,6 +163,8 @@ class PingPong:
                     try:
                         next(microbatch)
                     except StopIteration as end:
+                        if number in results:
+                            raise MicrobatchesDiffer(f"microbatch {number} has fewer blocks than the other") from None
                         results[number] = end.value
         finally:
             for microbatch in microbatches:

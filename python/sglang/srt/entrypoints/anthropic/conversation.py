@@ -103,7 +103,8 @@ def _template_variables(body: CountTokensRequest) -> dict[str, Any] | None:
 def _continues(body: CountTokensRequest) -> bool:
     """Returns whether the model continues the last message, i.e. that is the assistant's. Raises ApiError 400 if it
     calls tools or has no text."""
-    last = body.messages[-1]
+    left = _without_ended_instructions(body.messages)
+    last = left[-1] if left else None
     if not isinstance(last, AssistantMessage):
         return False
     blocks = plain_blocks(last.content)
