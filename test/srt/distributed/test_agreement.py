@@ -62,7 +62,7 @@ def test_plans_of_other_cards_differ_and_the_message_names_both() -> None:
         ({"decode_interval": IntervalRule(9, 1)}, "decode_interval.steps: "),
         ({"cuda_graph_bs": ()}, "cuda_graph_bs: 1, 2, "),
         ({"choices": {}}, "choices."),
-        ({"tile configs": {}}, "tile configs."),
+        ({"tile_configs": {}}, "tile_configs."),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

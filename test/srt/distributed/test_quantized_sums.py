@@ -131,7 +131,7 @@ def test_the_bound_is_not_loose() -> None:
     ("change", "covered"),
     [
         (lambda x: x, True),
-        (lambda x: x.microbatch(), True),
+        (lambda x: x.half(), True),
         (lambda x: x.unflatten(0, (2, 10)), True),
         (lambda x: x.float(), True),
         (lambda x: x.double(), False),

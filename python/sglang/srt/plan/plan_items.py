@@ -33,7 +33,7 @@ def plan_items(plan: Plan) -> tuple[Items, Items]:
     values = {name: getattr(plan, name) for name in names} | {
         "model": {f.name: getattr(plan.model, f.name) for f in fields(plan.model) if f.name not in OF_MACHINE},
         "choices": {op: _launched(choice) for op, choice in plan.choices.items()},
-        "tile configs": {op: _tile_configs(cut) for op, cut in plan.tile_configs.items()},
+        "tile_configs": {op: _tile_configs(cut) for op, cut in plan.tile_configs.items()},
     }
     return dict(flat(values)), dict(flat({name: getattr(plan, name) for name in OF_STAGE}))
 
