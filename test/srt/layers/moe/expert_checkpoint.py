@@ -303,7 +303,7 @@ class Loaded:
         groups = groups_of(ranks, rank)
         groups.tp.reduce_with(Summands())  # the test sums what the ranks make
         scope = Scope(plan, torch.device(arch.device), dtype, groups, quant, weights)
-        self.on_other_ranks = scope.elsewhere
+        self.on_other_ranks = scope.on_other_ranks
         self.weights = weights
         self.quantization = quantization
         self.params, self.finish = scope.params, scope.finish

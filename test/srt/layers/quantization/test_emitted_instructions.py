@@ -12,7 +12,7 @@ from sglang.ledger.rules import spill_budget
 from sglang.ledger.variants.quantized import variants
 from sglang.srt.configs.quant_scheme import SCHEMES, widening
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.kernels.conditions import dequantized
+from sglang.srt.kernels.conditions import dequantized_in_registers
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need
 
@@ -47,7 +47,7 @@ def test_sm120_multiplies_natively_or_says_that_it_widens(scheme: str) -> None:
     smem, _, spills, _, mma = compile_variant(found, "sm_120")
     assert mma == (ON_SM120[scheme],)
     assert smem <= arch.smem_per_block and spills <= spill_budget("sm120", "linear", found.key)
-    widens = dequantized(Need("linear", quant=scheme), arch)
+    widens = dequantized_in_registers(Need("linear", quant=scheme), arch)
     assert ("widened to 16 bits" in widens) == mma[0].endswith("bf16"), "explain must say what the ledger shows"
 
 
