@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 SECONDS = {
     "srt/kernels/test_census.py": 55,
     "srt/speculative/test_draft_matrix.py": 55,
+    "srt/entrypoints/test_bodies_let_go.py": 40,
     "fuzz/test_hostile_bodies.py": 50,
     "fuzz/test_openapi.py": 40,
     "http/test_tool_calls.py": 40,

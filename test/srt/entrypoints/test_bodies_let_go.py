@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import json
+import sys
 import types
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
@@ -140,14 +142,32 @@ async def serving(monkeypatch: pytest.MonkeyPatch, limit: int = 1 << 29, **flags
         bench.close()
 
 
+def module_values() -> Iterator[Any]:
+    """The values of the server's modules, which `gc.get_objects` leaves out once they are frozen, and what their caches
+    hold."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang."):
+            for value in list(vars(module).values()):
+                yield value
+                if isinstance(value, functools._lru_cache_wrapper):
+                    yield from gc.get_referents(value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """What other tests of this process have left is not looked at: it may be millions of objects."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def held_texts() -> list[str]:
     """The types of what refers to large texts with the mark."""
     seen: set[int] = set()
-    known = gc.get_objects()
     held = []
     skipped = (types.ModuleType, type, types.CodeType)
-    waiting = [entry for entry in known if not isinstance(entry, skipped)]
-    del known
+    waiting = [entry for entry in (*gc.get_objects(), *module_values()) if not isinstance(entry, skipped)]
     while waiting:
         entry = waiting.pop()
         if id(entry) in seen or entry is waiting:
