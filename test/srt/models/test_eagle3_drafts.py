@@ -114,7 +114,7 @@ FORMS: dict[str, dict[str, Any]] = {
 def build(form: dict[str, Any], folder: Path, target: Target) -> tuple[Path, Eagle3]:
     config = CONFIG | {key: form[key] for key in ("draft_vocab_size", "num_hidden_layers") if key in form}
     config |= form.get("keys", {}) | ({"eagle_config": form["eagle_config"]} if "eagle_config" in form else {})
-    aux_layers = form.get("captures", USUAL)
+    aux_layers = form.get("aux_layers", USUAL)
     tensors = weights(config, len(aux_layers)) | form.get("more", {})
     if form.get("bias"):
         for part in "qkv":
