@@ -43,13 +43,13 @@ class Attended:
 
 def attend(q: Tensor, before: Attended) -> Tensor:
     """Rows of the newest guess, whose own keys are the last in `before`. Returns [B, L, heads * head_dim]."""
-    draft_token, length = len(before.keys), q.shape[2]
+    newest, length = len(before.keys), q.shape[2]
     scale = 1 / math.sqrt(q.shape[-1])
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(2 - draft_token)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(2 - newest)
     scores = [(q @ before.keys[0].mT * scale).masked_fill(hidden, -torch.inf)]
-    values = [value.roll(draft_token - number, dims=2) for number, value in enumerate(before.values[1:], start=2)]
+    values = [value.roll(newest - number, dims=2) for number, value in enumerate(before.values[1:], start=2)]
     for number, key in enumerate(before.keys[1:], start=2):
-        scores.append((q * key.roll(draft_token - number, dims=2)).sum(-1, keepdim=True) * scale)
+        scores.append((q * key.roll(newest - number, dims=2)).sum(-1, keepdim=True) * scale)
     shares = torch.cat(scores, dim=-1).softmax(-1)
     out = shares[..., :length] @ before.values[0]
     for number, value in enumerate(values):

@@ -62,9 +62,7 @@ def test_rows_of_later_draft_tokens_see_what_they_will_in_a_server() -> None:
     keys, values = (list(torch.randn(3, 1, 2, 6, 4)) for _ in range(2))
     q, p = torch.randn(1, 2, 6, 4), 4
     rows = [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]
-    k, v = (
-        torch.stack([given[draft_token][0, :, row] for draft_token, row in rows], dim=1) for given in (keys, values)
-    )
+    k, v = (torch.stack([given[number][0, :, row] for number, row in rows], dim=1) for given in (keys, values))
     wanted = ((q[0, :, p, None] * k).sum(-1) / 2).softmax(-1)[:, None] @ v
     assert torch.allclose(attend(q, Attended(keys, values))[0, p], wanted.flatten(), atol=1e-5)
 

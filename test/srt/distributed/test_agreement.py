@@ -101,8 +101,8 @@ def test_plans_of_every_published_model_can_be_compared(name: str, tmp_path: Pat
     for drafts in ({"speculative_algorithm": "NEXTN"}, {}):
         for size in (8, 1):
             with suppress(UserError):
-                everywhere, select_stage = plan_items(plan_of(arch, 2 << 40, 0, tp_size=size, **server, **drafts))
-                assert everywhere["max_total_num_tokens"] and select_stage
+                everywhere, in_stage = plan_items(plan_of(arch, 2 << 40, 0, tp_size=size, **server, **drafts))
+                assert everywhere["max_total_num_tokens"] and in_stage
                 return
     pytest.skip("not served")
 

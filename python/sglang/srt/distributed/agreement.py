@@ -131,20 +131,20 @@ def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
     Collective. Raises UserError, with the same text on every rank, otherwise."""
     if len(agreed.gpus) == 1:
         return make()
-    plan, problem, everywhere, select_stage = None, None, Items(), Items()
+    plan, problem, everywhere, in_stage = None, None, Items(), Items()
     try:
         plan = make()
-        everywhere, select_stage = plan_items(plan)
+        everywhere, in_stage = plan_items(plan)
     except UserError as error:
         problem = error
-    summary = _Summary(stage, str(problem or ""), (digest(everywhere), digest(select_stage)))
+    summary = _Summary(stage, str(problem or ""), (digest(everywhere), digest(in_stage)))
     summaries = [msgspec.json.decode(data, type=_Summary) for data in of_all_ranks(msgspec.json.encode(summary))]
     if any(each.problem for each in summaries):
         if problem is not None and len({each.problem for each in summaries}) == 1:
             raise problem
         rank = next(rank for rank, each in enumerate(summaries) if each.problem)
         raise UserError(f"{_named(agreed.gpus, rank)} has no plan: {summaries[rank].problem}")
-    for items, place in ((everywhere, 0), (select_stage, 1)):
+    for items, place in ((everywhere, 0), (in_stage, 1)):
         parts: dict[int, list[int]] = {}
         for rank, each in enumerate(summaries):
             parts.setdefault(each.stage * place, []).append(rank)

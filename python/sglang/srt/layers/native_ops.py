@@ -63,8 +63,8 @@ def quantized_linear(
 def embedding_rows(ids: torch.Tensor, weight: torch.Tensor, first: int) -> torch.Tensor:
     """Returns [T, H] of ids [T] from weight [N, H], the rows of tokens from `first` on; zeros for other tokens."""
     row = ids - first
-    select_rank = (row >= 0) & (row < weight.shape[0])
-    return F.embedding(torch.where(select_rank, row, 0), weight) * select_rank[:, None]
+    is_local = (row >= 0) & (row < weight.shape[0])
+    return F.embedding(torch.where(is_local, row, 0), weight) * is_local[:, None]
 
 
 def decode_inputs(

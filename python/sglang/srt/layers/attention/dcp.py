@@ -87,8 +87,8 @@ class DcpDecode:
         self.parts.prepare_graphs(batch_sizes)
 
     def build_in_graph(self, rows: DecodeRows) -> DcpDecodeMetadata:
-        select_rank = own_lengths if self.plans_on_host else own_rows
-        return DcpDecodeMetadata(self.parts.build_in_graph(select_rank(rows, self.merge.context)), self.merge)
+        local_part = own_lengths if self.plans_on_host else own_rows
+        return DcpDecodeMetadata(self.parts.build_in_graph(local_part(rows, self.merge.context)), self.merge)
 
     def refresh(self, rows: DecodeRows) -> None:
         self.parts.refresh(own_rows_before_replay(rows, self.merge.context))
