@@ -1,9 +1,9 @@
 """Drafts of the embedded model for training: an EAGLE-3 head (arXiv 2503.01840), a layer for multi-token prediction.
 
-A draft's row p is computed of the token at p + 1 and of features of position p, and draft tokens the token at p + 2.
-The features of the first draft token are the target's; those of guess j are the draft's own, of its row before. In
-training all rows make guess 1 at once, then all make guess 2, and so on. Row p of guess j sees what it will see in a
-server: rows of guess 1 up to p - j + 1, then one row of each later draft token.
+A draft's row p is computed of the token at p + 1 and of features of position p, and drafts the token at p + 2.
+The features of the first draft token are the target's; those of draft token j are the draft's own, of its row before.
+In training all rows make draft token 1 at once, then all make number 2, and so on. Row p of number j sees what it will
+see in a server: rows of number 1 up to p - j + 1, then one row of each later draft token.
 """
 
 from __future__ import annotations

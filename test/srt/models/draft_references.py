@@ -255,7 +255,7 @@ def selected(w: Weights, keys: Mapping[str, Any], rows: Tensor, base: Tensor, la
 
 @dataclass
 class DSpark(DFlash):
-    """As DFlash, with a bias of the token before each draft token; row i draft tokens the token behind position i, or
+    """As DFlash, with a bias of the token before each draft token; row i drafts the token behind position i, or
     row i + 1 with `sample_from_anchor` false."""
 
     @torch.inference_mode()

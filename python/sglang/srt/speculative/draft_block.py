@@ -3,8 +3,8 @@
     position    0 .. n - 1                                n           n + 1 .. n + B - 1
     row         of the target's steps: the draft keeps    last token  mask tokens
                 keys and values made of their streams     sampled
-    guess       DFLASH                                                of the token at its position
-                DSPARK                                    of the token behind its position, by the draft token before it
+    proposes    DFLASH                                                the token at its position
+                DSPARK                                    the token behind its position, by the draft token before it
 
 A block always has the length that the draft was trained for, even if fewer draft tokens are asked for, because its rows
 attend to each other.

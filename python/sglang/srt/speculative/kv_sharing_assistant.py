@@ -1,7 +1,7 @@
 """Draft tokens of a draft that reads the target's keys and values and keeps none (FROZEN_KV_MTP: Gemma 4's assistants).
 
 position    0 .. n - 1                         n
-row         of the target's steps: keys and    every guess: the token before it, and what the draft token before left,
+row         of the target's steps: keys and    every draft token: the token before it and what its predecessor left,
             values are in the target's cache   attends to them from here
 """
 
