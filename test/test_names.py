@@ -67,3 +67,7 @@ def test_retired_names_do_not_come_back() -> None:
         if (names := identifiers(path.read_text(encoding="utf-8")) & RETIRED.keys())
     }
     assert not back, "use the term that replaced the name (docs/glossary.md)"
+
+
+def test_no_retired_name_replaces_another() -> None:
+    assert not {old: new for old, new in RETIRED.items() if new in RETIRED}
