@@ -52,7 +52,6 @@ RETIRED = {
     "guesses": "draft_tokens",
     "Guesses": "VerifyRows",
     "GuessHead": "BlockHead",
-    "GuessingRunner": "DraftingRunner",
     "Halves": "Microbatches",
     "HALVES": "TWO_BATCH_THRESHOLDS",
     "halves_from": "two_batch_threshold",
