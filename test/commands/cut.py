@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from commands.processors import write_beside
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.ngram_embedding import primes_from
 
 Config = dict[str, Any]
 
@@ -17,6 +19,10 @@ COUNTS = ("num_hidden_layers", "num_layers")
 LAYER_INDICES = ("full_attn_layers", "kda_layers")
 """Lists of numbers of layers, counted from 1; other lists have an entry a layer."""
 DROPPED = ("num_kv_shared_layers",)
+TABLE_ROWS = ("engram_vocab_size", "ngram_vocab_size_base")
+"""Keys with the least rows of a head's table of n-grams."""
+SMALL_TABLE = 1 << 16
+"""Rows of a head's table in a cut model: a published one takes tens of GiB of page-locked main memory."""
 
 
 def cut(config: Config, layers: int | None = None) -> Config:
@@ -64,10 +70,23 @@ def _cut(value: Any, total: int, count: int, key: str = "") -> Any:
     return value
 
 
+def with_small_tables(config: Config) -> Config:
+    """Returns the config with tables of n-grams of few rows, which a plain host can pin."""
+    small: Config = {}
+    for key, value in config.items():
+        nested = with_small_tables(value) if isinstance(value, dict) else value
+        small[key] = SMALL_TABLE if key in TABLE_ROWS else nested
+    if "engram_num_embeddings" in small:  # successive primes for the heads of each table
+        heads = small["engram_n_heads"] * (small["engram_max_ngram_size"] - 1)
+        primes = primes_from(SMALL_TABLE)
+        small["engram_num_embeddings"] = [sum(itertools.islice(primes, heads)) for _ in small["engram_num_embeddings"]]
+    return small
+
+
 def write_cut(source: Path, folder: Path) -> Path:
     """Writes a cut checkpoint directory without weights: the config, and what lies beside it. Returns it."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = cut(json.loads((source / "config.json").read_text()))
+    config = with_small_tables(cut(json.loads((source / "config.json").read_text())))
     (folder / "config.json").write_text(json.dumps(config))
     if (quantization := source / "hf_quant_config.json").exists():
         (folder / quantization.name).write_text(quantization.read_text())
