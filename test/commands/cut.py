@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from commands.processors import write_beside
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.ngram_embedding import primes_from
+from sglang.srt.utils.token_texts import text_numbers
 
 Config = dict[str, Any]
 
@@ -87,8 +90,11 @@ def write_cut(source: Path, folder: Path) -> Path:
     """Writes a cut checkpoint directory without weights: the config, and what lies beside it. Returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = with_small_tables(cut(json.loads((source / "config.json").read_text())))
-    (folder / "config.json").write_text(json.dumps(config))
     if (quantization := source / "hf_quant_config.json").exists():
         (folder / quantization.name).write_text(quantization.read_text())
     write_beside(config, folder)
+    if "engram_compressed_vocab_size" in config:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        config["engram_compressed_vocab_size"] = int(text_numbers(tokenizer, config["vocab_size"]).max()) + 1
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -17,8 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.managers.front.media.media_tokens import media_tokens
 from sglang.srt.managers.front.media.processor_files import read_processor_files
+from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.utils.token_texts import read_text_numbers
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +72,9 @@ def test_tables_of_n_grams_fit_a_plain_host(name: str, tmp_path: Path) -> None:
     layers = describe_model(json.loads((folder / "config.json").read_text()), None, False).layers
     tables = [table for layer in layers if isinstance(table := layer.ngrams, NgramEmbedding)]
     assert tables and sum(table.rows * table.dim for table in tables) < 1 << 30
+    for table in tables:
+        if isinstance(table, Engram):
+            read_text_numbers(str(folder), table.vocab_size, table.num_texts)
 
 
 def test_flags_of_a_layout_are_left_out(script: ModuleType) -> None:
