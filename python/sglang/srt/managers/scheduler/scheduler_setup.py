@@ -213,7 +213,6 @@ def load_runner(
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_loader.loader import load_encoder
     from sglang.srt.speculative.create import create_drafter
-    from sglang.srt.speculative.depth import candidate_widths
 
     settings = speculative_settings(args, plan.model.architecture)
     runner = ModelRunner(
@@ -222,7 +221,7 @@ def load_runner(
         args.random_seed or 0,
         None if settings is None else partial(create_drafter, settings),
         keeps_hidden=args.enable_return_hidden_states,
-        widths=() if settings is None else candidate_widths(settings),
+        widths=() if settings is None else settings.widths,
         create_encoder=create_encoder
         or partial(load_encoder, load_format=args.load_format, seed=args.random_seed or 0),
     )
