@@ -32,7 +32,7 @@ from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import Beat, EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
-from sglang.srt.managers.scheduler.profiler import Profiler
+from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -116,6 +116,7 @@ class SchedulerProcess:
                     self.dispatch(message)
                 self.grammar_queue.admit()
                 self.scheduler.step()
+                self.profiler.count_step()
                 self.send()
 
     # --- in ----------------------------------------------------------------------------------------------------------
@@ -255,14 +256,20 @@ class SchedulerProcess:
         return ControlReply(msg.id)
 
     def _start_profile(self, msg: ControlReq) -> ControlReply:
-        problem = self.profiler.start()
-        return ControlReply(msg.id, not problem, problem)
+        try:
+            self.profiler.start()
+        except ProfileError as error:
+            logger.warning("%s", error)
+            return ControlReply(msg.id, ok=False, message=str(error))
+        return ControlReply(msg.id)
 
     def _stop_profile(self, msg: ControlReq) -> ControlReply:
         self.scheduler.sync()
-        path = self.profiler.stop()
-        if path is None:
-            return ControlReply(msg.id, ok=False, message="No trace is running; call /start_profile first.")
+        try:
+            path = self.profiler.stop()
+        except ProfileError as error:
+            logger.warning("%s", error)
+            return ControlReply(msg.id, ok=False, message=str(error))
         logger.info("Wrote the trace %s", path)
         return ControlReply(msg.id, data={"path": str(path)})
 
