@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.agreement import agree_on_gpus, agreed_plan
+from sglang.srt.distributed.agreement import agree_on_gpus, agreed_plan, refuse_unlike_tiles
 from sglang.srt.distributed.nodes import agree, use_interface
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import (
@@ -28,6 +28,7 @@ from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
 from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, ranges_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
+from sglang.srt.kernels.launch import tiles_in_use
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.plan.host_cache import keeps_unasked
@@ -230,6 +231,7 @@ def load_runner(
         from sglang.srt.model_executor.canary import check_runner
 
         check_runner(runner)
+    refuse_unlike_tiles(plan.arch.name, plan.ranks.stage(rank), dict(tiles_in_use()))
     return runner
 
 
