@@ -148,7 +148,7 @@ class SchedulerProcess:
                 self.scheduler.stats.went_idle()
             self.tell(self.scheduler.stats.snapshot())
         self._idle_load = load
-        if idle and self.scheduler.compiling:
+        if idle and self.scheduler.num_compiling:
             inbox.poll(GRAMMAR_POLL_S)
         elif idle and self.scheduler.reqs and self.timeouts.enabled:  # a pause, in which requests may become overdue
             inbox.poll(CHECK_INTERVAL_S)
