@@ -11,6 +11,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
@@ -45,6 +46,7 @@ OWN_SLOT_BYTES = 8
 """Bytes of a DCP rank's own slot number and of the shared slot number that it is computed from."""
 GATHER_BYTES = 32
 """Bytes of a token's place, owner and order where DCP ranks gather the tokens of a prefix."""
+SLOT_BYTES = 4
 PREFILL_GRAPH_PROMPTS = 16
 """Number of prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
@@ -177,6 +179,15 @@ def _selected_slots(mixer: Mixer, tp_size: int) -> int:
     return 0
 
 
+def selection_bytes(model: ModelDescription, num_tokens: int, context_len: int) -> int:
+    """Returns the bytes of the selections of all compressed entries that a step of `num_tokens` tokens keeps for its
+    layers, one for each rate, and of the mask with which one is made."""
+    mixers = {layer.mixer for layer in model.layers}
+    rates = {m.rate for m in mixers if isinstance(m, CompressedSparse) and m.rate and m.indexer is None}
+    entries = [context_len // rate for rate in rates]
+    return num_tokens * (SLOT_BYTES * sum(entries) + max(entries, default=0))
+
+
 def logits_bytes(model: ModelDescription, rows: int, ranks: RankLayout) -> int:
     """Returns the bytes of the logits of a step with `rows` rows of logits: one for each token of a decoding request.
     With DP attention a rank computes its vocabulary columns for the rows of all groups and exchanges them for whole
@@ -228,6 +239,7 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * item)
     results += 2 * (sizes.graph_rows + tokens) * _stream_width(model) * item if sizes.ranks.pp_size > 1 else 0
     results += feature_row_bytes(model, dtype, tokens)
+    results += selection_bytes(model, sizes.graph_rows + tokens, sizes.context_len)
     return records + results + activation_bytes(model, dtype, sizes.graph_rows + tokens, sizes.ranks)
 
 
@@ -311,6 +323,7 @@ def fixed_memory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
         + intermediate_bytes(model, dtype, sizes)
+        + selection_bytes(model, sizes.tokens_per_step, sizes.context_len)
         + verified_bytes(everything, dtype, sizes),
         logits=logits_bytes(model, sizes.decode_rows, ranks),
         graphs=graph_bytes(model, dtype, sizes),
