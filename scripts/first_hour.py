@@ -45,7 +45,7 @@ REQUESTS, AT_ONCE, NEW_TOKENS = 32, 16, 24
 CACHE_TOKENS = 1 << 17
 BESIDE_PLAN = 3 * GIB
 """Memory of a server that its plan does not count: the context, libraries, and what a start needs for a while."""
-LEAST_S = 30.0
+MIN_S = 30.0
 """No server is started that has less time left."""
 START_LIMIT_S, ANSWER_LIMIT_S, EXIT_LIMIT_S = 300.0, 180.0, 40.0
 SANITIZED_FACTOR = 4
@@ -315,11 +315,11 @@ def run_all(cases: Sequence[Case], out: Path, limit_s: float, jobs: int, sanitiz
             result.refuse("no kernel serves it on this GPU")
             return
         size = min(size + BESIDE_PLAN, memory.total)
-        if not memory.take(size, until - LEAST_S):
+        if not memory.take(size, until - MIN_S):
             return
         try:
             with places:
-                if time.monotonic() < until - LEAST_S:
+                if time.monotonic() < until - MIN_S:
                     log = out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', result.case.name)}.log"
                     play(result.case, result, flags, log, sanitize, until)
         finally:

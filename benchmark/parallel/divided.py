@@ -67,7 +67,7 @@ PEER_GRAPHS = (1, 8, 64, 256)
 PEER = (*PEER, "--mem-fraction-static", "0.85", "--trust-remote-code", "--cuda-graph-bs", *map(str, PEER_GRAPHS))
 COMMAND = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
 PEER_CPU = ("--attention-backend", "torch_native", "--trust-remote-code")
-START_LIMIT_S, LEAST_S = 560.0, 45.0
+START_LIMIT_S, MIN_S = 560.0, 45.0
 """Seconds for a start of the slice, which may have to compile kernels, and that a part needs to begin."""
 LONG = 65536
 LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in PARTS:
         if name in skipped or (name == "answers" and meanwhile):
             continue
-        if window.end - time.monotonic() < LEAST_S:
+        if window.end - time.monotonic() < MIN_S:
             window.say(f"{name}: left out, no time is left")
             continue
         parts[name]()

@@ -121,10 +121,10 @@ def test_what_the_cost_model_is_told() -> None:
     shape = MoeShape(384, 256, 7168, 8, "nvfp4")
     product = grouped_product(shape, "gate_up", native)
     assert (product.columns, product.depth, product.width) == (256, 7168, 2)
-    assert product.widening is None and product.x_bytes == product.w_bytes == 0.5625
+    assert product.dequantize_cost is None and product.x_bytes == product.w_bytes == 0.5625
     product = grouped_product(shape, "down", dequantized)
     assert (product.columns, product.depth, product.width) == (7168, 256, 1)
-    assert product.widening is not None and product.x_bytes == 2.0 and product.w_bytes == 0.5625
+    assert product.dequantize_cost is not None and product.x_bytes == 2.0 and product.w_bytes == 0.5625
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

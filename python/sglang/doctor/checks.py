@@ -17,11 +17,11 @@ from sglang.srt.hardware.products import ARCHS, NEEDS_TRITON, product_of_device_
 GIB = 1024**3
 ERROR, WARNING = "error", "warning"
 
-LEAST_DRIVER: Mapping[str, int] = {"sm_120": 570, "sm_121": 580, "sm_100": 570, "sm_103": 575}
+MIN_DRIVER: Mapping[str, int] = {"sm_120": 570, "sm_121": 580, "sm_100": 570, "sm_103": 575}
 """The first driver branch that serves an architecture (NVIDIA's CUDA release notes)."""
-LEAST_SHM = GIB
-LEAST_LOCKED = 64 * MIB
-LEAST_DISK = 20 * GIB
+MIN_SHM = GIB
+MIN_LOCKED = 64 * MIB
+MIN_DISK = 20 * GIB
 SLOW_COPY = 5e9
 """Bytes a second; PCIe 4 x8 moves 14e9, PCIe 5 x16 about 50e9."""
 BUSY_MEMORY = 0.03
@@ -69,7 +69,7 @@ def driver_is_new_enough(machine: Machine) -> Iterator[tuple[str, str, str, str]
         return
     branch = int(machine.driver.split(".")[0])
     for arch in sorted({gpu.arch for gpu in machine.gpus if gpu.arch}):
-        least = LEAST_DRIVER.get(arch, 0)
+        least = MIN_DRIVER.get(arch, 0)
         if branch < least:
             what = f"driver {machine.driver} with an {arch} GPU"
             yield ERROR, what, f"{arch} needs driver {least} or newer", f"install driver {least} or newer"
@@ -288,7 +288,7 @@ def cards_are_whole(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def shared_memory_is_enough(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
-    if machine.shm is not None and machine.shm < LEAST_SHM:
+    if machine.shm is not None and machine.shm < MIN_SHM:
         severity = ERROR if len(machine.gpus) > 1 else WARNING
         what = f"/dev/shm has {machine.shm // MIB} MiB"
         why = "NCCL's ranks exchange data through it: 'unhandled system error' or bus errors"
@@ -297,7 +297,7 @@ def shared_memory_is_enough(machine: Machine) -> Iterator[tuple[str, str, str, s
 
 def locked_memory_is_enough(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
     limit = machine.locked_memory
-    if machine.gpus and limit is not None and 0 <= limit < LEAST_LOCKED:
+    if machine.gpus and limit is not None and 0 <= limit < MIN_LOCKED:
         what = f"at most {limit // 1024:,} KiB of memory may be locked"
         why = "pinned buffers of NCCL and of copies to the GPU may be refused"
         yield WARNING, what, why, "ulimit -l unlimited; docker run --ulimit memlock=-1"
@@ -305,7 +305,7 @@ def locked_memory_is_enough(machine: Machine) -> Iterator[tuple[str, str, str, s
 
 def disk_is_free(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
     for path, size in machine.disk_free:
-        if size < LEAST_DISK:
+        if size < MIN_DISK:
             what = f"{path} has {size / GIB:.1f} GiB free"
             yield WARNING, what, "checkpoints and compiled kernels are stored there", "HF_HOME and SGLANG_CACHE_DIR"
 

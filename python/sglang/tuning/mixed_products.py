@@ -13,7 +13,7 @@ from dataclasses import replace
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
 from sglang.tuning.cost_model import GroupedProduct
-from sglang.tuning.instructions import Widening, mixed
+from sglang.tuning.instructions import DequantizeCost, mixed
 from sglang.tuning.search_space import MoeShape, grouped_product
 
 WARPS, GROUP_M = 8, 8
@@ -39,4 +39,4 @@ def mixed_product(shape: MoeShape, kind: str, block_m: int) -> GroupedProduct:
     choice, each = mixed_tile(shape, kind, block_m), mixed(block_m)
     sizes = (shape.width(kind), block_m, choice["BLOCK_N"], WARPS)
     product = grouped_product(shape, kind, RECORDS[kind, block_m])
-    return replace(product, widening=Widening(each, {sizes: each}))
+    return replace(product, dequantize_cost=DequantizeCost(each, {sizes: each}))

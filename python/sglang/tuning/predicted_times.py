@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, SKINNY_LEAST_N, SKINNY_MOST_ROWS
+from sglang.srt.kernels.conditions import FEW_MIN_K, FEW_MULTIPLE, SKINNY_MAX_ROWS, SKINNY_MIN_N
 from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
@@ -49,7 +49,7 @@ from sglang.tuning.ops import (
     parts_of,
 )
 from sglang.tuning.rates import UNMEASURED, ceilings_of, rates_of
-from sglang.tuning.search_space import KINDS, MoeShape, grouped_product, in_half, widening_of
+from sglang.tuning.search_space import KINDS, MoeShape, dequantize_cost_of, grouped_product, in_half
 from sglang.tuning.served_attention import (
     READING,
     SCAN,
@@ -161,8 +161,8 @@ ms with one row, 5.59 with 4 and 5.74 with 16 (benchmark/results/experts.md#prod
 
 def _skinny(op: Linear) -> bool:
     """Returns whether `skinny_gemm` computes it, whose programs share reads of rows of weights and of x."""
-    few = 1 < op.tokens <= SKINNY_MOST_ROWS and op.rows >= SKINNY_LEAST_N
-    return few and op.cols >= FEW_LEAST_K and op.cols % FEW_MULTIPLE == 0
+    few = 1 < op.tokens <= SKINNY_MAX_ROWS and op.rows >= SKINNY_MIN_N
+    return few and op.cols >= FEW_MIN_K and op.cols % FEW_MULTIPLE == 0
 
 
 def kind_of(scheme: str, arch: ArchTraits) -> str:
@@ -227,7 +227,7 @@ def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
         x_bytes=2.0 if dequantized else 0.5625 if scheme.activation == "nvfp4" else 1.0,
         w_bytes=scheme.bytes_per_weight(),
         out_bytes=8.0 if splits > 1 else 2.0,
-        widening=widening_of(op.scheme, record),
+        dequantize_cost=dequantize_cost_of(op.scheme, record),
         scaled_every=128 if op.scheme == "fp8_block" else 0,
     )
 

@@ -16,7 +16,7 @@ from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
 from sglang.tuning.cost_model import GroupedProduct
-from sglang.tuning.instructions import Widening, widening
+from sglang.tuning.instructions import DequantizeCost, dequantize_cost
 
 KINDS = ("gate_up", "down")
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
@@ -171,7 +171,7 @@ def unfit(record: TileRecord | str, arch: ArchTraits) -> str | None:
     return None
 
 
-def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
+def dequantize_cost_of(scheme: str | None, record: TileRecord) -> DequantizeCost | None:
     """Returns how a product dequantizes its weights, judged by the instructions of the compiled tile; None if it
     multiplies them as they are."""
     if scheme is None:
@@ -179,7 +179,9 @@ def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
     dequantized = in_half(record)
     if not dequantized and (SCHEMES[scheme].element != "e2m1" or not any("mxf8f6f4" in name for name in record.mma)):
         return None
-    return widening(scheme, "wgmma" if any(name.startswith("wgmma") for name in record.mma) else "mma", dequantized)
+    return dequantize_cost(
+        scheme, "wgmma" if any(name.startswith("wgmma") for name in record.mma) else "mma", dequantized
+    )
 
 
 def in_half(record: TileRecord) -> bool:
@@ -204,7 +206,7 @@ def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedPr
         x_bytes=x_bytes,
         w_bytes=scheme.bytes_per_weight() if scheme else 2.0,
         out_bytes=2.0,
-        widening=widening_of(shape.scheme, record),
+        dequantize_cost=dequantize_cost_of(shape.scheme, record),
         scaled_every=128 if shape.scheme == "fp8_block" else 0,
         gathers_tokens=kind == "gate_up",
     )

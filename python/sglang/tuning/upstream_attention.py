@@ -55,7 +55,7 @@ PROMPT: Mapping[int, tuple[int, int, Compiled]] = {
     576: (32, 32, Compiled(71680, 255, 8)),
 }
 """Head dim -> BLOCK_M, BLOCK_N and what it takes; one stage."""
-MOST_PIECES, MOST_LATENT_PIECES = 8, 256
+MAX_PIECES, MAX_LATENT_PIECES = 8, 256
 SHORT = 32
 """Keys that a piece has at least."""
 
@@ -69,7 +69,7 @@ def decode_pieces(keys: Keys) -> Pieces:
     """Returns the pieces into which release 0.5.14 splits requests of equal length. Raises KeyError for a head dim that
     is not on record."""
     compiled = DECODE[decode_key(keys)]
-    most = MOST_LATENT_PIECES if keys.latent else MOST_PIECES
+    most = MAX_LATENT_PIECES if keys.latent else MAX_PIECES
     tiles = keys.heads if keys.group == 1 else math.ceil(keys.heads / min(16, keys.group))
     grown = int(NUM_SMS * max(math.log2(keys.context / 64), 1.0))
     wanted = min(math.ceil(grown / (keys.batch * tiles)), most)

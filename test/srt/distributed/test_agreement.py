@@ -157,7 +157,7 @@ def test_another_version_of_a_package_is_refused_on_every_rank(tmp_path: Path) -
 def _ways(rank: int, folder: str) -> None:
     parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/rendezvous")
     seen = (PeerLinks(Topology.NVLINK, library=Topology.HOST_BRIDGE), PeerLinks(Topology.SWITCH))[rank]
-    links = scheduler_setup.of_all_ranks(seen)
+    links = scheduler_setup.slowest_links(seen)
     assert (links.topology, links.library_topology) == (Topology.SWITCH, Topology.HOST_BRIDGE)
     parallel_state.shutdown()
 

@@ -26,7 +26,7 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.plan import Plan, make_plan, parallel_config_of
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.server_args import ServerArgs
-from srt.distributed.partial_sums import Summands
+from srt.distributed.partial_sums import NoAllReduce
 
 CONFIGS = Path(__file__).parent / "configs"
 CONTEXT = 8192
@@ -83,7 +83,7 @@ def test_every_launch_of_a_step_is_on_record(
     arch = arch_by_name("rtx-pro-6000-server")
     plan = make_plan(args, ModelConfig.from_server_args(args), arch, 90 << 30, frozenset({"triton"}))
     groups = parallel_state.groups_of(plan.ranks, 0)
-    groups.tp.reduce_with(Summands())
+    groups.tp.reduce_with(NoAllReduce())
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     monkeypatch.setattr(groups.tp, "all_gather", lambda x: x)
     ways: dict[str, object] = {}

@@ -253,7 +253,7 @@ def _check_store(scheduler: AttentionGroups, stats: StorageStats | None) -> None
 
 def _host_rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    host_tier.LEAST_GAIN, prefix_names.LEAST_BLOCK = 1, 8
+    host_tier.MIN_GAIN, prefix_names.MIN_BLOCK = 1, 8
     for name, folder in folders.items():
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = f"{out}/store.{name}"
         more = {**flags, "max_total_tokens": POOLS.get(name, POOL)}

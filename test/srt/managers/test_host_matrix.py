@@ -202,7 +202,7 @@ def short_prefixes() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(short_pauses())
         patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(host_tier, "LEAST_GAIN", 1)
+        patch.setattr(host_tier, "MIN_GAIN", 1)
         patch.setattr(native_ops, "quantize_fp4_rows", Rounding.quantize)
         yield
 

@@ -140,7 +140,7 @@ def loads_by_layers_sometimes() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
+    monkeypatch.setattr(host_tier, "MIN_GAIN", 1)
     monkeypatch.setattr(HostTier, "_layers_pay", lambda *_: False)
     with short_pauses():
         yield
@@ -172,7 +172,7 @@ WRITE_THROUGH = {**OPTIONS, "hicache_write_policy": "write_through"}
 
 def _rank(rank: int, name: str, folder: Path, known: dict[str, Any], layouts: dict[str, int]) -> None:
     """With pages of so many tokens in each layout, one after the other."""
-    host_tier.LEAST_GAIN = 1
+    host_tier.MIN_GAIN = 1
     with short_pauses():
         world = HostWorld(name, folder, rank=rank, options=WRITE_THROUGH, **known)
         for layout, page in layouts.items():

@@ -170,8 +170,8 @@ def schedules(world: StorageWorld, draft_tokens: str, page: int, seeds: range) -
 
 
 def make_sizes_small(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr(host_tier, "LEAST_GAIN", 1)
-    patch.setattr(prefix_names, "LEAST_BLOCK", 8)
+    patch.setattr(host_tier, "MIN_GAIN", 1)
+    patch.setattr(prefix_names, "MIN_BLOCK", 8)
     patch.setattr(engines, "RETRY_S", 0.0)
     patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder / "files"))
 

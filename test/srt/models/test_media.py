@@ -332,7 +332,7 @@ def test_chunks_with_images_are_short_beside_others(
     scheduler, collector, taken = seeing_scheduler(tmp_path, page_size=page), Collector(), []
     features, launch = scheduler.media.features, scheduler.launch
     assert features is not None
-    monkeypatch.setattr(media_pace, "LEAST_TOKENS", 2)
+    monkeypatch.setattr(media_pace, "MIN_TOKENS", 2)
     features.pace = MediaPace(None, {1: 1.0}, {8: 1.0, 16: 2.0})
 
     def launched(batch: ScheduleBatch) -> None:

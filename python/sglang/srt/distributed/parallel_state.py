@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sglang.srt.distributed.partial_sums import Summands, SumOnItsWay
+from sglang.srt.distributed.partial_sums import DeferredAllReduce, PendingAllReduce
 from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.distributed.quantized_sums import PeerSums, QuantizedSums
 from sglang.srt.environ import envs
@@ -117,23 +117,23 @@ class Group:
         """Lets collectives inside a two-batch overlap travel while the other microbatch computes, from now on."""
         self._ping_pong = ping_pong
 
-    def _travel(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _run_collective(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Returns the collective's result. what, x: identify it to both microbatches, whose tensors differ in rows
         only."""
         if self._ping_pong is None or not self._ping_pong.active:
             return collective()
-        return self._ping_pong.travel(self._named(what, x), collective)
+        return self._ping_pong.run_collective(self._named(what, x), collective)
 
     def _named(self, what: str, x: torch.Tensor) -> object:
         return what, self.size, x.dtype, x.shape[-1] if x.dim() > 1 else 1
 
-    def begin_sum(self, x: torch.Tensor) -> Summands:
+    def begin_sum(self, x: torch.Tensor) -> DeferredAllReduce:
         """Returns an object that all-reduces the partial sums `x` when the total is needed: this group, or, if
         microbatches alternate block by block, an all-reduce that starts now. `x` must not change until then."""
         ping_pong = self._ping_pong
         if ping_pong is None or not ping_pong.by_block:
             return self
-        return SumOnItsWay(ping_pong.start(self._named("sum", x), lambda: self._summed(x, exact=False)))
+        return PendingAllReduce(ping_pong.start_collective(self._named("sum", x), lambda: self._summed(x, exact=False)))
 
     def _quantized_for(self, x: torch.Tensor, exact: bool = False) -> QuantizedSums | None:
         sums, ping_pong = self._quantized, self._ping_pong
@@ -143,7 +143,7 @@ class Group:
     def all_reduce(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Returns the sum over the ranks. May reuse the storage of `x`, so use the result only. exact: never
         quantized."""
-        return x if self.size == 1 else self._travel("sum", x, lambda: self._summed(x, exact))
+        return x if self.size == 1 else self._run_collective("sum", x, lambda: self._summed(x, exact))
 
     def _summed(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
         if (quantized := self._quantized_for(x, exact)) is not None:
@@ -180,7 +180,7 @@ class Group:
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenates the ranks' tensors of equal shape along `dim`, in rank order."""
-        return x if self.size == 1 else self._travel("gather", x, lambda: self._gathered(x, dim % x.dim()))
+        return x if self.size == 1 else self._run_collective("gather", x, lambda: self._gathered(x, dim % x.dim()))
 
     def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         if (exchanger := self._exchanger_for(x)) is not None:
@@ -196,12 +196,12 @@ class Group:
         quantized = self._quantized_for(x, exact)
         if quantized is None or self.size == 1:
             return self.all_gather(x, dim=0)
-        return self._travel("gather", x, lambda: quantized.all_gather(x))
+        return self._run_collective("gather", x, lambda: quantized.all_gather(x))
 
     def exchange(self, x: torch.Tensor) -> torch.Tensor:
         """All-to-all: sends part i of x [ranks, ...] to rank i, and returns the parts [ranks, ...] that the ranks sent
         here."""
-        return x if self.size == 1 else self._travel("exchange", x, lambda: self._exchanged(x))
+        return x if self.size == 1 else self._run_collective("exchange", x, lambda: self._exchanged(x))
 
     def _exchanged(self, x: torch.Tensor) -> torch.Tensor:
         if (exchanger := self._exchanger_for(x[0])) is not None:
@@ -213,7 +213,7 @@ class Group:
     def reduce_scatter(self, x: torch.Tensor, exact: bool = False) -> torch.Tensor:
         """Returns this rank's sum [N, ...] over the ranks' x [ranks, N, ...], which hold a partial sum for each rank.
         exact: never quantized."""
-        return x[0] if self.size == 1 else self._travel("scatter", x, lambda: self._scattered(x, exact))
+        return x[0] if self.size == 1 else self._run_collective("scatter", x, lambda: self._scattered(x, exact))
 
     def _scattered(self, x: torch.Tensor, exact: bool) -> torch.Tensor:
         if (quantized := self._quantized_for(x[0], exact)) is not None:

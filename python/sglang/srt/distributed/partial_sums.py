@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 
-class Summands(Protocol):
+class DeferredAllReduce(Protocol):
     """Performs the all-reduce of the partial sums that a block returned: their group, or an all-reduce already on its
     way."""
 
@@ -20,7 +20,7 @@ class Summands(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor] | None: ...
 
 
-class SumOnItsWay:
+class PendingAllReduce:
     """An all-reduce that was already sent. Callers pass the same partial sums again, which are ignored."""
 
     def __init__(self, receive: Callable[[], torch.Tensor]) -> None:

@@ -56,7 +56,7 @@ PLAIN = ScaledProduct("plain")
 
 def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduct:
     """Returns the product that GPUs with these features (of ArchTraits) compute for a scheme; None: 16-bit weights. See
-    `quant_scheme.widening` for what is not native."""
+    `quant_scheme.describe_dequantization` for what is not native."""
     if scheme is None:
         return PLAIN
     group, packed = scheme.group[1], "block_scaled_mma" in features

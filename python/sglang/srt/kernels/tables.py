@@ -188,7 +188,7 @@ GATED_DELTA_RULE = (
     KernelSpec("flashinfer", requires=CP_ASYNC, refuse=not_for_hybrids("flashinfer"), not_here=NOT_YET),
 )
 FLASHINFER_FUSION = "flashinfer_fusion"
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Most ranks of sgl-kernel's all-reduce; a test holds it to the library's number."""
 
 
@@ -197,7 +197,7 @@ def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
     if need.links is not None and need.links.problem:
         return [need.links.problem]
     if not ranges_for(topology_of(need, arch), need.ranks):
-        return [f"no row for {need.ranks} ranks over {topology_of(need, arch).value} (has 2 to {MOST_RANKS} ranks)"]
+        return [f"no row for {need.ranks} ranks over {topology_of(need, arch).value} (has 2 to {MAX_RANKS} ranks)"]
     return []
 
 

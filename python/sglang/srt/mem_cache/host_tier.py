@@ -38,11 +38,11 @@ from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.host_cache import HostCachePlan
 from sglang.srt.plan.pool_sizes import PoolSizes
 
-LEAST_GAIN = 64
+MIN_GAIN = 64
 """Fewest tokens that a load must save a request: computing fewer costs no more than waiting."""
-MOST_LOADS = 3
+MAX_LOADS = 3
 """Loads that a request may wait for; after these it is computed, since others may evict what was loaded for it."""
-MOST_OFFERS = 4096
+MAX_OFFERS = 4096
 """Prefixes that wait to be saved; beyond that the oldest is given up."""
 ASK_EVERY = 32
 """Steps between two collective checks whether main memory is ready, which may take a minute."""
@@ -254,7 +254,7 @@ class HostTier:
         if node is None or not node.depth or self._broken:
             return
         self._offers[node] = max(until, self._offers.get(node, 0.0))
-        if len(self._offers) > MOST_OFFERS:
+        if len(self._offers) > MAX_OFFERS:
             self._drop(next(iter(self._offers)))
 
     def _drop(self, node: Node) -> None:
@@ -276,14 +276,14 @@ class HostTier:
         keys = req.cache_keys(req.matchable_len() // self.device.page_size * self.device.page_size)
         if any(self._overlap(copy, req, keys) > copy.transfer.arrival.had for copy in self.layered):
             return Admission.NOW if req.may_be_stale else Admission.LATER
-        least = length + max(LEAST_GAIN, self.device.page_size) - 1
+        least = length + max(MIN_GAIN, self.device.page_size) - 1
         if len(keys) <= least or not self._ready:
             return Admission.NOW
         if self.storage is not None and self.storage.waits(req):
             return Admission.LATER
         if any(self._overlap(copy, req, keys) > least for copy in self._copies if copy.req is not None):
             return Admission.LATER
-        if req.num_loads >= MOST_LOADS:
+        if req.num_loads >= MAX_LOADS:
             return Admission.NOW
         transfer = self._begin_load(req, keys, least, has_room)
         if transfer is None:
@@ -498,7 +498,7 @@ class HostTier:
         if not ok:
             counts.failed_copies += 1
             if req is not None:
-                req.num_loads = MOST_LOADS
+                req.num_loads = MAX_LOADS
         elif req is None:
             counts.saved_tokens += num_tokens
             counts.saved_bytes += num_bytes

@@ -30,7 +30,7 @@ from sglang.srt.plan.model_description import ModelDescription
 
 logger = logging.getLogger(__name__)
 
-LEAST_AGREEMENT = 0.5
+MIN_AGREEMENT = 0.5
 """Smallest cosine of two rows of logits. Random weights on an H200 give 0.84 (GPT-OSS-20B), 0.94 (Qwen3.5-35B-A3B),
 0.98 (nine layers of GLM-4.7-FP8), because roundings differ and MoE routers near a tie choose other experts. A wrong
 cache slot, position or scale gives about 0."""
@@ -119,7 +119,7 @@ class _Canary:
         with self.runner.without_graphs():
             self._compute_all_but(1)
             decoded = self._logits(steps.decoded(steps.count))
-            if not _cosine(decoded, reference) >= LEAST_AGREEMENT:
+            if not _cosine(decoded, reference) >= MIN_AGREEMENT:
                 raise _failure(self._first_that_differs(), KERNELS)
             yield _cosine(decoded, reference)
         for count in dict.fromkeys((1, steps.count)):
@@ -187,7 +187,7 @@ class _Canary:
 
     def _compared(self, name: str, logits: torch.Tensor, reference: torch.Tensor) -> float:
         agreement = _cosine(logits, reference) if bool(logits.isfinite().all()) else float("nan")
-        if not agreement >= LEAST_AGREEMENT:
+        if not agreement >= MIN_AGREEMENT:
             what = f"{name} gives other logits than the prompts computed whole (cosine {agreement:.3f})"
             remedy = next((text for kind, text in REMEDIES.items() if kind in name), KERNELS)
             raise _failure(what, remedy)
@@ -208,7 +208,7 @@ class _Canary:
         decoded = self._outputs(steps.decoded(steps.count))
         ends = slice(steps.length - 1, None, steps.length)
         for (name, of_prompt), (_, of_token) in zip(whole, decoded, strict=True):
-            if not _cosine(of_token, of_prompt[ends]) >= LEAST_AGREEMENT:
+            if not _cosine(of_token, of_prompt[ends]) >= MIN_AGREEMENT:
                 called = f"{name} ({self._computed_by(name)})"
                 return f"{called} gives another output for a token that is decoded than for the same one in a prompt"
         return "decoding gives other logits than computing the same prompt whole"

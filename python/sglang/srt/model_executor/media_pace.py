@@ -24,9 +24,9 @@ from sglang.srt.plan.towers.tower import Tower
 
 SHARE = 0.3
 """Share of a decode step that a slice of an encoder step, or a part of a prompt, may add to it."""
-MOST_CUTS = 128
+MAX_CUTS = 128
 """Most shares into which a layer is cut."""
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 """Fewest tokens of a prompt with images that a step computes, however long that takes."""
 FLAT = 1.1
 """Prompt steps up to this factor longer than the shortest one are bound by launches; fewer tokens would not make them
@@ -106,12 +106,12 @@ class MediaPace:
         if self.in_graphs:
             return self._graph_tokens(num_decodes, limit)
         longest = max(limit, FLAT * min(self.prompt_ms.values()))
-        return max(LEAST_TOKENS, _crossing(self.prompt_ms, longest) - num_decodes)
+        return max(MIN_TOKENS, _crossing(self.prompt_ms, longest) - num_decodes)
 
     def _graph_tokens(self, num_decodes: int, limit: float) -> int:
         """Returns the tokens that fill the largest graph within the limit, or the next larger one if that has too few.
         A step takes the time of its graph even if its tokens do not fill it."""
-        least = num_decodes + LEAST_TOKENS
+        least = num_decodes + MIN_TOKENS
         sizes = [size for size in sorted(self.prompt_ms) if size >= least]
         fitting = [size for size in sizes if self.prompt_ms[size] <= limit]
         return (fitting[-1] if fitting else sizes[0] if sizes else least) - num_decodes
@@ -133,7 +133,7 @@ class MediaPace:
 
 
 def _cuts(milliseconds: float, limit: float) -> int:
-    return min(max(1, math.ceil(milliseconds / limit)), MOST_CUTS)
+    return min(max(1, math.ceil(milliseconds / limit)), MAX_CUTS)
 
 
 def _packed(times: Sequence[float], limit: float) -> Iterator[int]:

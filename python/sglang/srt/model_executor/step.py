@@ -114,8 +114,8 @@ class PromptLaunches:
 
     prompt_steps: int = 0
     prompt_launch_seconds: float = 0.0
-    halved_steps: int = 0
-    halved_tokens: int = 0
+    two_batch_steps: int = 0
+    two_batch_tokens: int = 0
 
     def timed(self, launch: Callable[[StepInput], LaunchedForward], step: StepInput) -> LaunchedForward:
         """Runs `launch` on a step with prompts, counts and times it, and returns its result."""
@@ -127,8 +127,8 @@ class PromptLaunches:
 
     def count_halved(self, step: StepInput) -> None:
         """Counts a step that ran as two microbatches."""
-        self.halved_steps += 1
-        self.halved_tokens += len(step.out_cache_loc)
+        self.two_batch_steps += 1
+        self.two_batch_tokens += len(step.out_cache_loc)
 
 
 @dataclass(frozen=True, slots=True)

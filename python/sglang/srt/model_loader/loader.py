@@ -20,7 +20,7 @@ from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.draft_model import DraftModel, build_draft
 from sglang.srt.models.draft_parts import Loadable
-from sglang.srt.models.mtp_by_layer import DepthDraft
+from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.shared_encoder import SharedEncoder
@@ -93,7 +93,7 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
     return tower
 
 
-def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
+def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | MTPByLayerDraft:
     """Builds the planned draft with its weights. Those of MTP layers are in the target's checkpoint, of which nothing
     is read twice. Called by the ranks of the last stage. Raises UserError as `filled_model` does."""
     draft = filled_draft(plan, target, seed)
@@ -103,7 +103,7 @@ def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | Dept
     return draft
 
 
-def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
+def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | MTPByLayerDraft:
     """Builds the draft as `load_draft` does, but keeps the loaded tensors in `params`."""
     assert plan.draft is not None
     start, num_bytes = time.perf_counter(), 0

@@ -7,7 +7,7 @@ from sglang.srt.model_loader.loader import load_draft
 from sglang.srt.models.assistant_draft import AssistantDraft
 from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.models.mtp_by_layer import DepthDraft
+from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
 from sglang.srt.plan.plan import Plan
 from sglang.srt.speculative.autoregressive_draft import AutoregressiveDraft
 from sglang.srt.speculative.draft_block import DraftBlock
@@ -28,7 +28,7 @@ def create_drafter(settings: SpeculativeSettings, model: CausalLM, plan: Plan) -
             return DraftBlock(draft, num_tokens, plan.max_running_requests)
         if isinstance(draft, AssistantDraft):
             return KVSharingAssistant(draft, num_tokens)
-        if isinstance(draft, DepthDraft):
+        if isinstance(draft, MTPByLayerDraft):
             return MultiLayerMTP(draft, num_tokens, plan.max_running_requests, plan.device)
         return AutoregressiveDraft(
             draft, num_tokens, plan.draft is not None and plan.draft.description.shares_selection

@@ -24,7 +24,7 @@ import torch
 from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests, compressed_step
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import requests_of_tokens
-from sglang.srt.models.mtp_by_layer import DepthDraft
+from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
 from sglang.srt.speculative.autoregressive_draft import following_rows
 from sglang.srt.speculative.drafter import DraftStep
 
@@ -32,7 +32,7 @@ from sglang.srt.speculative.drafter import DraftStep
 class MultiLayerMTP:
     """Makes a chain of draft tokens, each with the layer of its depth. Implements Drafter."""
 
-    def __init__(self, model: DepthDraft, num_tokens: int, max_requests: int, device: torch.device | str) -> None:
+    def __init__(self, model: MTPByLayerDraft, num_tokens: int, max_requests: int, device: torch.device | str) -> None:
         self.model, self.num_tokens = model, num_tokens
         self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.num_depths = self.next_tokens_read = len(model.depths)

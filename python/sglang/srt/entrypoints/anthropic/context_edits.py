@@ -28,13 +28,13 @@ Edited = tuple[list[AnyMessage], int]
 
 
 async def apply_edits(
-    body: CountTokensRequest, count: Callable[[], Awaitable[int]], beside: Callable[..., Awaitable[Edited]]
+    body: CountTokensRequest, count: Callable[[], Awaitable[int]], off_event_loop: Callable[..., Awaitable[Edited]]
 ) -> list[dict[str, Any]]:
     """Applies the edits of the request to its messages, and returns those that cleared something, in the answer's form.
-    `count()` returns the request's present tokens; `beside` calls a function outside of the event loop."""
+    `count()` returns the request's present tokens; `off_event_loop` calls a function outside of the event loop."""
     applied: list[dict[str, Any]] = []
     for edit in body.edits:
-        messages, num_cleared = await beside(_edited, edit, body.messages)
+        messages, num_cleared = await off_event_loop(_edited, edit, body.messages)
         if not num_cleared:
             continue
         before = await count()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from sglang.srt.entrypoints.held_body import lets_go
+from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
@@ -42,7 +42,7 @@ class OpenAIService:
         return self.manager.tokenizer
 
 
-async def beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
+async def off_event_loop(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
     """Calls `work` for a conversation of about `num_bytes` outside of the event loop, unless it is short."""
     return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, *args)
 
@@ -71,7 +71,7 @@ async def collect(
 ) -> tuple[GenerationStream, list[GenerateOutput]]:
     """Returns all complete outputs of `call`, releasing the request's body; aborts the call when the client
     disconnects."""
-    lets_go(request, call)
+    releases_body(request, call)
 
     async def work() -> tuple[GenerationStream, list[GenerateOutput]]:
         async with await service.manager.submit(call) as stream:

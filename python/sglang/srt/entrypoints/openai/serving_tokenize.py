@@ -9,7 +9,7 @@ from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_call import rendered_prompt
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
-from sglang.srt.entrypoints.openai.serving import OpenAIService, beside
+from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
 
 MAX_TOKENIZE_CHARS = 1 << 21
 
@@ -53,7 +53,7 @@ async def _conversation(
     service: OpenAIService, chat: ChatCompletionRequest, num_bytes: int, special: bool
 ) -> list[int]:
     """Returns the ids of the rendered conversation, with all placeholders of its images."""
-    media = await beside(service, num_bytes, media_of, chat.messages)
+    media = await off_event_loop(service, num_bytes, media_of, chat.messages)
     service.manager.preparer.require_media(media)
     text = await rendered_prompt(service, chat, num_bytes)
     _refuse_long(len(text), "messages")

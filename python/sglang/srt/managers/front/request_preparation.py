@@ -40,7 +40,7 @@ MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
-MOST_KEPT_S = 86_400.0
+MAX_KEPT_S = 86_400.0
 """Most seconds for which a prompt may stay cached before others."""
 MAX_LOGPROBS = 1 << 24
 """Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
@@ -176,7 +176,7 @@ class RequestPreparer:
                 thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
                 received=received,
-                keep_s=min(req.keep_s, MOST_KEPT_S),
+                keep_s=min(req.keep_s, MAX_KEPT_S),
                 media=items,
             )
             self._check_logprobs(request)

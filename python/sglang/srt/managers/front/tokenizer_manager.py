@@ -30,7 +30,6 @@ from sglang.srt.configs.speculative import NGRAM
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
-from sglang.srt.managers.front.lanes import Lanes, num_long_lanes
 from sglang.srt.managers.front.media.array_transfers import ArrayTransfers
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
@@ -43,6 +42,7 @@ from sglang.srt.managers.front.request_log import RequestLog
 from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer, pieces
 from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.front.request_trace import RequestTracer
+from sglang.srt.managers.front.worker_threads import WorkerThreads, num_long_threads
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     BatchStrOut,
@@ -147,7 +147,7 @@ class TokenizerManager:
         self.metrics = Metrics(args.served_model_name or args.model_path, len(ports)) if args.enable_metrics else None
         self._log = RequestLog(args) if args.log_requests else None
         self._tracer = RequestTracer.from_args(args)
-        self._threads = Lanes(1 + num_long_lanes(args.dp_size), "tokenize", num_short=1)
+        self._threads = WorkerThreads(1 + num_long_threads(args.dp_size), "tokenize", num_short=1)
         self._prefixes = None if tokenizer is None else PrefixTokens(tokenizer)
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""

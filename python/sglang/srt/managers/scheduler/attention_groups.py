@@ -26,7 +26,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import AbortReq, BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
-from sglang.srt.mem_cache.storage.others import OthersStorage
+from sglang.srt.mem_cache.storage.other_group import OtherGroupStorage
 from sglang.srt.model_executor.step import GroupSteps
 from sglang.srt.sampling.sampling_table import takes_largest
 from sglang.srt.server_args import ServerArgs
@@ -51,7 +51,7 @@ class _NoTable:
         pass
 
 
-class _OthersCopies:
+class _OtherGroupCopies:
     """Stands for the copies of a group whose caches other ranks hold. Implements CopyEngine. Always reports success:
     the minimum over all ranks counts, so the ranks of the group decide."""
 
@@ -67,10 +67,10 @@ class _OthersCopies:
     def start(self) -> None:
         pass
 
-    def submit(self, moves: Sequence[PageMoves], to_host: bool) -> _OthersCopies:
+    def submit(self, moves: Sequence[PageMoves], to_host: bool) -> _OtherGroupCopies:
         return self
 
-    def submit_layers(self, moves: Sequence[PageMoves]) -> _OthersCopies:
+    def submit_layers(self, moves: Sequence[PageMoves]) -> _OtherGroupCopies:
         raise AssertionError("no rank loads layer by layer where one cannot")
 
     def pace(self, rate: float | None) -> None:
@@ -89,10 +89,10 @@ class _GroupRunner:
         self.media = runner.media if is_own or runner.media is None else runner.media.twin()
         self.copies: CopyEngine | None = runner.copies
         if runner.copies is not None and not is_own:
-            self.copies = _OthersCopies(runner.copies.page_bytes)
+            self.copies = _OtherGroupCopies(runner.copies.page_bytes)
         self.storage: StorageJobs | None = runner.storage
         if runner.storage is not None and not is_own:
-            self.storage = OthersStorage(runner.storage)
+            self.storage = OtherGroupStorage(runner.storage)
         self._runner = runner if is_own else None
 
     def begin(self, slot: int, tokens: list[int], position_delta: int) -> None:
@@ -304,7 +304,7 @@ class AttentionGroups:
     def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:
         """Attaches a store to the tiers of all groups. storage: jobs of this rank's group."""
         for group, tier in enumerate(self.host_tiers):
-            tier.attach(config, storage if group == self.group else OthersStorage(storage))
+            tier.attach(config, storage if group == self.group else OtherGroupStorage(storage))
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from sglang.srt.managers.scheduler.waiting_queue import Rank, WaitingQueue
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
 
-MOST_ORDERED = 128
+MAX_ORDERED = 128
 """Waiting requests that a policy orders in each step; more would cost more than the order gains. With `dfs-weight` and
 `random` the others follow these; with `lpm` a longer queue is FCFS."""
-MOST_MATCHED = 32
+MAX_MATCHED = 32
 """Number of these that a step matches with the prefix tree, in rotation. The others keep their last result."""
 
 
@@ -68,34 +68,34 @@ class QueueOrder:
     def __init__(self, policy: str, priorities: Priorities | None, kv: KVTable) -> None:
         self._policy, self._priorities, self._kv = policy, priorities, kv
         self._by_prefix = _BY_PREFIX.get(policy)
-        self._turn = 0
+        self._num_matched = 0
         """Number of requests that were compared with the tree, of which the next one follows."""
 
     def new_queue(self) -> WaitingQueue:
         ranks = [] if self._priorities is None else [self._priorities.rank]
         return WaitingQueue(*ranks, *(_RANKS[name] for name in [self._policy] if name in _RANKS))
 
-    def came(self, req: Req) -> None:
+    def enqueued(self, req: Req) -> None:
         """Notes that a request has entered the queue."""
         if self._by_prefix is not None:
             self._kv.match(req)
 
-    def of(self, queue: WaitingQueue) -> Iterable[Req]:
+    def ordered(self, queue: WaitingQueue) -> Iterable[Req]:
         """Returns the waiting requests in the order in which they enter. The queue must not change while the result is
         read."""
-        first = list(islice(queue, MOST_ORDERED))
+        first = list(islice(queue, MAX_ORDERED))
         if self._policy == "random":  # all ranks have the same seed
             first = random.Random(len(queue)).sample(first, len(first))
-        elif self._by_prefix is not None and (self._policy != "lpm" or len(queue) <= MOST_ORDERED):
+        elif self._by_prefix is not None and (self._policy != "lpm" or len(queue) <= MAX_ORDERED):
             self._match_some(first)
             first = self._by_prefix(first, self._kv.tree.root)
         else:
             return queue
         if self._priorities is not None:
             first.sort(key=self._priorities.rank)
-        return chain(first, islice(queue, MOST_ORDERED, None))
+        return chain(first, islice(queue, MAX_ORDERED, None))
 
     def _match_some(self, reqs: list[Req]) -> None:
-        for turn in range(self._turn, self._turn + min(len(reqs), MOST_MATCHED)):
-            self._kv.match(reqs[turn % len(reqs)])
-        self._turn += MOST_MATCHED
+        for number in range(self._num_matched, self._num_matched + min(len(reqs), MAX_MATCHED)):
+            self._kv.match(reqs[number % len(reqs)])
+        self._num_matched += MAX_MATCHED

@@ -63,7 +63,7 @@ SHARED_PREFIX = 64
 """Two new requests that begin with this many equal, uncached tokens do not enter the same step: the second waits a step
 and finds the first one's KV in the cache. If a model has states, it waits only if it begins with everything that the
 first computes, because there is a state only at its end."""
-MOST_LOOKED_AT = 128
+MAX_EXAMINED = 128
 """Queued requests that a step examines, as some may wait for others, for their images or for a prefix."""
 
 _NAN_LOGITS = FinishReason(
@@ -288,7 +288,7 @@ class Scheduler:
         entered: list[Req] = []
         leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
         """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
-        for req in islice(self._queue(), MOST_LOOKED_AT):
+        for req in islice(self._queue(), MAX_EXAMINED):
             if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
                 break
             prefix = self.kv.match(req)
@@ -335,7 +335,7 @@ class Scheduler:
 
     def _queue(self) -> Iterable[Req]:
         """Returns the waiting requests in the order in which they enter."""
-        return self.order.of(self.waiting)
+        return self.order.ordered(self.waiting)
 
     def _leaves(self, req: Req, end: int) -> list[np.ndarray]:
         """Returns the keys from which other requests can go on once a request is computed up to `end`: one entry, or
@@ -571,7 +571,7 @@ class Scheduler:
         self.held_tokens += req.prompt_len
         self.held_hidden += req.max_hidden_rows
         self.waiting.append(req)
-        self.order.came(req)
+        self.order.enqueued(req)
         if self.host_tier is not None:
             self.host_tier.queued(req)
         return req

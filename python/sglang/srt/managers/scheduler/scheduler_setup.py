@@ -82,7 +82,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     links = None
     if on_gpu and args.tp_size > 1:
         links = with_way_of_library(_connect_gpus(args, model, description.hidden_size, arch, node, gpu), node.devices)
-        links = of_all_ranks(links)
+        links = slowest_links(links)
     available = parallel_state.least(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
     host = parallel_state.least(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
     unasked = False
@@ -107,7 +107,7 @@ def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:
     return f"{name}, machine {args.node_rank}" if args.nnodes > 1 else name
 
 
-def of_all_ranks(links: PeerLinks) -> PeerLinks:
+def slowest_links(links: PeerLinks) -> PeerLinks:
     """Returns the slowest kind of link on any rank; machines may differ."""
     ways = tuple(Topology)
     places = [ways.index(links.topology), ways.index(links.library_topology)]

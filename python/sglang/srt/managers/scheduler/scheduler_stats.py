@@ -141,8 +141,8 @@ class StatsLogger:
             spec_confidence_cuts=drafts.confidence_cuts,
             prompt_steps=self.launches.prompt_steps,
             prompt_launch_seconds=self.launches.prompt_launch_seconds,
-            halved_steps=self.launches.halved_steps,
-            halved_tokens=self.launches.halved_tokens,
+            halved_steps=self.launches.two_batch_steps,
+            halved_tokens=self.launches.two_batch_tokens,
             host_cache=_summed([_host_cache(tier) for tier in self._host_tiers]),
         )
 

@@ -33,7 +33,7 @@ HIGH_WATER_MARK = 16_384
 SEND_TIMEOUT_S = 60.0
 LINGER_MS = 1_000
 _MEMORY_FILES = "/dev/shm"
-LEAST_MEMORY_FILES = 1 << 30
+MIN_MEMORY_FILES = 1 << 30
 DRAIN_BATCH = 256
 """Messages handled in one run before the event loop may run other callbacks."""
 
@@ -156,7 +156,7 @@ def _memory_files() -> str | None:
     if not os.access(_MEMORY_FILES, os.W_OK | os.X_OK):
         return None
     system = os.statvfs(_MEMORY_FILES)
-    return _MEMORY_FILES if system.f_blocks * system.f_frsize >= LEAST_MEMORY_FILES else None
+    return _MEMORY_FILES if system.f_blocks * system.f_frsize >= MIN_MEMORY_FILES else None
 
 
 class Sender(Generic[T]):

@@ -17,7 +17,7 @@ from pathlib import Path
 from sglang.srt.errors import UserError
 
 KEY_BYTES = 32
-MOST_LINKS = 40
+MAX_LINKS = 40
 """Linux's own limit of links followed."""
 _WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _KEY_POLLS, _KEY_POLL_S = 40, 0.05
@@ -41,7 +41,7 @@ def steps_to(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
             here = step
             continue
         links += 1
-        if links > MOST_LINKS:
+        if links > MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target = Path(os.readlink(step))
         here = Path("/") if target.is_absolute() else here

@@ -182,8 +182,8 @@ class StorageEngine:
         return time.monotonic() >= self._off_until["written"]
 
     def submit(self, job: StorageJob) -> None:
-        """Queues a job. The tier bounds the queues: at most MOST_PREFETCHES look-ups and reads, one write and
-        MOST_REMOVED_TOKENS of removals are under way."""
+        """Queues a job. The tier bounds the queues: at most MAX_PREFETCHES look-ups and reads, one write and
+        MAX_REMOVED_TOKENS of removals are under way."""
         (self._reads if isinstance(job, Lookup | Read) else self._writes).put(job)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ STALE_S = 600.0
 """Seconds after which a temporary file counts as left by a crash."""
 RESCAN_S = 600.0
 """Seconds after which a scan is too old, as other processes write and remove entries too."""
-MOST_CANDIDATES = 1 << 16
+MAX_CANDIDATES = 1 << 16
 """Entries that a scan remembers for eviction: the least recently used ones."""
 GIVES_WAY = 4
 """Most bytes that are evicted for each byte written when other programs fill the disk. Beyond that nothing is evicted
@@ -141,7 +141,7 @@ class DirectorySpace:
                 count += entry[1]
                 yield entry
 
-        self._oldest = heapq.nsmallest(MOST_CANDIDATES, entries())[::-1]
+        self._oldest = heapq.nsmallest(MAX_CANDIDATES, entries())[::-1]
         self._scanned = time.monotonic()
         total.value, self._most = count, max(self._most, count, 1)
 

@@ -30,11 +30,11 @@ from sglang.srt.mem_cache.cache_tier import (
 from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.mem_cache.storage.engine import READERS, Lookup, PrefixPages, Read, Removal, StorageJobs, Write
 
-MOST_PREFETCHES = 16
+MAX_PREFETCHES = 16
 """Look-ups and reads at a time; other requests are looked up when one of them has ended."""
-MOST_OFFERS = 1024
+MAX_OFFERS = 1024
 """Prefixes that wait to be written; beyond that the oldest is dropped."""
-MOST_REMOVED_TOKENS = 1 << 24
+MAX_REMOVED_TOKENS = 1 << 24
 """Tokens of all removals under way (128 MiB of keys). Beyond that the store is not read any more."""
 GRACE_S = 0.25
 """Seconds that a stopped job gets to end. After that it is given up."""
@@ -65,7 +65,7 @@ class StoredRequest(Protocol):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Patience:
+class WatchedJob:
     """Watches a job that may never end: it is stopped when it is late, and given up soon after."""
 
     job: Lookup | Read | Write
@@ -102,7 +102,7 @@ class Patience:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Prefetch(Patience):
+class Prefetch(WatchedJob):
     """A look-up, or the read that follows it."""
 
     job: Lookup | Read
@@ -115,7 +115,7 @@ class Prefetch(Patience):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Backup(Patience):
+class Backup(WatchedJob):
     """A write under way."""
 
     job: Write
@@ -180,7 +180,7 @@ class StorageTier:
             if job.namespace == req.namespace and common_length(job.keys, keys) > least and not job.stopping:
                 self._wait_for(prefetch, req)
                 return
-        if len(self._prefetches) >= MOST_PREFETCHES:
+        if len(self._prefetches) >= MAX_PREFETCHES:
             return
         start = host.length // self.engine.block * self.engine.block
         lookup = Lookup(keys, req.namespace, start=start, least=least)
@@ -284,7 +284,7 @@ class StorageTier:
         if not node.depth:
             return
         self._offers[node] = None
-        if len(self._offers) > MOST_OFFERS:
+        if len(self._offers) > MAX_OFFERS:
             self._drop(next(iter(self._offers)))
 
     def _drop(self, node: Node) -> None:
@@ -335,7 +335,7 @@ class StorageTier:
     def remove(self, keys: Keys, namespace: str | None) -> None:
         """Removes the entries of these tokens, which must not be read again. Look-ups pause until that is done."""
         self.drain()
-        if sum(len(removal.keys) for removal in self._removals) + len(keys) > MOST_REMOVED_TOKENS:
+        if sum(len(removal.keys) for removal in self._removals) + len(keys) > MAX_REMOVED_TOKENS:
             self.engine.distrust()
             return
         removal = Removal(keys, namespace)
@@ -348,7 +348,7 @@ class StorageTier:
     def busy(self) -> bool:
         return bool(self._prefetches or self._backup or self._offers or self._removals)
 
-    def _waits(self) -> list[Patience]:
+    def _waits(self) -> list[WatchedJob]:
         return [*self._prefetches, *([] if self._backup is None else [self._backup])]
 
     def finish(self) -> None:
@@ -366,7 +366,7 @@ class StorageTier:
         for wait, outcome in zip(waits, outcomes, strict=True):
             self._finish_wait(wait, *outcome)
 
-    def _finish_wait(self, wait: Patience, state: int, progress: int, num_bytes: int, lateness: int) -> None:
+    def _finish_wait(self, wait: WatchedJob, state: int, progress: int, num_bytes: int, lateness: int) -> None:
         is_wanted = not isinstance(wait, Prefetch) or any(req.finish is None for req in wait.reqs)
         if lateness == OVERDUE or not is_wanted:
             wait.stop()

@@ -90,14 +90,14 @@ def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     return usual if side is None else {**usual, "size": {"max_height": side, "max_width": side}}
 
 
-_LEAST_TOKENS = 4
+_MIN_TOKENS = 4
 """Tokens of the smallest image of DeepSeek-V4.1: one of its patches, and those around it."""
 
 
 def _check_tokens(settings: Mapping[str, Any]) -> None:
-    most = settings.get("max_image_tokens", _LEAST_TOKENS)
-    if type(most) is not int or most < _LEAST_TOKENS:
-        raise UserError(f"max_image_tokens must be a whole number from {_LEAST_TOKENS} on; got {most!r}.")
+    most = settings.get("max_image_tokens", _MIN_TOKENS)
+    if type(most) is not int or most < _MIN_TOKENS:
+        raise UserError(f"max_image_tokens must be a whole number from {_MIN_TOKENS} on; got {most!r}.")
     if "max_pixels" in settings:
         raise UserError("This model limits an image by its tokens; use max_image_tokens in place of max_pixels.")
 
