@@ -204,7 +204,7 @@ def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
 def wait_for_turn(turn: Path, rank: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    parallel_state.meet()
+    parallel_state.wait_for_all_ranks()
     if rank == 0:
         Path(f"{turn}.ready").touch()
     while not turn.exists():

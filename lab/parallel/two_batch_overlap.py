@@ -101,7 +101,7 @@ def applied(runner: ModelRunner, setting: Setting, least: int) -> Iterator[None]
     ping_pong, exact = runner.two_batch_overlap.ping_pong, runner.two_batch_overlap.ping_pong.exact
     ping_pong.exact = exact and not setting.always
     try:
-        with runner.with_overlap_from(least if setting.microbatches else None):
+        with runner.with_min_overlap_tokens(least if setting.microbatches else None):
             yield
     finally:
         for group, sums in zip(groups, quantized, strict=True):
@@ -235,7 +235,7 @@ def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, out
             found = compare_tokens(runner, runner.plan.model.vocab_size)
     if rank == 0:
         output.write_text(json.dumps(found))
-    parallel_state.meet()
+    parallel_state.wait_for_all_ranks()
     parallel_state.shutdown()
 
 

@@ -21,7 +21,7 @@ from sglang.tuning.search_space import (
     candidates,
     deepest_stages,
     grouped_product,
-    least_shared_bytes,
+    min_shared_bytes,
     space,
     why_not,
     widens,
@@ -99,7 +99,7 @@ def test_the_lower_bound_of_shared_memory_is_one(kind: str) -> None:
         choice = rows.gate_up if kind == "gate_up" else rows.down
         record = cost(BF16.product_tile(kind, choice), SM120)
         assert isinstance(record, TileRecord)
-        assert 0 < least_shared_bytes(None, kind, choice) < record.smem
+        assert 0 < min_shared_bytes(None, kind, choice) < record.smem
 
 
 def test_the_deepest_pipelines_fill_an_sm() -> None:

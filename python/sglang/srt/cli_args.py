@@ -361,7 +361,7 @@ def _take_option(table: OptionTable, word: Word, values: dict[str, Any], problem
         return []
     if isinstance(meaning, compat.NotImplementedFlag):
         given, _ = word.split(ANY_NUMBER)
-        if not given or not all(meaning.asks_for_nothing(value) for value in given):
+        if not given or not all(meaning.is_off(value) for value in given):
             problems.refuse(name, meaning.reason)
         return []
     if isinstance(meaning, compat.NoEffect):
@@ -406,7 +406,7 @@ def resolve_keywords(table: OptionTable, values: Mapping[str, Any], problems: Pr
             problems.add(str(error))
             continue
         if isinstance(meaning, compat.NotImplementedFlag):
-            if not meaning.asks_for_nothing(value):
+            if not meaning.is_off(value):
                 problems.refuse(name, meaning.reason)
         elif isinstance(meaning, compat.NoEffect):
             _say_no_effect(name, meaning)

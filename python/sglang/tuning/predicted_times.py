@@ -49,7 +49,7 @@ from sglang.tuning.ops import (
     parts_of,
 )
 from sglang.tuning.rates import UNMEASURED, ceilings_of, rates_of
-from sglang.tuning.search_space import KINDS, MoeShape, dequantize_cost_of, grouped_product, in_half
+from sglang.tuning.search_space import KINDS, MoeShape, dequantize_cost_of, grouped_product, multiplies_in_16_bits
 from sglang.tuning.served_attention import (
     READING,
     SCAN,
@@ -134,7 +134,7 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     product = _as_grouped(op, splits, record)
     shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
     assert shared is not None, "the ledger holds no tile that does not fit"
-    quantized = SCHEMES[op.scheme].activation is not None and not in_half(record)
+    quantized = SCHEMES[op.scheme].activation is not None and not multiplies_in_16_bits(record)
     quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if quantized else 0.0
     if kind == "planes" and "wgmma" in arch.features:  # waits between planes are not counted
         return Predicted(shared.total, 0.6, "cost model of experts, one expert, widened plane by plane")
@@ -217,7 +217,7 @@ def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
     """Treats parts of K as experts that every token chooses."""
     assert op.scheme is not None
     scheme = SCHEMES[op.scheme]
-    dequantized = in_half(record)
+    dequantized = multiplies_in_16_bits(record)
     return GroupedProduct(
         num_experts=splits,
         top_k=splits,

@@ -107,7 +107,7 @@ def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -
         return f"scales: BLOCK_K {k} spans several blocks of 128"
     if widens(shape.scheme, arch) and k != STRIP and (k != 2 * STRIP or m > FEW_ROWS):
         return f"no effect: widened weights are read in strips of {STRIP} columns, not BLOCK_K {k}"
-    least = least_shared_bytes(shape.scheme, kind, choice)
+    least = min_shared_bytes(shape.scheme, kind, choice)
     if least > arch.smem_per_block:
         return f"too much shared memory: at least {least:,} B, {arch.name} has {arch.smem_per_block:,} B"
     return None
@@ -121,7 +121,7 @@ def widens(scheme: str | None, arch: ArchTraits) -> bool:
     return SCHEMES[scheme].activation is None or "block_scaled_mma" not in arch.features
 
 
-def least_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> int:
+def min_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> int:
     """Returns a lower bound: the pipeline holds the weights of all stages but the one being multiplied."""
     width = 2 if kind == "gate_up" else 1
     bits = SCHEMES[scheme].bits if scheme else 16
@@ -136,8 +136,7 @@ def deepest_stages(scheme: str | None, kind: str, choice: GroupedTile, arch: Arc
     scheme_of = SCHEMES[scheme] if scheme else None
     x_bits = 16 if scheme_of is None or scheme_of.activation is None else 8
     one = (
-        least_shared_bytes(scheme, kind, choice | {"num_stages": 2})
-        + choice["BLOCK_M"] * choice["BLOCK_K"] * x_bits // 8
+        min_shared_bytes(scheme, kind, choice | {"num_stages": 2}) + choice["BLOCK_M"] * choice["BLOCK_K"] * x_bits // 8
     )
     shared_by = (1, 2, 4) if widens(scheme, arch) and choice["BLOCK_K"] > STRIP else (1, 2)
     return {min(4, 1 + max(1, arch.smem_per_block // programs // one)) for programs in shared_by}
@@ -176,7 +175,7 @@ def dequantize_cost_of(scheme: str | None, record: TileRecord) -> DequantizeCost
     multiplies them as they are."""
     if scheme is None:
         return None
-    dequantized = in_half(record)
+    dequantized = multiplies_in_16_bits(record)
     if not dequantized and (SCHEMES[scheme].element != "e2m1" or not any("mxf8f6f4" in name for name in record.mma)):
         return None
     return dequantize_cost(
@@ -184,7 +183,7 @@ def dequantize_cost_of(scheme: str | None, record: TileRecord) -> DequantizeCost
     )
 
 
-def in_half(record: TileRecord) -> bool:
+def multiplies_in_16_bits(record: TileRecord) -> bool:
     """Returns whether a tile multiplies in 16 bits."""
     return all(name.split()[-1] in ("bf16", "f16") for name in record.mma)
 
@@ -192,7 +191,7 @@ def in_half(record: TileRecord) -> bool:
 def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedProduct:
     """Returns the shape of a product for the cost model."""
     scheme = SCHEMES[shape.scheme] if shape.scheme else None
-    dequantized = scheme is not None and in_half(record)
+    dequantized = scheme is not None and multiplies_in_16_bits(record)
     if scheme is None or dequantized:
         x_bytes = 2.0
     else:

@@ -119,7 +119,7 @@ def _cards(rank: int, folder: str, cards: tuple[str, ...], other_version: bool) 
     said: dict[str, Any] = {}
     try:
         agreed = agree_on_gpus(arch_by_name(cards[rank]), cards[rank])
-        plan = agreed_plan(agreed, 0, partial(plan_of, agreed.arch, parallel_state.least(FREE[rank])))
+        plan = agreed_plan(agreed, 0, partial(plan_of, agreed.arch, parallel_state.min_over_ranks(FREE[rank])))
         said = {"sizes": plan.describe()["max_total_num_tokens"], "note": agreed.note}
     except UserError as error:
         said = {"refused": str(error)}

@@ -110,13 +110,13 @@ def test_a_block_that_fails_ends_both_halves(failing: int) -> None:
         yield
         raise ConnectionError("a rank is gone")
 
-    def goes_on() -> Blocks[float]:
+    def continues() -> Blocks[float]:
         try:
             return (yield from blocks(ping_pong, log, "x", 5))
         finally:
             closed.append(True)
 
-    microbatches = [goes_on(), goes_on()]
+    microbatches = [continues(), continues()]
     microbatches[failing] = fails()
     with pytest.raises(ConnectionError, match="a rank is gone"):
         ping_pong.run_blocks(*microbatches)

@@ -135,7 +135,7 @@ def _play_without_agreement(scheduler: Scheduler | AttentionGroups) -> Outcome:
         raise AssertionError("ranks agree on a step by a message of its own")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("broadcast_bytes", "least", "all_reduce_min", "all_ranks_say", "meet"):
+        for name in ("broadcast_bytes", "min_over_ranks", "all_reduce_min", "all_ranks_agree", "wait_for_all_ranks"):
             patch.setattr(parallel_state, name, refuse)
         return play(scheduler)
 

@@ -117,7 +117,7 @@ class Compared:
         assert self.runner.two_batch_overlap is not None
         kept = kept_by(self.runner)
         before = {name: tensor.clone() for name, tensor in kept.items()}
-        with self.runner.with_overlap_from(None):
+        with self.runner.with_min_overlap_tokens(None):
             launched = self.whole(step)
         microbatches = self.runner.two_batch_overlap.split_step(step)
         if microbatches is None:

@@ -400,12 +400,12 @@ def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch
     add(scheduler, media_request("gone", Prompt().image((1, 12, 14), 5).text(2, 1), qwen3_vl.folder, 4))
     scheduler.step()
     scheduler.step()
-    assert features.under_way
+    assert features.is_encoding
     scheduler.abort(AbortReq(["gone"]))
     add(scheduler, media_request("seen", one_image(), qwen3_vl.folder, NEW_TOKENS))
     run_to_end(scheduler, collector)
     assert collector.tokens["seen"] == greedy(qwen3_vl.model, one_image(), collector.tokens["seen"])
-    assert encoded(scheduler) == 2 and not features.under_way
+    assert encoded(scheduler) == 2 and not features.is_encoding
     assert_clean(scheduler)
 
 

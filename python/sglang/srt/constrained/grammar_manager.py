@@ -111,7 +111,7 @@ class GrammarManager:
         """The cache: builds by digest, under way or finished; the least recently used first."""
         self._live = _LiveBytes()
         self._news = False
-        """Leader only: whether a request or a verdict has come since the last `has_news`."""
+        """Leader only: whether a request or a verdict has come since the last `has_new_verdicts`."""
         self._closed = False
         self._load_lock = threading.Lock()
         self._quick = _Builds(self._compile, "grammar")
@@ -152,7 +152,7 @@ class GrammarManager:
         self._checks.move_to_end(pending.digest)
         return check
 
-    def has_news(self, oldest: PendingGrammar) -> bool:
+    def has_new_verdicts(self, oldest: PendingGrammar) -> bool:
         """Returns whether `verdict` may return something new for any request: a request or a verdict has come since the
         last call, or the deadline of `oldest`, the grammar that has waited longest, has passed. For the leader."""
         news, self._news = self._news, False
@@ -225,7 +225,7 @@ class GrammarManager:
         return _NOT_BUILT
 
     def _note_verdict(self, _: Future[Verdict]) -> None:
-        """Makes `has_news` return true. Called in other threads."""
+        """Makes `has_new_verdicts` return true. Called in other threads."""
         self._news = True
 
     def _compile(self, key: GrammarKey) -> Grammar:

@@ -83,18 +83,18 @@ def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
     if parallel_state.num_ranks() == 1:
         return Agreed((gpu,), arch)
     gpus = refuse_unlike_ranks(gpu, facts_that_must_be_alike(arch), "cannot share a model")
-    everyones = [msgspec.json.decode(data, type=ArchTraits) for data in gather_from_ranks(msgspec.json.encode(arch))]
-    common = common_traits(everyones)
-    return Agreed(gpus, common, _note(gpus, everyones, common))
+    from_all = [msgspec.json.decode(data, type=ArchTraits) for data in gather_from_ranks(msgspec.json.encode(arch))]
+    common = common_traits(from_all)
+    return Agreed(gpus, common, _note(gpus, from_all, common))
 
 
 def refuse_unlike_ranks(name: str, items: Items, what: str) -> tuple[str, ...]:
     """Returns the names of all ranks if their `items` are equal. Collective. Raises UserError on every rank otherwise;
     what: how the message goes on after the names of two ranks that differ."""
     mine = msgspec.json.encode(_Named(name, items))
-    everyones = [msgspec.json.decode(data, type=_Named) for data in gather_from_ranks(mine)]
-    names = tuple(each.name for each in everyones)
-    refuse_difference(names, dict(enumerate(each.items for each in everyones)), what)
+    from_all = [msgspec.json.decode(data, type=_Named) for data in gather_from_ranks(mine)]
+    names = tuple(each.name for each in from_all)
+    refuse_difference(names, dict(enumerate(each.items for each in from_all)), what)
     return names
 
 
@@ -149,11 +149,9 @@ def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
         for rank, each in enumerate(summaries):
             parts.setdefault(each.stage * place, []).append(rank)
         if any(len({summaries[rank].digests[place] for rank in part}) > 1 for part in parts.values()):
-            everyones = [
-                msgspec.json.decode(data, type=Items) for data in gather_from_ranks(msgspec.json.encode(items))
-            ]
+            from_all = [msgspec.json.decode(data, type=Items) for data in gather_from_ranks(msgspec.json.encode(items))]
             for part in parts.values():
-                refuse_difference(agreed.gpus, {rank: everyones[rank] for rank in part}, "have different plans")
+                refuse_difference(agreed.gpus, {rank: from_all[rank] for rank in part}, "have different plans")
     assert plan is not None
     return plan
 

@@ -236,7 +236,7 @@ class Group:
         x = x.contiguous()
         work = dist.isend(x, group=self.communicator(), group_dst=self.rank + 1)
         assert work is not None, "this rank is in the group"
-        self._let_go(work, x)
+        self._keep_until_sent(work, x)
 
     def receive_from_previous(self, x: torch.Tensor) -> torch.Tensor:
         """Receives the tensor that the previous rank sends, into `x`."""
@@ -251,12 +251,12 @@ class Group:
         work = dist.broadcast(x, group=self.communicator(), group_src=self.size - 1, async_op=True)
         assert work is not None, "this rank is in the group"
         if self.rank == self.size - 1:
-            self._let_go(work, x)
+            self._keep_until_sent(work, x)
         else:
             work.wait()
         return x
 
-    def _let_go(self, work: dist.Work, x: torch.Tensor) -> None:
+    def _keep_until_sent(self, work: dist.Work, x: torch.Tensor) -> None:
         """Keeps tensors of running sends alive: for up to one step more than there are ranks."""
         self._under_way.append((work, x))
         if len(self._under_way) > self.size + 1:
@@ -355,7 +355,7 @@ class _State:
     host_group: dist.ProcessGroup | None
     ranks: RankLayout = ONE_RANK
     rank: int = 0
-    beat_group: dist.ProcessGroup | None = None
+    heartbeat_group: dist.ProcessGroup | None = None
     """All ranks of several machines, with the time limit of collectives over tensors."""
     secret: bytes = b""
     """Secret of the ranks on several machines; the leader signs with it what it broadcasts."""
@@ -395,7 +395,7 @@ def init(
     if init_method.startswith("tcp://"):
         address = init_method.removeprefix("tcp://")
         store = _store(address, rank == ranks.leader, timedelta(seconds=join_timeout_s))
-        _meet(store, address, rank, ranks.world_size, join_timeout_s, backend)
+        _wait_for_ranks(store, address, rank, ranks.world_size, join_timeout_s, backend)
     dist.init_process_group(
         backend,
         init_method=init_method if store is None else None,
@@ -451,7 +451,7 @@ def _store(address: str, here: bool, limit: timedelta) -> dist.TCPStore:
     )  # fmt: skip
 
 
-def _meet(store: dist.Store, address: str, rank: int, count: int, limit_s: float, backend: str) -> None:
+def _wait_for_ranks(store: dist.Store, address: str, rank: int, count: int, limit_s: float, backend: str) -> None:
     """Waits until all ranks have come to the store. Raises UserError that names those missing, or those on another
     backend."""
     keys = [f"here/{other}" for other in range(count)]
@@ -556,24 +556,24 @@ def all_reduce(x: torch.Tensor) -> torch.Tensor:
     return _state.groups.tp.library_all_reduce(x)
 
 
-def meet() -> None:
+def wait_for_all_ranks() -> None:
     """Waits for all ranks without a time limit, after work that takes each a different time."""
-    least(0)
+    min_over_ranks(0)
 
 
-def answer_beat() -> None:
+def answer_heartbeat() -> None:
     """Meets the ranks of all machines. Raises what torch.distributed raises if one does not come in time."""
-    dist.all_reduce(torch.zeros(1), group=_state.beat_group)
+    dist.all_reduce(torch.zeros(1), group=_state.heartbeat_group)
 
 
-def least(value: int) -> int:
+def min_over_ranks(value: int) -> int:
     """Returns the smallest of the ranks' values."""
     return all_reduce_min([value])[0]
 
 
-def all_ranks_say(yes: bool) -> bool:
+def all_ranks_agree(yes: bool) -> bool:
     """Returns whether `yes` is true on all ranks."""
-    return least(int(yes)) == 1
+    return min_over_ranks(int(yes)) == 1
 
 
 def all_reduce_min(values: Sequence[int]) -> list[int]:

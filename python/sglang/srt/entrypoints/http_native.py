@@ -283,7 +283,7 @@ async def health_generate(request: Request) -> Response:
     """Answers as `/health` does, after one token has been generated, or any other output has come from the engine
     meanwhile."""
     manager = engine_of(request).manager
-    if await until_disconnect(request, shows_life(manager, HEALTH_TIMEOUT_S)):
+    if await until_disconnect(request, engine_responds(manager, HEALTH_TIMEOUT_S)):
         return Response(status_code=200)
     return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
 
@@ -303,7 +303,7 @@ async def generate_one_token(manager: TokenizerManager, replica: int | None = No
         await stream.collect()
 
 
-async def shows_life(manager: TokenizerManager, limit_s: float) -> bool:
+async def engine_responds(manager: TokenizerManager, limit_s: float) -> bool:
     """Returns whether the engine sends any output within the limit: the token requested here or, if that has to wait,
     anybody's."""
     started = time.monotonic()

@@ -45,7 +45,7 @@ class Markers:
     def match(self, text: str, start: int, end: int) -> re.Match[str] | None:
         return self._pattern.match(text, start, end) if self._pattern is not None else None
 
-    def certain_end(self, text: str, start: int, end: int) -> int:
+    def safe_end(self, text: str, start: int, end: int) -> int:
         """Returns the start of the longest end of the text that may be the beginning of a marker; `end` if there is
         none."""
         for cut in range(max(start, end - self._longest), end):
@@ -125,7 +125,7 @@ class Reader:
         if match is not None:
             self._end, self._ended = match.start(), True
         elif not self._whole:
-            self._end = self._fence.certain_end(self._text, start, self._end)
+            self._end = self._fence.safe_end(self._text, start, self._end)
         self._no_fence_before = self._offset + self._end
 
     @property
@@ -188,7 +188,7 @@ class Reader:
         """Consumes white space and returns the next character like `peek`."""
         return (yield from self.run(SPACE, ignore))
 
-    def next_of(self, markers: Markers) -> Steps[str | None]:
+    def peek_marker(self, markers: Markers) -> Steps[str | None]:
         """Returns the marker that comes next without consuming it; None if there is none."""
         while True:
             match = markers.match(self._text, self._position, self._end)
@@ -198,13 +198,13 @@ class Reader:
                 return None
             yield
 
-    def one_of(self, markers: Markers) -> Steps[str | None]:
+    def take_marker(self, markers: Markers) -> Steps[str | None]:
         """Consumes and returns the marker that comes next; None, consuming nothing, if there is none."""
-        marker = yield from self.next_of(markers)
+        marker = yield from self.peek_marker(markers)
         self.skip(len(marker or ""))
         return marker
 
-    def past_space(self, markers: Markers) -> Steps[str | None]:
+    def take_marker_after_space(self, markers: Markers) -> Steps[str | None]:
         """Consumes white space and a following marker, which it returns; None, consuming nothing, if there is none."""
         while True:
             match, is_known = self._behind_space(markers, self._position)
@@ -234,7 +234,7 @@ class Reader:
             match = markers.search(self._text, self._position, self._end)
             cut = match.start() if match is not None else self._end
             if match is None and not self._ended:
-                cut = markers.certain_end(self._text, self._position, self._end)
+                cut = markers.safe_end(self._text, self._position, self._end)
             if cut > self._position:
                 sink(self._text[self._position : cut])
                 self._position = cut

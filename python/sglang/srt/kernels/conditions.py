@@ -81,7 +81,7 @@ def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
     dims = (128,) if hopper else (128, 256)
     faster = f"faster with head dim {' or '.join(map(str, dims))}, not {need.head_dim}"
     reasons = [] if need.head_dim in dims else [faster]
-    return reasons + (only_16_bit_cache(need, arch) if hopper else []) + _faster_there(arch)
+    return reasons + (only_16_bit_cache(need, arch) if hopper else []) + _only_measured_gpus(arch)
 
 
 def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
@@ -89,10 +89,10 @@ def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[s
     SM12x and Hopper."""
     dims = (need.head_dim, need.v_head_dim)
     reasons = [] if dims == (192, 128) else [f"expanded heads of {dims[0]}/{dims[1]} dims (has 192/128)"]
-    return reasons + _faster_there(arch)
+    return reasons + _only_measured_gpus(arch)
 
 
-def _faster_there(arch: ArchTraits) -> list[str]:
+def _only_measured_gpus(arch: ArchTraits) -> list[str]:
     """Refuses GPUs other than SM12x and Hopper, where FlashInfer's prompts were measured beside Triton's."""
     measured = {"mma_sync_block_scale", "wgmma"} & arch.features
     return [] if measured else ["measured to be faster than Triton's on SM12x and Hopper only"]

@@ -192,7 +192,7 @@ MAX_RANKS = 8
 """Most ranks of sgl-kernel's all-reduce; a test holds it to the library's number."""
 
 
-def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
+def no_peer_memory(need: Need, arch: ArchTraits) -> list[str]:
     """Returns the reasons against all-reduces through peers' memory."""
     if need.links is not None and need.links.problem:
         return [need.links.problem]
@@ -237,7 +237,7 @@ ALL_REDUCE = (
         "sglang.srt.distributed.custom_all_reduce:CustomAllReduce",
         CP_ASYNC,
         "sm120_sgl_kernel",
-        refuse=all_of(only_dtypes("bfloat16", "float16", "float32"), no_way_to_peers),
+        refuse=all_of(only_dtypes("bfloat16", "float16", "float32"), no_peer_memory),
         remark=algorithms_by_size,
     ),
     KernelSpec("nccl", "sglang.srt.distributed.parallel_state:all_reduce", CP_ASYNC),

@@ -112,7 +112,7 @@ class Copier:
                     rows = self._buffers[0].memory[: bundle.width].view(1, -1)
                     for to_rows in (True, False):
                         pool.copy(bundle, rows, nothing, nothing, to_rows)
-                for bundle in pool.of_layer.values() if pool.locked else ():
+                for bundle in pool.by_layer.values() if pool.locked else ():
                     pool.copy(bundle, pool.rows_of(bundle), nothing, nothing, False)
 
     def begin(self, steps_launched: torch.cuda.Event | None) -> None:
@@ -153,13 +153,13 @@ class Copier:
                 if len(of_pool)
             ]
             for pool, of_pool in zip(pools, moves, strict=True):
-                if len(of_pool) and not pool.of_layer:
+                if len(of_pool) and not pool.by_layer:
                     self.copy(pool, of_pool, False)
             arrivals.arrived(0, self.launches)
             for index, layer in enumerate(arrivals.layers[1:], start=1):
                 for pool, pages, host_rows in loads:
-                    if layer in pool.of_layer:
-                        bundle = pool.of_layer[layer]
+                    if layer in pool.by_layer:
+                        bundle = pool.by_layer[layer]
                         pool.copy(bundle, pool.rows_of(bundle), host_rows, pages, False)
                 arrivals.arrived(index, self.launches)
 
@@ -296,7 +296,7 @@ class ThreadedCopies:
 
     def submit_layers(self, moves: Sequence[PageMoves]) -> PendingCopy:
         """Queues a load that steps wait for layer by layer, and returns its handle."""
-        layers = sorted({layer for pool in self.pools for layer in pool.of_layer})
+        layers = sorted({layer for pool in self.pools for layer in pool.by_layer})
         pending = PendingCopy(moves, False, event_on(self.device))
         pending.layers = LayerwiseLoad(layers, self.device.type == "cuda")
         self._queue.put(pending)
@@ -341,7 +341,7 @@ class ThreadedCopies:
         except Exception:  # a failed copy must not stop the server: its tokens are computed instead
             logger.exception("A copy of cached prefixes failed; they are computed again")
         if pending.layers is not None:
-            pending.layers.give_up()
+            pending.layers.end_waits()
         try:
             copier.finish()
         except Exception:

@@ -104,16 +104,16 @@ class KeptQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Node]] = []
         self._entries = 0
-        self._most = MAX_STALE
+        self._max_stale = MAX_STALE
 
     def add(self, node: Node) -> None:
         """Adds a node; call it after each change of `kept_until`."""
         self._entries += 1
         heapq.heappush(self._heap, (node.kept_until, -node.depth, self._entries, node))
-        if len(self._heap) > self._most:
+        if len(self._heap) > self._max_stale:
             self._heap = [entry for entry in self._heap if _counts(entry)]
             heapq.heapify(self._heap)
-            self._most = MAX_STALE + 2 * len(self._heap)
+            self._max_stale = MAX_STALE + 2 * len(self._heap)
 
     def pop(self, now: float) -> Node | None:
         """Removes and returns a node whose time is not after `now`; None if there is none."""

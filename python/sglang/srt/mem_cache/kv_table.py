@@ -178,7 +178,7 @@ class KVTable:
     def unlock(self, node: Node) -> None:
         """Ends one `lock` of the prefix."""
         for window in self.windows:
-            window.disuse(self._window_before(node, window))
+            window.drop_use(self._window_before(node, window))
         self.tree.unlock(node)
 
     def _window_before(self, node: Node, window: WindowTable) -> Slots:

@@ -88,7 +88,7 @@ class _Canary:
 
     def _agreements(self) -> Iterator[float]:
         runner, steps = self.runner, self.steps
-        with runner.without_graphs(), runner.with_overlap_from(None):
+        with runner.without_graphs(), runner.with_min_overlap_tokens(None):
             reference = self._logits(steps.prompts(steps.length))
             if not bool(reference.isfinite().all()):
                 raise _failure(self._first_without_numbers() + " is not finite", "check the checkpoint's files")
@@ -103,14 +103,14 @@ class _Canary:
         if steps.count > 1:
             yield from self._mixed(reference)
         if steps.images is not None:
-            with steps.images.there():
+            with steps.images.only_cached():
                 yield from self._seen(reference)
 
     def _with_overlap(self, reference: torch.Tensor) -> Iterator[float]:
         """Yields the agreement of a step as two microbatches; nothing without two-batch overlap."""
         if self.runner.two_batch_overlap is None or self.steps.length * self.steps.count < 2:
             return
-        with self.runner.with_overlap_from(1):
+        with self.runner.with_min_overlap_tokens(1):
             logits = self._logits(self.steps.prompts(self.steps.length))
         yield self._compared("a step as two microbatches", logits, reference)
 
@@ -143,16 +143,16 @@ class _Canary:
     def _seen(self, of_text: torch.Tensor) -> Iterator[float]:
         """Yields the agreements of prompts with images; the request that decodes beside them has none."""
         steps, graphs = self.steps, self.runner.graphs
-        if graphs is None or graphs.shape_of(steps.seen()) is None:
+        if graphs is None or graphs.shape_of(steps.with_images()) is None:
             return
         with self.runner.without_graphs():
             steps.start()
-            reference = self._logits(steps.seen())
-        yield from self._in_graph("the graph of prompts with images", steps.seen, reference)
+            reference = self._logits(steps.with_images())
+        yield from self._in_graph("the graph of prompts with images", steps.with_images, reference)
         if steps.count > 1:
             beside, order = "the graph of prompts with images beside a request that decodes", steps.mixed_order
             reference = torch.cat((of_text[order[:1]], reference[order[1:]]))
-            yield from self._in_graph(beside, steps.seen_beside, reference, 1)
+            yield from self._in_graph(beside, steps.mixed_with_images, reference, 1)
 
     def _in_graph(
         self,
@@ -224,7 +224,7 @@ class _Canary:
     def _outputs(self, step: StepInput) -> list[tuple[str, torch.Tensor]]:
         """Returns the name and output [T, H] of every block, in order."""
         outputs: list[tuple[str, torch.Tensor]] = []
-        with self.runner.with_overlap_from(None), _recorded(self.runner.model, outputs):
+        with self.runner.with_min_overlap_tokens(None), _recorded(self.runner.model, outputs):
             self._logits(step)
         return outputs
 

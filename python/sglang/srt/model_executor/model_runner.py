@@ -173,10 +173,10 @@ class ModelRunner:
             self.graphs = graphs
 
     @contextmanager
-    def with_overlap_from(self, least: int | None) -> Iterator[None]:
+    def with_min_overlap_tokens(self, least: int | None) -> Iterator[None]:
         """Runs steps of at least `least` tokens with prompts as two microbatches inside the block, if the plan allows
         two-batch overlap; None: no step."""
-        with nullcontext() if self.two_batch_overlap is None else self.two_batch_overlap.from_tokens(least):
+        with nullcontext() if self.two_batch_overlap is None else self.two_batch_overlap.with_min_tokens(least):
             yield
 
     @property
@@ -256,7 +256,7 @@ class ModelRunner:
             hidden = self.model(batch)
         else:
             hidden = self.two_batch_overlap.compute(batch, two_batch_overlap, loads)
-            self.launches.count_halved(step)
+            self.launches.count_two_batch(step)
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

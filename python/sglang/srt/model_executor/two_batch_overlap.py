@@ -147,7 +147,7 @@ class TwoBatchOverlap:
         return first, second
 
     @contextmanager
-    def from_tokens(self, least: int | None) -> Iterator[None]:
+    def with_min_tokens(self, least: int | None) -> Iterator[None]:
         """Cuts steps of at least `least` tokens inside the block; None: no step is cut."""
         before, self.min_tokens = self.min_tokens, least
         try:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
-from sglang.srt.model_loader.checkpoint import find_checkpoint, some
+from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.draft_model import DraftModel, build_draft
@@ -60,7 +60,8 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
             load_checkpoint(model, plan.model.model_path)
         for step in model.finish:
             step()
-    parallel_state.meet()  # the collectives that follow have a time limit, and files come at different speeds
+    # The collectives that follow have a time limit, and files come at different speeds.
+    parallel_state.wait_for_all_ranks()
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
@@ -156,10 +157,10 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
                 unknown.append(stored_name)
         progress.update(progress.total - progress.n)
     if unknown:
-        raise UserError(f"{model_path} has weights that the model does not have: {some(unknown)}")
+        raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
-        raise UserError(f"{model_path} lacks weights of the model: {some(missing)}")
+        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}")
     refuse_not_finite(model.params, wanted, model_path)
 
 

@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.models.causal_lm import RESIDUALS, Around, CausalLM, DecoderLayer, embedding_of
+from sglang.srt.models.causal_lm import RESIDUALS, CausalLM, DecoderLayer, WrapBlock, embedding_of
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -104,7 +104,7 @@ class DraftParts:
         assert isinstance(self.head, ReducedHead)
         return self.head.tokens
 
-    def layer(self, i: int, around: Around | None = None) -> DecoderLayer:
+    def layer(self, i: int, around: WrapBlock | None = None) -> DecoderLayer:
         """Builds layer i; `around` wraps its blocks."""
         return DecoderLayer(self.layer_scope(i), self.model.layers[i], self.site(i), self.residual, around)
 

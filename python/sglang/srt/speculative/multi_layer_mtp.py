@@ -86,7 +86,7 @@ class MultiLayerMTP:
     def _compute_rows(self, step: DraftStep) -> torch.Tensor:
         """Computes the step's rows at every depth, keeps the tails, and returns the outputs [T, H] of the first
         depth."""
-        runs = runs_of(step.batch)
+        runs = row_runs(step.batch)
         self.first[runs.slots] = torch.where(self.first[runs.slots] < 0, runs.before, self.first[runs.slots])
         before = self._by_slot(runs.slots, runs.before)
         last = self._by_slot(runs.slots, runs.last)
@@ -142,7 +142,7 @@ class Runs:
     row_slots: torch.Tensor  # [T] int64, the request slot of each row
 
 
-def runs_of(batch: ForwardBatch) -> Runs:
+def row_runs(batch: ForwardBatch) -> Runs:
     """Returns the runs of a step of any kind (decode, verify, prompts)."""
     decode, extend, count = batch.decode, batch.extend, len(batch.positions)
     single = torch.arange(0 if decode is None else len(decode), dtype=torch.int32, device=batch.positions.device)

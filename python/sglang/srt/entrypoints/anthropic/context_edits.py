@@ -42,7 +42,7 @@ async def apply_edits(
             continue
         whole, body.messages = body.messages, messages
         num_tokens = max(before - await count(), 0)
-        if isinstance(edit, ClearToolUses) and num_tokens < edit.least_tokens:
+        if isinstance(edit, ClearToolUses) and num_tokens < edit.min_cleared_tokens:
             body.messages = whole
             continue
         kind, number = _NAMES[type(edit)]

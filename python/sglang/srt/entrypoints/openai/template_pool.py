@@ -172,13 +172,13 @@ class TemplatePool:
         limits = self._limits
         crowded = False
 
-        def gives_up(seconds: float) -> bool:
+        def should_stop(seconds: float) -> bool:
             nonlocal crowded
             crowded = seconds >= limits.contended_seconds and self._threads.has_waiting(number)
             return crowded or seconds >= limits.seconds or job.abandoned
 
         try:
-            return self._decoder.decode(self._processes[number].ask(job.message, gives_up))
+            return self._decoder.decode(self._processes[number].ask(job.message, should_stop))
         except ProcessEnded as error:
             self._start(number)
             if not error.is_late:

@@ -9,7 +9,7 @@ from sglang.srt.managers.front.draft_details import draft_details
 from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
-class ToldUsage(NamedTuple):
+class UsageOptions(NamedTuple):
     """Which counts the client gets: in each chunk, after the last one, and those of draft tokens."""
 
     continuous: bool
@@ -17,7 +17,7 @@ class ToldUsage(NamedTuple):
     extension: bool
 
     @classmethod
-    def of(cls, body: SamplingFields) -> ToldUsage:
+    def of(cls, body: SamplingFields) -> UsageOptions:
         return cls(body.continuous_usage, body.include_usage, bool(body.return_spec_tokens_details))
 
 

@@ -252,7 +252,7 @@ ConversationItem = (
     | ReasoningItem
 )
 ITEMS = get_args(ConversationItem)
-ELSEWHERE = frozenset(
+HOSTED_CALLS = frozenset(
     "web_search_call file_search_call code_interpreter_call image_generation_call mcp_list_tools mcp_call "
     "mcp_approval_request mcp_approval_response program program_output".split()
 )
@@ -409,7 +409,7 @@ class ResponsesRequest(ResponseContext, kw_only=True):
 def read_items(items: list[dict[str, Any]]) -> list[ConversationItem]:
     """Returns the items. Raises ApiError 400 for an unknown or incomplete item. Skips those about calls that OpenAI's
     servers ran."""
-    typed = [{"type": "message", **item} for item in items if item.get("type") not in ELSEWHERE]
+    typed = [{"type": "message", **item} for item in items if item.get("type") not in HOSTED_CALLS]
     try:
         return msgspec.convert(typed, list[ConversationItem], strict=False)
     except msgspec.ValidationError as error:

@@ -227,7 +227,7 @@ class TokenizerManager:
             sequence.stream.fail(error)
         for replica in self.replicas:
             replica.aborts.clear()
-            replica.arrays_gone.clear()
+            replica.arrays_released.clear()
             replica.fail_replies(error)
 
     def begin_shutdown(self) -> None:
@@ -285,7 +285,7 @@ class TokenizerManager:
         finally:
             self.preparer.release(call)  # the sequences hold them by now
         if req.on_submitted is not None:
-            req.let_go()
+            req.release_inputs()
             req.on_submitted(req.kept_bytes + stream.kept_bytes)
         return stream
 
@@ -456,7 +456,7 @@ class TokenizerManager:
                 continue
             replica = self._replica_of(request, wanted)
             if request.media and self._transfers is not None:
-                await self._transfers.bring(replica, request.media)
+                await self._transfers.send_to_machines(replica, request.media)
             sequence = self._sequence(request, stream)
             if sequence is None:
                 continue

@@ -86,7 +86,7 @@ class _GroupRunner:
         self.next_tokens_read = runner.next_tokens_read
         self.decodes_in_graph, self.launches = runner.decodes_in_graph, runner.launches
         self.sampling_table: Any = runner.sampling_table if is_own else _NoTable()
-        self.media = runner.media if is_own or runner.media is None else runner.media.twin()
+        self.media = runner.media if is_own or runner.media is None else runner.media.empty_copy()
         self.copies: CopyEngine | None = runner.copies
         if runner.copies is not None and not is_own:
             self.copies = _OtherGroupCopies(runner.copies.page_bytes)
@@ -154,7 +154,7 @@ class AttentionGroups:
     def step(self) -> None:
         """Launches the next batches of all groups as one step, then reads back those of the step before."""
         if self.depth is not None:
-            self.depth.choose(max(len(scheduler.running.now) for scheduler in self.schedulers))
+            self.depth.choose(max(len(scheduler.running.microbatch_reqs) for scheduler in self.schedulers))
         for scheduler in self.schedulers:
             scheduler.end_copies()
         self.interval.begin(max(len(scheduler.running) for scheduler in self.schedulers))

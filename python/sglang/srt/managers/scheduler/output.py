@@ -116,6 +116,6 @@ def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
     )  # fmt: skip
     for req, length in zip(reqs, lengths, strict=True):
         if req.hidden is not None and req.finish is not None:
-            out.hidden[req.rid] = req.hidden.up_to(num_states(req.prompt_len, req.prompt_len + length))
+            out.hidden[req.rid] = req.hidden.states_before(num_states(req.prompt_len, req.prompt_len + length))
         req.num_sent, req.first_message = length, False
     return out

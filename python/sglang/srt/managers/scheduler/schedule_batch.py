@@ -217,7 +217,7 @@ class Req:
         return self.thoughts is not None and self.thoughts.may_end_within(unknown)
 
     @property
-    def goes_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Returns whether no end of it is known, here or on its way to all ranks."""
         return self.finish is None and self.pending_finish is None
 

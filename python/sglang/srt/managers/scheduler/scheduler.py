@@ -412,7 +412,7 @@ class Scheduler:
         """Returns how many tokens each request may bring to the next step."""
         if self.depth is None:
             return self.running.tokens_per_step
-        return self.depth.next_width(len(self.running.now))
+        return self.depth.next_width(len(self.running.microbatch_reqs))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -488,7 +488,7 @@ class Scheduler:
                 reason = self.stop_checker.finish_reason(req) if ends else None
             if reason is not None:
                 self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
-            elif req.stream and len(req.output) - req.num_sent >= interval and (req.plain or req.goes_on):
+            elif req.stream and len(req.output) - req.num_sent >= interval and (req.plain or req.may_continue):
                 report.append(req)
         self.held_tokens += num_new
         if report:

@@ -109,7 +109,7 @@ class StatsLogger:
             req.rid, req.output_len,
         )  # fmt: skip
 
-    def went_idle(self) -> None:
+    def restart_interval(self) -> None:
         """Restarts the throughput interval, as waiting for work is not part of the throughput."""
         self._tokens, self._tokens_since = 0, time.perf_counter()
         self.gen_throughput = 0.0

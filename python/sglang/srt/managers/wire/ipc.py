@@ -3,7 +3,7 @@
 Every channel has one reader, which binds, and any number of writers, which connect. The sockets are in a directory that
 only the user may enter. A full channel exerts back-pressure instead of taking memory: `send` waits, `try_send` refuses.
 
-If a replica runs on another machine than the front (`Ports.between_machines`), its two channels from and to the front
+If a replica runs on another machine than the front (`Ports.with_tcp_addresses`), its two channels from and to the front
 are TCP sockets that the replica binds, encrypted by CURVE. A peer needs the replica's public key to talk to it, and
 only the front gets that key.
 """
@@ -108,7 +108,7 @@ class Ports:
             for each in directories
         ]
 
-    def between_machines(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
+    def with_tcp_addresses(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
         """Returns the front's ports of a replica at `host`, given two unused ports there, and the keys for the
         replica."""
         public, secret = (key.decode() for key in zmq.curve_keypair())

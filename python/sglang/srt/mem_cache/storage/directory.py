@@ -48,7 +48,7 @@ def steps_to(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         rest = [*target.parts[target.is_absolute() :], *rest]
 
 
-def others_may_write(directory: Path) -> bool:
+def is_writable_by_others(directory: Path) -> bool:
     """Returns whether users other than this one and root may change a directory's content or replace the directory.
     Raises UserError if another user has put it, or a link to it, into a directory that everybody may write; raises
     OSError."""
@@ -63,7 +63,7 @@ def others_may_write(directory: Path) -> bool:
     return shared
 
 
-def own_key(directory: Path) -> bytes:
+def user_key(directory: Path) -> bytes:
     """Returns the key of this user's entries in a directory, which nobody else can read; creates it the first time.
     Raises UserError if the file belongs to another user, and OSError."""
     path = directory / f".key-{os.getuid()}"

@@ -140,7 +140,7 @@ class StorageJobs(Protocol):
 
     def submit(self, job: StorageJob) -> None: ...
 
-    def distrust(self) -> None:
+    def stop_reading(self) -> None:
         """Stops reading the store for good, because it has entries that must not be used."""
 
     def close(self) -> None: ...
@@ -208,10 +208,10 @@ class StorageEngine:
 
     def _failed(self, job: StorageJob) -> None:
         if isinstance(job, Removal):
-            self.distrust()
+            self.stop_reading()
         job.state = CopyState.FAILED
 
-    def distrust(self) -> None:
+    def stop_reading(self) -> None:
         self._off_until["read"] = float("inf")
         self._warn("removal", "Entries that must not be used cannot be removed: the store is not read any more")
 

@@ -29,7 +29,7 @@ class OtherGroupStorage:
             job.num_tokens = UNLIMITED
         job.state = CopyState.DONE
 
-    def distrust(self) -> None:
+    def stop_reading(self) -> None:
         pass
 
     def close(self) -> None:

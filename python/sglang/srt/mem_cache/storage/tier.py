@@ -213,7 +213,7 @@ class StorageTier:
             prefetch.stop()
         return True
 
-    def _let_go(self, prefetch: Prefetch) -> None:
+    def _forget_waiters(self, prefetch: Prefetch) -> None:
         """Forgets the requests that wait for a job."""
         for req in prefetch.reqs:
             self._awaited.pop(req.rid, None)
@@ -228,7 +228,7 @@ class StorageTier:
         elif end > prefetch.least and not job.stopping and self._begin_read(prefetch, job, end):
             return
         self._prefetches.remove(prefetch)
-        self._let_go(prefetch)
+        self._forget_waiters(prefetch)
 
     def _begin_read(self, prefetch: Prefetch, lookup: Lookup, end: int) -> bool:
         """Begins to read what the look-up found. Returns False if main memory has no room."""
@@ -336,7 +336,7 @@ class StorageTier:
         """Removes the entries of these tokens, which must not be read again. Look-ups pause until that is done."""
         self.drain()
         if sum(len(removal.keys) for removal in self._removals) + len(keys) > MAX_REMOVED_TOKENS:
-            self.engine.distrust()
+            self.engine.stop_reading()
             return
         removal = Removal(keys, namespace)
         self._removals.append(removal)
@@ -395,7 +395,7 @@ class StorageTier:
             self.wait()
             self.finish()
         if self._removals:
-            self.engine.distrust()
+            self.engine.stop_reading()
         self.engine.close()
 
     @staticmethod

@@ -66,7 +66,7 @@ def within_rows_of_tokens(
         raise MediaError(f"a picture is {size[0]} x {size[1]} pixels: a side is too short for the other")
     columns, rows = math.ceil(width / patch), math.ceil(height / patch)
     if _tokens(columns, rows, merge) > most:
-        columns, rows = _most_patches(width, height, patch, merge, most)
+        columns, rows = _max_patches(width, height, patch, merge, most)
     if not (columns and rows) or _tokens(columns, rows, merge) > most:
         raise MediaError(f"a picture of {size[0]} x {size[1]} pixels does not fit in {most} tokens")
     return columns * patch, rows * patch
@@ -76,7 +76,7 @@ def _tokens(columns: int, rows: int, merge: int) -> int:
     return math.ceil(rows / merge) * (math.ceil(columns / merge) + 1) + 2
 
 
-def _most_patches(width: float, height: float, patch: int, merge: int, most: int) -> tuple[int, int]:
+def _max_patches(width: float, height: float, patch: int, merge: int, most: int) -> tuple[int, int]:
     """Returns the columns and rows of the largest picture of this aspect ratio within `most` tokens."""
     shape = height / width
     columns = math.sqrt((most - 2) / shape + 0.25) - 0.5

@@ -78,7 +78,7 @@ class TiledProcessor:
         words = {**_DEFAULTS, **{key: value for key, value in settings.items() if value is not None}}
         size = words.get("size")
         self._square = int(size["height"]) if isinstance(size, Mapping) else 728
-        self._tile, self._most = int(words["patch_size"]), int(words["max_image_size"])
+        self._tile, self._max_tiles = int(words["patch_size"]), int(words["max_image_size"])
         self._patch, self._levels = int(words["vision_patch_size"]), as_type(levels_of(words), dtype)
         for side in (self._square, self._tile):
             if side % (4 * self._patch) or (side // self._patch) ** 2 > PATCHES_A_STEP:
@@ -87,8 +87,8 @@ class TiledProcessor:
     def __call__(self, image: Image.Image) -> tuple[Tiling, list[Patches]]:
         image = self._on_a_square(image)
         width, height = image.size
-        if max(image.size) > self._most:
-            scale = self._most / max(image.size)
+        if max(image.size) > self._max_tiles:
+            scale = self._max_tiles / max(image.size)
             width, height = int(width * scale), int(height * scale)
         tiles = tiling((width, height), self._square, self._tile)
         whole = _resized(_resized(image, tiles.whole), (self._square, self._square))
@@ -98,8 +98,8 @@ class TiledProcessor:
         short, long = min(image.size), max(image.size)
         if short >= _STRIP_SIDE or long / short <= _STRIP_ASPECT:
             return image
-        if long > self._most:  # a square of the whole length would not fit in memory
-            scale = self._most / long
+        if long > self._max_tiles:  # a square of the whole length would not fit in memory
+            scale = self._max_tiles / long
             image = _resized(image, (max(1, int(image.width * scale)), max(1, int(image.height * scale))))
         square = Image.new("RGB", (max(image.size),) * 2)
         square.paste(image)

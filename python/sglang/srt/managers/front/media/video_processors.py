@@ -170,7 +170,7 @@ def _by_length(video: Video, settings: Settings) -> list[int]:
     """Selects frames for GLM-4.6V: the longer a video, the fewer frames a second."""
     counted = min(video.num_frames / video.fps, _MAX_SECONDS)
     rate = settings["temporal_patch_size"] * next(rate for seconds, rate in _RATES if counted <= seconds)
-    return _as_they_are_due(video, rate, min(int(counted * rate), _MAX_SAMPLED))
+    return _by_interval(video, rate, min(int(counted * rate), _MAX_SAMPLED))
 
 
 def _by_rate_and_time(video: Video, settings: Settings) -> list[int]:
@@ -179,10 +179,10 @@ def _by_rate_and_time(video: Video, settings: Settings) -> list[int]:
     rate, counted = settings["fps"], video.num_frames / video.fps
     if settings["max_duration"] > 0:
         counted = min(counted, settings["max_duration"])
-    return _as_they_are_due(video, rate, min(int(counted * rate), settings["max_frames"]))
+    return _by_interval(video, rate, min(int(counted * rate), settings["max_frames"]))
 
 
-def _as_they_are_due(video: Video, rate: float, count: int) -> list[int]:
+def _by_interval(video: Video, rate: float, count: int) -> list[int]:
     """Returns the first frame of every 1 / `rate` seconds; if these are not `count`, `count` frames in equal steps."""
     total, duration = video.num_frames, video.num_frames / video.fps
     indices: list[int] = []
