@@ -184,8 +184,8 @@ def compare(bench: Bench, measured: Measured) -> None:
     for name, other in BESIDE.items():
         beside = f"{name} beside {other}"
         if name in held and other in held:
-            ratio, least = held[other] / held[name], TOKENS_HELD.get(name, 1.0)
-            bench.row(f"{beside}: tokens held", f"{ratio:.2f}x", f"{least}x", ratio >= least)
+            ratio, minimum = held[other] / held[name], TOKENS_HELD.get(name, 1.0)
+            bench.row(f"{beside}: tokens held", f"{ratio:.2f}x", f"{minimum}x", ratio >= minimum)
         for at_once, ours, theirs in zip(LONG_AT_ONCE, long.get(name, ()), long.get(other, ()), strict=False):
             what = f"{beside}: steps of {at_once} behind {LONG:,} tokens, speed"
             wanted = name in TOKENS_HELD

@@ -155,10 +155,10 @@ class Bench:
         self.row("one rank: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
         for name, server in others.items():
             score, texts = answers_of(server, each)
-            same, least = sum(a == b for a, b in zip(wanted, texts, strict=True)), 1.0 if self.cpu else SAME_TEXTS
+            same, minimum = sum(a == b for a, b in zip(wanted, texts, strict=True)), 1.0 if self.cpu else SAME_TEXTS
             self.row(f"{name}: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
-            enough = same >= least * len(texts)
-            self.row(f"{name}: texts as one rank's", f"{same} of {len(texts)}", f"{least:.0%}", enough)
+            enough = same >= minimum * len(texts)
+            self.row(f"{name}: texts as one rank's", f"{same} of {len(texts)}", f"{minimum:.0%}", enough)
 
     def served(
         self,
@@ -409,9 +409,9 @@ def halves(bench: Bench) -> None:
             bench.row(f"{name}: kernels compiled under load", str(len(compiled)), "0 behind the first run")
     if len(found) == 2:
         wanted = {"long prompts": MIN_GAIN, "a prompt alone": MIN_GAIN, "short prompts": MIN_KEPT}
-        for (what, least), neither_s, both_s in zip(wanted.items(), *found.values(), strict=True):
-            enough = None if bench.cpu else both_s >= least * neither_s
-            bench.row(f"both beside neither, {what}", f"{both_s / neither_s:.2f}x", f"{least}x", enough)
+        for (what, minimum), neither_s, both_s in zip(wanted.items(), *found.values(), strict=True):
+            enough = None if bench.cpu else both_s >= minimum * neither_s
+            bench.row(f"both beside neither, {what}", f"{both_s / neither_s:.2f}x", f"{minimum}x", enough)
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
         started = {

@@ -159,7 +159,7 @@ def main() -> None:
                     if time.monotonic() - start > args.seconds:
                         break
                     for choice in grid(tile, cache):
-                        seconds = time_calls(calls(load, heads, choice), least=2, budget_s=0.004)
+                        seconds = time_calls(calls(load, heads, choice), minimum=2, budget_s=0.004)
                         timed.append((seconds, choice))
                         results.append(
                             {"batch": batch, "context": context, "cache": cache, "heads": heads, "us": seconds * 1e6}

@@ -69,10 +69,10 @@ def driver_is_new_enough(machine: Machine) -> Iterator[tuple[str, str, str, str]
         return
     branch = int(machine.driver.split(".")[0])
     for arch in sorted({gpu.arch for gpu in machine.gpus if gpu.arch}):
-        least = MIN_DRIVER.get(arch, 0)
-        if branch < least:
+        minimum = MIN_DRIVER.get(arch, 0)
+        if branch < minimum:
             what = f"driver {machine.driver} with an {arch} GPU"
-            yield ERROR, what, f"{arch} needs driver {least} or newer", f"install driver {least} or newer"
+            yield ERROR, what, f"{arch} needs driver {minimum} or newer", f"install driver {minimum} or newer"
 
 
 def driver_runs_torchs_cuda(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
@@ -135,10 +135,10 @@ def triton_knows_cards(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
         return
     major, minor = (int(part) for part in machine.triton.split(".")[:2])
     for arch in sorted({gpu.arch for gpu in machine.gpus if gpu.arch}):
-        for feature, least in NEEDS_TRITON.get(arch, {}).items():
-            if (major, minor) < least:
+        for feature, minimum in NEEDS_TRITON.get(arch, {}).items():
+            if (major, minor) < minimum:
                 what = f"Triton {machine.triton} has no {feature} for {arch}"
-                remedy = f"pip install 'triton>={least[0]}.{least[1]}'"
+                remedy = f"pip install 'triton>={minimum[0]}.{minimum[1]}'"
                 yield WARNING, what, "FP4 weights are widened to 16 bits, at half the speed or less", remedy
 
 

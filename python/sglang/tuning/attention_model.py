@@ -129,8 +129,8 @@ def waves_of(waves: float) -> float:
 
 def largest(*times: float) -> float:
     """Returns a smooth maximum, which is larger where two times are close."""
-    most = max(times)
-    return most * math.pow(math.fsum(math.pow(time / most, _SHARPNESS) for time in times), 1.0 / _SHARPNESS)
+    maximum = max(times)
+    return maximum * math.pow(math.fsum(math.pow(time / maximum, _SHARPNESS) for time in times), 1.0 / _SHARPNESS)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------

@@ -331,5 +331,5 @@ class _Launch:
 
 
 def _largest(*times: float) -> float:
-    most = max(times)
-    return most * math.pow(math.fsum(math.pow(time / most, _SHARPNESS) for time in times), 1 / _SHARPNESS)
+    maximum = max(times)
+    return maximum * math.pow(math.fsum(math.pow(time / maximum, _SHARPNESS) for time in times), 1 / _SHARPNESS)

@@ -78,8 +78,8 @@ def pair_instructions(dims: tuple[int, int], arch_name: str) -> float:
     larger one."""
     counts = _counts()["prompts"]["sm_90" if arch_name == "sm_90" else "sm_120"]
     by_width = sorted((sum(map(int, key.split("x"))), count) for key, count in counts.items())
-    widest, most = by_width[-1]
-    return next((count for width, count in by_width if width >= sum(dims)), most * sum(dims) / widest)
+    widest, maximum = by_width[-1]
+    return next((count for width, count in by_width if width >= sum(dims)), maximum * sum(dims) / widest)
 
 
 def _stream_form(scheme: str | None) -> str:

@@ -107,9 +107,9 @@ def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -
         return f"scales: BLOCK_K {k} spans several blocks of 128"
     if widens(shape.scheme, arch) and k != STRIP and (k != 2 * STRIP or m > FEW_ROWS):
         return f"no effect: widened weights are read in strips of {STRIP} columns, not BLOCK_K {k}"
-    least = min_shared_bytes(shape.scheme, kind, choice)
-    if least > arch.smem_per_block:
-        return f"too much shared memory: at least {least:,} B, {arch.name} has {arch.smem_per_block:,} B"
+    minimum = min_shared_bytes(shape.scheme, kind, choice)
+    if minimum > arch.smem_per_block:
+        return f"too much shared memory: at least {minimum:,} B, {arch.name} has {arch.smem_per_block:,} B"
     return None
 
 

@@ -56,8 +56,8 @@ def runs_overlapped(model: ModelDescription, parallel: ParallelConfig, step: Ste
     if parallel.two_batch == "off" or whole or not prompt:
         return False
     config = _threshold(model, parallel, arch)
-    least = min_tokens(config, model, parallel.attn_dp_size)
-    return step.tokens >= least and (config.unasked or parallel.two_batch == "on")
+    minimum = min_tokens(config, model, parallel.attn_dp_size)
+    return step.tokens >= minimum and (config.unasked or parallel.two_batch == "on")
 
 
 def _threshold(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -> TwoBatchThreshold:

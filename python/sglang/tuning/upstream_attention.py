@@ -69,16 +69,22 @@ def decode_pieces(keys: Keys) -> Pieces:
     """Returns the pieces into which release 0.5.14 splits requests of equal length. Raises KeyError for a head dim that
     is not on record."""
     compiled = DECODE[decode_key(keys)]
-    most = MAX_LATENT_PIECES if keys.latent else MAX_PIECES
+    maximum = MAX_LATENT_PIECES if keys.latent else MAX_PIECES
     tiles = keys.heads if keys.group == 1 else math.ceil(keys.heads / min(16, keys.group))
     grown = int(NUM_SMS * max(math.log2(keys.context / 64), 1.0))
-    wanted = min(math.ceil(grown / (keys.batch * tiles)), most)
+    wanted = min(math.ceil(grown / (keys.batch * tiles)), maximum)
     chunk = math.ceil(math.ceil(keys.context / wanted) / SHORT) * SHORT
     count = math.ceil(keys.context / chunk)
     block_n = 64 if keys.group == 1 else 32
     programs = keys.batch * tiles
     return Pieces(
-        programs * count, math.ceil(chunk / block_n), block_n, compiled.occupancy, programs * most, most, count - 1.0
+        programs * count,
+        math.ceil(chunk / block_n),
+        block_n,
+        compiled.occupancy,
+        programs * maximum,
+        maximum,
+        count - 1.0,
     )
 
 

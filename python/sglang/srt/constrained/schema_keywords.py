@@ -358,13 +358,13 @@ def _sized_text(name: str, use: re.Match[str]) -> str:
     return _text(name, int(use[1]), int(use[2]))
 
 
-def _text(name: str, least: int, most: int) -> str:
-    """Returns rules of a text of `least` to `most` characters (-1: any number). Its first escape is in the first
+def _text(name: str, minimum: int, maximum: int) -> str:
+    """Returns rules of a text of `minimum` to `maximum` characters (-1: any number). Its first escape is in the first
     half."""
-    plain = f'"\\"" {name}{{{least}, {most}}} "\\""'
-    if most == 0:
+    plain = f'"\\"" {name}{{{minimum}, {maximum}}} "\\""'
+    if maximum == 0:
         return plain
-    before = most if most < 0 else min(most // 2, most - least)
-    left = most if most < 0 else most - before - 1
-    rest = f"{name}_any{{{max(0, least - 1)}, {left}}}" if left else ""
+    before = maximum if maximum < 0 else min(maximum // 2, maximum - minimum)
+    left = maximum if maximum < 0 else maximum - before - 1
+    rest = f"{name}_any{{{max(0, minimum - 1)}, {left}}}" if left else ""
     return f'(({plain}) | ("\\"" {name}{{0, {before}}} "\\\\" basic_escape {rest} "\\""))'

@@ -368,20 +368,20 @@ class Rewriter:
         if "contains" not in leaf:
             return [leaf]
         contained = leaf.pop("contains")
-        least = leaf.pop("minContains", 1)
-        if "maxContains" in leaf or least > 1 or leaf["type"] != ["array"]:
+        minimum = leaf.pop("minContains", 1)
+        if "maxContains" in leaf or minimum > 1 or leaf["type"] != ["array"]:
             raise Unwritable('"contains" more than once, or beside other types')
-        return list(self._containing(leaf, contained)) if least else [leaf]
+        return list(self._containing(leaf, contained)) if minimum else [leaf]
 
     def _containing(self, leaf: Schema, contained: Any) -> Iterator[Schema]:
-        most = leaf.get("maxItems", math.inf)
-        if most > MAX_POSITIONS:
+        maximum = leaf.get("maxItems", math.inf)
+        if maximum > MAX_POSITIONS:
             raise Unwritable('"contains" in a list of more entries')
-        for place in range(most):
+        for place in range(maximum):
             entries = [_entry(leaf, i) for i in range(max(place + 1, len(leaf.get("prefixItems", ()))))]
             entries[place] = self._both(entries[place], contained)
-            least = max(place + 1, leaf.get("minItems", 0))
-            form = simplified({**leaf, "prefixItems": entries, "items": leaf.get("items", True), "minItems": least})
+            minimum = max(place + 1, leaf.get("minItems", 0))
+            form = simplified({**leaf, "prefixItems": entries, "items": leaf.get("items", True), "minItems": minimum})
             if form is not None:
                 yield form
 

@@ -32,8 +32,8 @@ class GpuLinks:
         self.rank, self.group = rank, dist.group.WORLD
         self.device = torch.device("cuda", device)
         self.library = installed_collectives()
-        most = max(4 * max(REDUCED_SIZES), 2 * ranks * 4 * PATTERN_WORDS)
-        configs = [SizeRange(frozenset(), frozenset(), name, most, "") for name in _ALGORITHMS]
+        maximum = max(4 * max(REDUCED_SIZES), 2 * ranks * 4 * PATTERN_WORDS)
+        configs = [SizeRange(frozenset(), frozenset(), name, maximum, "") for name in _ALGORITHMS]
         self.workspaces = IpcWorkspaces(
             self.library, self.group, device, data_vectors_for(configs, ranks, self.library.ROW_VECTORS)
         )

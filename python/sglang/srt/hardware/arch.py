@@ -116,7 +116,7 @@ def _limited_to_device(forced: ArchTraits, device_index: int) -> ArchTraits:
 def _as_compiled(traits: ArchTraits) -> ArchTraits:
     """Returns the traits without the features for which the installed Triton has no instructions."""
     installed, needed = triton_version(), NEEDS_TRITON.get(traits.name, {})
-    lacking = {feature for feature, least in needed.items() if installed is not None and installed < least}
+    lacking = {feature for feature, minimum in needed.items() if installed is not None and installed < minimum}
     return replace(traits, features=traits.features - lacking)
 
 

@@ -70,9 +70,9 @@ class BusBudget:
             time.sleep(self._free_at - now)
         self._free_at = max(now, self._free_at) + num_bytes / rate
 
-    def rows(self, width: int, most: int) -> int:
-        """Returns how many of `most` rows of `width` bytes to copy at once."""
-        return most if not self.rate else max(1, min(most, PACED_PIECE // width))
+    def rows(self, width: int, maximum: int) -> int:
+        """Returns how many of `maximum` rows of `width` bytes to copy at once."""
+        return maximum if not self.rate else max(1, min(maximum, PACED_PIECE // width))
 
 
 class Buffer:
@@ -176,11 +176,11 @@ class Copier:
     def _in_buffers(
         self, pool: PagePool, bundle: Bundle, pages: torch.Tensor, in_host: np.ndarray, to_host: bool
     ) -> None:
-        most = len(self._buffers[0].memory) // bundle.width
-        row_ids = torch.arange(min(most, len(pages)), device=self.device)
+        maximum = len(self._buffers[0].memory) // bundle.width
+        row_ids = torch.arange(min(maximum, len(pages)), device=self.device)
         first = 0
         while first < len(pages):
-            end = first + self.budget.rows(bundle.width, most)
+            end = first + self.budget.rows(bundle.width, maximum)
             some, of_host = pages[first:end], in_host[first:end]
             first = end
             self.budget.take(len(some) * bundle.width)

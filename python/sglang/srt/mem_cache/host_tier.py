@@ -276,16 +276,16 @@ class HostTier:
         keys = req.cache_keys(req.matchable_len() // self.device.page_size * self.device.page_size)
         if any(self._overlap(copy, req, keys) > copy.transfer.arrival.had for copy in self.layered):
             return Admission.NOW if req.may_be_stale else Admission.LATER
-        least = length + max(MIN_GAIN, self.device.page_size) - 1
-        if len(keys) <= least or not self._ready:
+        minimum = length + max(MIN_GAIN, self.device.page_size) - 1
+        if len(keys) <= minimum or not self._ready:
             return Admission.NOW
         if self.storage is not None and self.storage.waits(req):
             return Admission.LATER
-        if any(self._overlap(copy, req, keys) > least for copy in self._copies if copy.req is not None):
+        if any(self._overlap(copy, req, keys) > minimum for copy in self._copies if copy.req is not None):
             return Admission.LATER
         if req.num_loads >= MAX_LOADS:
             return Admission.NOW
-        transfer = self._begin_load(req, keys, least, has_room)
+        transfer = self._begin_load(req, keys, minimum, has_room)
         if transfer is None:
             return Admission.NOW
         req.num_loads += 1
@@ -305,11 +305,11 @@ class HostTier:
         return common_length(copy.transfer.keys, keys) if copy.transfer.namespace == req.namespace else 0
 
     def _begin_load(
-        self, req: LoadingRequest, keys: Keys, least: int, has_room: Callable[[Sequence[int]], bool]
+        self, req: LoadingRequest, keys: Keys, minimum: int, has_room: Callable[[Sequence[int]], bool]
     ) -> Transfer | None:
-        """Returns a load after which the request has more than `least` tokens of a prefix; None if there is none."""
+        """Returns a load after which the request has more than `minimum` tokens of a prefix; None if there is none."""
         host, device = self.host.prefix(keys, req.namespace), self.device.prefix(keys, req.namespace)
-        end = resumable_end(host, device, least)
+        end = resumable_end(host, device, minimum)
         if not end:
             return None
         keys = keys[:end]
@@ -399,15 +399,15 @@ class HostTier:
             if copy.handle is None and not copy.by_layer:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=copy.req is None)
 
-    def _begin_save(self, most: int) -> None:
-        """Begins a save of at most `most` tokens, one at a time: loads and steps share the bus."""
+    def _begin_save(self, maximum: int) -> None:
+        """Begins a save of at most `maximum` tokens, one at a time: loads and steps share the bus."""
         for node in list(self._offers):
             if node.parent is None:
                 self._drop(node)
                 continue
             until = self._offers.pop(node)
             path, saved, keys, namespace = self._both(node)
-            end = min(len(keys), saved.length + most)
+            end = min(len(keys), saved.length + maximum)
             if self.device.checkpoints is not None and node.checkpoint and saved.state_at(node.depth) is None:
                 if not self.device.checkpoints.is_readable(node):
                     self._offers[node] = until  # the next step writes it

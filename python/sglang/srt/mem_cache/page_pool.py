@@ -80,16 +80,16 @@ class PagePool:
         self.by_layer = self._by_layer(layers)
         """What a layer reads of a page, as segments of rows that are whole pages; empty without layers."""
 
-    def _cut(self, most: int) -> list[tuple[int, list[Segment]]]:
+    def _cut(self, maximum: int) -> list[tuple[int, list[Segment]]]:
         cuts: list[tuple[int, list[Segment]]] = []
-        start, size = 0, most
+        start, size = 0, maximum
         for part in self.parts:
             first = 0
             while first < part.shape[1]:
-                if size == most:
+                if size == maximum:
                     cuts.append((start, []))
                     size = 0
-                count = min(part.shape[1] - first, most - size)
+                count = min(part.shape[1] - first, maximum - size)
                 cuts[-1][1].append(Segment(part[:, first : first + count], size))
                 first, start, size = first + count, start + count, size + count
         return cuts

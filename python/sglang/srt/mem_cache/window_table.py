@@ -78,9 +78,9 @@ class WindowTable:
         """Returns the tokens that further requests may use while these (with `lens` tokens, uncertain_slots to
         `limits`) decode on and all other rows keep what they have."""
         page = self.page_size
-        most = np.minimum(self.max_request_tokens(), -(-limits // page) * page).sum()
+        maximum = np.minimum(self.max_request_tokens(), -(-limits // page) * page).sum()
         kept = (-(-lens // page) * page - self.start[slots]).sum()
-        return self.size - int(most) - (int(self._users.sum()) * page - int(kept))
+        return self.size - int(maximum) - (int(self._users.sum()) * page - int(kept))
 
     def first_kept(self, lens: Lengths) -> Lengths:
         """Returns the first position that requests of these lengths must keep."""

@@ -50,13 +50,13 @@ def check_runner(runner: ModelRunner) -> None:
     started = time.perf_counter()
     with torch.inference_mode():
         _check_all_reduce(runner)
-        least = _Canary(runner).check()
+        minimum = _Canary(runner).check()
     seconds = time.perf_counter() - started
     graphs = runner.graphs is not None
     what = "decoding and graphs agree" if graphs else "decoding agrees"
     without = " without" if graphs else ""
     logger.info(
-        "Start-up canary: %s with computing prompts whole%s (cosine %.4f), %.2f s.", what, without, least, seconds
+        "Start-up canary: %s with computing prompts whole%s (cosine %.4f), %.2f s.", what, without, minimum, seconds
     )
 
 

@@ -202,8 +202,8 @@ class GraphRunner:
         fields["decode_lens"] = Field((largest,), np.int32, 1)
         if self.num_windows:
             # Entries that a step does not use write the padding slot to the padding row again.
-            most = (self.num_windows * largest,)
-            fields |= {"table_index": Field(most, np.int64), "table_value": Field(most, np.int32)}
+            maximum = (self.num_windows * largest,)
+            fields |= {"table_index": Field(maximum, np.int64), "table_value": Field(maximum, np.int32)}
         return fields
 
     def _exchange_fields(self, max_tokens: int) -> dict[str, Field]:
@@ -262,8 +262,8 @@ class GraphRunner:
         """Computes a step into static outputs, under capture."""
         arrays, model = self._arrays[shape.has_prompts], self.state.model
         if "table_index" in arrays:
-            most = self.num_windows * shape.num_tokens
-            self.state.req_to_token.view(-1)[arrays["table_index"][:most]] = arrays["table_value"][:most]
+            maximum = self.num_windows * shape.num_tokens
+            self.state.req_to_token.view(-1)[arrays["table_index"][:maximum]] = arrays["table_value"][:maximum]
         batch = self.state.batch(arrays, shape, num_valid_tokens=arrays["num_tokens"])
         if shape.has_prompts:
             self.media.add_to(batch, arrays)

@@ -86,7 +86,7 @@ class GroupOutput:
         its own rows; `accepted` is None for a group without work. says_confidence: the drafter gives confidences."""
         steps, group, dp = forward.step.groups, self.groups.dp.rank, self.groups.dp
         assert steps is not None
-        count, most = steps.num_requests[group], max(*steps.num_requests, 1)
+        count, maximum = steps.num_requests[group], max(*steps.num_requests, 1)
         tokens = out.next_token_ids.view(count, steps.steps[group].width)
         columns = [F.pad(tokens, (0, steps.width - tokens.shape[1])).int()]
         draft_tokens = self.state.tokens_per_step - 1
@@ -102,7 +102,7 @@ class GroupOutput:
                     else sure
                 )
                 columns.append(sure.float().view(torch.int32))
-        gathered = dp.all_gather(_padded(torch.cat(columns, dim=1), most), dim=0).view(dp.size, most, -1)
+        gathered = dp.all_gather(_padded(torch.cat(columns, dim=1), maximum), dim=0).view(dp.size, maximum, -1)
         self._send(gathered, steps)
         rows = to_host(gathered)
         all_groups = AllGroupsTokens(*rows.split((steps.width, 1, rows.shape[2] - steps.width - 1), dim=2))
@@ -117,9 +117,9 @@ class GroupOutput:
 
     def _send(self, all_groups: torch.Tensor, steps: GroupSteps) -> None:
         """Sends the sampled rows [A, R, ...] of all groups to earlier pipeline stages, if there are any."""
-        most = max(steps.num_requests)
-        if most and self.groups.pp_tokens.size > 1:
-            self.groups.pp_tokens.from_last(all_groups[:, :most].contiguous())
+        maximum = max(steps.num_requests)
+        if maximum and self.groups.pp_tokens.size > 1:
+            self.groups.pp_tokens.from_last(all_groups[:, :maximum].contiguous())
 
     def own_request(self, step: StepInput) -> StepInput:
         """Returns the step with the log probabilities asked of any group, so that all groups' results have the same

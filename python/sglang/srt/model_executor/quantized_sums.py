@@ -18,7 +18,7 @@ def quantize_sums(groups: Groups, plan: Plan) -> None:
         from sglang.srt.layers.triton_ops.quantized_sums import TritonCodec
 
         codec = TritonCodec()
-    least = rule.least_bytes, rule.least_rows
+    minimum = rule.least_bytes, rule.least_rows
     groups.quantize_with(
-        lambda group: QuantizedSums(group.communicator(), codec, *least, LIBRARY_PIECE_BYTES, group.peers)
+        lambda group: QuantizedSums(group.communicator(), codec, *minimum, LIBRARY_PIECE_BYTES, group.peers)
     )

@@ -147,9 +147,9 @@ class TwoBatchOverlap:
         return first, second
 
     @contextmanager
-    def with_min_tokens(self, least: int | None) -> Iterator[None]:
-        """Cuts steps of at least `least` tokens inside the block; None: no step is cut."""
-        before, self.min_tokens = self.min_tokens, least
+    def with_min_tokens(self, minimum: int | None) -> Iterator[None]:
+        """Cuts steps of at least `minimum` tokens inside the block; None: no step is cut."""
+        before, self.min_tokens = self.min_tokens, minimum
         try:
             yield
         finally:

@@ -72,11 +72,11 @@ class PrefixTokens:
         return self._num_tokens
 
     def _cuts(self, text: str) -> list[_Cut]:
-        cuts, least = [], MIN_PIECE_CHARS
+        cuts, minimum = [], MIN_PIECE_CHARS
         for match in self._pattern.finditer(text):
-            if match.end() >= least:
+            if match.end() >= minimum:
                 cuts.append(_Cut(*match.span()))
-                least = match.end() + MIN_PIECE_CHARS
+                minimum = match.end() + MIN_PIECE_CHARS
         return cuts
 
     def _known(self, keys: list[bytes]) -> list[array[int]]:

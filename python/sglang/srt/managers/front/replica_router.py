@@ -127,14 +127,14 @@ class ReplicaRouter:
         return index
 
     def _chosen(self, loads: Sequence[ReplicaLoad], hashes: Sequence[int], num_tokens: int) -> ReplicaLoad:
-        least = min(loads, key=self._load)
+        minimum = min(loads, key=self._load)
         if not hashes:
-            return least
+            return minimum
         matched = {load.index: self._pages[load.index].matched(hashes) for load in loads}
         longest = max(matched.values())
         nearest = min((load for load in loads if matched[load.index] == longest), key=self._load)
-        bound = MAX_LOAD_RATIO * (least.num_tokens + num_tokens)
-        return nearest if nearest.num_tokens <= bound else least
+        bound = MAX_LOAD_RATIO * (minimum.num_tokens + num_tokens)
+        return nearest if nearest.num_tokens <= bound else minimum
 
     def _load(self, load: ReplicaLoad) -> tuple[int, int]:
         if self._method == ROUND_ROBIN:

@@ -371,9 +371,9 @@ class RequestPreparer:
                 f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got "
                 f"{request.logprob_start_len}."
             )
-        most = min(self._vocab_size, MAX_TOP_LOGPROBS)
-        if not 0 <= top <= most:
-            raise RequestError(f"top_logprobs_num must be in [0, {most}], got {top}.")
+        maximum = min(self._vocab_size, MAX_TOP_LOGPROBS)
+        if not 0 <= top <= maximum:
+            raise RequestError(f"top_logprobs_num must be in [0, {maximum}], got {top}.")
         if len(wanted) > MAX_TOKEN_IDS_LOGPROB:
             raise RequestError(
                 f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} token ids, got {len(wanted)}."
@@ -389,9 +389,9 @@ class RequestPreparer:
             return 0
         width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
         num_inputs = 0 if request.logprob_start_len < 0 else len(request.input_ids) - request.logprob_start_len
-        most = room // width - num_inputs
-        length = self._longest_output(request, explicit_length, most)
-        if length > most:
+        maximum = room // width - num_inputs
+        length = self._longest_output(request, explicit_length, maximum)
+        if length > maximum:
             raise RequestError(
                 f"{num_inputs} tokens of the prompt and {length} of the output with {width} log probabilities each are "
                 f"more than a call may have, {MAX_LOGPROBS} for all its prompts and samples; ask for fewer."
@@ -416,14 +416,14 @@ class RequestPreparer:
             )
         return states
 
-    def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, most: int) -> int:
-        """Returns how many tokens the output may have. Shrinks a default length to `most`, if that is at least 1."""
+    def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, maximum: int) -> int:
+        """Returns how many tokens the output may have. Shrinks a default length to `maximum`, if that is at least 1."""
         params = request.sampling_params
         length = self._context_len - len(request.input_ids)
         length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
-        if length > most and not explicit_length and most > 0:
-            length = most
-            shorter = {"max_new_tokens": most, "min_new_tokens": min(most, params.min_new_tokens)}
+        if length > maximum and not explicit_length and maximum > 0:
+            length = maximum
+            shorter = {"max_new_tokens": maximum, "min_new_tokens": min(maximum, params.min_new_tokens)}
             request.sampling_params = msgspec.structs.replace(params, **shorter)
         return length
 

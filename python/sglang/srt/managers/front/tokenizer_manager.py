@@ -166,8 +166,8 @@ class TokenizerManager:
         self.corpora: ExternalCorpora | None = None
         """External corpora; only for n-gram drafts."""
         if args.speculative_algorithm == NGRAM:
-            longest, most = args.speculative_ngram_max_trie_depth, args.speculative_ngram_external_corpus_max_tokens
-            self.corpora = ExternalCorpora(self.encode, self.control, Path(ports[0].root), longest, most)
+            longest, maximum = args.speculative_ngram_max_trie_depth, args.speculative_ngram_external_corpus_max_tokens
+            self.corpora = ExternalCorpora(self.encode, self.control, Path(ports[0].root), longest, maximum)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -118,8 +118,8 @@ class DirectorySpace:
     def _evict(self, num_bytes: int, total: _Total) -> None:
         """Removes at least `num_bytes` bytes of entries, if there are that many."""
         assert total.value is not None
-        least, scanned = total.value - num_bytes, False
-        while total.value > least:
+        minimum, scanned = total.value - num_bytes, False
+        while total.value > minimum:
             if not self._oldest:
                 if scanned:
                     return

@@ -171,20 +171,20 @@ class StorageTier:
         page = self._host.page_size
         keys = req.cache_keys(req.matchable_len() // page * page)
         host, device = self._host.prefix(keys, req.namespace), self._device.prefix(keys, req.namespace)
-        least = resumable_end(host, device, 0) + self.config.prefetch_threshold - 1
-        if len(keys) <= least:
+        minimum = resumable_end(host, device, 0) + self.config.prefetch_threshold - 1
+        if len(keys) <= minimum:
             req.looked_up = True
             return
         for prefetch in self._prefetches:
             job = prefetch.job
-            if job.namespace == req.namespace and common_length(job.keys, keys) > least and not job.stopping:
+            if job.namespace == req.namespace and common_length(job.keys, keys) > minimum and not job.stopping:
                 self._wait_for(prefetch, req)
                 return
         if len(self._prefetches) >= MAX_PREFETCHES:
             return
         start = host.length // self.engine.block * self.engine.block
-        lookup = Lookup(keys, req.namespace, start=start, least=least)
-        prefetch = Prefetch(job=lookup, deadline=self._deadline(lookup.begun, 0), least=least)
+        lookup = Lookup(keys, req.namespace, start=start, least=minimum)
+        prefetch = Prefetch(job=lookup, deadline=self._deadline(lookup.begun, 0), least=minimum)
         self._prefetches.append(prefetch)
         self._wait_for(prefetch, req)
         self.engine.submit(lookup)

@@ -95,9 +95,9 @@ _MIN_TOKENS = 4
 
 
 def _check_tokens(settings: Mapping[str, Any]) -> None:
-    most = settings.get("max_image_tokens", _MIN_TOKENS)
-    if type(most) is not int or most < _MIN_TOKENS:
-        raise UserError(f"max_image_tokens must be a whole number from {_MIN_TOKENS} on; got {most!r}.")
+    maximum = settings.get("max_image_tokens", _MIN_TOKENS)
+    if type(maximum) is not int or maximum < _MIN_TOKENS:
+        raise UserError(f"max_image_tokens must be a whole number from {_MIN_TOKENS} on; got {maximum!r}.")
     if "max_pixels" in settings:
         raise UserError("This model limits an image by its tokens; use max_image_tokens in place of max_pixels.")
 
@@ -113,8 +113,10 @@ def _no_larger_than_a_step(settings: dict[str, Any], family: str) -> dict[str, A
     size, patch = settings.get("size"), settings.get("patch_size")
     if not isinstance(size, dict) or not isinstance(patch, int) or "longest_edge" not in size:
         return settings
-    most = PATCHES_A_STEP * patch**2 * (settings.get("temporal_patch_size", 2) if family in _COUNTED_PER_FRAME else 1)
-    return {**settings, "size": {**size, "longest_edge": min(size["longest_edge"], most)}}
+    maximum = (
+        PATCHES_A_STEP * patch**2 * (settings.get("temporal_patch_size", 2) if family in _COUNTED_PER_FRAME else 1)
+    )
+    return {**settings, "size": {**size, "longest_edge": min(size["longest_edge"], maximum)}}
 
 
 def _with_pixels(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
