@@ -63,7 +63,7 @@ def test_a_panic_is_the_outcome_of_its_job_alone(make: Callable[..., WorkerThrea
     assert threads.submit(True, lambda number: number).result(30) == 0
 
 
-def test_what_waits_is_cancelled_when_the_lanes_close(make: Callable[..., WorkerThreads]) -> None:
+def test_what_waits_is_cancelled_when_the_threads_close(make: Callable[..., WorkerThreads]) -> None:
     threads, began, go = make(1), threading.Event(), threading.Event()
     threads.submit(True, lambda _: began.set() or go.wait(30))
     assert began.wait(30)
@@ -78,8 +78,8 @@ def test_what_waits_is_cancelled_when_the_lanes_close(make: Callable[..., Worker
 
 def test_a_program_ends_although_a_job_does_not() -> None:
     program = (
-        "import threading; from sglang.srt.managers.front.worker_threads import Lanes; lanes = Lanes(1, 'x');"
-        "lanes.submit(True, lambda _: threading.Event().wait()); lanes.close()"
+        "import threading; from sglang.srt.managers.front.worker_threads import WorkerThreads;"
+        "threads = WorkerThreads(1, 'x'); threads.submit(True, lambda _: threading.Event().wait()); threads.close()"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
 
