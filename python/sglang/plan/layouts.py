@@ -61,6 +61,7 @@ class Layout:
 
     @property
     def gpus(self) -> int:
+        """Returns the number of GPUs of all replicas."""
         return self.gpus_each * self.servers
 
     def __str__(self) -> str:

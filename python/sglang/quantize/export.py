@@ -40,6 +40,7 @@ class Selection:
     ignore: tuple[str, ...] = ()
 
     def takes(self, module: str) -> bool:
+        """Returns whether the module with this name is quantized."""
         return _matches(module, self.include) and not _matches(module, (*NEVER, *self.ignore))
 
 

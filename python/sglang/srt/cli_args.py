@@ -49,6 +49,7 @@ def option(default: Any, group: str, help: str, *aliases: str, **extra: Any) -> 
 
 
 def flag(name: str) -> str:
+    """Returns the flag of a ServerArgs field: "tp_size" -> "--tp-size"."""
     return "--" + name.replace("_", "-")
 
 
@@ -199,6 +200,7 @@ class OptionTable:
         self.meanings.update(self.names)
 
     def spec(self, name: str) -> Option:
+        """Returns the option of a field by the field's name."""
         result: Option = self.fields[name][1].metadata["option"]
         return result
 

@@ -29,6 +29,7 @@ RECORDS: Mapping[tuple[str, int], TileRecord] = {
 
 
 def mixed_tile(shape: MoeShape, kind: str, block_m: int) -> GroupedTile:
+    """Returns the tile of sgl-kernel's mixed product with blocks of `block_m` pairs."""
     rows, stages = WEIGHT_ROWS[block_m]
     return tile(block_m, rows // shape.width(kind), 128, GROUP_M, WARPS, stages)
 

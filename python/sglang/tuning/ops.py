@@ -29,7 +29,8 @@ class Op(Protocol):
         """Returns the bytes that must come from or go to memory."""
 
     @property
-    def operations(self) -> float: ...
+    def operations(self) -> float:
+        """Returns the floating-point operations."""
 
     @property
     def operand(self) -> str:
@@ -100,6 +101,7 @@ class Experts:
 
     @property
     def matrices(self) -> int:
+        """Returns the matrices of an expert."""
         return 3 if self.gate else 2
 
     @property

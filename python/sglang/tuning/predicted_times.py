@@ -166,6 +166,7 @@ def _skinny(op: Linear) -> bool:
 
 
 def kind_of(scheme: str, arch: ArchTraits) -> str:
+    """Returns the kind of product with which an architecture multiplies a scheme."""
     return product_of(SCHEMES[scheme], arch.features).kind
 
 

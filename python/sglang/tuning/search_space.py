@@ -58,12 +58,15 @@ class MoeShape:
         return 2 if kind == "gate_up" and self.gate else 1
 
     def depth(self, kind: str) -> int:
+        """Returns the dims that a product sums over. kind: "gate_up" or "down"."""
         return self.hidden if kind == "gate_up" else self.intermediate
 
     def columns(self, kind: str) -> int:
+        """Returns the outputs of a product. kind: "gate_up" or "down"."""
         return self.intermediate if kind == "gate_up" else self.hidden
 
     def product_tile(self, kind: str, choice: GroupedTile) -> ProductTile:
+        """Returns a product of this shape with the tile."""
         return ProductTile(kind, self.scheme, self.hidden, self.intermediate, choice, self.bias)
 
     def __str__(self) -> str:

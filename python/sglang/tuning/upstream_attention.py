@@ -26,6 +26,7 @@ class Compiled:
 
     @property
     def occupancy(self) -> int:
+        """Returns the programs on an SM at a time."""
         of_warp = -(-self.registers * 32 // 256) * 256
         return min(
             SHARED_PER_SM // (self.smem + 1024),
@@ -61,6 +62,7 @@ SHORT = 32
 
 
 def decode_key(keys: Keys) -> str:
+    """Returns the key of FlashInfer's decode times for these keys."""
     alone = "/alone" if keys.group == 1 else ""
     return f"{keys.head_dim}{alone}{'/fp8' if keys.item == 1 else ''}"
 
@@ -89,11 +91,13 @@ def decode_pieces(keys: Keys) -> Pieces:
 
 
 def prompt_key(prompt: Prompt, q_item: int = 2) -> str:
+    """Returns the key of FlashInfer's prompt times. q_item: bytes of a query's element."""
     parts = [str(prompt.head_dim), "fp8" if prompt.item == 1 else "", "q8" if q_item == 1 else ""]
     return "/".join(part for part in [*parts, "window" if prompt.window else ""] if part)
 
 
 def prompt_tile(prompt: Prompt) -> PromptTile:
+    """Returns the tile of FlashInfer's prompt kernel for the head size."""
     m, n, compiled = PROMPT[prompt.head_dim]
     return PromptTile(m, n, compiled.occupancy)
 

@@ -31,6 +31,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
+        """Returns the bits of a weight's code: 4 or 8."""
         return 4 if self.element in ("int4", "e2m1") else 8
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:

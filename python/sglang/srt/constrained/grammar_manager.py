@@ -58,11 +58,14 @@ _MEMORY_FULL = Verdict(error="The grammars in use fill their memory; send the re
 class Verifier(Protocol):
     """Interface of `CompileClient`."""
 
-    def submit(self, key: GrammarKey) -> Check: ...
+    def submit(self, key: GrammarKey) -> Check:
+        """Starts the verification of a grammar."""
 
-    def cancel(self, check: Check) -> None: ...
+    def cancel(self, check: Check) -> None:
+        """Stops a verification whose request has ended."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the process."""
 
 
 class BuildState(IntEnum):
@@ -256,6 +259,7 @@ class GrammarManager:
         self._grammars.clear()
 
     def num_cached(self) -> int:
+        """Returns the number of compiled grammars that are kept."""
         return len(self._grammars)
 
     def shutdown(self) -> None:

@@ -32,12 +32,14 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 class Reducer(Protocol):
     """An all-reduce that serves some tensors; its answers are the same on all ranks."""
 
-    def can_serve_tensor(self, x: torch.Tensor) -> bool: ...
+    def can_serve_tensor(self, x: torch.Tensor) -> bool:
+        """Returns whether the reducer sums tensors of this type and size."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum over the ranks. May reuse the storage of `x`."""
 
-    def can_norm(self, x: torch.Tensor) -> bool: ...
+    def can_norm(self, x: torch.Tensor) -> bool:
+        """Returns whether the reducer can sum `x` and compute the norm behind it in one kernel."""
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float

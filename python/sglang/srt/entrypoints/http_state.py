@@ -33,6 +33,7 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
+        """Returns the model's name in the API."""
         return self.args.served_model_name or self.args.model_path
 
     def connect(self, manager: TokenizerManager) -> None:

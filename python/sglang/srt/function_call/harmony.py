@@ -38,6 +38,8 @@ class _Header:
 
 
 class Harmony(MessageFormat):
+    """The format of gpt-oss: messages with a channel, a recipient and a body."""
+
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
     thought_marks = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
     next_message = f"{START}assistant"

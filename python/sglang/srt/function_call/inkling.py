@@ -28,6 +28,8 @@ _ANY = Markers(MESSAGE, MESSAGE_END, TURN_END, *_KINDS)
 
 
 class Inkling(MessageFormat):
+    """The format of Inkling: messages whose kind is a token of its own."""
+
     markers = (MESSAGE, MESSAGE_END, TURN_END, *_KINDS)
     thought_marks = (THOUGHTS, MESSAGE_END)
     next_message = MESSAGE

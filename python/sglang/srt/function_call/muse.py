@@ -42,6 +42,8 @@ _CALL = TaggedCalls(
 
 
 class Muse(MessageFormat):
+    """The format of Muse: messages to the user, to a tool or to the model itself (thoughts)."""
+
     markers = (START, MESSAGE, MESSAGE_END, TURN_END)
     thought_marks = (f"{_TO}{_SELF}{MESSAGE}", MESSAGE_END)
     next_message = f"{START}assistant"

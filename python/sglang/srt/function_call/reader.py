@@ -40,9 +40,11 @@ class Markers:
         self._firsts = frozenset(text[0] for text in texts)
 
     def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        """Returns the first marker in `text[start:end]`; None if there is none."""
         return self._pattern.search(text, start, end) if self._pattern is not None else None
 
     def match(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        """Returns the marker at `start`; None if none begins there."""
         return self._pattern.match(text, start, end) if self._pattern is not None else None
 
     def safe_end(self, text: str, start: int, end: int) -> int:
@@ -92,6 +94,7 @@ class Reader:
         self._marks: list[_Mark] = []
 
     def feed(self, text: str) -> None:
+        """Appends text; what was read before is dropped, but for what follows a mark."""
         for mark in self._marks:
             mark.pieces.append(self._text[mark.start : self._position])
             mark.start = 0
@@ -113,6 +116,7 @@ class Reader:
         self._find_end()
 
     def lift_fence(self) -> None:
+        """Lets reading pass the markers of `fence` again."""
         self._fence = None
         self._find_end()
 
@@ -136,15 +140,18 @@ class Reader:
     # --- memory of what was read --------------------------------------------------------------------------------------
 
     def mark(self) -> None:
+        """Remembers the present position, until `unmark`. Marks nest."""
         self._marks.append(_Mark(self._position))
 
     def since_mark(self) -> str:
+        """Returns the text from the latest mark to the present position."""
         return self._since(self._marks[-1])
 
     def _since(self, mark: _Mark) -> str:
         return "".join(mark.pieces) + self._text[mark.start : self._position]
 
     def unmark(self) -> None:
+        """Forgets the latest mark."""
         self._marks.pop()
 
     def rewind(self) -> None:

@@ -30,10 +30,12 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
+        """Returns the texts that begin and end thoughts."""
         return (self.begin, self.end)
 
     @property
     def thought_marks(self) -> tuple[str, str]:
+        """Returns the texts that begin and end thoughts."""
         return (self.begin, self.end)
 
     def starts_inside(self, prompt: str) -> bool:

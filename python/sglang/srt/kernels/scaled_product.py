@@ -23,10 +23,12 @@ class ScaledProduct:
 
     @property
     def constants(self) -> dict[str, str | int]:
+        """Returns the constants that kernels are compiled with for this product."""
         return {"KIND": self.kind, "ELEMENT": self.element, "GROUP": self.group}
 
     @property
     def four_bit(self) -> bool:
+        """Returns whether weights are codes of four bits, two of which share a byte."""
         return self.element in ("int4", "e2m1")
 
     @property

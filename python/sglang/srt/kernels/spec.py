@@ -28,6 +28,7 @@ class PeerLinks:
 
     @property
     def library_topology(self) -> Topology:
+        """Returns the kind of path that NCCL takes, which may differ from that between peers."""
         return self.topology if self.library is None else self.library
 
 
@@ -183,6 +184,7 @@ class Choice:
 
     @property
     def name(self) -> str:
+        """Returns the name of the chosen kernel."""
         return self.spec.name
 
     def load(self) -> Any:

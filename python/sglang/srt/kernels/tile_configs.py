@@ -45,6 +45,7 @@ class TileConfig:
 
     @property
     def tiles(self) -> Tiles:
+        """Returns the tiles that are launched unless they fail: the first candidate."""
         return self.candidates[0]
 
     @cached_property

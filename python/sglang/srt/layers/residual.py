@@ -69,7 +69,8 @@ class ResidualStream(Protocol):
     def to_intermediate(self, stream: Any) -> torch.Tensor:
         """Returns the stream as [T, streams * H] for the next pipeline stage, whose `resume` restores it."""
 
-    def resume(self, received: torch.Tensor) -> Any: ...
+    def resume(self, received: torch.Tensor) -> Any:
+        """Returns the stream of tensors that the previous stage sent."""
 
     def finish(self, stream: Any) -> torch.Tensor:
         """Returns the hidden states [T, H] after the final norm."""

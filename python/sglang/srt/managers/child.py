@@ -36,10 +36,12 @@ class ChildPipe:
         self._pipe, self._lock = pipe, threading.Lock()
 
     def send_bytes(self, message: bytes) -> None:
+        """Sends a message to the parent; threads may call it at the same time."""
         with self._lock:
             self._pipe.send_bytes(message)
 
     def recv_bytes(self) -> bytes:
+        """Waits for a message of the parent and returns it. Raises EOFError if the parent has ended."""
         return self._pipe.recv_bytes()
 
 

@@ -54,6 +54,7 @@ class CacheTier:
 
     @property
     def page_size(self) -> int:
+        """Returns the tokens of a page."""
         return self.tree.page_size
 
     def take(self, num_tokens: int) -> Slots | None:
@@ -77,10 +78,12 @@ class CachedPrefix:
 
     @property
     def length(self) -> int:
+        """Returns the tokens of the prefix."""
         return self.nodes[-1].depth if self.nodes else 0
 
     @property
     def last(self) -> Node:
+        """Returns the node where the prefix ends; the root if it is empty."""
         return self.nodes[-1] if self.nodes else self.tier.tree.root
 
     def current(self) -> CachedPrefix:
@@ -328,10 +331,12 @@ class Transfer:
 
     @property
     def keys(self) -> Keys:
+        """Returns the keys of the prefix that is copied."""
         return self.arrival.keys
 
     @property
     def namespace(self) -> str | None:
+        """Returns the namespace of the prefix (`extra_key` of its requests)."""
         return self.arrival.namespace
 
     def _reserve_all(self, source: CachedPrefix, target: CachedPrefix) -> bool:
@@ -389,10 +394,12 @@ class Transfer:
 
     @property
     def num_tokens(self) -> int:
+        """Returns the tokens that are copied."""
         return int(self.arrival.slots.size)
 
     @property
     def is_empty(self) -> bool:
+        """Returns whether there is nothing to copy."""
         return not any(map(len, self.all_moves()))
 
     def end(self, ok: bool) -> None:

@@ -92,6 +92,7 @@ class KVTable:
 
     @property
     def size(self) -> int:
+        """Returns the tokens for which there are slots."""
         return self.allocator.size
 
     @property

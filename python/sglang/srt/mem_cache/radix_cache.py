@@ -85,6 +85,7 @@ class RadixCache:
         return self._protected
 
     def total_size(self) -> int:
+        """Returns the cached tokens, evictable and locked ones."""
         return self._evictable + self._protected
 
     # --- lookup and insertion -----------------------------------------------------------------------------------------

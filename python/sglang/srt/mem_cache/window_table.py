@@ -49,6 +49,7 @@ class WindowTable:
 
     @property
     def size(self) -> int:
+        """Returns the tokens for which there are slots."""
         return self.allocator.size
 
     def available_size(self) -> int:

@@ -146,6 +146,7 @@ class DraftParts:
         return [(self, draft_path)] if self.copied is None else [(self, draft_path), (self.copied, target_path)]
 
     def ignored_weight(self, name: str) -> bool:
+        """Returns whether the draft does not load this tensor of its checkpoint."""
         if not name.startswith(self.draft.at) or name in self.scope.on_other_ranks:
             return True
         if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
@@ -200,4 +201,5 @@ class CopiedEmbedding:
         self.embedding = embedding_of(scope, target.description)
 
     def ignored_weight(self, name: str) -> bool:
+        """Returns True: the target's embedding is copied, so no tensor is loaded."""
         return True

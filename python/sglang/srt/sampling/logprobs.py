@@ -55,14 +55,17 @@ class LogprobRequest:
 
     @property
     def num_top(self) -> int:
+        """Returns the most top tokens that a request wants."""
         return max(self.top_nums)
 
     @property
     def num_ids(self) -> int:
+        """Returns the most named tokens that a request wants."""
         return max(map(len, self.token_ids))
 
     @property
     def width(self) -> int:
+        """Returns the columns of packed results: the token's own value, and ids and values of top and named tokens."""
         return 1 + 2 * self.num_top + self.num_ids
 
     def ids_tensor(self, device: torch.device | str) -> torch.Tensor | None:

@@ -190,14 +190,17 @@ class CountTokensRequest(Body, kw_only=True):
 
     @property
     def format(self) -> OutputFormat | None:
+        """Returns the wanted format of the output, from `output_config` or `output_format`."""
         return self.output_format if self.output_config is None else self.output_config.format or self.output_format
 
     @property
     def hides_thoughts(self) -> bool:
+        """Returns whether the client wants no text of thoughts."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def edits(self) -> list[AnyEdit]:
+        """Returns the requested edits of the context."""
         return [] if self.context_management is None else self.context_management.edits or []
 
     @property

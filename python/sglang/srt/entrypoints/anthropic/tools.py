@@ -98,10 +98,12 @@ class MessageTool(msgspec.Struct):
 
     @property
     def shown_description(self) -> str | None:
+        """Returns the description that the model sees; of a known tool, the server's own."""
         return self.description if self.kind is None else _KNOWN[self.kind][0]
 
     @property
     def schema(self) -> dict[str, Any]:
+        """Returns the JSON schema of the arguments; of a known tool, the server's own."""
         return self.input_schema or {} if self.kind is None else _KNOWN[self.kind][1]
 
 

@@ -115,6 +115,7 @@ class TemplatePool:
 
     @property
     def process_ids(self) -> list[int]:
+        """Returns the ids of the running processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def render(self, bodies: Sequence[ChatCompletionRequest], is_long: bool) -> list[str]:
@@ -139,6 +140,7 @@ class TemplatePool:
             raise ValueError(error.message) from None
 
     def close(self) -> None:
+        """Ends the threads and processes."""
         self._threads.close()
         for process in self._processes:
             process.end()

@@ -114,6 +114,7 @@ class ResultItem(Item):
     """The result of a call: `result` returns its id and its content."""
 
     def result(self) -> tuple[str | None, Content]:
+        """Returns the id of the call and its result."""
         raise NotImplementedError
 
 
@@ -124,6 +125,7 @@ class FunctionCallItem(CallItem, tag="function_call"):
     namespace: str | None = None
 
     def call(self) -> tuple[str | None, str, str]:
+        """Returns the call's id, the function's name as it was offered to the model, and the arguments as JSON."""
         return self.call_id, offered_name(self.name, self.namespace), self.arguments
 
 

@@ -100,6 +100,7 @@ class GenerateRequest:
 
     @property
     def num_prompts(self) -> int:
+        """Returns the number of prompts in the call."""
         prompts: Any = self.text if self.text is not None else self.input_ids
         return len(prompts) if self.is_batch else 1
 

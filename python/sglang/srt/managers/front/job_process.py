@@ -48,6 +48,7 @@ class JobProcess:
 
     @property
     def pid(self) -> int | None:
+        """Returns the id of the running process; None if there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:

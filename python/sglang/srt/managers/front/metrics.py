@@ -92,6 +92,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Counts a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 

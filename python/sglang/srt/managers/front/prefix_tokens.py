@@ -62,6 +62,7 @@ class PrefixTokens:
         return [*before, *ids, *after]
 
     def clear(self) -> None:
+        """Forgets all prefixes."""
         with self._lock:
             self._pieces.clear()
             self._num_tokens = 0

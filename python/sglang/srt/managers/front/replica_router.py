@@ -85,6 +85,7 @@ class RecentPages:
             self._pages.popitem(last=False)
 
     def clear(self) -> None:
+        """Forgets all pages."""
         self._pages.clear()
 
 

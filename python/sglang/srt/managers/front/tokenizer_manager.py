@@ -189,6 +189,7 @@ class TokenizerManager:
             await self.corpora.add(Path(path).name, await asyncio.to_thread(read_documents, path))
 
     def mark_up(self) -> None:
+        """Marks the server as ready, unless it was found unhealthy meanwhile."""
         if self.status is ServerStatus.STARTING:
             self.status = ServerStatus.UP
 

@@ -251,10 +251,12 @@ class AttentionGroups:
 
     @property
     def paused(self) -> bool:
+        """Returns whether generation is paused, which is so in all groups or in none."""
         return self.schedulers[0].paused
 
     @paused.setter
     def paused(self, paused: bool) -> None:
+        """Returns whether generation is paused, which is so in all groups or in none."""
         for scheduler in self.schedulers:
             scheduler.paused = paused
 
@@ -274,10 +276,12 @@ class AttentionGroups:
 
     @property
     def waiting(self) -> Iterator[Req]:
+        """Yields the waiting requests of all groups."""
         return (req for scheduler in self.schedulers for req in scheduler.waiting)
 
     @property
     def compiling(self) -> dict[str, tuple[Req, PendingGrammar]]:
+        """Returns the requests of all groups that wait for a grammar, by request id."""
         return {rid: entry for scheduler in self.schedulers for rid, entry in scheduler.compiling.items()}
 
     @property

@@ -84,6 +84,7 @@ class DraftStats:
             self._look()
 
     def close_interval(self) -> None:
+        """Ends the interval: its totals become `last_interval`, and a new one begins."""
         self.last_interval, self._interval = self._interval, DraftTotals()
 
     @property

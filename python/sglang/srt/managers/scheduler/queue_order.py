@@ -72,6 +72,7 @@ class QueueOrder:
         """Number of requests that were compared with the tree, of which the next one follows."""
 
     def new_queue(self) -> WaitingQueue:
+        """Returns an empty queue, sorted by what does not change while a request waits."""
         ranks = [] if self._priorities is None else [self._priorities.rank]
         return WaitingQueue(*ranks, *(_RANKS[name] for name in [self._policy] if name in _RANKS))
 

@@ -37,6 +37,7 @@ class RunningBatch:
         return len(self.reqs)
 
     def clear(self) -> None:
+        """Removes all requests."""
         self.reqs: list[Req] = []
         self.slots = np.empty(0, np.int64)
         self.limits, self.max_widths = np.empty(0, np.int32), np.empty(0, np.int32)

@@ -231,10 +231,12 @@ class Req:
 
     @property
     def output_len(self) -> int:
+        """Returns the number of tokens generated so far."""
         return len(self.output)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
+        """Returns whether log probabilities of prompt tokens were requested."""
         return self.logprob_start < self.prompt_len
 
     @property
@@ -314,6 +316,7 @@ class ScheduleBatch:
 
     @property
     def needs_mask(self) -> bool:
+        """Returns whether a sampled row has a grammar."""
         return any(req.needs_mask for req in self.limited)
 
     def read(self, counters: Counters) -> SampledTokens:

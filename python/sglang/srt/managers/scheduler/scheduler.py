@@ -633,6 +633,7 @@ class Scheduler:
 
     @property
     def host_tiers(self) -> list[HostTier]:
+        """Returns the host tier in a list; an empty list if there is none."""
         return [] if self.host_tier is None else [self.host_tier]
 
     def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:

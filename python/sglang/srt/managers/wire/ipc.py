@@ -277,6 +277,7 @@ class Receiver(Generic[T]):
                 self._loop.call_soon(self._deliver)
 
     def detach(self) -> None:
+        """Removes the handler from the event loop."""
         if self._loop is not None:
             self._loop.remove_reader(int(self._socket.getsockopt(zmq.FD)))
             self._loop = self._handler = None
@@ -290,24 +291,30 @@ class Receiver(Generic[T]):
 
 
 def scheduler_inbox(ports: Ports) -> Receiver[SchedulerInput]:
+    """Opens the leader's end of the channel from the front. Other ranks get its messages from the leader."""
     return Receiver(ports.scheduler_input, SchedulerInput, ports.keys)
 
 
 def scheduler_outbox(ports: Ports) -> Sender[SchedulerOutput]:
+    """Opens the leader's end of the channel to the detokenizer."""
     return Sender(ports.detokenizer_input)
 
 
 def detokenizer_inbox(ports: Ports) -> Receiver[SchedulerOutput]:
+    """Opens the detokenizer's end of the channel from the scheduler."""
     return Receiver(ports.detokenizer_input, SchedulerOutput)
 
 
 def detokenizer_outbox(ports: Ports) -> Sender[DetokenizerOutput]:
+    """Opens the detokenizer's end of the channel to the front."""
     return Sender(ports.tokenizer_input, keys=ports.keys)
 
 
 def tokenizer_inbox(ports: Ports) -> Receiver[DetokenizerOutput]:
+    """Opens the front's end of the channel from a replica's detokenizer."""
     return Receiver(ports.tokenizer_input, DetokenizerOutput, ports.keys)
 
 
 def tokenizer_outbox(ports: Ports) -> Sender[SchedulerInput]:
+    """Opens the front's end of the channel to a replica's scheduler."""
     return Sender(ports.scheduler_input, keys=ports.keys)

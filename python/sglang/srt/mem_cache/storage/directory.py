@@ -25,6 +25,7 @@ _KEY_POLLS, _KEY_POLL_S = 40, 0.05
 
 
 def lstat(path: Path) -> os.stat_result:
+    """Returns the state of the path itself, not of what a link leads to. Tests replace it."""
     return path.lstat()
 
 

@@ -138,12 +138,14 @@ class StorageJobs(Protocol):
     def writes(self) -> bool:
         """Returns whether the store is written; for a while after a failed write it is not."""
 
-    def submit(self, job: StorageJob) -> None: ...
+    def submit(self, job: StorageJob) -> None:
+        """Queues a job; its fields show the progress."""
 
     def stop_reading(self) -> None:
         """Stops reading the store for good, because it has entries that must not be used."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends all jobs and the threads."""
 
 
 class StoreFailed(Exception):
@@ -179,6 +181,7 @@ class StorageEngine:
 
     @property
     def writes(self) -> bool:
+        """Returns whether entries are written: not for a while after writes have failed."""
         return time.monotonic() >= self._off_until["written"]
 
     def submit(self, job: StorageJob) -> None:

@@ -83,6 +83,7 @@ class FileStore:
     # --- PrefixStore --------------------------------------------------------------------------------------------------
 
     def contains(self, names: Sequence[str]) -> list[bool]:
+        """Returns which entries exist, and counts those as used now."""
         now, there = time.time_ns(), []
         for index, name in enumerate(names):
             there.append(self._touch(self._path(name), now - index * USE_STEP_NS))
@@ -117,6 +118,7 @@ class FileStore:
         return data
 
     def write(self, name: str, data: bytearray) -> None:
+        """Writes an entry by renaming a complete file. Raises OSError."""
         path = self._path(name)
         temporary = path.with_name(f"{TEMPORARY}{self._writer}-{next(self._numbers)}")
         path.parent.mkdir(mode=0o700, exist_ok=True)

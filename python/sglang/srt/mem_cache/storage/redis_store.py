@@ -63,6 +63,7 @@ class RedisStore:
         return data
 
     def write(self, name: str, data: bytearray) -> None:
+        """Writes an entry. Raises ValueError if it is larger than Redis allows, and the client's errors."""
         if len(data) > MAX_ENTRY_BYTES:
             raise ValueError(f"an entry of {len(data):,} bytes: Redis holds values of {MAX_ENTRY_BYTES:,} at most")
         self._client.set(self.prefix + name, memoryview(data), ex=self.ttl)

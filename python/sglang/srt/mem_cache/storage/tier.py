@@ -59,9 +59,11 @@ class StoredRequest(Protocol):
     def finish(self) -> object:
         """Returns None until the request has ended."""
 
-    def cache_keys(self, length: int) -> Keys: ...
+    def cache_keys(self, length: int) -> Keys:
+        """Returns the keys of the first `length` tokens."""
 
-    def matchable_len(self) -> int: ...
+    def matchable_len(self) -> int:
+        """Returns how many leading tokens may come from a cache."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -346,6 +348,7 @@ class StorageTier:
 
     @property
     def busy(self) -> bool:
+        """Returns whether any job runs or waits."""
         return bool(self._prefetches or self._backup or self._offers or self._removals)
 
     def _waits(self) -> list[WatchedJob]:

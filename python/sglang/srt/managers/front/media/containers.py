@@ -62,6 +62,7 @@ class Container(Video):
         super().__init__(len(self._times), self._rate(), _upright(frame).size, MAX_FRAMES)
 
     def frames(self, indices: list[int]) -> Iterator[Image.Image]:
+        """Yields the frames with these numbers, which must ascend, as RGB pictures. Raises MediaError."""
         decoded: Iterator[Any] = iter(())
         here, shown = -1, None
         for index in indices:

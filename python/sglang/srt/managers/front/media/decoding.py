@@ -133,6 +133,7 @@ class Video:
         self.num_frames, self.fps, self.size = num_frames, fps, size
 
     def frames(self, indices: list[int]) -> Iterator[Image.Image]:
+        """Yields the frames with these numbers, which must ascend, as RGB pictures. Raises MediaError."""
         raise NotImplementedError
 
 

@@ -39,10 +39,12 @@ class Tiling:
 
     @property
     def columns(self) -> int:
+        """Returns the number of columns of tiles; 0 if the picture is not cut."""
         return -(-self.cut[0] // self.window) if self.window else 0
 
     @property
     def rows(self) -> int:
+        """Returns the number of rows of tiles; 0 if the picture is not cut."""
         return -(-self.cut[1] // self.window) if self.window else 0
 
 
