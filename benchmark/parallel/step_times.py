@@ -29,7 +29,7 @@ import torch
 from sglang import bench_one_batch
 from sglang.bench.direct import DirectBatch, direct_table
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Reducer
+from sglang.srt.distributed.groups import Reducer
 from sglang.srt.environ import adopt_environment
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.mem_cache.kv_table import KVTable

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import flashinfer_fusion
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.peer_setup import fused_by_flashinfer
 from sglang.srt.layers import native_ops
 

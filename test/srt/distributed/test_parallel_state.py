@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group, groups_of
+from sglang.srt.distributed.groups import Group, groups_of
 from sglang.srt.plan.ranks import RankLayout, even_slice
 from srt.distributed.library_exchanges import LibraryExchanges
 

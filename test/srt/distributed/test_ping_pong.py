@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.ping_pong import Blocks, CpuSideStream, MicrobatchesDiffer, PingPong
 from sglang.srt.distributed.quantized_sums import QuantizedSums
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.ping_pong import CpuSideStream, PingPong
 from sglang.srt.plan.ranks import RankLayout
 

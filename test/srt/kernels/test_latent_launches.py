@@ -15,6 +15,7 @@ from sglang.ledger.coverage import coverage
 from sglang.ledger.launch_form import Form, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.forward_batch import ForwardBatch
@@ -82,7 +83,7 @@ def test_every_launch_of_a_step_is_on_record(
     )
     arch = arch_by_name("rtx-pro-6000-server")
     plan = make_plan(args, ModelConfig.from_server_args(args), arch, 90 << 30, frozenset({"triton"}))
-    groups = parallel_state.groups_of(plan.ranks, 0)
+    groups = groups_of(plan.ranks, 0)
     groups.tp.reduce_with(NoAllReduce())
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     monkeypatch.setattr(groups.tp, "all_gather", lambda x: x)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.embedding import LMHead, _vocab_rows
 from sglang.srt.layers.sampler import Sampler, _largest
 from sglang.srt.sampling.logprobs import LogprobRequest

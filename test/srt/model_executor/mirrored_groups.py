@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 
 
 class MirroredRank(Group):

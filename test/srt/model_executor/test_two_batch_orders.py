@@ -24,7 +24,7 @@ from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.layers import embedding
 from sglang.srt.layers.ngrams.kernels import NgramKernels

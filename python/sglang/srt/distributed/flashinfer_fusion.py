@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.custom_all_reduce import exchange
-from sglang.srt.distributed.parallel_state import Reducer
+from sglang.srt.distributed.groups import Reducer
 
 FIRST_VERSION = (0, 6, 18)
 """Earlier versions compile the kernel for other GPUs than SM12x and fail at the first call."""

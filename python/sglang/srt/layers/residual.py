@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.partial_sums import DeferredAllReduce
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Init, Scope

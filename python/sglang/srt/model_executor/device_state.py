@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import ALONE, Group
+from sglang.srt.distributed.groups import ALONE, Group
 from sglang.srt.layers import native_draft_rows, native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import AcceptResult, GroupSteps, LaunchedForward, StepInput, StepResult

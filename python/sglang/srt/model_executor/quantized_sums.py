@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.quantized_sums import Codec, QuantizedSums, TorchCodec
 from sglang.srt.kernels.all_reduce_table import LIBRARY_PIECE_BYTES
 from sglang.srt.plan.plan import Plan

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.layers.step_rows import StateRecord
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.group_output import AllGroupsTokens

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import CpuSideStream, CudaSideStream, PingPong, SideStream
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.row_exchange import RowExchange

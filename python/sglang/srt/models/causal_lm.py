@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
 from sglang.srt.layers.alternating_mlp import AlternatingMLP
@@ -244,7 +245,7 @@ class CausalLM:
         plan: Plan,
         device: torch.device | str | None = None,
         first_layer: int = 0,
-        groups: parallel_state.Groups | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """Allocates the parameters. `device` overrides the plan's; `meta` builds the shapes only. `first_layer`: number
         of the first layer's caches. `groups`: None for those of this process."""

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import quantization_of
-from sglang.srt.distributed.parallel_state import groups_of
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers import native_ops

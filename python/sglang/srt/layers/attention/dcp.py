@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, ExtendMetadata
 from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.layers.attention.token_shares import (

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.parallel_state import ALONE, groups
+from sglang.srt.distributed.groups import ALONE
+from sglang.srt.distributed.parallel_state import groups
 from sglang.srt.layers.parameter import Init, Param, TensorPart
 from sglang.srt.models.vision.patch_places import Grid, num_patches, rows_and_columns
 from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, parts_of, shares
