@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.openai.sampling import sampling_dict
 from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
 from sglang.srt.function_call.names import check_argument_names, check_function_names, tagged_names
 from sglang.srt.managers.front.generate_request import GenerateRequest
-from sglang.srt.managers.front.tokenizer_manager import LONG_WORK
+from sglang.srt.managers.front.text_encoder import LONG_WORK
 
 MAX_THOUGHTS = 1 << 31
 """More tokens than any context has."""
@@ -121,7 +121,7 @@ async def count_prompt(
             raise
         return int(enough) + 1
     if not media:
-        return await service.manager.count_tokens(prompt, enough)
+        return await service.manager.text.count_tokens(prompt, enough)
     return len(await service.manager.ids_with_media(prompt, media))
 
 

@@ -111,7 +111,7 @@ async def post_detokenize(request: Request) -> Response:
             if not 0 <= token < vocab_size:
                 raise ApiError(400, f"token id {token} is not in the vocabulary (0..{vocab_size - 1})", param="tokens")
     decode = partial(engine.tokenizer.decode, skip_special_tokens=body.skip_special_tokens)
-    texts = await engine.manager.in_thread(sum(map(len, sequences)), lambda: [decode(ids) for ids in sequences])
+    texts = await engine.manager.text.in_thread(sum(map(len, sequences)), lambda: [decode(ids) for ids in sequences])
     return json_response({"text": texts[0] if single else texts})
 
 

@@ -18,7 +18,8 @@ from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT, TokenizerManager
+from sglang.srt.managers.front.text_encoder import LONG_TEXT
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class OpenAIService:
 
 async def off_event_loop(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
     """Calls `work` for a conversation of about `num_bytes` outside of the event loop, unless it is short."""
-    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, *args)
+    return work(*args) if num_bytes < LONG_TEXT else await service.manager.text.in_thread(num_bytes, work, *args)
 
 
 @dataclass(frozen=True, slots=True)
