@@ -16,8 +16,9 @@ import pytest
 
 from sglang.srt.managers.scheduler import queue_order
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.prompt_choice import MAX_EXAMINED, SHARED_PREFIX
 from sglang.srt.managers.scheduler.queue_order import MAX_MATCHED, POLICIES
-from sglang.srt.managers.scheduler.scheduler import MAX_EXAMINED, SHARED_PREFIX, Scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.waiting_queue import WaitingQueue
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.kv_table import KVTable
@@ -58,9 +59,9 @@ def test_a_step_matches_few_of_those_that_wait(policy: str, shared: bool, monkey
 def test_every_policy_serves_all(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those behind the ones that it orders, and those that a step does not look at."""
     monkeypatch.setattr(queue_order, "MAX_ORDERED", 5)
-    monkeypatch.setattr("sglang.srt.managers.scheduler.scheduler.MAX_EXAMINED", 3)
+    monkeypatch.setattr("sglang.srt.managers.scheduler.prompt_choice.MAX_EXAMINED", 3)
     scheduler, collector = full_scheduler(policy, 40, shared=True), Collector()
-    order = [req.rid for req in scheduler._queue()]
+    order = [req.rid for req in scheduler.choice.queue()]
     assert sorted(order) == sorted(req.rid for req in scheduler.waiting)
     if policy == "random":
         assert order[5:] == [f"waits {number}" for number in range(5, 40)]

@@ -418,7 +418,7 @@ def test_a_prompt_with_a_hint_is_copied_at_once_and_outlives_others(folder: Path
 
 def test_a_hint_without_main_memory_keeps_the_prompt_on_the_gpu(folder: Path) -> None:
     server = Server(folder)
-    server.scheduler.host_tier = None
+    server.scheduler.host_tier = server.scheduler.choice.host_tier = None
     message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)
     message.received, message.keep_s = 1000.0, 300.0
     add(server.scheduler, message)

@@ -853,7 +853,7 @@ def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatc
     scheduler.step()
     add(scheduler, request("long", prompt(1501), 4))
     for _ in range(50):
-        list(scheduler._queue())
+        list(scheduler.choice.queue())
         scheduler.step()
     long = scheduler.reqs["long"]
     run_to_end(scheduler, collector)

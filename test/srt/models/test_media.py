@@ -186,7 +186,7 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
     scheduler, prompt = seeing.scheduler(chunked_prefill_size=64, page_size=1), a_video(seeing.name)
     for chunk in range(8 if seeing.name in BOTH_WAYS else scheduler.plan.page_size, len(prompt.ids)):
-        scheduler._chunk = chunk
+        scheduler.choice.chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
         assert scheduler.flush_cache()
 
@@ -433,7 +433,7 @@ def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
     def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
         outcomes = []
         for chunk in range(first, len(prompt.ids)):
-            scheduler._chunk, collector = chunk, Collector()
+            scheduler.choice.chunk, collector = chunk, Collector()
             for number in range(2):
                 text = Prompt().text(4, number).ids
                 add(
