@@ -17,7 +17,7 @@ from rank_processes import run_ranks
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import agreement, parallel_state
-from sglang.srt.distributed.agreement import Agreed, agree_on_gpus, agreed_plan, refuse_difference
+from sglang.srt.distributed.agreement import AgreedGpus, agree_on_gpus, agreed_plan, refuse_difference
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU, ArchTraits, arch_by_name
 from sglang.srt.hardware.topology import Topology
@@ -174,7 +174,7 @@ def _problem(rank: int, folder: str) -> None:
         if problems[rank]:
             make = partial(_raise, problems[rank])
         with pytest.raises(UserError) as refused:
-            agreed_plan(Agreed(("a", "b"), CPU), 0, make)
+            agreed_plan(AgreedGpus(("a", "b"), CPU), 0, make)
         messages.append(str(refused.value))
     assert messages == ["rank 1 (b) has no plan: of one", "of both"]
     parallel_state.shutdown()

@@ -91,8 +91,8 @@ def test_each_gpu_takes_main_memory_of_its_own_node(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scheduler_setup, "node_of", nodes.get)
     monkeypatch.setattr(scheduler_setup, "free_bytes_of", free.get)
     machine: Any = SimpleNamespace(devices=range(4), ranks=range(4))
-    assert scheduler_setup._near_memory(machine, 290, 1) == 4 * 30
-    assert scheduler_setup._near_memory(machine, 100, 1) == 100
-    assert scheduler_setup._near_memory(SimpleNamespace(devices=[3], ranks=[3]), 290, 1) == 200
+    assert scheduler_setup._numa_memory(machine, 290, 1) == 4 * 30
+    assert scheduler_setup._numa_memory(machine, 100, 1) == 100
+    assert scheduler_setup._numa_memory(SimpleNamespace(devices=[3], ranks=[3]), 290, 1) == 200
     monkeypatch.setattr(scheduler_setup, "node_of", lambda address: None)
-    assert scheduler_setup._near_memory(machine, 290, 1) == 290
+    assert scheduler_setup._numa_memory(machine, 290, 1) == 290

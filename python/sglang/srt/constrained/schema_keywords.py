@@ -80,7 +80,7 @@ def _reasons(schema: Schema) -> Iterator[str]:
     for name in _NEVER:
         if schema.get(name) not in (None, False, {}, []) or (name == "not" and name in schema):
             yield f'"{name}"'
-    yield from _company(schema)
+    yield from _keywords_beside_lone_ones(schema)
     yield from _values(schema)
     yield from _untyped(schema)
     types = _types(schema)
@@ -127,7 +127,7 @@ def _constraints(schema: Schema) -> set[str]:
     return {name for name in schema if name not in ANNOTATIONS and not name.startswith("x-")}
 
 
-def _company(schema: Schema) -> Iterator[str]:
+def _keywords_beside_lone_ones(schema: Schema) -> Iterator[str]:
     for name in _ALONE:
         others = sorted(_constraints(schema) - {name})
         if name in schema and others:
@@ -190,11 +190,11 @@ def _names(schema: Schema) -> Iterator[str]:
 def exclusive(branches: Any) -> bool:
     """Returns whether no value can be valid under two of these schemas."""
     return isinstance(branches, list) and all(
-        _apart(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
+        _exclude_each_other(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
     )
 
 
-def _apart(first: Any, second: Any) -> bool:
+def _exclude_each_other(first: Any, second: Any) -> bool:
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return False
     a, b = _allowed_types(first), _allowed_types(second)
@@ -295,7 +295,7 @@ def _all_parts(schema: Any) -> Iterator[Schema]:
 
 def _is_joined(part: Schema) -> bool:
     """Returns whether one object must satisfy several schemas, which may each name other properties."""
-    return next(_company(part), None) is not None or len(part.get("allOf") or ()) > 1
+    return next(_keywords_beside_lone_ones(part), None) is not None or len(part.get("allOf") or ()) > 1
 
 
 def names_all(part: Schema) -> bool:

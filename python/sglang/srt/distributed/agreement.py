@@ -63,7 +63,7 @@ class _Summary(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class AgreedGpus:
     """The GPUs of all ranks by name, and what all of them have."""
 
     gpus: tuple[str, ...]
@@ -77,15 +77,15 @@ def gather_from_ranks(data: bytes) -> list[bytes]:
     return exchange(parallel_state.host_group(), data)
 
 
-def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
+def agree_on_gpus(arch: ArchTraits, gpu: str) -> AgreedGpus:
     """Returns the traits that all ranks' GPUs share. gpu: name of this rank's. Collective. Raises UserError on every
     rank if architectures differ, or packages or environment variables that change results or decisions."""
     if parallel_state.num_ranks() == 1:
-        return Agreed((gpu,), arch)
+        return AgreedGpus((gpu,), arch)
     gpus = refuse_unlike_ranks(gpu, facts_that_must_be_alike(arch), "cannot share a model")
     from_all = [msgspec.json.decode(data, type=ArchTraits) for data in gather_from_ranks(msgspec.json.encode(arch))]
     common = common_traits(from_all)
-    return Agreed(gpus, common, _note(gpus, from_all, common))
+    return AgreedGpus(gpus, common, _note(gpus, from_all, common))
 
 
 def refuse_unlike_ranks(name: str, items: Items, what: str) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _note(gpus: Sequence[str], traits: Sequence[ArchTraits], common: ArchTraits)
     )
 
 
-def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
+def agreed_plan(agreed: AgreedGpus, stage: int, make: Callable[[], Plan]) -> Plan:
     """Returns this rank's plan from `make` if all ranks have one and these agree. stage: this rank's pipeline stage.
     Collective. Raises UserError, with the same text on every rank, otherwise."""
     if len(agreed.gpus) == 1:

@@ -24,7 +24,7 @@ def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
         raise bad_request("require_reasoning needs a server with --reasoning-parser", param="require_reasoning")
     given: Any = call.sampling_params
     many = given if isinstance(given, list) else [given]
-    changed = [_behind_thoughts(params, reasoning) for params in many]
+    changed = [_grammar_after_thoughts(params, reasoning) for params in many]
     call.sampling_params = changed if isinstance(given, list) else changed[0]
     begin, end = (service.tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.thought_marks)
     call.thinking = ThinkingBudget(MAX_THOUGHTS, begin, end, inside=not isinstance(reasoning, MessageFormat))
@@ -33,7 +33,7 @@ def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
         call.thinking_share = service.manager.args.constrained_thinking_share
 
 
-def _behind_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
+def _grammar_after_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
     """Returns sampling parameters whose grammar begins after the thoughts; unchanged if they have none, or are
     malformed."""
     kinds = [name for name in GRAMMARS if isinstance(params, dict) and isinstance(params.get(name), str)]

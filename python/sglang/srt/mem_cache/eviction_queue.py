@@ -97,7 +97,7 @@ class EvictionQueue:
         assert valid == {id(n) for n in nodes if n.heap_entry}, "a node is not where it says in the eviction heap"
 
 
-class KeptQueue:
+class RetentionQueue:
     """Nodes that are kept before others, the earliest expiry first. An ancestor is kept at least as long as its
     descendants; of those with the same time the deepest comes first."""
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
-from sglang.srt.mem_cache.eviction_queue import EvictionQueue, KeptQueue
+from sglang.srt.mem_cache.eviction_queue import EvictionQueue, RetentionQueue
 from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, NodesCallback
 from sglang.srt.mem_cache.window_table import WindowTable
 
@@ -71,7 +71,7 @@ class RadixCache:
         self._evictable = 0
         self._protected = 0
         self._kept = 0
-        self._evictions, self._kept_nodes = EvictionQueue(), KeptQueue()
+        self._evictions, self._kept_nodes = EvictionQueue(), RetentionQueue()
         self.root = Node(np.empty(0, np.int64), EMPTY, None, b"", 0)
 
     # --- sizes in tokens ----------------------------------------------------------------------------------------------

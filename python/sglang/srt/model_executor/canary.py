@@ -117,10 +117,10 @@ class _Canary:
     def _decoded(self, reference: torch.Tensor) -> Iterator[float]:
         steps = self.steps
         with self.runner.without_graphs():
-            self._compute_all_but(1)
+            self._compute_prefixes(1)
             decoded = self._logits(steps.decoded(steps.count))
             if not _cosine(decoded, reference) >= MIN_AGREEMENT:
-                raise _failure(self._first_that_differs(), KERNELS)
+                raise _failure(self._first_difference(), KERNELS)
             yield _cosine(decoded, reference)
         for count in dict.fromkeys((1, steps.count)):
             name = f"the graph that decodes {count} request" + ("s" if count > 1 else "")
@@ -129,14 +129,14 @@ class _Canary:
     def _verified(self, reference: torch.Tensor) -> Iterator[float]:
         steps, rows = self.steps, self.steps.rows_of_verified()
         with self.runner.without_graphs():
-            self._compute_all_but(steps.width)
+            self._compute_prefixes(steps.width)
             yield self._compared("a step that verifies draft tokens", self._logits(steps.verified())[rows], reference)
         yield from self._in_graph("the graph that verifies draft tokens", steps.verified, reference, steps.width, rows)
 
     def _mixed(self, reference: torch.Tensor) -> Iterator[float]:
         what, reference = "prompts beside a request that decodes", reference[self.steps.mixed_order]
         with self.runner.without_graphs():
-            self._compute_all_but(1)
+            self._compute_prefixes(1)
             yield self._compared(f"a step of {what}", self._logits(self.steps.mixed()), reference)
         yield from self._in_graph(f"the graph of {what}", self.steps.mixed, reference, 1)
 
@@ -168,10 +168,10 @@ class _Canary:
         if graphs is None or graphs.shape_of(step()) is None:
             return
         if behind:
-            self._compute_all_but(behind)
+            self._compute_prefixes(behind)
         yield self._compared(name, self._logits(step())[rows], reference)
 
-    def _compute_all_but(self, count: int) -> None:
+    def _compute_prefixes(self, count: int) -> None:
         """Computes every prompt except its last `count` tokens, after resetting earlier computations."""
         self.steps.start()
         self._logits(self.steps.prompts(self.steps.length - count))
@@ -198,22 +198,22 @@ class _Canary:
     def _first_without_numbers(self) -> str:
         for name, out in self._outputs(self.steps.prompts(self.steps.length)):
             if not bool(out.isfinite().all()):
-                return f"the output of {name} ({self._computed_by(name)})"
+                return f"the output of {name} ({self._ops_of_block(name)})"
         return "the logits"
 
-    def _first_that_differs(self) -> str:
+    def _first_difference(self) -> str:
         steps = self.steps
         whole = self._outputs(steps.prompts(steps.length))
-        self._compute_all_but(1)
+        self._compute_prefixes(1)
         decoded = self._outputs(steps.decoded(steps.count))
         ends = slice(steps.length - 1, None, steps.length)
         for (name, of_prompt), (_, of_token) in zip(whole, decoded, strict=True):
             if not _cosine(of_token, of_prompt[ends]) >= MIN_AGREEMENT:
-                called = f"{name} ({self._computed_by(name)})"
+                called = f"{name} ({self._ops_of_block(name)})"
                 return f"{called} gives another output for a token that is decoded than for the same one in a prompt"
         return "decoding gives other logits than computing the same prompt whole"
 
-    def _computed_by(self, name: str) -> str:
+    def _ops_of_block(self, name: str) -> str:
         """Names the ops of the block that `_recorded` calls `name`, and the kernel of each."""
         plan, model = self.runner.plan, self.runner.model.description
         serving = ParallelConfig(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.attn_tp_size)

@@ -134,13 +134,13 @@ class RequestPreparer:
         _bound_parameters(num_samples * sum(p.num_bytes for p, _ in params))
         priority = self._priority(req.priority)
         options = zip(
-            _spread("return_logprob", req.return_logprob, count, bool),
-            _spread("logprob_start_len", req.logprob_start_len, count, int),
-            _spread("top_logprobs_num", req.top_logprobs_num, count, int),
+            _one_per_prompt("return_logprob", req.return_logprob, count, bool),
+            _one_per_prompt("logprob_start_len", req.logprob_start_len, count, int),
+            _one_per_prompt("top_logprobs_num", req.top_logprobs_num, count, int),
             _spread_ids(req.token_ids_logprob, count),
             _spread_keys("cache_salt", req.cache_salt, count),
             _spread_keys("extra_key", req.extra_key, count),
-            _spread("return_hidden_states", req.return_hidden_states, count, bool),
+            _one_per_prompt("return_hidden_states", req.return_hidden_states, count, bool),
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
@@ -473,7 +473,7 @@ def _bound_parameters(num_bytes: int) -> None:
         )
 
 
-def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
+def _one_per_prompt(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
     """Returns one value for each prompt, from one value for all or a list."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
@@ -488,7 +488,7 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
         return [None] * count
     if isinstance(value, list) and all(type(entry) is int for entry in value):
         return [value] * count
-    values = _spread("token_ids_logprob", value, count, list)
+    values = _one_per_prompt("token_ids_logprob", value, count, list)
     if any(type(entry) is not int for ids in values for entry in ids):
         raise RequestError("token_ids_logprob must hold integers.")
     return list(values)

@@ -133,8 +133,8 @@ def build_step(
     return batch
 
 
-def _joined(of_decodes: Lengths, of_prompts: list[int]) -> Lengths:
-    return np.concatenate((of_decodes, np.array(of_prompts, np.int32)))
+def _joined(decodes: Lengths, prompts: list[int]) -> Lengths:
+    return np.concatenate((decodes, np.array(prompts, np.int32)))
 
 
 def _reserved(req: Req, end: int, ahead: int) -> int:

@@ -98,7 +98,7 @@ class MediaSteps:
                 return 0
             self._was_busy = decoding
             if not self.features.is_encoding:
-                self.features.begin(missing[: _leading(missing)], self._num_decodes)
+                self.features.begin(missing[: _num_fitting(missing)], self._num_decodes)
                 if decoding:
                     return 0  # the patches are copied to the device while others decode
             self.features.advance(whole=not decoding)
@@ -151,7 +151,7 @@ class MediaSteps:
         return items
 
 
-def _leading(items: list[MediaItem]) -> int:
+def _num_fitting(items: list[MediaItem]) -> int:
     """Returns how many of the items fit one encoder step."""
     patches = 0
     for number, item in enumerate(items):

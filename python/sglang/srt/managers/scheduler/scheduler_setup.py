@@ -89,7 +89,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     host = parallel_state.min_over_ranks(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
     unasked = False
     if on_gpu and host is not None:
-        near = parallel_state.min_over_ranks(_near_memory(node, host, args.dp_size))
+        near = parallel_state.min_over_ranks(_numa_memory(node, host, args.dp_size))
         if unasked := keeps_unasked(args, arch, near):
             args, host = replace(args, enable_hierarchical_cache=True), near
     probe = _library_probe(arch)
@@ -124,7 +124,7 @@ def with_library_topology(links: PeerLinks, devices: Sequence[int]) -> PeerLinks
     return replace(links, library=library_topology(links.topology, addresses, os.environ, reach))
 
 
-def _near_memory(node: Node, free: int, replicas: int) -> int:
+def _numa_memory(node: Node, free: int, replicas: int) -> int:
     """Returns the free main memory of this machine; if each rank takes the same amount from the NUMA node of its GPU,
     only what all of them can get."""
     addresses = [pci_address(gpu) for gpu in node.devices]

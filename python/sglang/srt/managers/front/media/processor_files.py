@@ -40,10 +40,10 @@ def read_processor_files(
     """Reads the settings. `mm_process_config`: the flag's JSON, which takes precedence. `config`: the whole
     config.json, which has the settings of models without such files. Raises UserError."""
     both = _optional(directory / _BOTH_FILE)
-    image = _usual_words(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
+    image = _transformers_keys(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
     if not image and family in _IN_CONFIG:
         image = dict(_part(config or {}, "vision_config"))
-    video = _usual_words(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
+    video = _transformers_keys(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
     if not image:
         raise UserError(
             f"{directory} has no {_IMAGE_FILE}, which says how images are prepared for the model; add it, or serve "
@@ -71,7 +71,7 @@ _IN_CONFIG = ("deepseek_v41",)
 """Families whose vision_config contains the settings of their processors."""
 
 
-def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _transformers_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings, with the keys of published Kimi K2.5 checkpoints renamed to those of transformers."""
     published = _part(settings, _OF_KIMI)
     if not published:

@@ -58,7 +58,7 @@ def tiling(size: Size, square: int, tile: int) -> Tiling:
         window = min(short, tile) if long / short > _STRIP_ASPECT else tile
     if not window:
         return Tiling(size, size, 0)
-    tiles = Tiling(size, (_snapped(size[0], window), _snapped(size[1], window)), window)
+    tiles = Tiling(size, (_num_windows(size[0], window), _num_windows(size[1], window)), window)
     if tiles.rows * tiles.columns > MAX_TILES:
         raise MediaError(
             f"a picture of {size[0]} x {size[1]} pixels is seen in {tiles.rows * tiles.columns} tiles; {MAX_TILES} are"
@@ -67,7 +67,7 @@ def tiling(size: Size, square: int, tile: int) -> Tiling:
     return tiles
 
 
-def _snapped(side: int, window: int) -> int:
+def _num_windows(side: int, window: int) -> int:
     """Returns a whole number of windows; a remainder of more than a fifth counts as one."""
     return side if side < window else window * (side // window + (side % window > 0.2 * window))
 
@@ -87,7 +87,7 @@ class TiledProcessor:
                 raise MediaError(f"views of {side} pixels a side are no whole tokens, or more than an encoder step")
 
     def __call__(self, image: Image.Image) -> tuple[Tiling, list[Patches]]:
-        image = self._on_a_square(image)
+        image = self._padded_strip(image)
         width, height = image.size
         if max(image.size) > self._max_tiles:
             scale = self._max_tiles / max(image.size)
@@ -96,7 +96,7 @@ class TiledProcessor:
         whole = _resized(_resized(image, tiles.whole), (self._square, self._square))
         return tiles, [*self._tiles(image, tiles), self._patches([whole])]
 
-    def _on_a_square(self, image: Image.Image) -> Image.Image:
+    def _padded_strip(self, image: Image.Image) -> Image.Image:
         short, long = min(image.size), max(image.size)
         if short >= _STRIP_SIDE or long / short <= _STRIP_ASPECT:
             return image
