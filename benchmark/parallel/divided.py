@@ -85,7 +85,7 @@ class Slices:
     more: tuple[str, ...] = ()
     """Flags of our servers, beside those of the layout."""
 
-    def of_peer(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+    def start_peer(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
         if self.peer is None:
             return {}
         command, environment = self.peer
@@ -141,7 +141,7 @@ def slice_(
     model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
     measured = Measured({}, {}, {})
     with bench.window.part("slice"), ExitStack() as stack:
-        started = slices.of_peer(bench, Servers(bench.window, stack), model)
+        started = slices.start_peer(bench, Servers(bench.window, stack), model)
         before_ours()
         for part in meanwhile:
             part()
@@ -174,7 +174,7 @@ class Measured:
                     self.held[name] = bytes_a_token(server)
                     bench.row(f"slice, {name}: bytes of a GPU a token", f"{self.held[name]:,.0f}")
                 self.served[name] = bench.served(f"slice, {name}", server)
-                self.long[name] = behind_long_contexts(bench, name, server)
+                self.long[name] = time_long_contexts(bench, name, server)
             server.kill()
 
 
@@ -206,7 +206,7 @@ def compare_with_peer(bench: Bench, measured: Measured) -> None:
             bench.row(f"{name} beside upstream's: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
 
 
-def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]:
+def time_long_contexts(bench: Bench, name: str, server: Server) -> list[float]:
     """Milliseconds between the tokens of requests of so many tokens, behind a warm-up of one."""
     found = []
     lengths = (64, 8) if bench.cpu else (LONG, LONG_OUTPUT)

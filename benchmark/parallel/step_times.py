@@ -136,7 +136,7 @@ def longest_kernels(run: Callable[[], None]) -> list[tuple[str, int, float]]:
     return sorted(rows, key=lambda row: -row[2])[:KERNELS]
 
 
-def until_the_next(run: Callable[[], None], steps: int) -> list[tuple[str, int, float]]:
+def kernel_times(run: Callable[[], None], steps: int) -> list[tuple[str, int, float]]:
     """(name, launches, milliseconds) of the kernels of a step, the longest first. A kernel's time is what passes until
     the next begins, so that all of them are the whole, however early they begin; the device's waiting for the host is
     in the last one's."""
@@ -164,7 +164,7 @@ def profile_decode(runner: ModelRunner, kv: KVTable, order: Order, batch_size: i
         for _ in range(steps):
             batch.decode()
 
-    rows = until_the_next(decode, steps)
+    rows = kernel_times(decode, steps)
     batch.close()
     return rows
 
