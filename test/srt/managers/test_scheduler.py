@@ -577,8 +577,8 @@ def test_longest_prefix_first() -> None:
 
 def start_order(scheduler: Scheduler) -> list[str]:
     order: list[str] = []
-    place = scheduler._place
-    scheduler._place = lambda req, node: (order.append(req.rid), place(req, node))[1]  # type: ignore[method-assign]
+    place = scheduler.choice._place
+    scheduler.choice._place = lambda req, node: (order.append(req.rid), place(req, node))[1]  # type: ignore[method-assign]
     return order
 
 
