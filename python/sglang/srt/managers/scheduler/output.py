@@ -10,7 +10,7 @@ reach every rank, itself included, with the messages before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.managers.scheduler.counters import APPENDED, STREAMED
 from sglang.srt.managers.scheduler.leader import EndReq
@@ -139,7 +139,7 @@ def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) 
     """Returns a message with everything of these requests that has not been sent yet, and with `streamed`."""
     reqs = list(reqs)  # may be all running requests in each step, so no function is called for one that just goes on
     lengths = [len(r.output) if r.pending_finish is None else r.pending_output_len for r in reqs]
-    first: list[None] = [None] * len(streamed.rids)
+    first: list[Any] = [None] * len(streamed.rids)
     starts = [len(r.output) - r.num_unsent if r.stream else 0 for r in reqs]
     new_ids = [r.output[start:length] for r, start, length in zip(reqs, starts, lengths, strict=True)]
     meta = [

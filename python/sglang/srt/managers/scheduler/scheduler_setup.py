@@ -251,7 +251,9 @@ def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: Storage
     from sglang.srt.mem_cache.storage.store import create_store
 
     store, num_windows = create_store(config), len(plan.pool_sizes.windows)
-    return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows)
+    equal = plan.host_cache is not None and plan.host_cache.ranks_share
+    share = (plan.ranks.attn_tp_rank(rank), plan.ranks.attn_tp_size) if equal else (0, 1)
+    return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows, share)
 
 
 def create_depth(args: ServerArgs, runner: ModelRunner) -> AdaptiveDepth | None:

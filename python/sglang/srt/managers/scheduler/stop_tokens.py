@@ -29,5 +29,4 @@ class StopTokens:
     def rows_with_any(self, tokens: np.ndarray) -> np.ndarray:
         """Returns [R] bool: whether a row of `tokens` [R, k] has a token that ends some request. Rejected tokens, which
         may be any number, count as well."""
-        rows: np.ndarray = self._num_reqs.take(tokens, mode="wrap").any(axis=1)
-        return rows
+        return np.asarray(self._num_reqs.take(tokens, mode="wrap").any(axis=1))
