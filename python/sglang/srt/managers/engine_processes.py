@@ -82,7 +82,7 @@ class EngineProcesses:
         self._limit_s = limit_s
         self._on_change = on_change
         self._children: list[_Child] = []
-        self._closing = False
+        self._closing = self._ended = False
         self._end_lock = threading.Lock()
 
     @property
@@ -102,16 +102,27 @@ class EngineProcesses:
         """Begins to watch the children; call it once, after all are started."""
         threading.Thread(target=self._watch_children, name="engine-monitor", daemon=True).start()
 
+    def tell_end(self, limit_s: float) -> None:
+        """Tells all processes to end, without waiting. May be repeated."""
+        with self._end_lock:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        for child in self._children:
+            # A message, because closing would not break the pipe while the monitor thread waits on it.
+            with contextlib.suppress(OSError):  # already gone
+                child.pipe.send_bytes(STOP)
+
     def end(self, limit_s: float) -> None:
         """Ends all processes; kills those that are not gone after `limit_s` seconds. May be repeated."""
         with self._end_lock:
-            if self._closing:
+            if self._ended:
                 return
-            self._closing = True
-            for child in self._children:
-                # A message, because closing would not break the pipe while the monitor thread waits on it.
-                with contextlib.suppress(OSError):  # already gone
-                    child.pipe.send_bytes(STOP)
+            self._ended = True
+            self._tell_end()
             end = time.monotonic() + limit_s
             for child in self._children:
                 child.process.join(max(0.0, end - time.monotonic()))

@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -51,7 +51,7 @@ class JobProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Starts the process, unless `end` was called. If the system cannot start it, the next job fails."""
+        """Starts the process, unless `forbid` was called. If the system cannot start it, the next job fails."""
         with self._lock:
             if not self._has_ended:
                 self._start()
@@ -75,14 +75,23 @@ class JobProcess:
         with self._lock:
             if self._process is not None:
                 reap([self._process])
-            if self._pipe is not None:
-                with suppress(OSError):
-                    self._pipe.close()
+            self._close_pipe()
 
-    def end(self) -> None:
-        """Kills the process for good: no other one is started."""
-        self._has_ended = True
-        self.kill()
+    def forbid(self) -> BaseProcess | None:
+        """Starts no other process from now on. Returns the one that there is."""
+        with self._lock:
+            self._has_ended = True
+            return self._process
+
+    def close(self) -> None:
+        """Closes the pipe to a process that has ended."""
+        with self._lock:
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            with suppress(OSError):
+                self._pipe.close()
 
     def ask(self, message: bytes, gives_up: Callable[[float], bool]) -> bytes:
         """Returns the answer to a message. Raises ProcessEnded, after which there is no process."""
@@ -110,6 +119,14 @@ class JobProcess:
     def _fail(self, is_late: bool) -> NoReturn:
         self.kill()
         raise ProcessEnded(is_late) from None
+
+
+def end_all(jobs: Iterable[JobProcess]) -> None:
+    """Kills processes for good, and waits for all of them together."""
+    ended = list(jobs)
+    reap([process for job in ended if (process := job.forbid()) is not None])
+    for job in ended:
+        job.close()
 
 
 def begin_jobs() -> None:
