@@ -26,6 +26,7 @@ from sglang.srt.managers.reap import reap
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_start import start_child
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class EngineProcesses:
         ours, theirs = multiprocessing.Pipe(duplex=True)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=child_main, args=(name, entry, call, theirs), name=name, daemon=True)
-        process.start()
+        start_child(process)
         theirs.close()
         self._children.append(_Child(name, process, ours))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,6 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from sglang.srt.managers.reap import reap
+from sglang.srt.utils.child_start import ignore_terminal, start_child
 from sglang.srt.utils.process_limits import die_with_parent, name_process
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class JobProcess:
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=self._entry, args=(*self._args, theirs), name=self._name, daemon=True)
         try:
-            process.start()
+            start_child(process)
         except OSError as error:
             logger.error("A process (%s) cannot be started: %s", self._name, error)
             return
@@ -134,5 +134,4 @@ def begin_jobs() -> None:
     function."""
     die_with_parent()
     name_process(JOB_NAME)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_terminal()
