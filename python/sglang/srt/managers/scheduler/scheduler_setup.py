@@ -76,7 +76,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         backend = "nccl" if on_gpu else "gloo"
         parallel_state.init(ranks, rank, backend, rendezvous, args.watchdog_timeout, args.dist_timeout)
         if args.nnodes > 1:
-            agree(args, model.hf_config)
+            agree(args, model)
     agreed = agree_on_gpus(arch, gpu_of_rank(args, arch, gpu))
     arch = agreed.arch
     links = None
