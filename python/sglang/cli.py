@@ -105,19 +105,19 @@ def run_generate(argv: Sequence[str]) -> None:
     print()
 
 
-def run_plan(argv: Sequence[str]) -> int | None:
+def run_plan(argv: Sequence[str]) -> None:
     from sglang.plan.command import run_plan as run
 
-    return run(argv)
+    run(argv)
 
 
-def run_doctor(argv: Sequence[str]) -> int | None:
+def run_doctor(argv: Sequence[str]) -> int:
     from sglang.doctor.command import run_doctor as run
 
     return run(argv)
 
 
-def run_bench(argv: Sequence[str]) -> int | None:
+def run_bench(argv: Sequence[str]) -> int:
     from sglang.bench.command import run_bench as run
 
     return run(argv)

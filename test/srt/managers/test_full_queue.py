@@ -3,6 +3,7 @@ counted; benchmark/host/bench_full_queue.py has times."""
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections import Counter
@@ -264,3 +265,15 @@ def test_messages_of_streams_that_only_go_on_have_tokens_alone(interval: int) ->
     assert tokens == expected_output([5, 6, 7], 30, ignore_eos=True)
     assert [message.meta[0].num_retractions for message in messages if message.meta[0]] == [0, 1, 1]
     assert messages[0].meta[0] and messages[-1].meta[0] and messages[-1].meta[0].completion_tokens == 30
+
+
+def test_steps_leave_no_cycles_for_the_garbage_collection() -> None:
+    """The scheduler's process collects everything only rarely (`scheduler_process.COLLECTIONS`)."""
+    scheduler, collector = make_scheduler(FakeRunner(8192, 1, 512, 80, 256)), Collector()
+    counts = []
+    for round_ in range(3):
+        for number in range(40):
+            add(scheduler, request(f"r{round_}.{number}", [number + 5] * 30, 20, stream=number % 2 == 0))
+        run_to_end(scheduler, collector)
+        counts.append(gc.collect())
+    assert counts[1:] == [0, 0], "the first round may import modules"
