@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import pytest
 
 from sglang.srt.managers.scheduler import queue_order
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.queue_order import MOST_MATCHED, POLICIES
 from sglang.srt.managers.scheduler.scheduler import MOST_LOOKED_AT, SHARED_PREFIX, Scheduler
 from sglang.srt.managers.scheduler.stop_tokens import StopTokens
@@ -277,3 +278,24 @@ def test_steps_leave_no_cycles_for_the_garbage_collection() -> None:
         run_to_end(scheduler, collector)
         counts.append(gc.collect())
     assert counts[1:] == [0, 0], "the first round may import modules"
+
+
+def test_images_of_a_prompt_are_summed_once() -> None:
+    """A prompt may have thousands of images, and each step asks which of them fit."""
+    additions = Counter[str]()
+
+    class Size(int):
+        def __add__(self, other: int) -> Size:
+            additions["sizes"] += 1
+            return Size(int(self) + int(other))
+
+        __radd__ = __add__
+
+    items = [SimpleNamespace(digest=bytes([number])) for number in range(100)]
+    features: Any = SimpleNamespace(size_of=lambda item: Size(10), budget=800)
+    steps = MediaSteps(None, lambda: 1, 1)
+    steps.features = features
+    media: Any = SimpleNamespace(needed=lambda begin, end: [SimpleNamespace(item=item) for item in items])
+    assert steps._fitting(media, 0, 100) == items[:80]
+    assert steps._fitting(media, 0, 100) == items[:80], "those of the step count once"
+    assert additions["sizes"] <= 2 * len(items)
