@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.attention import (
+    full_and_windowed,
+    grouped_attention,
+    layer_kinds,
+    mixers_by_kind,
+)
+from sglang.srt.plan.families.blocks import (
+    experts,
+    ffn_by_layer,
+    mlp,
+    shared_experts,
+    sparse_layers,
+)
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import EH_PROJ
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
@@ -17,17 +32,28 @@ from sglang.srt.plan.weight_names import (
     WeightMap,
 )
 
+
+def glm4_moe(c: Config, head_norms: bool = True) -> Model:
+    """`head_norms`: False in the models that read images, whose heads have no norms."""
+    c.only("scoring_func", "sigmoid")
+    c.only("topk_method", "noaux_tc")
+    if not head_norms:
+        c.only("use_qk_norm", False)
+    qk_norm = "head" if head_norms and c.default("use_qk_norm", bool, True) else ""
+    attention = partial(
+        grouped_attention, qk_norm=qk_norm, qkv_bias=c.default("attention_bias", bool, False), o_bias=False
+    )
+    router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
+    blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
+    return Model(c, layers=layers_of(mixers_by_kind(c, layer_kinds(c), full_and_windowed(attention)), blocks))
+
+
 GLM4_MOE = Family(
     title="GLM-4.5 to GLM-4.7",
     model_types=("glm4_moe",),
     architectures=("Glm4MoeForCausalLM",),
+    read=glm4_moe,
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **EXPERT_NAMES, **SHARED_NAMES}),
-    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-    qk_norm="head",
-    optional_qk_norm=True,
-    o_bias=False,
-    has_experts=True,
-    router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
     mtp=EH_PROJ,
 )
 GLM4V_MOE = replace(
@@ -35,9 +61,8 @@ GLM4V_MOE = replace(
     title="GLM-4.5V and GLM-4.6V",
     model_types=("glm4v_moe",),
     architectures=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
+    read=partial(glm4_moe, head_norms=False),
     names=replace(GLM4_MOE.names.below("model.language_model."), unread=("model.visual.",)),
-    allowed={**GLM4_MOE.allowed, "use_qk_norm": (False,)},
-    qk_norm="",
     mtp=None,
 )
 """GLM-4.5V and 4.6V: the size of GLM-4.5-Air, without norms on the heads."""
