@@ -63,6 +63,12 @@ def full_and_windowed(attention: Callable[..., Mixer]) -> dict[str, Callable[[Co
     return {FULL: lambda c: attention(c, 0), WINDOWED: lambda c: attention(c, c.positive("sliding_window"))}
 
 
+def attention_by_layer(c: Config, attention: Callable[..., Mixer], usual: str = FULL) -> list[Mixer]:
+    """Returns the attention of each layer, with a window where `layer_types` say so. `attention`: takes the config and
+    the window (0: none); `usual`: the kind of all layers where the config has no such list."""
+    return mixers_by_kind(c, layer_kinds(c, usual), full_and_windowed(attention))
+
+
 def check_windows(c: Config) -> None:
     """Notes as a problem a window of which the config does not say which layers have it."""
     if c.values.get("use_sliding_window") and c.values.get("layer_types") is None:

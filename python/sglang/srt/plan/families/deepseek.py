@@ -8,13 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexed_layers, latent_attention
@@ -47,7 +41,7 @@ def deepseek(c: Config, router: Router, indexer_is_neox_style: bool = True) -> M
     )
     mixers = [with_indexer if has_indexer else without for has_indexer in indexed_layers(c)]
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers=layers_of(mixers, blocks))
+    return Model(c, layers_of(mixers, blocks))
 
 
 def deepseek_v2(c: Config) -> Model:

@@ -9,10 +9,7 @@ from typing import Any
 from sglang.srt.configs.hf_config import bounded
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.families.blocks import (
-    experts,
-    shared_experts,
-)
+from sglang.srt.plan.families.blocks import experts, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexer_of
@@ -93,7 +90,7 @@ def v4_model(c: Config, mixers: Sequence[Mixer], router: Router, lagged: bool = 
     first = replace(moe, router=by_ids, vocab_size=c.positive("vocab_size"))
     hashed = c.count("num_hash_layers")
     blocks = [first if i < hashed else moe for i in range(c.num_layers)]
-    return Model(c, layers=layers_of(mixers, blocks, hyper_connections(c, lagged=lagged)))
+    return Model(c, layers_of(mixers, blocks, hyper_connections(c, lagged=lagged)))
 
 
 def hyper_connections(c: Config, *, mean_head: bool = False, lagged: bool = False) -> HyperConnections | Sum:

@@ -14,10 +14,7 @@ from sglang.srt.plan.families.attention import (
     kinds_by_pattern,
     mixers_by_kind,
 )
-from sglang.srt.plan.families.blocks import (
-    activation,
-    mlp,
-)
+from sglang.srt.plan.families.blocks import activation, mlp
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.layer_spec import Sum
@@ -47,7 +44,7 @@ def gemma3(c: Config) -> Model:
     blocks = [mlp(c, activation(c, GELU))] * c.num_layers
     return Model(
         c,
-        layers=layers_of(mixers, blocks, Sum(norms_after=True, fp32_norms=True)),
+        layers_of(mixers, blocks, Sum(norms_after=True, fp32_norms=True)),
         tie_embeddings=True,
         zero_centred_norms=True,
         embedding_scale=c.positive("hidden_size") ** 0.5,

@@ -15,12 +15,7 @@ from sglang.srt.plan.families.attention import (
     kinds_by_pattern,
     mixers_by_kind,
 )
-from sglang.srt.plan.families.blocks import (
-    EXPERT_COUNTS,
-    activation,
-    experts,
-    mlp,
-)
+from sglang.srt.plan.families.blocks import EXPERT_COUNTS, activation, experts, mlp
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
@@ -77,7 +72,7 @@ def gemma4(c: Config) -> Model:
         layers = [_double_wide(layer) if _shares_cache(layer.mixer) else layer for layer in layers]
     return Model(
         c,
-        layers=layers,
+        layers,
         tie_embeddings=True,
         embedding_scale=c.positive("hidden_size") ** 0.5,
         logit_cap=c.default("final_logit_softcapping", float, 0.0),

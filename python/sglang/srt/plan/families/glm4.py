@@ -6,15 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sglang.srt.plan.families.attention import (
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    mlp,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import mlp
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.layer_spec import Sum
@@ -26,8 +19,8 @@ _NORMS_AFTER = {"input_norm_after": "post_self_attn_layernorm", "mlp_norm_after"
 def glm4(c: Config, qkv_bias: bool | None = None) -> Model:
     bias = c.default("attention_bias", bool, False) if qkv_bias is None else qkv_bias
     attention = partial(grouped_attention, qkv_bias=bias, o_bias=False, is_neox_style=False)
-    mixers = mixers_by_kind(c, layer_kinds(c), full_and_windowed(attention))
-    return Model(c, layers=layers_of(mixers, [mlp(c, joined=True)] * c.num_layers, Sum(norms_after=True)))
+    mixers = attention_by_layer(c, attention)
+    return Model(c, layers_of(mixers, [mlp(c, joined=True)] * c.num_layers, Sum(norms_after=True)))
 
 
 GLM4 = Family(

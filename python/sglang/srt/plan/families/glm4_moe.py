@@ -5,19 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sglang.srt.plan.families.attention import (
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import EH_PROJ
@@ -45,7 +34,7 @@ def glm4_moe(c: Config, head_norms: bool = True) -> Model:
     )
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers=layers_of(mixers_by_kind(c, layer_kinds(c), full_and_windowed(attention)), blocks))
+    return Model(c, layers_of(attention_by_layer(c, attention), blocks))
 
 
 GLM4_MOE = Family(

@@ -7,16 +7,8 @@ from dataclasses import replace
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import (
-    RECURRENT,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import RECURRENT
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.deepseek_v4 import hyper_connections
 from sglang.srt.plan.families.family import Family, Model, layers_of
@@ -73,7 +65,7 @@ def glm5_next(c: Config) -> Model:
     c.only("topk_method", "noaux_tc")
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers=layers_of(_mixers(c), blocks, hyper_connections(c, mean_head=True)))
+    return Model(c, layers_of(_mixers(c), blocks, hyper_connections(c, mean_head=True)))
 
 
 def _mixers(c: Config) -> list[Mixer]:

@@ -12,10 +12,7 @@ from sglang.srt.plan.families.attention import (
     kinds_by_pattern,
     mixers_by_kind,
 )
-from sglang.srt.plan.families.blocks import (
-    activation,
-    experts,
-)
+from sglang.srt.plan.families.blocks import activation, experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router
@@ -27,7 +24,7 @@ def gpt_oss(c: Config) -> Model:
     attention = partial(grouped_attention, head_dim=64, sinks=True)
     mixers = mixers_by_kind(c, kinds_by_pattern(c, "sliding_window_pattern", 2, WINDOWED), full_and_windowed(attention))
     block = experts(c, Router(0, bias=True), activation(c, GPT_OSS_SWIGLU), bias=True, form="gpt_oss")
-    return Model(c, layers=layers_of(mixers, [block] * c.num_layers))
+    return Model(c, layers_of(mixers, [block] * c.num_layers))
 
 
 GPT_OSS = Family(

@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
-from sglang.srt.plan.families.attention import (
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import HY_MTP
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.weight_names import (
-    ATTENTION_NAMES,
-    EXPERT_NAMES,
-    MLP_NAMES,
-    MODEL_NAMES,
-    QK_NORM_NAMES,
-    WeightMap,
-)
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, EXPERT_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 
 def hy_v3(c: Config) -> Model:
@@ -46,7 +28,7 @@ def hy_v3(c: Config) -> Model:
     attention = partial(grouped_attention, qk_norm="head")
     router = Router(0, "sigmoid", scale=2.826, correction="expert_bias", exact_logits=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers=layers_of(mixers_by_kind(c, layer_kinds(c), full_and_windowed(attention)), blocks))
+    return Model(c, layers_of(attention_by_layer(c, attention), blocks))
 
 
 HY_V3 = Family(

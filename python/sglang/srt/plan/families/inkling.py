@@ -8,16 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import (
-    grouped_attention,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.mtp import INKLING_MTP
@@ -60,7 +52,7 @@ def inkling(c: Config) -> Model:
     divisor = c.default("logits_mup_width_multiplier", float, 1.0)
     if divisor <= 0:
         raise UserError(f"{c.source}: 'logits_mup_width_multiplier' must be more than 0; got {divisor}.")
-    return Model(c, layers=layers, embedding_norm=True, logit_scale=1.0 / divisor)
+    return Model(c, layers, embedding_norm=True, logit_scale=1.0 / divisor)
 
 
 def _experts(c: Config, router: Router) -> MoE:

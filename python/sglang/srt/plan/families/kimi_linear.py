@@ -4,17 +4,8 @@ from __future__ import annotations
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import (
-    FULL,
-    RECURRENT,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import FULL, RECURRENT
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import latent_attention
@@ -56,7 +47,7 @@ def kimi_linear(c: Config) -> Model:
     delta = kimi_delta(c) if any(recurrent) else latent
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers=layers_of([delta if flag else latent for flag in recurrent], blocks))
+    return Model(c, layers_of([delta if flag else latent for flag in recurrent], blocks))
 
 
 _LISTS = ("full_attn_layers", "kda_layers")

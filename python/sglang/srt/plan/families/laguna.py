@@ -5,29 +5,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from sglang.srt.plan.families.attention import (
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router, Shared
-from sglang.srt.plan.weight_names import (
-    ATTENTION_NAMES,
-    EXPERT_NAMES,
-    MLP_NAMES,
-    MODEL_NAMES,
-    QK_NORM_NAMES,
-    WeightMap,
-)
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, EXPERT_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 
 def laguna(c: Config) -> Model:
@@ -38,7 +21,7 @@ def laguna(c: Config) -> Model:
     c.only("attention_bias", False)
     # The number of heads differs by layer: `num_attention_heads_per_layer`.
     attention = partial(grouped_attention, head_dim=128, qk_norm="head", head_gate=True, softplus_gates=True)
-    mixers = mixers_by_kind(c, layer_kinds(c), full_and_windowed(attention))
+    mixers = attention_by_layer(c, attention)
     router = Router(
         0,
         "sigmoid",
@@ -48,7 +31,7 @@ def laguna(c: Config) -> Model:
     )
     shared = Shared(c.positive("shared_expert_intermediate_size"))
     blocks = ffn_by_layer(sparse_layers(c, first_dense=1), lambda: mlp(c), lambda: experts(c, router, shared=shared))
-    return Model(c, layers=layers_of(mixers, blocks))
+    return Model(c, layers_of(mixers, blocks))
 
 
 LAGUNA = Family(

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from sglang.srt.plan.families.attention import (
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    mlp,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import mlp
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, WeightMap
 
 
 def llama(c: Config) -> Model:
-    mixers = mixers_by_kind(c, layer_kinds(c), full_and_windowed(grouped_attention))
-    return Model(c, layers=layers_of(mixers, [mlp(c)] * c.num_layers))
+    mixers = attention_by_layer(c, grouped_attention)
+    return Model(c, layers_of(mixers, [mlp(c)] * c.num_layers))
 
 
 LLAMA = Family(

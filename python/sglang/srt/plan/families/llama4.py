@@ -9,18 +9,8 @@ from typing import Any
 
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import (
-    FULL,
-    grouped_attention,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    listed_layers,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import FULL, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router
@@ -46,7 +36,7 @@ def llama4(c: Config) -> Model:
     blocks = ffn_by_layer(
         _sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c), form="columns")
     )
-    return Model(c, layers=layers_of(_mixers(c), blocks))
+    return Model(c, layers_of(_mixers(c), blocks))
 
 
 def _sparse_layers(c: Config) -> list[bool]:

@@ -15,13 +15,7 @@ from sglang.srt.plan.families.attention import (
     layer_kinds,
     mixers_by_kind,
 )
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    flagged_layers,
-    mlp,
-    shared_experts,
-)
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, flagged_layers, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import MIMO_V2_MTP
@@ -49,7 +43,7 @@ def mimo_v2(c: Config) -> Model:
     mixers = mixers_by_kind(c, kinds, full_and_windowed(_attention))
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(flagged_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers=layers_of(mixers, blocks), fused_qkv=_fuses_projections(c))
+    return Model(c, layers_of(mixers, blocks), fused_qkv=_fuses_projections(c))
 
 
 def _attention(c: Config, window: int) -> GQA:

@@ -12,20 +12,8 @@ from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.families.attention import (
-    FULL,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    activation,
-    experts,
-    ffn_by_layer,
-    flagged_layers,
-    mlp,
-    shared_experts,
-)
+from sglang.srt.plan.families.attention import FULL, grouped_attention, layer_kinds, mixers_by_kind
+from sglang.srt.plan.families.blocks import activation, experts, ffn_by_layer, flagged_layers, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router, Shared
@@ -92,7 +80,7 @@ def minimax_m3(c: Config) -> Model:
     blocks = ffn_by_layer(
         flagged_layers(c), lambda: mlp(c, function), lambda: experts(c, router, function, shared=_shared(c))
     )
-    return Model(c, layers=layers_of(mixers, blocks), zero_centred_norms=True)
+    return Model(c, layers_of(mixers, blocks), zero_centred_norms=True)
 
 
 def _shared(c: Config) -> Shared | None:

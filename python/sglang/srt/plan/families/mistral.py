@@ -6,23 +6,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from sglang.srt.plan.families.attention import (
     FULL,
     WINDOWED,
-    full_and_windowed,
+    attention_by_layer,
     grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
     temperature_scaling,
 )
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    shared_experts,
-    sparse_layers,
-)
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.deepseek import NAMES as LATENT_MODEL
 from sglang.srt.plan.families.deepseek import check_deepseek
@@ -30,36 +23,26 @@ from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import latent_attention
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import Mixer
-from sglang.srt.plan.weight_names import (
-    ATTENTION_NAMES,
-    MLP_NAMES,
-    MODEL_NAMES,
-    W123_NAMES,
-    W123_PARTS,
-    WeightMap,
-)
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, W123_NAMES, W123_PARTS, WeightMap
 
 
 def mistral(c: Config) -> Model:
-    return Model(c, layers=layers_of(_mixers(c), [mlp(c)] * c.num_layers))
+    return Model(c, layers_of(_mixers(c), [mlp(c)] * c.num_layers))
 
 
-def _mixers(c: Config) -> list[Mixer]:
+def _mixers(c: Config, **facts: Any) -> list[Mixer]:
     """Every layer has a window where the config names one."""
-    kinds = layer_kinds(c, WINDOWED if c.count("sliding_window") else FULL)
-    return mixers_by_kind(c, kinds, full_and_windowed(partial(grouped_attention, kv_heads=8)))
+    usual = WINDOWED if c.count("sliding_window") else FULL
+    return attention_by_layer(c, partial(grouped_attention, kv_heads=8, **facts), usual)
 
 
 def mixtral(c: Config) -> Model:
-    return Model(c, layers=layers_of(_mixers(c), [experts(c, Router(0))] * c.num_layers))
+    return Model(c, layers_of(_mixers(c), [experts(c, Router(0))] * c.num_layers))
 
 
 def ministral3(c: Config) -> Model:
     scaling, rotary = temperature_scaling(c)
-    kinds = layer_kinds(c, WINDOWED if c.count("sliding_window") else FULL)
-    attention = partial(grouped_attention, kv_heads=8, rotary=rotary, **scaling)
-    mixers = mixers_by_kind(c, kinds, full_and_windowed(attention))
-    return Model(c, layers=layers_of(mixers, [mlp(c)] * c.num_layers))
+    return Model(c, layers_of(_mixers(c, rotary=rotary, **scaling), [mlp(c)] * c.num_layers))
 
 
 def mistral3(c: Config) -> Model:
@@ -76,7 +59,7 @@ def mistral4(c: Config) -> Model:
         lambda: mlp(c),
         lambda: experts(c, Router(0), shared=shared_experts(c), form="stacked"),
     )
-    return Model(c, layers=layers_of([mixer] * c.num_layers, blocks))
+    return Model(c, layers_of([mixer] * c.num_layers, blocks))
 
 
 MISTRAL = Family(

@@ -12,9 +12,7 @@ from sglang.srt.plan.families.attention import (
     kinds_by_pattern,
     mixers_by_kind,
 )
-from sglang.srt.plan.families.blocks import (
-    mlp,
-)
+from sglang.srt.plan.families.blocks import mlp
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
@@ -44,7 +42,7 @@ def muse_glimmer(c: Config) -> Model:
     residual = Sum(norms_after=True, fp32_norms=True, eps_after=c.default("post_norm_eps", float, 0.0))
     return Model(
         c,
-        layers=layers_of(mixers, [mlp(c)] * c.num_layers, residual),
+        layers_of(mixers, [mlp(c)] * c.num_layers, residual),
         zero_centred_norms=True,
         plain_final_norm=True,
         normed_embedding=True,

@@ -8,15 +8,8 @@ from typing import Any
 from sglang.srt.configs.activation import RELU2
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import (
-    grouped_attention,
-)
-from sglang.srt.plan.families.blocks import (
-    activation,
-    experts,
-    mlp,
-    shared_experts,
-)
+from sglang.srt.plan.families.attention import grouped_attention
+from sglang.srt.plan.families.blocks import activation, experts, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.mtp import NEMOTRON_MTP
@@ -47,7 +40,7 @@ def nemotron_h(c: Config) -> Model:
     }
     kinds = block_kinds(c)
     by_kind = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
-    return Model(c, layers=[by_kind[kind] for kind in kinds], norm_eps="layer_norm_epsilon")
+    return Model(c, [by_kind[kind] for kind in kinds], norm_eps="layer_norm_epsilon")
 
 
 def block_kinds(c: ConfigReader) -> list[str]:

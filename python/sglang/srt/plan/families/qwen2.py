@@ -5,20 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sglang.srt.plan.families.attention import (
-    check_windows,
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    gated_shared_expert,
-    mlp,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import MIMO_MTP
@@ -37,7 +25,7 @@ _LAYER = {**ATTENTION_NAMES, **MLP_NAMES}
 
 
 def qwen2(c: Config) -> Model:
-    return Model(c, layers=layers_of(_mixers(c), [mlp(c)] * c.num_layers))
+    return Model(c, layers_of(_mixers(c), [mlp(c)] * c.num_layers))
 
 
 def mimo(c: Config) -> Model:
@@ -49,13 +37,13 @@ def qwen2_moe(c: Config) -> Model:
     c.only("qkv_bias", True)
     router = Router(0, renormalize=False)  # norm_topk_prob says otherwise in those that do
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=gated_shared_expert(c)))
-    return Model(c, layers=layers_of(_mixers(c), blocks))
+    return Model(c, layers_of(_mixers(c), blocks))
 
 
 def _mixers(c: Config) -> list[Mixer]:
     check_windows(c)
     attention = partial(grouped_attention, qkv_bias=True, o_bias=False)
-    return mixers_by_kind(c, layer_kinds(c), full_and_windowed(attention))
+    return attention_by_layer(c, attention)
 
 
 QWEN2 = Family(

@@ -5,51 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sglang.srt.plan.families.attention import (
-    check_windows,
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    mlp,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import QWEN_MTP
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import Mixer
-from sglang.srt.plan.weight_names import (
-    ATTENTION_NAMES,
-    EXPERT_NAMES,
-    MLP_NAMES,
-    MODEL_NAMES,
-    QK_NORM_NAMES,
-    WeightMap,
-)
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, EXPERT_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
 
 
 def qwen3(c: Config) -> Model:
-    return Model(c, layers=layers_of(_mixers(c, head_dim=128, kv_heads=32), [mlp(c)] * c.num_layers))
+    return Model(c, layers_of(_mixers(c, head_dim=128, kv_heads=32), [mlp(c)] * c.num_layers))
 
 
 def qwen3_moe(c: Config, *, renormalize: bool = False, expert_form: str = "") -> Model:
     """`renormalize`: unless `norm_topk_prob` says it."""
     router = Router(0, renormalize=renormalize)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, form=expert_form))
-    return Model(c, layers=layers_of(_mixers(c, kv_heads=4), blocks))
+    return Model(c, layers_of(_mixers(c, kv_heads=4), blocks))
 
 
 def _mixers(c: Config, head_dim: int = 0, *, kv_heads: int) -> list[Mixer]:
     check_windows(c)
     attention = partial(grouped_attention, qk_norm="head", head_dim=head_dim, kv_heads=kv_heads)
-    return mixers_by_kind(c, layer_kinds(c), full_and_windowed(attention))
+    return attention_by_layer(c, attention)
 
 
 QWEN3 = Family(

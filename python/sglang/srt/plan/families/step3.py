@@ -9,19 +9,8 @@ from dataclasses import replace
 from sglang.srt.configs.activation import LEAST_RESULT_LIMIT
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import (
-    full_and_windowed,
-    grouped_attention,
-    layer_kinds,
-    mixers_by_kind,
-)
-from sglang.srt.plan.families.blocks import (
-    experts,
-    ffn_by_layer,
-    listed_layers,
-    mlp,
-    sparse_layers,
-)
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import STEP_MTP
@@ -46,7 +35,7 @@ def step3(c: Config) -> Model:
     c.only("sink", False)
     c.only("use_bidirectional_attention", False)
     c = c.renamed(_OWN_NAMES)
-    mixers = mixers_by_kind(c, layer_kinds(c), full_and_windowed(_attention))
+    mixers = attention_by_layer(c, _attention)
     router = Router(0, "sigmoid", correction="router_bias", exact_logits=True)
     width = c.count("share_expert_dims", "share_expert_dim")
     blocks = ffn_by_layer(
@@ -54,7 +43,7 @@ def step3(c: Config) -> Model:
         lambda: mlp(c),
         lambda: experts(c, router, shared=Shared(width) if width else None, form="by_matrix"),
     )
-    return Model(c, layers=layers_of(mixers, _with_limits(c, blocks)), zero_centred_norms=True)
+    return Model(c, layers_of(mixers, _with_limits(c, blocks)), zero_centred_norms=True)
 
 
 def _attention(c: Config, window: int) -> GQA:

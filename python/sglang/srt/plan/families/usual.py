@@ -36,7 +36,7 @@ def usual_model(c: Config) -> Model:
     blocks = ffn_by_layer(
         sparse, lambda: mlp(c), lambda: experts(c, Router(0), shared=gated_shared_expert(c) or shared_experts(c))
     )
-    return Model(c, layers=layers_of(_mixers(c), blocks))
+    return Model(c, layers_of(_mixers(c), blocks))
 
 
 def _mixers(c: Config) -> list[Mixer]:
