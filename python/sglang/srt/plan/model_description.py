@@ -197,7 +197,7 @@ def describe_model(
     family = known or Family(model_types=(model_type,), read=usual_model)
     multimodal = isinstance(config.get("text_config"), Mapping)
     placed = replace(family, names=family.names.below(_prefix(quantization, multimodal)))
-    model = describe_as(placed, keys, quantization, keep_shared_apart)
+    model = describe_as(placed, keys, quantization, keep_shared_apart, draft=False)
     return replace(
         model,
         known=known is not None,
@@ -218,9 +218,11 @@ def describe_as(
     quantization: QuantConfig | None,
     keep_shared_apart: str = "",
     adapt: Callable[[LayerSpec], LayerSpec] | None = None,
+    *,
+    draft: bool = True,
 ) -> ModelDescription:
     """Describes a model whose keys and checkpoint names are those of the family. `adapt`: makes each layer of the one
-    that the family's function reads. Raises UserError as `describe_model` does."""
+    that the family's function reads. `draft`: as in `check_unread`. Raises UserError as `describe_model` does."""
     c = FamilyConfig(keys.values, keys.source, quantized=quantization is not None)
     hidden_size, vocab_size = c.positive("hidden_size"), c.positive("vocab_size")
     if c.architecture not in family.architectures:
@@ -234,7 +236,7 @@ def describe_as(
         c.problem(f"the key {read.norm_eps!r} is missing.")
     tied = c.default("tie_word_embeddings", bool, read.tie_embeddings)
     eps, stored_vocab_size = c.default(read.norm_eps, float, 1e-6), c.count(STORED_VOCABULARY)
-    check_unread(c)
+    check_unread(c, draft)
     layers = read.layers if adapt is None else [adapt(layer) for layer in read.layers]
     model = ModelDescription(
         architecture=c.architecture,

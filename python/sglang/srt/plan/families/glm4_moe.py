@@ -22,19 +22,24 @@ from sglang.srt.plan.weight_names import (
 )
 
 
-def glm4_moe(c: Config, head_norms: bool = True) -> Model:
-    """`head_norms`: False in the models that read images, whose heads have no norms."""
+def glm4_moe(c: Config) -> Model:
     c.only("scoring_func", "sigmoid")
     c.only("topk_method", "noaux_tc")
-    if not head_norms:
-        c.only("use_qk_norm", False)
-    qk_norm = "head" if head_norms and c.default("use_qk_norm", bool, True) else ""
     attention = partial(
-        grouped_attention, qk_norm=qk_norm, qkv_bias=c.default("attention_bias", bool, False), o_bias=False
+        grouped_attention,
+        qk_norm="head" if c.default("use_qk_norm", bool, True) else "",
+        qkv_bias=c.default("attention_bias", bool, False),
+        o_bias=False,
     )
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
     return Model(c, layers_of(attention_by_layer(c, attention), blocks))
+
+
+def glm4v_moe(c: Config) -> Model:
+    """The models that read images have no norms on heads."""
+    c.only("use_qk_norm", False)
+    return glm4_moe(c.with_values({"use_qk_norm": False}))
 
 
 GLM4_MOE = Family(
@@ -50,7 +55,7 @@ GLM4V_MOE = replace(
     title="GLM-4.5V and GLM-4.6V",
     model_types=("glm4v_moe",),
     architectures=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
-    read=partial(glm4_moe, head_norms=False),
+    read=glm4v_moe,
     names=replace(GLM4_MOE.names.below("model.language_model."), unread=("model.visual.",)),
     mtp=None,
 )

@@ -44,6 +44,7 @@ def inkling(c: Config) -> Model:
     c.only("tie_word_embeddings", False)
     for key in _ON:
         c.only(key, True)
+    c.ignore("rms_norm_eps_moe_gate")  # the router has no norm
     c = (c.usual(_USUAL) if c.count("n_routed_experts") == 256 else c).renamed(_OWN_NAMES)
     router = Router(0, "sigmoid", correction="bias", exact_logits=True, scaled=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c, alternating=True, scaled=True), lambda: _experts(c, router))

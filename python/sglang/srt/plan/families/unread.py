@@ -30,6 +30,17 @@ FACTORS = (
     "residual_multiplier",
 )
 """Keys with a factor, of which 1 changes nothing."""
+CHANGING = (
+    *FACTORS,
+    "attention_multiplier",
+    "attn_logit_softcapping",
+    "clip_qkv",
+    "final_logit_softcapping",
+    "qk_scale_factor",
+    "query_pre_attn_scalar",
+)
+"""Keys of some families that would change any model's result. In a draft's config no others are looked for: its keys
+are those of its kind, which the reader of that kind checks, or those of the model, which has more layers."""
 HARMLESS = re.compile(
     "|".join(
         (
@@ -51,11 +62,11 @@ HARMLESS = re.compile(
             r"temperature|top_k|top_p|num_return_sequences|num_logits_to_keep|chunk_size_feed_forward",
             # Other parts of the server read them: tokens, formats, images, drafts.
             r".*_token_(id|index)|.*_placeholder|quantization_config|expert_dtype|tie_encoder_decoder|vision_.*|image_.*",
-            r"projector_.*|multimodal_projector_bias|ignore_index|process_image_mode|img_token_compression_config",
+            r"out_hidden_size|projector_.*|multimodal_projector_bias|ignore_index|process_image_mode|img_token_compression_config",
             r"language_model_only|use_unified_vision_chunk|mm_.*|audio_.*|video_.*|mtp_.*|num_mtp_modules|use_mtp",
             r"num_nextn_predict_layers|dspark_.*|index_share_for_mtp_iteration|indexer_rope_interleave",
             # How others compute it, which changes no exact result.
-            r"attn_implementation|ep_size|use_(bfloat16|mamba_kernels|grouped_topk)|moe_shared_expert_overlap",
+            r"attn_implementation|ep_size|number_of_conv_states|use_(bfloat16|mamba_kernels|grouped_topk)|moe_shared_expert_overlap",
             r"(enable|need)_.*fp32.*|pad_token_id|use_qk_norm",
         )
     )
@@ -71,10 +82,11 @@ def check_layers(c: Config) -> None:
             raise UserError(f"{c.source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
 
 
-def check_unread(c: Config) -> None:
-    """Notes a problem for each other key that the family's function did not read and that may change answers. Values
-    that switch something off (false, 0, empty) change none."""
-    for key in sorted(c.values.keys() - c.recorded.read):
+def check_unread(c: Config, draft: bool = False) -> None:
+    """Notes a problem for each other key that the family's function did not read and that may change answers; for a
+    `draft` only for those in CHANGING. Values that switch something off (false, 0, empty) change none."""
+    asked = c.values.keys() & set(CHANGING) if draft else c.values.keys()
+    for key in sorted(asked - c.recorded.read):
         value = c.recorded.peek(key)
         if not value or (key in FACTORS and value == 1) or HARMLESS.fullmatch(key):
             continue
