@@ -36,12 +36,6 @@ def glm4_moe(c: Config) -> Model:
     return Model(c, layers_of(attention_by_layer(c, attention), blocks))
 
 
-def glm4v_moe(c: Config) -> Model:
-    """The models that read images have no norms on heads."""
-    c.only("use_qk_norm", False)
-    return glm4_moe(c.with_values({"use_qk_norm": False}))
-
-
 GLM4_MOE = Family(
     title="GLM-4.5 to GLM-4.7",
     model_types=("glm4_moe",),
@@ -50,6 +44,14 @@ GLM4_MOE = Family(
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **EXPERT_NAMES, **SHARED_NAMES}),
     mtp=EH_PROJ,
 )
+
+
+def glm4v_moe(c: Config) -> Model:
+    """The models that read images have no norms on heads."""
+    c.only("use_qk_norm", False)
+    return glm4_moe(c.with_values({"use_qk_norm": False}))
+
+
 GLM4V_MOE = replace(
     GLM4_MOE,
     title="GLM-4.5V and GLM-4.6V",
