@@ -9,7 +9,7 @@ from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.media.media_files import MediaFiles
 from sglang.srt.managers.front.replica import Replica
 from sglang.srt.managers.front.request_preparation import PreparedCall
-from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq, TokenMeta
 
 
 class ActiveSequence:
@@ -21,6 +21,7 @@ class ActiveSequence:
         "index",
         "kept_text",
         "last_time",
+        "meta",
         "num_kept",
         "num_tokens",
         "replica",
@@ -36,6 +37,8 @@ class ActiveSequence:
         """The public ids that it ends with: the request's, shared by the samples of a prompt, and the batch's."""
         self.replica: Replica | None = None
         """None: no scheduler knows it yet."""
+        self.meta = TokenMeta(0, 0)
+        """That of its last message."""
         self.num_tokens = 0
         """Tokens that it has been counted with in the load of its replica."""
         self.sent_time = 0.0

@@ -444,8 +444,8 @@ class TokenizerManager:
             sequence = sequences.get(rid)
             if sequence is None or sequence.replica is not replica:  # its replica was lost
                 continue
-            finish, ids, meta = batch.finish[i], batch.new_ids[i], batch.meta[i]
-            stream = sequence.stream
+            finish, ids, stream = batch.finish[i], batch.new_ids[i], sequence.stream
+            meta = sequence.meta = batch.meta[i] or sequence.meta.after(len(ids))
             if ids:
                 sequence.num_tokens += len(ids)
                 replica.load.num_tokens += len(ids)
