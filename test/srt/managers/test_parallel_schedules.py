@@ -184,16 +184,22 @@ def outcome(
     return result
 
 
+def graph_modes(index: int, both: bool) -> tuple[bool, ...]:
+    """Returns whether the steps of a group's model with this index go through graphs: every other one's, or, with
+    `both`, each model's once with graphs and once without."""
+    return (True, False) if both else (index % 2 == 0,)
+
+
 def _rank(
     rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, known: dict[str, dict[str, list[int]]], both: bool
 ) -> None:
-    """Every other model's steps go through graphs, or each model's once, if `both`. Those of two rows and more leave the ranks of a stage their columns
-    of the logits, as only those of many rows do; one row is whole."""
+    """Steps of two rows and more leave the ranks of a stage their columns of the logits, as only those of many rows do;
+    one row is whole."""
     torch.set_num_threads(1)
     embedding.FEWEST_SHARDED_ROWS = 2
     replayed: set[int] = set()
     for i, (name, folder) in enumerate(folders.items()):
-        for graphs in (True, False) if both else (i % 2 == 0,):
+        for graphs in graph_modes(i, both):
             meet = f"file://{out}/rendezvous{i}.{graphs}"
             result = outcome(folder, ranks, rank, meet, replayed if graphs else None, known.get(name))
             (out / f"{name}.{graphs}.{rank}.json").write_text(json.dumps(result.__dict__))
@@ -210,11 +216,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Where each is, and what one process makes of the schedule."""
 
     @functools.cache
-    def of(name: str, ranks: RankLayout = ONE_RANK) -> tuple[str, Outcome]:
+    def made(name: str, at_four: bool) -> tuple[str, Outcome]:
+        ranks = LAYOUTS["TP4"] if at_four else ONE_RANK
         folder = str(save_kind(name, tmp_path_factory.mktemp("model"), ranks))
         return folder, outcome(folder, ONE_RANK, 0, None)
 
-    return of
+    return lambda name, ranks=ONE_RANK: made(name, ranks.attn_tp_size == 4 and bool(KINDS[name].at_four))
 
 
 @pytest.mark.parametrize("name", some(dict.fromkeys(name for _, name in (*CELLS, *DRAFT_CELLS)), IN_QUICK_CASES))
@@ -233,29 +240,28 @@ def in_groups_and_alone(every: Collection[tuple[str, str]], quick: Groups) -> py
     """Quick groups, and each cell of `every`, with graphs and without."""
     others = {(layout, name) for layout, names in quick.items() for name in names} - {*every}
     assert not others, f"these are no cells: {others}"
-    groups = [pytest.param(layout, names, id=layout) for layout, names in quick.items()]
-    alone = [
-        pytest.param(*(layout, (name,)), id=f"{layout}-{name}", marks=pytest.mark.thorough) for layout, name in every
-    ]
-    return pytest.mark.parametrize(("layout", "names"), [*groups, *alone])
+    groups = [pytest.param(layout, names, False, id=layout) for layout, names in quick.items()]
+    thorough = pytest.mark.thorough
+    alone = [pytest.param(layout, (name,), True, id=f"{layout}-{name}", marks=thorough) for layout, name in every]
+    return pytest.mark.parametrize(("layout", "names", "both"), [*groups, *alone])
 
 
 Results = Iterator[tuple[str, int, Outcome, Outcome, Outcome]]
 
 
 def results(layout: str, names: tuple[str, ...], models: Models, out: Path, drafts: bool, both: bool) -> Results:
-    """Runs the schedule on the ranks. Yields (where, rank, its outcome, that of the first rank, that of one process)."""
+    """Runs the schedule on the ranks. Yields (where, rank, its outcome, that of the first rank, that of a process)."""
     ranks = LAYOUTS[layout]
-    shared = ranks if ranks.attn_tp_size == 4 else ONE_RANK
-    folders = {name: models(name, shared)[0] for name in names}
-    known = {name: models(name, shared)[1].tokens for name in names} if drafts else {}
+    alone = {name: models(name, ranks)[1] for name in names}
+    known = {name: one.tokens for name, one in alone.items()} if drafts else {}
+    folders = {name: models(name, ranks)[0] for name in names}
     run_ranks(_rank, (ranks, folders, out, known, both), ranks.world_size)
-    for name in names:
-        for graphs in (True, False):
+    for i, name in enumerate(names):
+        for graphs in graph_modes(i, both):
             files = [out / f"{name}.{graphs}.{rank}.json" for rank in range(ranks.world_size)]
-            every = [Outcome(**json.loads(file.read_text())) for file in files if file.exists()]
+            every = [Outcome(**json.loads(file.read_text())) for file in files]
             for rank, got in enumerate(every):
-                yield f"{name}, {graphs=}, rank {rank}", rank, got, every[0], models(name, shared)[1]
+                yield f"{name}, {graphs=}, rank {rank}", rank, got, every[0], alone[name]
 
 
 def check_memory(where: str, got: Outcome, one: Outcome) -> None:
@@ -266,10 +272,9 @@ def check_memory(where: str, got: Outcome, one: Outcome) -> None:
 
 @in_groups_and_alone(CELLS, QUICK)
 def test_ranks_give_the_tokens_of_one_process(
-    layout: str, names: tuple[str, ...], models: Models, tmp_path: Path, request: pytest.FixtureRequest
+    layout: str, names: tuple[str, ...], both: bool, models: Models, tmp_path: Path
 ) -> None:
     ranks = LAYOUTS[layout]
-    both = request.node.get_closest_marker("thorough") is not None
     for where, rank, got, first, one in results(layout, names, models, tmp_path, drafts=False, both=both):
         assert got == (first if ranks.pp_size > 1 else one), where
         assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, where
@@ -281,10 +286,9 @@ def test_ranks_give_the_tokens_of_one_process(
 
 @in_groups_and_alone(DRAFT_CELLS, QUICK_DRAFTS)
 def test_draft_tokens_change_no_token_of_several_ranks(
-    layout: str, names: tuple[str, ...], models: Models, tmp_path: Path, request: pytest.FixtureRequest
+    layout: str, names: tuple[str, ...], both: bool, models: Models, tmp_path: Path
 ) -> None:
     ranks = LAYOUTS[layout]
-    both = request.node.get_closest_marker("thorough") is not None
     for where, rank, got, first, one in results(layout, names, models, tmp_path, drafts=True, both=both):
         assert got == first, where
         assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, where
