@@ -92,6 +92,7 @@ def cases(args: ServerArgs) -> list[Case]:
     if not any(need.op == "decode_attention" for need in needs):  # what it attends with reads no lengths of the host
         return [Case("triton", "triton", graphs) for graphs in GRAPHS]
     latents = any("mla" in need.traits for need in needs)
+    some_see_all = any(getattr(layer.mixer, "window", 0) == 0 for layer in description.layers)  # in long prompts
     found = []
     for decode, extend, graphs in itertools.product(KERNELS, KERNELS, GRAPHS):
         if graphs == "halves" and latents and "flashinfer" in (decode, extend):
@@ -99,7 +100,7 @@ def cases(args: ServerArgs) -> list[Case]:
         in_graphs = GRAPHS[graphs] is None or (decode != "torch_native" and (graphs == "decode" or extend == "triton"))
         if in_graphs and accepted("decode_attention", decode) and accepted("extend_attention", extend):
             found.append(Case(decode, extend, graphs))
-            if extend == "triton" and accepted("long_prompt_attention", LONG_PROMPTS):
+            if extend == "triton" and some_see_all and accepted("long_prompt_attention", LONG_PROMPTS):
                 found.append(Case(decode, extend, graphs, LONG_PROMPTS))
     return found
 

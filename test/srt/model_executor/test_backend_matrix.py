@@ -26,7 +26,7 @@ SEVERAL = ("TP2", "PP2")
 FEWER = {"sinks": 8, "relative biases": 8, "chunks": 14}
 FEWER |= dict.fromkeys(("compressed", "pooled latents", "pooled blocks"), 4)
 """Combinations that the tables accept, where there are fewer than 17, by attention."""
-LONG_PROMPTS = ("full", "windows alone", "windows", "chunks", "selected blocks", "gated delta", "Mamba-2")
+LONG_PROMPTS = ("full", "windows", "chunks", "selected blocks", "gated delta", "Mamba-2")
 """Attention with heads that the kernel of long prompts takes."""
 
 
