@@ -119,6 +119,8 @@ experts       routed ones
 states        something is kept of a request that does not grow with it
 streams       more than one residual stream
 own sums      some blocks add up over the ranks themselves, or exchange something else (`alternates_by_block`)
+embedded      the model of the package; it has its tokenizer
+heads of 24 dims   not a multiple of the 16 that share a scale in four bits
 """
 
 LAYOUTS: Mapping[str, RankLayout] = {
@@ -156,7 +158,8 @@ LAYOUTS: Mapping[str, RankLayout] = {
     "TP4 x DP2 x PP2": RankLayout(4, pp_size=2, attn_dp_size=2),
     "TP4 x DP2 x DCP2 x PP2": RankLayout(4, pp_size=2, dcp_size=2, attn_dp_size=2),
 }
-"""By name. DP is that of attention: groups of ranks with requests of their own. Their tags are the abbreviations."""
+"""By name. DP is that of attention: groups of ranks with requests of their own. With "own heads" the ranks of a group
+divide the vocabulary among them (`--enable-dp-lm-head`), otherwise all ranks do. Tags are these words."""
 
 
 @dataclass(frozen=True)
