@@ -204,7 +204,8 @@ def _rank(
             result = outcome(folder, ranks, rank, meet, replayed if graphs else None, known.get(name))
             (out / f"{name}.{graphs}.{rank}.json").write_text(json.dumps(result.__dict__))
             parallel_state.shutdown()
-    assert 2 in replayed, "steps with padding"
+    # Steps with padding. Of models with large pages so small a pool may hold one request at a time.
+    assert 2 in replayed or (both and replayed)
 
 
 class Models(Protocol):
