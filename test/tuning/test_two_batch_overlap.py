@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pairs import some_of
 
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
@@ -33,10 +34,7 @@ MODELS: dict[bool, dict[int, tuple[str, ...]]] = {
 """Models with experts and without, by ranks."""
 CHUNKS = (2048, 4096, 8192)
 QUICK = {(False, 2, False), (True, 8, True)}
-CASES = [
-    pytest.param(*case, marks=[pytest.mark.thorough] * (case not in QUICK))
-    for case in itertools.product((False, True), (2, 4, 8), (False, True))
-]
+CASES = some_of(itertools.product((False, True), (2, 4, 8), (False, True)), QUICK)
 
 
 @pytest.mark.parametrize(("experts", "ranks", "eight_bits"), CASES)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import some
 from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
@@ -87,13 +88,7 @@ def test_texts_for_the_user_may_differ() -> None:
     assert plan_items(plan) == plan_items(elsewhere)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
-        for name in sorted(published.config_files())
-    ],
-)
+@pytest.mark.parametrize("name", some(sorted(published.config_files()), QUICK))
 def test_plans_of_every_published_model_can_be_compared(name: str, tmp_path: Path) -> None:
     """With the draft that it brings, if it brings one."""
     path = str(published.checkpoint(name, tmp_path))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import FEATURES, KINDS, LAYOUTS, cells, kinds
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -21,11 +22,12 @@ from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.two_batch_overlap import alternates_by_block
 
-from .test_attention_groups import MODELS, save_models
+from .test_attention_groups import save_models
 from .test_parallel_schedules import POOL, Outcome, outcome
 
-ON: dict[str, Any] = {"enable_two_batch_overlap": True, "two_batch_overlap_min_tokens": 2}
-EIGHT_BITS: dict[str, Any] = {"enable_quantized_all_reduce": "all", "quantized_all_reduce_min_bytes": 1}
+FEATURE = "two-batch overlap"
+ON: dict[str, Any] = dict(FEATURES[FEATURE].flags)
+EIGHT_BITS: dict[str, Any] = dict(FEATURES["quantized all-reduce"].flags)
 MODES: dict[str, dict[str, Any]] = {
     "whole": {},
     "microbatches": ON,
@@ -35,38 +37,13 @@ MODES: dict[str, dict[str, Any]] = {
     "eight bits, whole": EIGHT_BITS,
     "eight bits, microbatches": ON | EIGHT_BITS,
 }
-LAYOUTS = {
-    "TP2": RankLayout(2),
-    "TP4": RankLayout(4),
-    "EP2": RankLayout(2, 2),
-    "TP2 x PP2": RankLayout(2, pp_size=2),
-    "DP2": RankLayout(2, attn_dp_size=2),
-    "DP2 x PP2": RankLayout(2, pp_size=2, attn_dp_size=2),
-    "TP4 x DP2": RankLayout(4, attn_dp_size=2),
-    "TP4 x DP2, own heads": RankLayout(4, attn_dp_size=2, dp_lm_head=True),
-}
-WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
-IN_THREADS = (
-    "biases",
-    "biases, KV head",
-    "scans",
-    "branches",
-    "compressed",
-    "inputs of layers",
-    "n-grams",
-    "pooled latents",
-)
-"""Models with blocks that add up themselves, or that exchange something else. Others alternate block by block, where
-no attention groups exchange rows."""
 CHUNK = 56
 """Of several prompts, some of which end near its middle."""
-CELLS = {
-    **dict.fromkeys(("TP2", "TP4", "DP2", "TP4 x DP2"), tuple(MODELS)),
-    "TP4 x DP2, own heads": ("dense", "states", "latents"),
-    "EP2": WITH_EXPERTS,
-    "TP2 x PP2": ("experts", "embedded"),
-    "DP2 x PP2": ("dense", "states"),
-}
+CELLS = [
+    *cells(kinds(lacking="repeats, cut heads"), ("TP2", "TP4", "EP2", "DP2", "TP4 x DP2"), FEATURE),
+    *cells(kinds("plain"), ("TP2 x PP2", "DP2 x PP2", "TP4 x DP2, own heads"), FEATURE),
+    ("TP2 x PP2", "embedded"),
+]
 
 
 class CountedSteps(Counter[str]):
@@ -109,14 +86,14 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
             known: dict[str, list[int]] | None = None
             for mode in modes:
                 more = {
-                    "max_total_tokens": POOL if name != "compressed" else 2 * POOL,
+                    "max_total_tokens": POOL if KINDS[name].attention != "compressed" else 2 * POOL,
                     "chunked_prefill_size": CHUNK * ranks.attn_dp_size,
                     "max_running_requests": 4 * ranks.attn_dp_size,
                     **MODES[mode],
                 }
                 counts.clear()
                 replayed = set[int]() if "graphs" in mode else None
-                draft_tokens = known if "draft_tokens" in mode else None
+                draft_tokens = known if "draft tokens" in mode else None
                 result = outcome(folder, ranks, rank, f"file://{out}/{name}.{mode}", replayed, draft_tokens, **more)
                 known = known or result.tokens
                 (out / f"{name}.{mode}.{rank}.json").write_text(json.dumps([result.__dict__, counts]))
@@ -147,17 +124,17 @@ def check(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], fol
             assert counts["steps"] >= least and (counts["inside"] or seldom), where
             assert (counts["mixed"] and (counts["between"] or name != "dense")) or ranks.attn_dp_size > 1, where
             assert counts["travelled"] >= 4 * counts["steps"], where
-            by_block = name not in IN_THREADS and ranks.attn_dp_size == 1
+            by_block = ranks.attn_dp_size == 1 and "own sums" not in KINDS[name].tags
             assert counts["by block"] == by_block * counts["steps"], where
             assert counts["waited for"] <= 2 * counts["by block"], f"{where}: not only the embedding's sum"
             assert got == results[mode.partition("microbatches")[0] + "whole"][0], where
 
 
 def test_microbatches_give_the_tokens_of_whole_steps(tmp_path: Path) -> None:
-    check(LAYOUTS["TP2"], ("dense", "states"), ("whole", "microbatches beside graphs"), tmp_path)
+    check(LAYOUTS["TP2"], ("dense", "gated delta, tied"), ("whole", "microbatches beside graphs"), tmp_path)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout, names in CELLS.items() for name in names])
+@pytest.mark.parametrize(("layout", "name"), CELLS)
 def test_microbatches_of_every_layout(layout: str, name: str, tmp_path: Path) -> None:
     check(LAYOUTS[layout], (name,), tuple(MODES), tmp_path)

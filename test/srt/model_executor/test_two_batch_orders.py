@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from matrix import FEATURES, LAYOUTS, cells, kinds, save_kind
 from rank_processes import run_ranks
 
-from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.ping_pong import PingPong
@@ -39,27 +39,15 @@ from sglang.srt.model_executor.two_batch_overlap import Cut
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
-from srt.managers.test_attention_groups import MODELS
-from srt.models.harness import random_tokens, save_tiny
+from srt.models.harness import random_tokens
 from srt.models.v41_drafts import save_v41_draft
 
 V41 = "hashed n-grams"
-KINDS = MODELS | {
-    "small n-grams": ("qwen4_exp_small", {}),
-    "shared selections": ("glm_moe_dsa", {}),
-    "norms over heads": ("minimax_m2", {}),
-    "gated heads": ("laguna", {}),
-    "windows and sinks": ("mimo_v2", {}),
-    "windows of chunks": ("muse_glimmer", {}),
-    "Mamba-2": ("nemotron_h", {}),
-}
-NAMES = (*MODELS, V41)
-LAYOUTS = {
-    "TP2": (RankLayout(2), (*KINDS, V41)),
-    "DP2": (RankLayout(2, attn_dp_size=2), NAMES),
-    "EP2": (RankLayout(2, 2), ("experts", "latents", "selected latents", "blocks", "states", "biases")),
-    "TP4 x DP2": (RankLayout(4, attn_dp_size=2), NAMES),
-}
+NAMES = (*kinds(lacking="repeats, cut heads"), "n-grams, 2 layers")
+CELLS = [
+    *cells(NAMES, ("TP2", "DP2", "EP2", "TP4 x DP2"), "two-batch overlap"),
+    *((layout, V41) for layout in ("TP2", "DP2", "TP4 x DP2")),
+]
 ORDERS = 3
 """Cuts and orders that each step is tried with."""
 ATOL, RTOL = 2e-4, 2e-3
@@ -193,7 +181,7 @@ def _rank(
                 model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, random_seed=3,
                 max_total_tokens=512, max_running_requests=8, chunked_prefill_size=32 * ranks.attn_dp_size,
                 tp_size=ranks.tp_size, ep_size=ranks.ep_size, attn_dp_size=ranks.attn_dp_size,
-                enable_two_batch_overlap=True, two_batch_overlap_min_tokens=2,
+                **FEATURES["two-batch overlap"].flags,
             )  # fmt: skip
             runner = create_runner(args, rank, f"file://{out}/meet.{name}")
             compared = Compared(runner, orders)
@@ -215,11 +203,8 @@ def compared(
         if name == V41:
             Path(folders[name]).mkdir()
             save_v41_draft(Path(folders[name]))
-        elif name == "embedded":
-            folders[name] = str(DEFAULT_MODEL_PATH)
         else:
-            tiny, changes = KINDS[name]
-            save_tiny(tiny, Path(folders[name]), **changes)
+            folders[name] = str(save_kind(name, folder / name, ranks))
     run_ranks(_rank, (ranks, folders, folder, orders, fault), ranks.world_size)
     every = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks.world_size)]
     for other in every[1:]:
@@ -238,15 +223,13 @@ def check(results: dict[str, dict[str, Any]]) -> None:
 
 def test_two_batch_orders(tmp_path: Path) -> None:
     """Of a model with n-grams, states of a recurrence, and selected blocks."""
-    check(compared(LAYOUTS["TP2"][0], ("small n-grams",), tmp_path, orders=1))
+    check(compared(LAYOUTS["TP2"], ("n-grams, 2 layers",), tmp_path, orders=1))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("layout", "name"), [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in names]
-)
+@pytest.mark.parametrize(("layout", "name"), CELLS)
 def test_two_batch_orders_of_every_model(layout: str, name: str, tmp_path: Path) -> None:
-    check(compared(LAYOUTS[layout][0], (name,), tmp_path))
+    check(compared(LAYOUTS[layout], (name,), tmp_path))
 
 
 def late_texts(patch: pytest.MonkeyPatch) -> None:
@@ -273,5 +256,5 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {"late texts": late_te
 
 
 def test_a_state_that_goes_on_behind_a_collective_is_noticed(tmp_path: Path) -> None:
-    result = compared(LAYOUTS["TP2"][0], (V41,), tmp_path, fault="late texts")[V41]
+    result = compared(LAYOUTS["TP2"], (V41,), tmp_path, fault="late texts")[V41]
     assert any("ngrams" in what or "hidden" in what for what in result["wrong"]), result

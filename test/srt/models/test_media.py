@@ -6,6 +6,7 @@ has each one's answers, and every layout of ranks with each."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import some_of
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -274,14 +276,7 @@ def media_pace_of(kind: str, patches: int) -> MediaPace:
 _PACES = ("layers", "shares of patches")
 
 
-@pytest.mark.parametrize(
-    ("name", "pace"),
-    [
-        pytest.param(name, pace, marks=[pytest.mark.thorough] * ((name, pace) not in _SLICED))
-        for name in SEEING
-        for pace in _PACES
-    ],
-)
+@pytest.mark.parametrize(("name", "pace"), some_of(itertools.product(SEEING, _PACES), _SLICED))
 def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
     patches = 1 if name in ALONE else MERGE**2

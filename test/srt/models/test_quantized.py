@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pairs import some
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
@@ -50,9 +51,7 @@ EACH_KIND = (
     "compressed_mxfp4", "modelopt_nvfp4", "gptq_g32", "awq_g32",
 )  # fmt: skip
 """One form of each scheme, or of each order of its words."""
-EVERY_FORM = [
-    pytest.param(form, marks=[pytest.mark.thorough] * (form not in EACH_KIND)) for form in FORMS | ZERO_POINT_FORMS
-]
+EVERY_FORM = some(FORMS | ZERO_POINT_FORMS, EACH_KIND)
 
 
 @pytest.mark.parametrize("form", EVERY_FORM)
