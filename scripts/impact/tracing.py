@@ -1,8 +1,8 @@
 """Writes down in which files of the tree the functions of this process run, and which files it reads.
 
 IMPACT_TOUCHED names a folder. Each process appends paths, below the root of the tree, to a file of its own there, as
-soon as it meets them: a process may be killed at any time. Functions that run while modules are imported are left out,
-since an import runs a part of nearly every module.
+soon as it meets them: a process may be killed at any time. Functions that run while modules are imported are apart,
+since an import runs a part of nearly every module: their paths come behind AT_IMPORT.
 
 Modules are compiled with one more statement at the beginning of each function. A trace function would cost as much as
 most tests do. `site/sitecustomize.py` starts this in every Python process whose PYTHONPATH has its folder.
@@ -30,6 +30,7 @@ FOLDERS = tuple(
     os.path.join(ROOT, name) + os.sep for name in ("python", "test", "docs", "benchmark", "scripts", "docker", "lab")
 )
 STATEMENT = "if {path!r} in _impact_untouched: _impact_touch({path!r})"
+AT_IMPORT = "import "
 IMPORT_SYSTEM = "<frozen importlib._bootstrap>"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -48,13 +49,15 @@ class Touched:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.untouched: set[str] = set()
-        """Modules none of whose functions ran yet."""
+        """Modules none of whose functions ran yet, but while something was imported."""
+        self.imported: set[str] = set()
+        """Modules whose functions ran then."""
         self.read: set[str] = set()
 
-    def write(self, path: str) -> None:
+    def write(self, path: str, before: str = "") -> None:
         descriptor = os.open(os.path.join(self.folder, str(os.getpid())), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, os.path.relpath(path, ROOT).encode() + b"\n")
+            os.write(descriptor, f"{before}{os.path.relpath(path, ROOT)}\n".encode())
         finally:
             os.close(descriptor)
 
@@ -62,6 +65,9 @@ class Touched:
         if not importing():
             self.untouched.discard(path)
             self.write(path)
+        elif path not in self.imported:
+            self.imported.add(path)
+            self.write(path, AT_IMPORT)
 
     def on_event(self, event: str, args: tuple[Any, ...]) -> None:
         """An audit hook. Imported modules come as bytecode, so a source that is opened is read, or run as a script."""
@@ -117,6 +123,8 @@ def start() -> None:
         if not path.startswith(FOLDERS):
             return get_code(self, name)
         touched.untouched.add(path)
+        if not importing():  # it is run as a script
+            touched.write(path)
         return kept(path)
 
     builtins._impact_untouched = touched.untouched  # type: ignore[attr-defined]

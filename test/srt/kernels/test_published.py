@@ -103,7 +103,8 @@ def first_of_each_kind() -> set[str]:
     first: dict[object, str] = {}
     for name, path in sorted(published.config_files().items()):
         config = json.loads(path.read_text())
-        first.setdefault((str(config.get("architectures", config["model_type"])), weights_format(name, path, config)), name)
+        kind = (str(config.get("architectures")), config.get("model_type"), *weights_format(name, path, config))
+        first.setdefault(kind, name)
     return set(first.values())
 
 
