@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from commands.processors import write_beside
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.ngram_embedding import primes_from
+from sglang.srt.utils.token_texts import text_numbers
 
 Config = dict[str, Any]
 
@@ -17,6 +22,8 @@ COUNTS = ("num_hidden_layers", "num_layers")
 LAYER_INDICES = ("full_attn_layers", "kda_layers")
 """Lists of numbers of layers, counted from 1; other lists have an entry a layer."""
 DROPPED = ("num_kv_shared_layers",)
+SMALL_TABLE = 1 << 16
+"""Rows of a head's table of n-grams in a cut model: a published one takes tens of GiB of page-locked main memory."""
 
 
 def cut(config: Config, layers: int | None = None) -> Config:
@@ -64,12 +71,32 @@ def _cut(value: Any, total: int, count: int, key: str = "") -> Any:
     return value
 
 
+def with_small_tables(config: Config, folder: Path) -> Config:
+    """Returns the config with tables of n-grams of few rows, which a plain host can pin, for the tokenizer in
+    `folder`."""
+    small = {
+        key: with_small_tables(value, folder) if isinstance(value, dict) else value for key, value in config.items()
+    }
+    if "ngram_vocab_size_base" in small:
+        small["ngram_vocab_size_base"] = SMALL_TABLE
+    if "engram_vocab_size" in small:
+        heads = small["engram_n_heads"] * (small["engram_max_ngram_size"] - 1)
+        primes = primes_from(SMALL_TABLE)
+        texts = text_numbers(Tokenizer.from_file(str(folder / "tokenizer.json")), small["vocab_size"])
+        small |= {
+            "engram_vocab_size": SMALL_TABLE,
+            "engram_num_embeddings": [sum(itertools.islice(primes, heads)) for _ in small["engram_num_embeddings"]],
+            "engram_compressed_vocab_size": int(texts.max()) + 1,
+        }
+    return small
+
+
 def write_cut(source: Path, folder: Path) -> Path:
     """Writes a cut checkpoint directory without weights: the config, and what lies beside it. Returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     config = cut(json.loads((source / "config.json").read_text()))
-    (folder / "config.json").write_text(json.dumps(config))
     if (quantization := source / "hf_quant_config.json").exists():
         (folder / quantization.name).write_text(quantization.read_text())
     write_beside(config, folder)
+    (folder / "config.json").write_text(json.dumps(with_small_tables(config, folder)))
     return folder

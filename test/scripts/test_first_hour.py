@@ -18,7 +18,10 @@ from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.managers.front.media.media_tokens import media_tokens
 from sglang.srt.managers.front.media.processor_files import read_processor_files
+from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.utils.token_texts import read_text_numbers
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,17 @@ def test_the_first_layers_are_those_of_the_whole(name: str, tmp_path: Path) -> N
         assert tokenizer.convert_ids_to_tokens(tokens.image) == (tokens.image_text or "<|image_pad|>")
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-V4.1-Flash", "qwen38_flash_next_nvfp4"])
+def test_tables_of_n_grams_fit_a_plain_host(name: str, tmp_path: Path) -> None:
+    folder = write_cut(checkpoint(name, tmp_path / "whole"), tmp_path / "cut")
+    layers = describe_model(json.loads((folder / "config.json").read_text()), None, False).layers
+    tables = [table for layer in layers if isinstance(table := layer.ngrams, NgramEmbedding)]
+    assert tables and sum(table.rows * table.dim for table in tables) < 1 << 30
+    for table in tables:
+        if isinstance(table, Engram):
+            read_text_numbers(str(folder), table.vocab_size, table.num_texts)
+
+
 def test_flags_of_a_layout_are_left_out(script: ModuleType) -> None:
     words = [
         "--tp",
@@ -90,6 +104,7 @@ def test_flags_of_a_layout_are_left_out(script: ModuleType) -> None:
         ("decode_kernel was compiled while requests waited: 0.30 s\n", 1),
         ("========= ERROR SUMMARY: 0 errors\n", 0),
         ("========= ERROR SUMMARY: 3 errors\n", 1),
+        ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", 1),
     ],
 )
 def test_what_no_owner_should_read(script: ModuleType, log: str, problems: int) -> None:
