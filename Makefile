@@ -1,7 +1,8 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 # make test    install into .venv and run the checks that every change must pass
 # make test-changed BASE=main   the checks, and of the tests those that a change since main can break; without BASE all
-# make test-record  which files each file of tests touches, for test-changed; hours on two cores, and it goes on where it was
+# make test-record   renew what test-changed knows of the tests, about 45 minutes on two cores; an interrupted one goes on
+# make clean-record  remove what an interrupted test-record has found
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
 # make clients langchain-openai, litellm and its proxy, Claude Code and Codex (from npm), and all pairs of request options for tools and formats, against a server
@@ -35,7 +36,7 @@ PROXY := build/litellm-proxy
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test test-changed test-record lab fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test test-changed test-record clean-record lab fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -55,6 +56,9 @@ test-changed: install
 
 test-record: install
 	$(BIN)/python scripts/changed_tests.py --record $(ARGS)
+
+clean-record:
+	rm -rf build/impact
 
 lab: install
 	$(BIN)/pytest -n 3 --dist loadfile lab/tests $(ARGS)
