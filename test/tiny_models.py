@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FOLDER = "TINY_MODELS"
 """Environment variable: the folder of this run. Without it models are made each time, as in a script."""
-LARGEST_BYTES = 8 << 20
+LARGEST_BYTES = 16 << 20
 """Of weights. Larger ones, a tenth of them, would take gigabytes of the disk together."""
 
 Model = TypeVar("Model", bound="torch.nn.Module")
