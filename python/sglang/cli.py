@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang.bench.command import run_bench
-from sglang.doctor.command import run_doctor
 from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH, SEEING_PATH
 from sglang.launch_server import report_user_errors, serve
-from sglang.plan.command import run_plan
 from sglang.srt.errors import UserError
 from sglang.version import __version__
 
@@ -71,6 +68,7 @@ def _drafts_without_path(argv: Sequence[str]) -> str:
 
 
 def run_serve(argv: Sequence[str]) -> None:
+    """Runs a server until it ends."""
     serve(with_model(argv), "sglang serve")
 
 
@@ -108,7 +106,26 @@ def run_generate(argv: Sequence[str]) -> None:
     print()
 
 
+def run_plan(argv: Sequence[str]) -> None:
+    from sglang.plan.command import run_plan as run
+
+    run(argv)
+
+
+def run_doctor(argv: Sequence[str]) -> int:
+    from sglang.doctor.command import run_doctor as run
+
+    return run(argv)
+
+
+def run_bench(argv: Sequence[str]) -> int:
+    from sglang.bench.command import run_bench as run
+
+    return run(argv)
+
+
 def run_version(argv: Sequence[str]) -> None:
+    """Prints the version."""
     if argv:
         raise UserError(f"sglang version takes no arguments; got {' '.join(argv)}.")
     print(f"sm120-sglang {__version__}")
@@ -125,6 +142,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")

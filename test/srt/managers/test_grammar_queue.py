@@ -241,7 +241,7 @@ def test_a_message_about_one_grammar_passes_over_none_of_the_others() -> None:
 
 def test_the_grammar_with_the_earliest_deadline_of_all_groups_counts() -> None:
     held, asked = _Held([5.0, 3.0]), list[float]()
-    grammars: Any = SimpleNamespace(has_news=lambda oldest: asked.append(oldest.deadline))
+    grammars: Any = SimpleNamespace(has_new_verdicts=lambda oldest: asked.append(oldest.deadline))
     assert GrammarQueue(held.groups, grammars).decisions() == []
     assert asked == [3.0] and held.passes == 0
     for scheduler in held.groups.schedulers:

@@ -90,7 +90,7 @@ def test_a_profiler_that_does_not_start_is_an_answer(
 
 
 def test_a_trace_that_nobody_stops_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "MOST_STEPS", 3)
+    monkeypatch.setattr(profiler, "MAX_STEPS", 3)
     made = Profiler(tmp_path, 0)
     made.start()
     recording: list[bool] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.mem_cache.radix_node import Node, TellOfNodes
+from sglang.srt.mem_cache.radix_node import Node, NodesCallback
 
 StateSlots = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class CheckpointTable:
         """Of these, the rows that nobody has any more: free when the last copy has ended."""
         self._reserved: set[int] = set()
         """Rows that a copy from another memory writes."""
-        self.before_eviction: TellOfNodes | None = None
+        self.before_eviction: NodesCallback | None = None
         """Is told of a node that is about to lose its state."""
 
     def usage(self) -> dict[str, int]:

@@ -92,6 +92,7 @@ class KVTable:
 
     @property
     def size(self) -> int:
+        """Returns the tokens for which there are slots."""
         return self.allocator.size
 
     @property
@@ -143,9 +144,9 @@ class KVTable:
         of a prompt has a state anyway, and only long computations are worth the extra step."""
         if self.checkpoints is None or not self.checkpoints.size or not self.tree.enabled:
             return end
-        unit, least = (self.page_size, 1) if self.page_size > 1 else (PAUSE_UNIT, PAUSE_LEAST)
+        unit, minimum = (self.page_size, 1) if self.page_size > 1 else (PAUSE_UNIT, PAUSE_LEAST)
         last = (end - 1) // unit * unit
-        return last if last - begin >= least else end
+        return last if last - begin >= minimum else end
 
     def leave_windows(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
         """Frees the pages that have left every window of requests with at least `lens` tokens computed."""
@@ -181,7 +182,7 @@ class KVTable:
     def unlock(self, node: Node) -> None:
         """Ends one `lock` of the prefix."""
         for window in self.windows:
-            window.disuse(self._window_before(node, window))
+            window.drop_use(self._window_before(node, window))
         self.tree.unlock(node)
 
     def _window_before(self, node: Node, window: WindowTable) -> Slots:
@@ -211,13 +212,10 @@ class KVTable:
         if self.checkpoints is not None and self.page_size > 1 and self.tree.enabled:
             for i in np.flatnonzero(old_lens[:num_decodes] % self.page_size == 0).tolist():
                 self.checkpoints.keep(int(slots[i]), int(old_lens[i]))
-        first = num_decodes
-        for i in range(num_decodes, len(slots)):
-            start, count = int(old_lens[i]), int(new_lens[i] - old_lens[i])
-            self._write(int(slots[i]), start, locs[first : first + count])
-            first += count
+        counts, others = new_lens - old_lens, slice(num_decodes, None)
+        self._write_tokens(slots[others], old_lens[others], counts[others], locs[num_decodes:])
         for window in self.windows:
-            self._write_tokens(slots, old_lens, new_lens - old_lens, window.grow(slots, old_lens, new_lens), window)
+            self._write_tokens(slots, old_lens, counts, window.grow(slots, old_lens, new_lens), window)
         return locs
 
     def commit(self, req: CachedRequest) -> None:
@@ -276,8 +274,15 @@ class KVTable:
         self._value.append(locs)
 
     def _write_tokens(
-        self, slots: npt.NDArray[np.int64], start: Lengths, counts: Lengths, locs: Slots, window: WindowTable
+        self,
+        slots: npt.NDArray[np.int64],
+        start: Lengths,
+        counts: Lengths,
+        locs: Slots,
+        window: WindowTable | None = None,
     ) -> None:
+        if not len(locs):
+            return
         rows, offset = self._rows_of(window)
         row = np.repeat(slots, counts)
         position = np.arange(len(locs)) - np.repeat(np.cumsum(counts) - counts - start, counts)

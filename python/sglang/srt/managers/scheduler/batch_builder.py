@@ -115,6 +115,8 @@ def build_step(
     batch.watched = [req for req in sampled if not req.plain]
     num_speculative_tokens = running.tokens_per_step - 1 if chosen else width - 1
     running.launched(widths, num_speculative_tokens)
+    batch.may_reach_limit = np.ones(len(sampled), np.bool_)
+    batch.may_reach_limit[: len(decodes)] = (running.planned_lens >= running.limits)[brings]
     if chosen:
         step.prompts = _prompt_tokens(chosen, len(decodes), draft_tokens)
         for (req, _), end, positions in zip(chosen, prompt_ends, prompt_reserved, strict=True):
@@ -125,7 +127,7 @@ def build_step(
     if any(req.return_logprob for req in batch.watched):
         step.logprobs = _logprobs(sampled)
         if step.width > 1:
-            step.logprobs.of_request = np.repeat(np.arange(len(sampled)), step.width)
+            step.logprobs.row_requests = np.repeat(np.arange(len(sampled)), step.width)
     if any(req.hidden is not None for req in (*batch.watched, *(req for req, _ in chosen))):
         rows = np.arange(len(reqs)) * step.width if step.prompts is None else np.cumsum(counts) - counts
         _ask_hidden(batch, reqs, starts, counts, rows)
@@ -133,8 +135,8 @@ def build_step(
     return batch
 
 
-def _joined(of_decodes: Lengths, of_prompts: list[int]) -> Lengths:
-    return np.concatenate((of_decodes, np.array(of_prompts, np.int32)))
+def _joined(decodes: Lengths, prompts: list[int]) -> Lengths:
+    return np.concatenate((decodes, np.array(prompts, np.int32)))
 
 
 def _reserved(req: Req, end: int, ahead: int) -> int:
@@ -235,6 +237,6 @@ def _ask_prompt_logprobs(
         return None
     request = _logprobs([req for req, _, _ in batch.prompt_logprob_spans])
     counts = [end - first for _, first, end in batch.prompt_logprob_spans]
-    request.of_request = np.repeat(np.arange(len(counts)), counts)
+    request.row_requests = np.repeat(np.arange(len(counts)), counts)
     request.rows, request.targets = np.concatenate(rows).astype(np.int64), np.array(targets, np.int64)
     return request

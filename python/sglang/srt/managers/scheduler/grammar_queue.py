@@ -41,7 +41,7 @@ class GrammarQueue:
     def decisions(self) -> list[LeaderDecision]:
         """Returns the leader's new decisions about grammars that are being verified."""
         oldest = self._scheduler.oldest_pending()
-        if oldest is None or not self._grammars.has_news(oldest):
+        if oldest is None or not self._grammars.has_new_verdicts(oldest):
             return []
         decisions: list[LeaderDecision] = []
         for rid, (_, pending) in self._scheduler.compiling.items():

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_STEPS = 500
+MAX_STEPS = 500
 """Number of steps that a trace records, because a trace stays in main memory until it is written: some MiB a step."""
 
 
@@ -32,7 +32,7 @@ class Profiler:
         """Number of steps that the trace still records."""
 
     def start(self) -> None:
-        """Starts a trace of the next `MOST_STEPS` steps at most. Raises ProfileError."""
+        """Starts a trace of the next `MAX_STEPS` steps at most. Raises ProfileError."""
         import torch
 
         if self._trace is not None:
@@ -43,7 +43,7 @@ class Profiler:
             trace.start()
         except (OSError, RuntimeError) as error:
             raise ProfileError(f"The trace was not started: {error}.") from error
-        self._trace, self._steps_left = trace, MOST_STEPS
+        self._trace, self._steps_left = trace, MAX_STEPS
 
     def count_step(self) -> None:
         """Counts a step of the scheduler. Behind the last one that a trace records, the recording ends, and
@@ -52,7 +52,7 @@ class Profiler:
             return
         self._steps_left -= 1
         if not self._steps_left:
-            logger.warning("The trace has %d steps and records no more; /stop_profile writes it.", MOST_STEPS)
+            logger.warning("The trace has %d steps and records no more; /stop_profile writes it.", MAX_STEPS)
             try:
                 self._trace.stop()
             except RuntimeError as error:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Set
-from functools import partial
-from itertools import islice
+from collections import deque
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +19,10 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
-from sglang.srt.managers.scheduler.counters import Counters
+from sglang.srt.managers.scheduler.counters import CHECKED, Counters
 from sglang.srt.managers.scheduler.intake import Intake
-from sglang.srt.managers.scheduler.media_steps import MediaSteps
-from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
+from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, output_message, rejected_token
+from sglang.srt.managers.scheduler.prompt_choice import PromptChoice
 from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
 from sglang.srt.managers.scheduler.running_batch import RunningBatch
@@ -32,21 +30,20 @@ from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
     DecodeInterval,
     NewTokenRatio,
-    PrefillBudget,
     Priorities,
     leaves_room_for_prompts,
 )
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.scheduler.stale_steps import redo_stale
+from sglang.srt.managers.scheduler.stop_tokens import StopTokens
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.host_tier import Admission, HostTier
+from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
-from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.depth import AdaptiveDepth
@@ -58,13 +55,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-SHARED_PREFIX = 64
-"""Two new requests that begin with this many equal, uncached tokens do not enter the same step: the second waits a step
-and finds the first one's KV in the cache. If a model has states, it waits only if it begins with everything that the
-first computes, because there is a state only at its end."""
-MOST_LOOKED_AT = 128
-"""Queued requests that a step examines, as some may wait for others, for their images or for a prefix."""
 
 _NAN_LOGITS = FinishReason(
     "abort",
@@ -106,15 +96,16 @@ class Scheduler:
         turns = max(1, self.steps_in_flight)
         self.running = RunningBatch(counters, runner.tokens_per_step, runner.lookahead_slots, turns)
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media, self._min_prompt_tokens, self.plan.page_size)
+        self.choice = PromptChoice(
+            runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size == 1
+        )
+        self.media = self.choice.media
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
-        self._single_attention_group = args.attn_dp_size == 1
-        """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
-        self.prompts = PromptTable()
+        self.prompts, self.stops = PromptTable(), StopTokens(self.plan.model.vocab_size)
         self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts, counters)
         self.held_tokens = 0
         """Of these, with their output so far."""
@@ -122,7 +113,6 @@ class Scheduler:
         """Hidden states that these may come to hold."""
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
-        self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
@@ -236,11 +226,11 @@ class Scheduler:
         # Decoding in the same step reads the weights only once.
         widths = self.running.widths(1)
         num_decodes = int(widths.sum())
-        if num_decodes and not leaves_room_for_prompts(self._chunk, self.kv.page_size, num_decodes):
+        if num_decodes and not leaves_room_for_prompts(self.choice.chunk, self.kv.page_size, num_decodes):
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
-        chosen = self._admit(self._budget(num_decodes))
+        chosen = self.choice.admit(self.choice.budget(num_decodes), self.chunked, bool(self.in_flight))
         if not chosen:
             return None
         if not num_decodes or not self._can_grow(widths, sum(n + self.running.lookahead_slots for _, n in chosen)):
@@ -274,121 +264,20 @@ class Scheduler:
         if self.host_tier is not None:
             self.host_tier.host.tree.expire(now)
 
-    def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
-        """Returns the requests of a prefill step with the number of tokens that each computes. Admitted ones have a
-        request slot and hold a lock on their cached prefix."""
-        chosen: list[tuple[Req, int]] = []
-        self.media.begin(len(self.running))
-        for req in self.chunked:
-            take = budget.take(req, req.kv_len)
-            take = self.media.ready(req, req.kv_len, take)
-            if not take:
-                return chosen
-            chosen.append((req, take))
-        entered: list[Req] = []
-        leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
-        """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
-        for req in islice(self._queue(), MOST_LOOKED_AT):
-            if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
-                break
-            prefix = self.kv.match(req)
-            start = (req.namespace, req.cache_keys(min(SHARED_PREFIX, len(req.tokens))).tobytes())
-            if prefix.length < SHARED_PREFIX and any(map(req.may_reuse_prefix, leave[start])):
-                continue
-            self.kv.lock(prefix.node)
-            if self.host_tier is not None:
-                has_room = partial(budget.has_room_to_load, req, prefix.length)
-                is_first, others_wait = (
-                    self._single_attention_group and not chosen,
-                    bool(self.running.reqs or self.in_flight),
-                )
-                admission = self.host_tier.admission(req, prefix.length, has_room, is_first, others_wait)
-                if admission is not Admission.NOW:
-                    self.kv.unlock(prefix.node)
-                if admission is Admission.LATER:
-                    continue
-                if admission is Admission.LONGER:
-                    prefix = self.kv.match(req)
-                    self.kv.lock(prefix.node)
-            take = budget.take(req, prefix.length)
-            if not take:
-                self.kv.unlock(prefix.node)
-                break
-            take = self.media.ready(req, prefix.length, take)
-            if not take:
-                self.kv.unlock(prefix.node)
-                continue
-            leave[start] += self._leaves(req, prefix.length + take)
-            self._place(req, prefix.node)
-            chosen.append((req, take))
-            entered.append(req)
-            if budget.short:
-                break
-        self.waiting.remove(entered)
-        return chosen
-
-    def _min_prompt_tokens(self) -> int:
-        """Returns how many tokens the first prompt of a step can always compute."""
-        rooms = [window.max_solo_tokens() for window in self.kv.windows]
-        chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
-        return min([*rooms, *chunk, self.plan.context_len])
-
-    def _queue(self) -> Iterable[Req]:
-        """Returns the waiting requests in the order in which they enter."""
-        return self.order.of(self.waiting)
-
-    def _leaves(self, req: Req, end: int) -> list[np.ndarray]:
-        """Returns the keys from which other requests can go on once a request is computed up to `end`: one entry, or
-        none."""
-        if self.kv.checkpoints is None:
-            end = -(-SHARED_PREFIX // self.kv.page_size) * self.kv.page_size
-        useful = self.kv.tree.enabled and SHARED_PREFIX <= end <= len(req.tokens) and end % self.kv.page_size == 0
-        return [req.cache_keys(end)] if useful else []
-
-    def _budget(self, num_decodes: int) -> PrefillBudget:
-        limits = self.plan.max_prefill_tokens, self._chunk, num_decodes
-        return PrefillBudget(self.kv, self.running, self.ratio.value, *limits)
-
     def _preempt(self, priorities: Priorities) -> None:
         """Sends running requests back to the queue until the next waiting one fits."""
         self.running.drop_finished()
         if priorities.victim(self.running.reqs, self.waiting[0]) is None:
             return
-        first = next(iter(self._queue()))  # the policy orders requests of equal importance
-        if self._fits(first):
+        first = next(iter(self.choice.queue()))  # the policy orders requests of equal importance
+        if self.choice.fits(first):
             return
         self.sync()
         self.running.drop_finished()
-        while (victim := priorities.victim(self.running.reqs, first)) is not None and not self._fits(first):
+        while (victim := priorities.victim(self.running.reqs, first)) is not None and not self.choice.fits(first):
             self.running.remove(victim)
             self._requeue(victim)
             logger.info("Request %s makes room for %s, which has a higher priority", victim.rid, first.rid)
-
-    def _fits(self, req: Req) -> bool:
-        if not self.kv.num_free_rows():
-            return False
-        prefix = self.kv.match(req)
-        self.kv.lock(prefix.node)
-        take = self._budget(0).take(req, prefix.length)
-        self.kv.unlock(prefix.node)
-        return take > 0
-
-    def _place(self, req: Req, node: Node) -> None:
-        self.kv.place(req, node)
-        if self.host_tier is not None:
-            self.host_tier.placed(req)
-            if not req.admitted:
-                req.host_len = min(req.num_loaded, req.num_cached)
-                if self.host_tier.storage is not None:
-                    req.stored_len = min(req.num_stored, req.host_len)
-        if not req.admitted:
-            req.hit_len, req.admitted = req.num_cached, True
-            req.started_time = time.monotonic()
-        self.runner.sampling_table.set(
-            req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
-        )
-        req.begin()
-        self.runner.begin(req.slot, req.tokens, 0 if req.media is None else req.media.delta)
 
     def pick_decode(self) -> ScheduleBatch | None:
         """Returns a batch of decoding requests; None if none can decode now."""
@@ -412,7 +301,7 @@ class Scheduler:
         """Returns how many tokens each request may bring to the next step."""
         if self.depth is None:
             return self.running.tokens_per_step
-        return self.depth.next_width(len(self.running.now))
+        return self.depth.next_width(len(self.running.microbatch_reqs))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -437,7 +326,11 @@ class Scheduler:
     def _free_chunks(self) -> None:
         """Resolves a deadlock of unfinished prompts that together fill the cache: if nothing else runs and the first
         one finds no room, the last one goes back to the queue."""
-        if len(self.chunked) < 2 or self.running.reqs or self._budget(0).take(self.chunked[0], self.chunked[0].kv_len):
+        if (
+            len(self.chunked) < 2
+            or self.running.reqs
+            or self.choice.budget(0).take(self.chunked[0], self.chunked[0].kv_len)
+        ):
             return
         last = self.chunked.pop()
         self._requeue(last)
@@ -469,31 +362,24 @@ class Scheduler:
         if self.host_tier is not None and batch.loads:
             self.host_tier.finish(batch.loads)
             redo_stale(self, batch)
-        report, num_new = list[Req](), 0
-        sampled, interval = batch.read(self.running.counters), self.args.stream_interval
-        rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
-        if batch.stale:
-            rows = [row for row in rows if row[0] not in batch.stale]
-        for (
-            req,
-            token,
-            row,
-        ) in rows:  # may be all running requests: no calls for a plain one
-            if not req.plain or token == NO_TOKEN or not (req.stream or req.first_token_time):
-                reason = self._take(batch, req, token, row)
-            else:
-                req.output.append(token)
-                num_new += 1
-                ends = token in req.stop_ids or len(req.output) >= req.max_output
-                reason = self.stop_checker.finish_reason(req) if ends else None
+        report, interval = list[Req](), self.args.stream_interval
+        sampled = batch.read(self.running.counters, self.stops)
+        streamed = append_tokens(batch.sampled, sampled, interval, report)
+        self.held_tokens += streamed.num_appended
+        for i in np.flatnonzero(sampled.handling == CHECKED).tolist():
+            req = batch.sampled[i]
+            if req in batch.stale:
+                continue
+            reason = self._take_all(batch, i, sampled.ids[i])
             if reason is not None:
                 self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
-            elif req.stream and len(req.output) - req.num_sent >= interval and (req.plain or req.goes_on):
+                continue
+            if req.stream and req.num_unsent >= interval and req.may_continue:
                 report.append(req)
-        self.held_tokens += num_new
-        if report:
-            self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
-        self.stats.processed(len(sampled.tokens))
+            req.decide_handling(interval, self.running.tokens_per_step > 1)
+        if report or streamed.rids:
+            self.outbox.append(output_message(report, streamed))
+        self.stats.processed(sum(map(len, sampled.ids)))
         if batch.step.widths is not None:
             assert batch.result is not None and batch.result.counts is not None
             widths, counts = batch.step.widths.tolist(), batch.result.counts.tolist()
@@ -504,8 +390,18 @@ class Scheduler:
             self.depth.expect(batch.result.confidence.tolist())
             self.stats.drafts.confidence_cuts = self.depth.confidence_cuts
 
-    def _take(self, batch: ScheduleBatch, req: Req, token: int, row: int) -> FinishReason | None:
-        """Adds a token to a request and to everything that follows its output. Returns the reason to end it, if any."""
+    def _take_all(self, batch: ScheduleBatch, i: int, ids: list[int]) -> FinishReason | None:
+        """Adds the tokens of `batch.sampled[i]` up to the one that ends it. Returns the reason to end it, if any."""
+        for index, token in enumerate(ids):
+            reason = self._take(batch, i, index, token)
+            if reason is not None:
+                return reason
+        return None
+
+    def _take(self, batch: ScheduleBatch, i: int, index: int, token: int) -> FinishReason | None:
+        """Adds the token at `index` of those of `batch.sampled[i]` to the request and to everything that follows its
+        output. Returns the reason to end it, if any."""
+        req = batch.sampled[i]
         if req.finish is not None:
             return None
         if token == NO_TOKEN:
@@ -514,11 +410,12 @@ class Scheduler:
         if req.max_output <= 0:  # max_new_tokens is 0: only the prompt was wanted
             return FinishReason("length", length=0)
         req.output.append(token)
+        req.num_unsent += 1
         self.held_tokens += 1
         if not (req.stream or req.first_token_time):
             req.first_token_time = time.monotonic()
         if req.return_logprob and req.pending_finish is None:
-            batch.file_logprobs(req, row, token)
+            batch.file_logprobs(i, index, token)
         if req.thoughts is not None:
             req.thoughts.push(token)
         if req.grammar is not None and not req.grammar.accept(token):
@@ -541,7 +438,9 @@ class Scheduler:
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
         self.prompts.give_back(req.prompt)
+        self.stops.remove(req.stop_ids)
         self.held_hidden -= req.max_hidden_rows
+        req.handling = CHECKED
         self.media.end(req)
         if req in self.chunked:
             self.chunked.remove(req)
@@ -569,9 +468,10 @@ class Scheduler:
             return None
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
+        self.stops.add(req.stop_ids)
         self.held_hidden += req.max_hidden_rows
         self.waiting.append(req)
-        self.order.came(req)
+        self.order.enqueued(req)
         if self.host_tier is not None:
             self.host_tier.queued(req)
         return req
@@ -646,6 +546,7 @@ class Scheduler:
 
     @property
     def host_tiers(self) -> list[HostTier]:
+        """Returns the host tier in a list; an empty list if there is none."""
         return [] if self.host_tier is None else [self.host_tier]
 
     def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded
-from sglang.srt.managers.front.lanes import Lanes
+from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded, end_all
 from sglang.srt.managers.front.media.messages import Decoded, MediaJob, Ready, Refused, Reply
 from sglang.srt.managers.front.media.worker import WorkerSettings, run_worker
+from sglang.srt.managers.front.worker_threads import WorkerThreads
 from sglang.srt.utils import shared_array
 
 START_LIMIT_S = 180.0
@@ -30,12 +30,12 @@ class MediaPool:
         """Starts the processes without waiting for them. limit_s: most seconds of a job."""
         self._directory, self._limit_s = Path(settings.directory), limit_s
         self._workers = [_Worker(settings) for _ in range(num_workers)]
-        self._lanes = Lanes(num_workers, "media", first=lambda number: self._workers[number].start())
+        self._threads = WorkerThreads(num_workers, "media", first=lambda number: self._workers[number].start())
 
     async def decode(self, job: MediaJob) -> Decoded:
         """Decodes an image or video. Raises RequestError: 400 for a file that is refused, 503 if the server has no
         room."""
-        future = self._lanes.submit(True, partial(self._run, job))
+        future = self._threads.submit(True, partial(self._run, job))
         try:
             reply = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -46,9 +46,8 @@ class MediaPool:
         return reply
 
     def close(self) -> None:
-        self._lanes.close()
-        for worker in self._workers:
-            worker.process.end()
+        self._threads.close()
+        end_all(worker.process for worker in self._workers)
 
     @property
     def process_ids(self) -> list[int]:
