@@ -78,7 +78,7 @@ def half_encoded(steps: MediaSteps, image: tuple[str, int]) -> None:
     steps.begin(num_decodes=3)
     assert steps.ready(request, 0, image[1]) == 0
     steps.end(request)
-    assert steps.features is not None and steps.features.under_way
+    assert steps.features is not None and steps.features.is_encoding
 
 
 def test_an_encoder_step_begins_with_the_eviction_and_not_with_a_chunk_in_the_step(steps: MediaSteps) -> None:

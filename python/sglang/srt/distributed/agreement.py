@@ -115,12 +115,12 @@ def refuse_unlike_tiles(gpu: str, stage: int, tiles: Items) -> None:
     if parallel_state.num_ranks() == 1:
         return
     mine = msgspec.json.encode(_Tiles(gpu, tiles, stage))
-    everyones = [msgspec.json.decode(data, type=_Tiles) for data in gather_from_ranks(mine)]
-    for stage_now in range(1 + max(each.stage for each in everyones)):
-        of_stage = {rank: each.items for rank, each in enumerate(everyones) if each.stage == stage_now}
-        common = set.intersection(*(set(items) for items in of_stage.values()))
-        compared = {rank: {name: items[name] for name in common} for rank, items in of_stage.items()}
-        refuse_difference([each.name for each in everyones], compared, _OTHER_TILES)
+    from_all = [msgspec.json.decode(data, type=_Tiles) for data in gather_from_ranks(mine)]
+    for stage_now in range(1 + max(each.stage for each in from_all)):
+        stage_items = {rank: each.items for rank, each in enumerate(from_all) if each.stage == stage_now}
+        common = set.intersection(*(set(items) for items in stage_items.values()))
+        compared = {rank: {name: items[name] for name in common} for rank, items in stage_items.items()}
+        refuse_difference([each.name for each in from_all], compared, _OTHER_TILES)
 
 
 def facts_that_must_be_alike(arch: ArchTraits) -> Items:

@@ -238,9 +238,9 @@ class AttentionGroups:
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         self._owner_of(req).hold(req, pending)
 
-    def held(self, rid: str) -> tuple[Req, PendingGrammar] | None:
+    def compiling_of(self, rid: str) -> tuple[Req, PendingGrammar] | None:
         owner = self._owner(rid)
-        return None if owner is None else owner.held(rid)
+        return None if owner is None else owner.compiling_of(rid)
 
     def oldest_pending(self) -> PendingGrammar | None:
         """Returns the pending grammar with the earliest deadline; None without any."""

@@ -53,8 +53,8 @@ class GrammarQueue:
 
     def build(self, verified: GrammarVerified) -> None:
         """Starts building this rank's copy."""
-        if (held := self._scheduler.held(verified.rid)) is not None:
-            req, pending = held
+        if (entry := self._scheduler.compiling_of(verified.rid)) is not None:
+            req, pending = entry
             self._grammars.build(pending, verified.seconds)
             self._building[verified.rid] = req
 
@@ -64,8 +64,8 @@ class GrammarQueue:
         if scheduler.num_compiling < self._num_waiting:  # some have left
             self._grammars.keep_only({pending.digest for _, pending in scheduler.compiling.values()})
         self._num_waiting = scheduler.num_compiling
-        held = ((scheduler.held(rid), req) for rid, req in self._building.items())
-        current = [pair for pair, req in held if pair is not None and pair[0] is req]
+        entries = ((scheduler.compiling_of(rid), req) for rid, req in self._building.items())
+        current = [pair for pair, req in entries if pair is not None and pair[0] is req]
         states = parallel_state.all_reduce_min([self._grammars.state(pending) for _, pending in current])
         self._building = {}
         for (req, pending), state in zip(current, states, strict=True):

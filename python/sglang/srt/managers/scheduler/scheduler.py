@@ -486,7 +486,7 @@ class Scheduler:
         self.waiting.remove([req])
         self.compiling[req.rid] = (req, pending)
 
-    def held(self, rid: str) -> tuple[Req, PendingGrammar] | None:
+    def compiling_of(self, rid: str) -> tuple[Req, PendingGrammar] | None:
         """Returns a request that waits for its grammar, and the grammar; None if none with this id does."""
         return self.compiling.get(rid)
 
