@@ -178,8 +178,9 @@ def test_the_assistant_of_muse_glimmer(tmp_path: Path) -> None:
     names = {"architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant"}
     draft = write(tmp_path / "draft", names | {"dtype": "bfloat16"})
     target = str(any_checkpoint("Muse-Glimmer-30B", tmp_path))
-    plain = plan_of(target)
-    plan = plan_of(target, speculative_algorithm="DFLASH", speculative_draft_model_path=draft)
+    sizes: dict[str, Any] = {"max_running_requests": 64, "cuda_graph_max_bs": 64, "chunked_prefill_size": 2048}
+    plain = plan_of(target, **sizes)
+    plan = plan_of(target, speculative_algorithm="DFLASH", speculative_draft_model_path=draft, **sizes)
     assert plan.draft is not None and plan.aux_layers == (1, 13, 25, 37, 49)
     hidden = 6656
     layer = hidden * (32 + 8 + 8) * 128 + 32 * 128 * hidden + 3 * 19968 * hidden + 2 * hidden + 2 * 128

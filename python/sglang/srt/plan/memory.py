@@ -22,6 +22,7 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.sizes import Sizes
 
 MIB = 1024**2
@@ -182,8 +183,8 @@ def _selected_slots(mixer: Mixer, tp_size: int) -> int:
 def selection_bytes(model: ModelDescription, num_tokens: int, context_len: int) -> int:
     """Returns the bytes of the selections of all compressed entries that a step of `num_tokens` tokens keeps for its
     layers, one for each rate, and of the mask with which one is made."""
-    mixers = {layer.mixer for layer in model.layers}
-    rates = {m.rate for m in mixers if isinstance(m, CompressedSparse) and m.rate and m.indexer is None}
+    mixers = [mixer for mixer in {layer.mixer for layer in model.layers} if isinstance(mixer, CompressedSparse)]
+    rates = {m.rate for m in mixers if m.rate and m.indexer is None and not isinstance(m, SharedSparse)}
     entries = [context_len // rate for rate in rates]
     return num_tokens * (SLOT_BYTES * sum(entries) + max(entries, default=0))
 
