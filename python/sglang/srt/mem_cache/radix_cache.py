@@ -64,6 +64,8 @@ class RadixCache:
         self.enabled = enabled
         self.before_eviction: TellOfNodes | None = None
         """Is told of nodes that are about to lose tokens."""
+        for window in windows:
+            window.now = lambda: self._clock
         self._start()
 
     def _start(self) -> None:
