@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
     from sglang.srt.managers.scheduler.prompt_media import PromptMedia
     from sglang.srt.managers.scheduler.text_stop import TextStop
-    from sglang.srt.mem_cache.host_tier import Copy
+    from sglang.srt.mem_cache.copies_under_way import Copy
 
 
 class Req:
