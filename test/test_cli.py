@@ -83,6 +83,32 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert process.wait() == 141 and said == ""
 
 
+def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert report_user_errors(interrupt) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+@pytest.mark.parametrize(
+    "words", [["sglang.launch_server", "--model-path", "x"], ["sglang.cli", "serve"], ["sglang.plan"]]
+)
+def test_an_interrupt_during_imports_is_one_line(words: list[str]) -> None:
+    """A module that the import of the arguments needs interrupts it."""
+    code = (
+        "import runpy, signal, sys, types\n"
+        "class Interrupts:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'sglang.srt.hardware':\n"
+        "            signal.raise_signal(signal.SIGINT)\n"
+        f"sys.meta_path.insert(0, Interrupts()); sys.argv = {words!r}\n"
+        f"runpy.run_module({words[0]!r}, run_name='__main__', alter_sys=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "Interrupted.\n")
+
+
 def test_other_errors_pass() -> None:
     def fail() -> None:
         raise ZeroDivisionError

@@ -51,7 +51,8 @@ def step(running: dict[str, Running], interval: int) -> BatchTokenIDOut:
         out.rids.append(rid)
         out.new_ids.append([ids[at % len(ids)] for at in range(each.num_sent, each.num_tokens)])
         out.finish.append(FinishReason("length", length=each.num_tokens) if done else None)
-        out.meta.append(TokenMeta(len(ids), each.num_tokens, started_time=each.started_time))
+        tells = done or not each.num_sent
+        out.meta.append(TokenMeta(len(ids), each.num_tokens, started_time=each.started_time) if tells else None)
         out.options.append(DecodeOptions() if each.num_sent == 0 else None)
         out.logprobs.append(None)
         each.num_sent = each.num_tokens

@@ -8,11 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sglang.bench.command import run_bench
-from sglang.doctor.command import run_doctor
 from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH, SEEING_PATH
 from sglang.launch_server import report_user_errors, serve
-from sglang.plan.command import run_plan
 from sglang.srt.errors import UserError
 from sglang.version import __version__
 
@@ -106,6 +103,24 @@ def run_generate(argv: Sequence[str]) -> None:
             print(text[printed:], end="", flush=True)
             printed = len(text)
     print()
+
+
+def run_plan(argv: Sequence[str]) -> None:
+    from sglang.plan.command import run_plan as run
+
+    run(argv)
+
+
+def run_doctor(argv: Sequence[str]) -> int:
+    from sglang.doctor.command import run_doctor as run
+
+    return run(argv)
+
+
+def run_bench(argv: Sequence[str]) -> int:
+    from sglang.bench.command import run_bench as run
+
+    return run(argv)
 
 
 def run_version(argv: Sequence[str]) -> None:

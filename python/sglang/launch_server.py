@@ -6,20 +6,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from sglang.srt.environ import adopt_environment
 from sglang.srt.errors import UserError
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.log import configure_logging
 
+# Everything else is imported while `report_user_errors` watches: Ctrl-C may come during the second that this takes.
 USER_ERROR = 2
 """Exit status for something that the user can correct."""
-BROKEN_PIPE = 128 + 13
-"""The exit status that a shell reports for a process that SIGPIPE ended."""
+BROKEN_PIPE, INTERRUPTED = 128 + 13, 128 + 2
+"""The exit statuses that a shell reports for a process that SIGPIPE or SIGINT ended."""
 
 
 def report_user_errors(run: Callable[[], int | None]) -> int:
     """Runs it; what it returns is the exit status. A UserError becomes one line on standard error and exit status 2; a
-    reader of the output that leaves (`| head`) ends it with the status of SIGPIPE. Other exceptions pass."""
+    reader of the output that leaves (`| head`) ends it with the status of SIGPIPE, Ctrl-C with one line and that of
+    SIGINT. Other exceptions pass."""
     try:
         status = run() or 0
         sys.stdout.flush()
@@ -31,10 +30,17 @@ def report_user_errors(run: Callable[[], int | None]) -> int:
         # What is still buffered goes nowhere when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return INTERRUPTED
 
 
 def serve(argv: Sequence[str] | None, prog: str) -> None:
     """Serve as the command line says, until told to stop. Raises UserError."""
+    from sglang.srt.environ import adopt_environment
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.log import configure_logging
+
     adopt_environment()
     args = ServerArgs.from_cli(argv, prog)
     configure_logging(args.log_level)

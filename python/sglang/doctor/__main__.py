@@ -2,8 +2,7 @@
 
 import sys
 
-from sglang.doctor.command import run_doctor
-from sglang.launch_server import report_user_errors
+from sglang.cli import main
 
 if __name__ == "__main__":
-    sys.exit(report_user_errors(lambda: run_doctor(sys.argv[1:])))
+    sys.exit(main(["doctor", *sys.argv[1:]]))

@@ -2,8 +2,7 @@
 
 import sys
 
-from sglang.launch_server import report_user_errors
-from sglang.plan.command import run_plan
+from sglang.cli import main
 
 if __name__ == "__main__":
-    sys.exit(report_user_errors(lambda: run_plan(sys.argv[1:])))
+    sys.exit(main(["plan", *sys.argv[1:]]))

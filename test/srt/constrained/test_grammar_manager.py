@@ -271,6 +271,52 @@ def test_a_build_that_fails_is_tried_again(bench: Bench) -> None:
     assert bench.manager.failure(pending).status_code == 500 and bench.manager.num_cached() == 0
 
 
+def test_the_second_waiter_of_a_failed_build_leaves_the_next_build(bench: Bench) -> None:
+    bench.backend.go.set()
+    first, second = bench.request("("), bench.request("(")
+    for pending in (first, second):
+        bench.manager.build(pending, 0.0)
+    assert first.build is second.build and first.build is not None and first.build.exception(10) is not None
+    bench.manager.failure(first)
+    third = bench.request("(")
+    bench.manager.build(third, 0.0)
+    bench.manager.failure(second)
+    fourth = bench.request("(")
+    bench.manager.build(fourth, 0.0)
+    assert third.build is fourth.build is not first.build
+
+
+def test_a_verification_under_way_is_not_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_manager, "MAX_VERDICTS", 2)
+    waits = bench.request("a")
+    for pattern in ("b", "c", "d"):
+        bench.request(pattern)
+        _, check = bench.verifier.checks[-1]
+        check.verdict.set_result(Verdict())
+    shared = bench.request("a")
+    assert shared.check is waits.check and len(bench.verifier.checks) == 4
+    bench.manager.keep_only([])
+    assert bench.verifier.cancelled == [0]
+
+
+def test_a_verdict_that_comes_while_news_are_read_is_news(bench: Bench) -> None:
+    """Whenever it comes, the next call or this one tells of it."""
+    pending = bench.request("a")
+    assert bench.manager.has_news(pending) and not bench.manager.has_news(pending)
+
+    class Late(threading.Event):
+        """The verdict comes just after the look."""
+
+        def is_set(self) -> bool:
+            was_set = super().is_set()
+            bench.verifier.answer(Verdict())
+            return was_set
+
+    bench.manager._news = Late()
+    assert not bench.manager.has_news(pending)
+    assert bench.manager.has_news(pending) and bench.manager.verdict(pending) == Verdict()
+
+
 class LoadCounter(SlowBackend):
     """Knows which thread loaded it."""
 

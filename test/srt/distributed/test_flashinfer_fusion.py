@@ -102,6 +102,7 @@ def fuse(rank: int, ranks: int, folder: str) -> None:
     x = pools[rank]
     assert group.all_reduce_add_rms_norm(x, None, weight, EPS) is None
     assert group.all_reduce_add_rms_norm(x, residual, weight.float(), EPS) is None
+    assert group.all_reduce_add_rms_norm(x, residual.double(), weight, EPS) is None
     assert group.all_reduce_add_rms_norm(x[:, :32], residual[:, :32], weight[:32], EPS) is None
     assert group.all_reduce_add_rms_norm(x[:1], None, weight, EPS) is not None and others.normed == 1
     rows = torch.zeros(flashinfer_fusion.MOST_TOKENS + 1, HIDDEN, dtype=torch.bfloat16)

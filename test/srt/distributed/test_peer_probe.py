@@ -8,14 +8,16 @@ import re
 import threading
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-from sglang.srt.distributed import peer_links, peer_probe
-from sglang.srt.distributed.peer_checks import Finding, check
+from sglang.srt.distributed import peer_checks, peer_links, peer_probe
+from sglang.srt.distributed.peer_checks import PATTERN_WORDS, Finding, check, pattern
 from sglang.srt.errors import UserError
 from srt.distributed.fake_links import FakeLinks, Meeting
 
@@ -72,6 +74,27 @@ def findings_among_threads(ranks: int, defect: str) -> list[Finding]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_defects_are_named(ranks: int, defect: str) -> None:
     holds(defect, peer_probe.verdict(findings_among_threads(ranks, defect)), FOUND[defect])
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (pattern(0, 1, 1), Finding("wrong", (0, 1), "what rank 0 writes to rank 1 lands in the memory of rank 2")),
+        (pattern(2, 1, 1), Finding("own", (2, 1), "what rank 2 writes to rank 1 lands in its own memory")),
+        (pattern(0, 1, 1) + 1, Finding("wrong", (2,), "rank 2 finds values that no rank wrote at a place in its memory"
+                                       " where nobody writes")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("place", [2, 0])
+def test_the_rank_whose_write_went_astray_is_blamed(words: torch.Tensor, wanted: Finding, place: int) -> None:
+    """Rank 2 finds the words at its own place, where nobody writes, or at that of rank 0."""
+    memory = {writer: pattern(writer, 2, 1) for writer in (0, 1)} | {2: torch.zeros(PATTERN_WORDS, dtype=torch.int32)}
+    memory[place] = words
+    links: Any = SimpleNamespace(write=lambda peer, words: None, read=memory.__getitem__, barrier=lambda: None)
+    (found,) = peer_checks._check_memory(links, 2, 3, 1, lambda action, peer: None)
+    if place == 0 and wanted.pair == (2,):
+        wanted = Finding("wrong", (0, 2), f"{PATTERN_WORDS} of {PATTERN_WORDS} words of rank 0 arrive altered")
+    assert found == wanted
 
 
 def test_a_library_that_adds_wrongly_stops_the_start() -> None:

@@ -41,10 +41,9 @@ def test_halves_alternate_and_collectives_arrive_late_in_the_order_in_which_they
         assert log == ["a0", "b0", "~a0", "a1", "~b0", "b1", "~a1", "a2", "~b1", "b2", "~a2", "~b2"]
 
 
-def test_a_half_without_collectives_runs_before_the_other_goes_on() -> None:
+def test_halves_without_collectives_run_one_after_the_other() -> None:
     turns, log = PingPong(LateLane()), list[str]()
     assert turns.run(microbatch(turns, log, "a", 0), microbatch(turns, log, "b", 0)) == (0.0, 0.0)
-    assert turns.run(microbatch(turns, log, "a", 2), microbatch(turns, log, "b", 0)) == (2.0, 0.0)
 
 
 def blocks(turns: PingPong, log: list[str], name: str, count: int = 3, inside: int = -1) -> Blocks[float]:
@@ -66,13 +65,14 @@ def blocks(turns: PingPong, log: list[str], name: str, count: int = 3, inside: i
     return float(x if receive is None else receive())
 
 
-def test_microbatches_of_unequal_numbers_of_blocks_are_refused() -> None:
-    def silent(count: int) -> Blocks[int]:
-        """Blocks that leave no sums."""
-        for _ in range(count):
-            yield
-        return count
+def silent(count: int) -> Blocks[int]:
+    """Blocks that leave no sums."""
+    for _ in range(count):
+        yield
+    return count
 
+
+def test_microbatches_of_unequal_numbers_of_blocks_are_refused() -> None:
     turns = PingPong(LateLane())
     assert turns.run_blocks(silent(2), silent(2)) == (2, 2)
     with pytest.raises(MicrobatchesDiffer, match="microbatch 0 has fewer blocks"):
@@ -98,6 +98,8 @@ def test_blocks_that_exchange_other_things_are_refused() -> None:
     turns, log = PingPong(LateLane()), list[str]()
     with pytest.raises(MicrobatchesDiffer, match="second"):
         turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b", inside=0))
+    with pytest.raises(MicrobatchesDiffer, match="sent 0 collectives, the first one 3"):
+        turns.run_blocks(blocks(turns, log, "a"), silent(3))
     assert turns.run(microbatch(turns, log, "a"), microbatch(turns, log, "b")) == (3.0, 3.0)
 
 
@@ -124,7 +126,9 @@ def test_a_block_that_fails_ends_both_halves(failing: int) -> None:
     assert turns.run_blocks(blocks(turns, log, "a"), blocks(turns, log, "b")) == (3.0, 3.0)
 
 
-@pytest.mark.parametrize(("counts", "what"), [((1, 2), "second"), ((0, 1), "second")])
+@pytest.mark.parametrize(
+    ("counts", "what"), [((1, 2), "second"), ((0, 1), "second"), ((2, 0), "sent 0"), ((3, 2), "sent 2")]
+)
 def test_a_second_half_that_would_overtake_is_refused(counts: tuple[int, int], what: str) -> None:
     turns, log = PingPong(LateLane()), list[str]()
     with pytest.raises(MicrobatchesDiffer, match=what):

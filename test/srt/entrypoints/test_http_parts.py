@@ -6,7 +6,7 @@ import asyncio
 import logging
 import resource
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +16,13 @@ from starlette.requests import Request
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.entrypoints import http_middleware, http_native, http_server
 from sglang.srt.entrypoints.http_app import OFTEN, create_api
+from sglang.srt.entrypoints.http_body import LONG_BODY_BYTES, read_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES, without_query
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.upstream_interface import REFUSED_ROUTES
@@ -340,6 +342,29 @@ def test_disconnect_closes_the_source() -> None:
 
     asyncio.run(run())
     assert source.closed and exchange.body == b"aB"
+
+
+@pytest.mark.parametrize(("length", "is_long"), [(10, False), (LONG_BODY_BYTES, True)])
+def test_long_bodies_are_decoded_in_a_thread(length: int, is_long: bool) -> None:
+    """Also those with mistakes, whose errors reach the client."""
+    sizes: list[int] = []
+
+    async def in_thread(size: int, function: Callable[..., Any], *args: Any) -> Any:
+        sizes.append(size)
+        return function(*args)
+
+    manager = SimpleNamespace(in_thread=in_thread)
+    app = SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(engine=SimpleNamespace(manager=manager))))
+    raw = b'{"prompt": "' + b"a" * length + b'"}'
+    for body in (raw, raw[:-1]):
+        exchange = Exchange({"type": "http.request", "body": body})
+        reading = read_body(Request(scope() | {"app": app}, exchange.receive), CompletionRequest)
+        if body is raw:
+            assert asyncio.run(reading).prompt == "a" * length
+        else:
+            with pytest.raises(ApiError):
+                asyncio.run(reading)
+    assert sizes == [len(raw), len(raw) - 1] * is_long
 
 
 def test_work_is_cancelled_on_disconnect() -> None:

@@ -74,7 +74,7 @@ class DraftingRunner(FakeRunner):
         for slot, row in zip(step.sampled_slots.tolist(), prompts.sample_rows.tolist(), strict=True):
             tokens.append(self._next(slot, self.lens[slot]))
             self._draft_block(slot, tokens[-1], step.reserved_lens[row])
-        return LateResult(torch.tensor(tokens)[:, None])
+        return LateResult(torch.tensor(tokens, dtype=torch.int64)[:, None])
 
     def _write(self, slot: int, tokens: np.ndarray) -> list[int]:
         locs = self.table[slot, self.lens[slot] : self.lens[slot] + len(tokens)]

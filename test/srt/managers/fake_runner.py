@@ -144,7 +144,7 @@ class FakeRunner:
             assert (sequence >= 0).all(), "a cache slot was read before it was written"
             tokens.append(NO_TOKEN if self.not_numbers(sequence) else next_token(sequence))
             self.next_token[step.slots[row]] = max(tokens[-1], 0)
-        return LateResult(torch.tensor(tokens)[:, None])
+        return LateResult(torch.tensor(tokens, dtype=torch.int64)[:, None])
 
     def advance_states(self, step: StepInput, ids: np.ndarray) -> None:
         """A state is a checksum of all tokens so far; that of an empty prefix is 0, whatever lies in the row."""

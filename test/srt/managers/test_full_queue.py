@@ -3,12 +3,13 @@ counted; benchmark/host/bench_full_queue.py has times."""
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,28 @@ import pytest
 
 from sglang.srt.managers.scheduler import queue_order
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.queue_order import MOST_MATCHED, POLICIES
 from sglang.srt.managers.scheduler.scheduler import MOST_LOOKED_AT, SHARED_PREFIX, Scheduler
+from sglang.srt.managers.scheduler.stop_tokens import StopTokens
 from sglang.srt.managers.scheduler.waiting_queue import WaitingQueue
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from srt.managers.fake_runner import Collector, FakeRunner, add, assert_clean, make_scheduler, request, run_to_end
+from sglang.srt.sampling.sampling_params import NO_TOKEN
+from srt.managers.drafting_runner import DraftingRunner
+from srt.managers.fake_runner import (
+    EOS,
+    VOCAB,
+    Collector,
+    FakeRunner,
+    add,
+    assert_clean,
+    expected_output,
+    make_scheduler,
+    request,
+    run_to_end,
+)
 from srt.mem_cache.test_radix_cache import matched
 
 
@@ -119,11 +135,11 @@ def test_keeping_beyond_half_of_the_pool_walks_no_tree(monkeypatch: pytest.Monke
 
 
 def python_calls(step: Callable[[], object]) -> int:
-    """Of the scheduler's own functions; each item of a generator counts."""
+    """Of the functions of the scheduler and of its tables; each item of a generator counts."""
     calls = Counter[str]()
 
     def count(frame: FrameType, event: str, arg: object) -> None:
-        calls[event] += "managers/scheduler/" in frame.f_code.co_filename
+        calls[event] += any(name in frame.f_code.co_filename for name in ("managers/scheduler/", "srt/mem_cache/"))
 
     sys.setprofile(count)
     try:
@@ -158,7 +174,7 @@ def test_a_longer_queue_makes_no_step_longer(policy: str, priorities: bool) -> N
         scheduler = full_scheduler(policy, num_waiting, enable_priority_scheduling=priorities)
         scheduler.step()
         calls.append(python_calls(scheduler.step))
-    assert abs(calls[1] - calls[0]) < 100, "not one for each of those that wait (random looks at others)"
+    assert abs(calls[1] - calls[0]) < 200, "not one for each of those that wait (random looks at others)"
 
 
 @dataclass(eq=False)
@@ -184,3 +200,102 @@ def test_the_queue_is_sorted_as_requests_come_and_go() -> None:
                 came.append(req)
         assert list(queue) == sorted(came, key=lambda req: (-req.priority, -req.max_output))
         assert len(queue) == len(came) and (not came or queue[0] is next(iter(queue)))
+
+
+def test_draft_tokens_of_a_request_that_only_goes_on_cost_no_call() -> None:
+    calls = []
+    for count in (4, 64):
+        runner = DraftingRunner(8192, 1, 512, 80, 256, tokens_per_step=4, error_rate=1.0, lookahead_slots=3)
+        scheduler = make_scheduler(runner, disable_overlap_schedule=True)
+        for number in range(count):
+            add(scheduler, request(f"r{number}", [number + 5] * 3, 100, ignore_eos=True))
+        for _ in range(5):
+            scheduler.step()
+        assert len(scheduler.running) == count and runner.steps[-1] == "verify"
+        calls.append(python_calls(scheduler.step) - count)
+    assert calls[0] <= calls[1] <= calls[0] + 64, "more than a generator's item for each"
+
+
+class Asked(frozenset[int]):
+    """Stop ids that count how often they are asked."""
+
+    times = 0
+
+    def __contains__(self, token: object) -> bool:
+        Asked.times += 1
+        return super().__contains__(token)
+
+
+def test_stop_ids_are_asked_only_for_tokens_that_stop_some_request() -> None:
+    scheduler, collector = make_scheduler(FakeRunner(8192, 1, 512, 80, 256)), Collector()
+    for number in range(20):
+        scheduler.add(request(f"r{number}", [number + 5] * 3, 60, stream=number % 2 == 0), 1, Asked({EOS}))
+    scheduler.step()
+    scheduler.step()
+    Asked.times = 0
+    run_to_end(scheduler, collector)
+    num_stopped = sum(finish.type == "stop" for finish in collector.finish.values())
+    assert 0 < num_stopped < 20 and Asked.times <= 20 + num_stopped
+    for number in range(20):
+        assert collector.tokens[f"r{number}"] == expected_output([number + 5] * 3, 60)
+    assert not scheduler.stops.rows_with_any(np.arange(VOCAB)[:, None]).any()
+
+
+def test_stop_ids_outside_of_the_vocabulary_stop_nothing() -> None:
+    stops = StopTokens(10)
+    stops.add({-1, 3, 10, 1 << 40})
+    assert stops.rows_with_any(np.array([[2], [9], [3], [NO_TOKEN]])).tolist() == [False, False, True, True]
+    stops.remove({-1, 3, 10, 1 << 40})
+    assert stops.rows_with_any(np.array([[3, 4], [4, NO_TOKEN]])).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_messages_of_streams_that_only_go_on_have_tokens_alone(interval: int) -> None:
+    """The first and the last message, and the one after a pause that took its slots, have the counts."""
+    scheduler = make_scheduler(FakeRunner(8192, 1, 512, 8, 256), stream_interval=interval)
+    add(scheduler, request("r", [5, 6, 7], 30, ignore_eos=True, stream=True))
+    messages = []
+    for number in range(60):
+        if number == 12:
+            scheduler.pause("retract")
+            scheduler.paused = False
+        scheduler.step()
+        messages += scheduler.outbox
+        scheduler.outbox.clear()
+    tokens = [token for message in messages for token in message.new_ids[0]]
+    assert tokens == expected_output([5, 6, 7], 30, ignore_eos=True)
+    assert [message.meta[0].num_retractions for message in messages if message.meta[0]] == [0, 1, 1]
+    assert messages[0].meta[0] and messages[-1].meta[0] and messages[-1].meta[0].completion_tokens == 30
+
+
+def test_steps_leave_no_cycles_for_the_garbage_collection() -> None:
+    """The scheduler's process collects everything only rarely (`scheduler_process.COLLECTIONS`)."""
+    scheduler, collector = make_scheduler(FakeRunner(8192, 1, 512, 80, 256)), Collector()
+    counts = []
+    for round_ in range(3):
+        for number in range(40):
+            add(scheduler, request(f"r{round_}.{number}", [number + 5] * 30, 20, stream=number % 2 == 0))
+        run_to_end(scheduler, collector)
+        counts.append(gc.collect())
+    assert counts[1:] == [0, 0], "the first round may import modules"
+
+
+def test_images_of_a_prompt_are_summed_once() -> None:
+    """A prompt may have thousands of images, and each step asks which of them fit."""
+    additions = Counter[str]()
+
+    class Size(int):
+        def __add__(self, other: int) -> Size:
+            additions["sizes"] += 1
+            return Size(int(self) + int(other))
+
+        __radd__ = __add__
+
+    items = [SimpleNamespace(digest=bytes([number])) for number in range(100)]
+    features: Any = SimpleNamespace(size_of=lambda item: Size(10), budget=800)
+    steps = MediaSteps(None, lambda: 1, 1)
+    steps.features = features
+    media: Any = SimpleNamespace(needed=lambda begin, end: [SimpleNamespace(item=item) for item in items])
+    assert steps._fitting(media, 0, 100) == items[:80]
+    assert steps._fitting(media, 0, 100) == items[:80], "those of the step count once"
+    assert additions["sizes"] <= 2 * len(items)

@@ -246,7 +246,8 @@ class Server:
 
     def _take(self) -> None:
         for message in self.scheduler.outbox:
-            self.meta.update(zip(message.rids, message.meta, strict=True))
+            metas = zip(message.rids, message.meta, strict=True)
+            self.meta |= {rid: meta for rid, meta in metas if meta is not None}
         self.collector.take(self.scheduler)
 
     def answer(self, rid: str, ids: list[int], output: int = 8) -> list[int]:

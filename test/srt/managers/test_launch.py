@@ -316,3 +316,23 @@ def test_children_that_end_because_they_were_told_have_not_died(caplog: pytest.L
     handle._watch_children()
     assert handle.failure is None and not told
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_all_replicas_are_told_to_end_before_one_is_waited_for() -> None:
+    events: list[tuple[str, int]] = []
+
+    class Replica:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def tell_end(self, limit_s: float) -> None:
+            events.append(("told", self.index))
+
+        def end(self, limit_s: float) -> None:
+            events.append(("ended", self.index))
+
+    handle = EngineHandle.__new__(EngineHandle)
+    handle._closed, handle._replicas = False, [Replica(index) for index in range(3)]
+    handle._disconnect, handle._ports = (lambda: None), [SimpleNamespace(remove=lambda: None)]
+    handle.shutdown(1.0)
+    assert events == [(what, index) for what in ("told", "ended") for index in range(3)]

@@ -122,6 +122,26 @@ def call(rid: str | list[str] = "r", **fields: Any) -> GenerateRequest:
     return GenerateRequest(**{"input_ids": [1, 2, 3], "rid": rid, **fields})
 
 
+def test_counts_go_on_where_a_message_has_none() -> None:
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(stream=True))
+        await bench.request()
+        counts = []
+        bench.send("r", "a", [7])
+        counts.append((await anext(stream)).meta)
+        for ids in ([8], [9, 10]):
+            bench.outbox.send(
+                BatchStrOut(rids=["r"], new_text=["b"], new_ids=[ids], finish=[None], meta=[None], logprobs=[None])
+            )
+            counts.append((await anext(stream)).meta)
+        assert [meta.completion_tokens for meta in counts] == [1, 2, 4]
+        assert all((meta.prompt_tokens, meta.cached_tokens) == (3, 1) for meta in counts)
+        bench.send("r", "c", [11], FinishReason("stop"))
+        assert [output.text async for output in stream] == ["c"]
+
+    play(test)
+
+
 def test_stream_of_deltas() -> None:
     async def test(bench: Bench) -> None:
         stream = await bench.manager.submit(call(stream=True))

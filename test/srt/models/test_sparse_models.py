@@ -14,12 +14,12 @@ import pytest
 import torch
 import transformers
 
-from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.layers import native_sparse_ops
 from sglang.srt.layers.attention.selection import EntryRows
 from sglang.srt.layers.attention.sparse_rows import SparseRows
-from sglang.srt.plan.config_layers import indexed_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.latent import indexed_layers
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout
 from sglang.srt.plan.mixers import MLA
@@ -86,7 +86,7 @@ def test_what_is_not_longer_than_a_selection_is_not_scored(tmp_path: Path, monke
 
 
 def kinds(**values: Any) -> list[bool]:
-    return indexed_layers(ConfigReader(values, "config.json"), 8)
+    return indexed_layers(Config({"num_hidden_layers": 8, **values}, "config.json"))
 
 
 def test_tokens_that_select_lie_behind_requests_that_do_not() -> None:

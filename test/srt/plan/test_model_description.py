@@ -202,7 +202,7 @@ def test_needs_say_which_shapes_linear_layers_have() -> None:
 
 def test_ops_of_several_shapes_have_needs_of_their_own() -> None:
     changes = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2, "sliding_window": 64}
-    model = describe("qwen3", global_head_dim=256, num_global_key_value_heads=4, **changes)
+    model = describe("qwen3", per_layer_config={"1": {"head_dim": 256, "num_key_value_heads": 4}}, **changes)
     keys = [need.key for need in needs_of(rank_weights(model, ONE_RANK), BF16) if "attention" in need.op]
     variants = ["extend_attention/256x256", "decode_attention/256x256"]
     assert keys == ["extend_attention", "decode_attention", *variants]

@@ -113,7 +113,7 @@ def test_steps_are_padded_to_measured_sizes() -> None:
 def test_rates_of_places_that_were_not_reached_follow_the_one_before() -> None:
     acceptance = AcceptanceRates(4)
     for _ in range(100):
-        acceptance.observe(width=3, count=2)
+        acceptance.observe([3], [2])
     first, second, third, fourth = acceptance.rates()
     assert first > 0.95 and second < 0.1
     assert third == fourth == second

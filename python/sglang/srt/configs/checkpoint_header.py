@@ -71,18 +71,31 @@ def inside(file: str, index: Path) -> str:
     return file
 
 
-def _header(path: Path) -> dict[str, Stored]:
-    """Returns type and shape of each tensor in a file, by name."""
+def header_bytes(path: Path) -> bytes:
+    """Returns the header of a safetensors file, JSON that has not been checked. Raises UserError."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             if not 0 < length < _LONGEST_HEADER:
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
+            return file.read(length)
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?")
+
+
+def _header(path: Path) -> dict[str, Stored]:
+    """Returns type and shape of each tensor in a file, by name."""
+    header_text = header_bytes(path)
+    try:
+        header = json.loads(header_text)
         return {
             name: Stored(str(entry["dtype"]), tuple(map(int, entry["shape"])))
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from None

@@ -110,7 +110,7 @@ class GrammarManager:
         self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         """The cache: builds by digest, under way or finished; the least recently used first."""
         self._live = _LiveBytes()
-        self._news = False
+        self._news = threading.Event()
         """Leader only: whether a request or a verdict has come since the last `has_news`."""
         self._closed = False
         self._load_lock = threading.Lock()
@@ -134,7 +134,7 @@ class GrammarManager:
     def request(self, key: GrammarKey) -> PendingGrammar:
         """Starts verifying a grammar, if this is the leader and the verdict is not known. Does not block."""
         pending = PendingGrammar(key, key.digest(), self._clock() + WAIT_LIMIT_S)
-        self._news = True
+        self._news.set()
         if self._verifier is not None:
             pending.check = self._check(self._verifier, pending)
         return pending
@@ -148,14 +148,22 @@ class GrammarManager:
             check = self._checks[pending.digest] = self._under_way[pending.digest] = verifier.submit(pending.key)
             check.verdict.add_done_callback(self._note_verdict)
             if len(self._checks) > MAX_VERDICTS:
-                self._checks.popitem(last=False)
+                self._forget_oldest_verdict()
         self._checks.move_to_end(pending.digest)
         return check
+
+    def _forget_oldest_verdict(self) -> None:
+        """Forgets the least recently used verification that has finished. One under way stays known, so that it is
+        shared, and cancelled when nobody waits."""
+        finished = (digest for digest, check in self._checks.items() if check.verdict.done())
+        self._checks.pop(next(finished, b""), None)
 
     def has_news(self, oldest: PendingGrammar) -> bool:
         """Returns whether `verdict` may return something new for any request: a request or a verdict has come since the
         last call, or the deadline of `oldest`, the grammar that has waited longest, has passed. For the leader."""
-        news, self._news = self._news, False
+        news = self._news.is_set()
+        if news:
+            self._news.clear()  # before verdicts are read: what comes from now on counts next time
         return news or self._clock() >= oldest.deadline
 
     def verdict(self, pending: PendingGrammar) -> Verdict | None:
@@ -221,12 +229,13 @@ class GrammarManager:
             return _TOO_LATE
         if (error := pending.build.exception()) is not None:
             logger.error("A verified grammar could not be built: %r", error)
-        self._grammars.pop(pending.digest, None)
+        if self._grammars.get(pending.digest) is pending.build:  # another request may have begun a new build
+            del self._grammars[pending.digest]
         return _NOT_BUILT
 
     def _note_verdict(self, _: Future[Verdict]) -> None:
         """Makes `has_news` return true. Called in other threads."""
-        self._news = True
+        self._news.set()
 
     def _compile(self, key: GrammarKey) -> Grammar:
         assert self._backend is not None

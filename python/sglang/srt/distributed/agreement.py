@@ -175,7 +175,8 @@ def refuse_difference(gpus: Sequence[str], items: Mapping[int, Items], what: str
             more = f"; and {len(different) - MOST_NAMED:,} more" if len(different) > MOST_NAMED else ""
             raise UserError(
                 f"{_named(gpus, first)} and {_named(gpus, other)} {what}: {'; '.join(pairs)}{more}. All ranks of a"
-                " server need the same release, flags, packages and tuning files, and GPUs of one architecture."
+                " server need the same release, flags, checkpoint, packages and tuning files, and GPUs of one"
+                " architecture."
             )
 
 

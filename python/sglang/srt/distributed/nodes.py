@@ -21,8 +21,10 @@ from typing import Any
 import msgspec
 
 import sglang.srt
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.agreement import refuse_unlike_ranks
+from sglang.srt.distributed.checkpoint_contents import checkpoint_contents
 from sglang.srt.errors import UserError
 from sglang.srt.plan.plan_items import Items, flat
 from sglang.srt.server_args import ServerArgs
@@ -105,10 +107,13 @@ def _program() -> str:
     return digest.hexdigest()[:16]
 
 
-def agree(args: ServerArgs, config: Mapping[str, Any]) -> None:
-    """Takes over the leader's random seed and compares how the machines were started. Collective. Raises UserError on
-    every rank if two differ."""
+def agree(args: ServerArgs, model: ModelConfig) -> None:
+    """Takes over the leader's random seed, and compares how the machines were started and their copies of the model.
+    Collective. Raises UserError on every rank if two differ."""
     leader = parallel_state.is_leader()
     said = parallel_state.broadcast_bytes(msgspec.json.encode(args.random_seed) if leader else None)
     args.random_seed = msgspec.json.decode(said, type=int | None)
-    refuse_unlike_ranks(f"machine {args.node_rank}", common(args, config), "are not started alike")
+    machine = f"machine {args.node_rank}"
+    refuse_unlike_ranks(machine, common(args, model.hf_config), "are not started alike")
+    files = checkpoint_contents(Path(model.model_path), args.load_format != "dummy")
+    refuse_unlike_ranks(machine, files, "have different copies of the model")

@@ -163,7 +163,7 @@ class Group:
             or self._quantized_for(x) is not None
             or reducer is None
             or not reducer.can_norm(x)
-            or not (residual is None or residual.is_contiguous())
+            or not (residual is None or (residual.is_contiguous() and residual.dtype == x.dtype))
         ):
             return None
         return reducer.all_reduce_add_rms_norm(x, residual, weight, eps)

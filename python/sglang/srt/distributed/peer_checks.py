@@ -117,12 +117,17 @@ def _check_memory(
 
 
 def _memory_error(words: torch.Tensor, writer: int, reader: int, ranks: int, turn: int) -> Finding:
-    """Returns what is wrong with `words`, which `reader` found at the place of `writer`."""
-    misplaced = [peer for peer in range(ranks) if torch.equal(words, pattern(reader, peer, turn))]
-    if misplaced:
-        return Finding(
-            "own", (reader, misplaced[0]), f"what rank {reader} writes to rank {misplaced[0]} lands in its own memory"
-        )
+    """Returns what is wrong with `words`, which `reader` found at the place of `writer`; at its own place, where nobody
+    writes, `writer` is the reader."""
+    pairs = [(source, peer) for source in range(ranks) for peer in range(ranks) if source != peer]
+    misplaced = next((pair for pair in pairs if torch.equal(words, pattern(*pair, turn))), None)
+    if misplaced is not None:
+        source, peer = misplaced
+        kind, where = ("own", "its own memory") if source == reader else ("wrong", f"the memory of rank {reader}")
+        return Finding(kind, misplaced, f"what rank {source} writes to rank {peer} lands in {where}")
+    if writer == reader:
+        text = f"rank {reader} finds values that no rank wrote at a place in its memory where nobody writes"
+        return Finding("wrong", (reader,), text)
     if torch.equal(words, pattern(writer, reader, turn - 1)) or not bool(words.any()):
         return Finding("stale", (writer, reader), f"rank {reader} reads the values from before rank {writer} wrote")
     count = int((words != pattern(writer, reader, turn)).sum())

@@ -109,8 +109,8 @@ class LateLane:
 
 
 class MicrobatchesDiffer(RuntimeError):
-    """Raised when the second microbatch sends another collective than the first one did at the same place. It could
-    then run ahead of the first one, and read keys or states that are not stored yet."""
+    """Raised when the second microbatch does not send the collectives that the first one sends at the same places. It
+    could then run ahead of the first one, and read keys or states that are not stored yet."""
 
 
 class OtherMicrobatchFailed(RuntimeError):
@@ -148,7 +148,9 @@ class PingPong:
             wait((other,))
             self.active = False
             self._lane.clear()
-        return result, other.result()
+        results = result, other.result()
+        self._check_all_sent()
+        return results
 
     def run_blocks(self, first: Blocks[T], second: Blocks[T]) -> tuple[T, T]:
         """Runs a block of each generator in turn and returns their results. Both must have the same number of blocks.
@@ -171,12 +173,20 @@ class PingPong:
                 microbatch.close()
             self.active = self.by_block = False
             self._lane.clear()
+        self._check_all_sent()
         return results[0], results[1]
 
     def _begin(self) -> None:
         self._running = 0
         self._sent: tuple[list[object], list[object]] = ([], [])
         self.active = True
+
+    def _check_all_sent(self) -> None:
+        """Raises MicrobatchesDiffer if the second microbatch has sent fewer collectives than the first: it then did not
+        wait for the first one where these were missing."""
+        first, second = map(len, self._sent)
+        if second < first:
+            raise MicrobatchesDiffer(f"the second microbatch has sent {second} collectives, the first one {first}")
 
     def start(self, what: object, collective: Collective) -> Collective:
         """Sends a collective of the running microbatch and returns a function that waits for its result. what: as in

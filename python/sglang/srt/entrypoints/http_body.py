@@ -23,6 +23,9 @@ MAX_BRACKETS = 1 << 19
 """Lists and objects in a body, counted as opening brackets anywhere: each costs a hundred bytes or more."""
 MAX_COMMAS = 1 << 22
 """Values in a body, counted as commas anywhere."""
+LONG_BODY_BYTES = 1 << 20
+"""Size from which a body is decoded in a thread. The decoder holds the interpreter's lock, so other requests wait for
+one of its passes over the body at a time, not for all of them."""
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -39,13 +42,21 @@ async def read_body(request: Request, model: type[B]) -> B:
     raw = await _take_body(request)
     if not raw:
         raise bad_request("the request has no body; send a JSON object")
-    return parse_body(raw, model)
+    return await _parsed(request, raw, model)
 
 
 async def read_optional_body(request: Request, model: type[B]) -> B:
     """Reads the body like `read_body`; a request without a body gets the defaults."""
     raw = await _take_body(request)
-    return parse_body(raw, model) if raw else model()
+    return await _parsed(request, raw, model) if raw else model()
+
+
+async def _parsed(request: Request, raw: bytes, model: type[B]) -> B:
+    engine = request.app.state.server.engine if len(raw) >= LONG_BODY_BYTES else None
+    if engine is None:  # a short body, or a server that starts and refuses requests anyway
+        return parse_body(raw, model)
+    body: B = await engine.manager.in_thread(len(raw), parse_body, raw, model)
+    return body
 
 
 async def _take_body(request: Request) -> bytes:

@@ -20,6 +20,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_start import ignore_terminal
 from sglang.srt.utils.log import configure_logging
 
 READY = b"ready"
@@ -46,8 +47,7 @@ class ChildPipe:
 def child_main(name: str, entry: str, call: tuple[ServerArgs, Ports, int], connection: Connection) -> None:
     """Runs `entry(*call, pipe)` in a child process, and reports readiness, signs of life and failures through
     `connection`."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_terminal()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     args, pipe = call[0], ChildPipe(connection)
     threading.Thread(target=_exit_with_parent, args=(pipe, call[1]), name="parent-watch", daemon=True).start()

@@ -26,6 +26,7 @@ from sglang.srt.managers.reap import reap
 from sglang.srt.managers.watchdog import beat_seconds
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.child_start import start_child
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class EngineProcesses:
         self._limit_s = limit_s
         self._on_change = on_change
         self._children: list[_Child] = []
-        self._closing = False
+        self._closing = self._ended = False
         self._end_lock = threading.Lock()
 
     @property
@@ -94,7 +95,7 @@ class EngineProcesses:
         ours, theirs = multiprocessing.Pipe(duplex=True)
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=child_main, args=(name, entry, call, theirs), name=name, daemon=True)
-        process.start()
+        start_child(process)
         theirs.close()
         self._children.append(_Child(name, process, ours))
 
@@ -102,16 +103,27 @@ class EngineProcesses:
         """Begins to watch the children; call it once, after all are started."""
         threading.Thread(target=self._watch_children, name="engine-monitor", daemon=True).start()
 
+    def tell_end(self, limit_s: float) -> None:
+        """Tells all processes to end, without waiting. May be repeated."""
+        with self._end_lock:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        for child in self._children:
+            # A message, because closing would not break the pipe while the monitor thread waits on it.
+            with contextlib.suppress(OSError):  # already gone
+                child.pipe.send_bytes(STOP)
+
     def end(self, limit_s: float) -> None:
         """Ends all processes; kills those that are not gone after `limit_s` seconds. May be repeated."""
         with self._end_lock:
-            if self._closing:
+            if self._ended:
                 return
-            self._closing = True
-            for child in self._children:
-                # A message, because closing would not break the pipe while the monitor thread waits on it.
-                with contextlib.suppress(OSError):  # already gone
-                    child.pipe.send_bytes(STOP)
+            self._ended = True
+            self._tell_end()
             end = time.monotonic() + limit_s
             for child in self._children:
                 child.process.join(max(0.0, end - time.monotonic()))

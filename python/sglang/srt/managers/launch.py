@@ -109,6 +109,8 @@ class EngineHandle:
         self._closed = True
         atexit.unregister(self.shutdown)
         end = time.monotonic() + limit_s
+        for replica in self._replicas:  # all at once: a hung one takes its time from no other
+            replica.tell_end(limit_s)
         for replica in self._replicas:
             replica.end(max(0.0, end - time.monotonic()))
         self._disconnect()

@@ -30,6 +30,9 @@ class ReplicaProcesses(Protocol):
     def watch(self) -> None:
         """Begins to watch the processes; call it once, after all are started."""
 
+    def tell_end(self, limit_s: float) -> None:
+        """Tells all processes to end within `limit_s` seconds, without waiting. May be repeated."""
+
     def end(self, limit_s: float) -> None:
         """Ends all processes; kills those that are not gone after `limit_s` seconds. May be repeated."""
 

@@ -208,13 +208,10 @@ class KVTable:
         if self.checkpoints is not None and self.page_size > 1 and self.tree.enabled:
             for i in np.flatnonzero(old_lens[:num_decodes] % self.page_size == 0).tolist():
                 self.checkpoints.keep(int(slots[i]), int(old_lens[i]))
-        first = num_decodes
-        for i in range(num_decodes, len(slots)):
-            start, count = int(old_lens[i]), int(new_lens[i] - old_lens[i])
-            self._write(int(slots[i]), start, locs[first : first + count])
-            first += count
+        counts, others = new_lens - old_lens, slice(num_decodes, None)
+        self._write_tokens(slots[others], old_lens[others], counts[others], locs[num_decodes:])
         for window in self.windows:
-            self._write_tokens(slots, old_lens, new_lens - old_lens, window.grow(slots, old_lens, new_lens), window)
+            self._write_tokens(slots, old_lens, counts, window.grow(slots, old_lens, new_lens), window)
         return locs
 
     def commit(self, req: CachedRequest) -> None:
@@ -273,8 +270,15 @@ class KVTable:
         self._value.append(locs)
 
     def _write_tokens(
-        self, slots: npt.NDArray[np.int64], start: Lengths, counts: Lengths, locs: Slots, window: WindowTable
+        self,
+        slots: npt.NDArray[np.int64],
+        start: Lengths,
+        counts: Lengths,
+        locs: Slots,
+        window: WindowTable | None = None,
     ) -> None:
+        if not len(locs):
+            return
         rows, offset = self._rows_of(window)
         row = np.repeat(slots, counts)
         position = np.arange(len(locs)) - np.repeat(np.cumsum(counts) - counts - start, counts)

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sglang.srt.configs.hf_config import ConfigReader
-from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ngram_embedding import LAYER_SEEDS, NgramEmbedding
@@ -71,56 +69,3 @@ class Engram(NgramEmbedding):
     def table_elements(self, tp_size: int) -> int:
         """Returns the elements of a rank's part of the table, with the scales, of a byte each."""
         return self.rank_rows(tp_size) * (self.dim + self.scale_columns)
-
-
-def engrams(keys: ConfigReader, num_layers: int, quantized: bool) -> dict[int, Engram]:
-    """Returns the embeddings by the number of the layer before which they are added. Raises UserError for tables whose
-    size does not match their hash."""
-    listed = keys.default("engram_layer_ids", list, [])
-    if any(type(layer) is not int or layer < 0 for layer in listed):
-        raise UserError(f"{keys.source}: 'engram_layer_ids' must be a list of layers' numbers; got {listed!r}.")
-    sizes = keys.default("engram_num_embeddings", list, [])
-    if len(sizes) != len(listed):
-        raise UserError(f"{keys.source}: {len(listed)} 'engram_layer_ids', but {len(sizes)} 'engram_num_embeddings'.")
-    tables: dict[int, Engram] = {}
-    for number, (layer, stated) in enumerate(zip(listed, sizes, strict=True)):
-        if layer >= num_layers:  # of draft layers
-            continue
-        tables[layer] = table = _table(keys, layer, number, quantized)
-        if table.rows != stated:
-            raise UserError(
-                f"{keys.source}: layer {layer}'s table of n-grams has {stated} rows by 'engram_num_embeddings', and"
-                f" {table.rows} by 'engram_vocab_size' and the number of its heads."
-            )
-    return tables
-
-
-def _table(keys: ConfigReader, layer: int, number: int, quantized: bool) -> Engram:
-    longest, dim = keys.positive("engram_max_ngram_size"), keys.positive("engram_head_dim")
-    vocab_size, pad_token = keys.positive("vocab_size"), keys.require("engram_pad_token_id", int)
-    if longest < 2 or not 0 <= pad_token < vocab_size:
-        raise UserError(
-            f"{keys.source}: 'engram_max_ngram_size' {longest} must be 2 or more, and 'engram_pad_token_id'"
-            f" {pad_token} a token."
-        )
-    if quantized and dim % SCALE_GROUP:
-        raise UserError(f"{keys.source}: 'engram_head_dim' {dim} is no multiple of {SCALE_GROUP}, which share a scale.")
-    return Engram(
-        longest=longest,
-        heads=keys.positive("engram_n_heads"),
-        dim=dim,
-        base_rows=keys.positive("engram_vocab_size"),
-        row_multiple=1,
-        number=number,
-        seed=0,
-        vocab_size=vocab_size,
-        end_token=-1,  # none ends a segment
-        taps=1,
-        streams=keys.positive("hc_mult"),
-        stream_size=keys.positive("hidden_size"),
-        parts=1,
-        table_dtype="fp8_e4m3" if quantized else "",
-        layer=layer,
-        num_texts=keys.positive("engram_compressed_vocab_size"),
-        pad_token=pad_token,
-    )

@@ -8,20 +8,20 @@ is not computed here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sglang.srt.configs.activation import FUNCTIONS
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.config_layers import block_kinds, read_layers
-from sglang.srt.plan.config_projections import fuses_projections, with_fused_names
-from sglang.srt.plan.families import SERVED_ARCHITECTURES, UNREAD_LAYERS, family_of
+from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
+from sglang.srt.plan.families.config import Config as FamilyConfig
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.unread import check_layers, check_unread
+from sglang.srt.plan.families.usual import usual_model
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
@@ -194,10 +194,10 @@ def describe_model(
     keys = ConfigReader(select_text_config(config), source)
     architecture, model_type = architecture_of(keys), str(keys.values.get("model_type") or "")
     known = family_of(architecture, model_type)
-    family = known or Family(model_types=(model_type,))
+    family = known or Family(model_types=(model_type,), read=usual_model)
     multimodal = isinstance(config.get("text_config"), Mapping)
     placed = replace(family, names=family.names.below(_prefix(quantization, multimodal)))
-    model = describe_as(placed, keys, quantization, keep_shared_apart)
+    model = describe_as(placed, keys, quantization, keep_shared_apart, draft=False)
     return replace(
         model,
         known=known is not None,
@@ -213,104 +213,64 @@ def architecture_of(keys: ConfigReader) -> str:
 
 
 def describe_as(
-    family: Family, keys: ConfigReader, quantization: QuantConfig | None, keep_shared_apart: str = ""
+    family: Family,
+    keys: ConfigReader,
+    quantization: QuantConfig | None,
+    keep_shared_apart: str = "",
+    adapt: Callable[[LayerSpec], LayerSpec] | None = None,
+    *,
+    draft: bool = True,
 ) -> ModelDescription:
-    """Describes a model whose keys and checkpoint names are those of the family. Raises UserError as `describe_model`
-    does."""
-    architecture, source = architecture_of(keys), keys.source
-    model_type = str(keys.values.get("model_type") or "")
-    left_out = family.published.get(keys.count("n_routed_experts"), {}) if family.published else {}
-    if left_out:
-        stated = {key: value for key, value in keys.values.items() if value is not None}
-        keys = ConfigReader({**left_out, **stated}, source)
-    if family.spellings:
-        respelled = {usual: keys.values.get(written) for written, usual in family.spellings.items()}
-        stated = {key: value for key, value in respelled.items() if value is not None}
-        keys = ConfigReader({**keys.values, **stated}, source)
-    if family.one_block_layers:
-        num_layers = len(block_kinds(keys.values, source))
-        keys = ConfigReader({**keys.values, "num_hidden_layers": num_layers}, source)
-    for key, what in UNREAD_LAYERS.items():
-        if keys.values.get(key) is not None and not family.one_block_layers and key not in family.computed:
-            raise UserError(f"{source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
-    unsupported = list(_unsupported(keys, family, architecture))
-    hidden_size, vocab_size = keys.positive("hidden_size"), keys.positive("vocab_size")
-    if fuses_projections(keys, family):
-        family = replace(family, names=with_fused_names(family.names))
-    layers = read_layers(keys, family, unsupported, quantization is not None)
+    """Describes a model whose keys and checkpoint names are those of the family. `adapt`: makes each layer of the one
+    that the family's function reads. `draft`: as in `check_unread`. Raises UserError as `describe_model` does."""
+    c = FamilyConfig(keys.values, keys.source, quantized=quantization is not None)
+    hidden_size, vocab_size = c.positive("hidden_size"), c.positive("vocab_size")
+    if c.architecture not in family.architectures:
+        c.problem(f"the architecture {c.architecture} is not supported.")
+    try:
+        read = family.read(c)
+    finally:
+        check_layers(c)
+    c = read.config
+    if c.values.get(read.norm_eps) is None:
+        c.problem(f"the key {read.norm_eps!r} is missing.")
+    tied = c.default("tie_word_embeddings", bool, read.tie_embeddings)
+    eps, stored_vocab_size = c.default(read.norm_eps, float, 1e-6), c.count(STORED_VOCABULARY)
+    check_unread(c, draft)
+    layers = read.layers if adapt is None else [adapt(layer) for layer in read.layers]
     model = ModelDescription(
-        architecture=architecture,
-        model_type=model_type,
+        architecture=c.architecture,
+        model_type=str(c.values.get("model_type") or ""),
         known=True,
-        unsupported=tuple(unsupported),
-        dtype=_dtype(keys.values),
+        unsupported=tuple(c.problems),
+        dtype=_dtype(c.values),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
-        tie_embeddings=keys.default("tie_word_embeddings", bool, family.tie_embeddings),
-        norm_eps=keys.default(family.norm_eps, float, 1e-6),
-        embedding_scale=hidden_size**0.5 if family.scaled_embeddings else 1.0,
-        normed_embedding=family.normed_embedding,
-        embedding_norm=family.embedding_norm,
-        stored_vocab_size=keys.count(STORED_VOCABULARY),
-        plain_final_norm=family.plain_final_norm,
-        logit_scale=_logit_scale(keys),
-        logit_cap=keys.default("final_logit_softcapping", float, 0.0),
-        zero_centred_norms=family.zero_centred_norms,
-        layers=layers,
+        tie_embeddings=tied,
+        norm_eps=eps,
+        embedding_scale=read.embedding_scale,
+        normed_embedding=read.normed_embedding,
+        embedding_norm=read.embedding_norm,
+        stored_vocab_size=stored_vocab_size,
+        plain_final_norm=read.plain_final_norm,
+        logit_scale=read.logit_scale,
+        logit_cap=read.logit_cap,
+        zero_centred_norms=read.zero_centred_norms,
+        layers=tuple(layers),
         vision_head_dim=0,
-        names=family.names,
+        names=with_fused_qkv(family.names) if read.fused_qkv else family.names,
         quantization=quantization,
     )
     return with_fused_shared(_with_scale_groups(model), keep_shared_apart)
 
 
-def _logit_scale(keys: ConfigReader) -> float:
-    divisor = keys.default("logits_mup_width_multiplier", float, 1.0)
-    if divisor <= 0:
-        raise UserError(f"{keys.source}: 'logits_mup_width_multiplier' must be more than 0; got {divisor}.")
-    return keys.default("output_multiplier", float, 1.0) / divisor
-
-
-def _unsupported(keys: ConfigReader, family: Family, architecture: str) -> Iterator[str]:
-    """Yields messages about key values that change the result and are not computed: of keys that any family may have,
-    and of this family's own."""
-    if architecture not in family.architectures:
-        yield f"{keys.source}: the architecture {architecture} is not supported."
-    if keys.values.get(family.norm_eps) is None:
-        yield f"{keys.source}: the key {family.norm_eps!r} is missing."
-    usual = {
-        "hidden_act": tuple(FUNCTIONS),
-        "hidden_activation": tuple(FUNCTIONS),
-        "attention_dropout": (0,),
-        "pretraining_tp": (1,),
-        **_UNUSUAL,
-    }
-    for key, allowed in {**usual, **family.allowed}.items():
-        value = keys.values.get(key)
-        if value is not None and key not in family.computed and value not in allowed:
-            values = ", ".join(repr(option) for option in allowed)
-            yield f"{keys.source}: {key} = {value!r} is not supported for {architecture}; supported: {values}."
-
-
-_UNUSUAL: Mapping[str, tuple[object, ...]] = {
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "qk_scale_factor": (),
-    "output_multiplier": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "attention_multiplier": (),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "clip_qkv": (),
-}
-"""Keys of some families that would change any model's result, with the values that are computed (absent and null are,
-too)."""
-
-
 def _dtype(values: Config) -> str:
     return str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+
+
+def with_fused_qkv(names: WeightMap) -> WeightMap:
+    """Returns the names for a checkpoint with q, k and v as one tensor."""
+    return replace(names, layer={**names.layer, "attn.qkv": "self_attn.qkv_proj"})
 
 
 def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescription:

@@ -14,6 +14,7 @@ This is plain arithmetic on the host: ranks with the same times and results make
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
@@ -83,18 +84,19 @@ class AcceptanceRates:
         self._tested = [0.0] * num_places
         self._right = [0.0] * num_places
 
-    def observe(self, width: int, count: int) -> None:
-        """Counts the result of a request that brought `width` tokens, of which `count` were accepted, the last sampled
-        token included.
+    def observe(self, widths: Sequence[int], counts: Sequence[int]) -> None:
+        """Counts the results of requests that brought `widths` tokens, of which `counts` were accepted, the last
+        sampled token included.
 
         >>> rates = AcceptanceRates(3)
-        >>> rates.observe(width=4, count=2)  # the first draft token was right, the second was not, the third is unknown
+        >>> rates.observe([4], [2])  # the first draft token was right, the second was not, the third is unknown
         >>> rates.counts()
         [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
         """
-        for place in range(min(count, width - 1)):
-            self._tested[place] += 1
-            self._right[place] += place < count - 1
+        for (width, count), num_requests in Counter(zip(widths, counts, strict=True)).items():
+            for place in range(min(count, width - 1)):
+                self._tested[place] += num_requests
+                self._right[place] += num_requests * (place < count - 1)
 
     def counts(self) -> list[tuple[float, float]]:
         """Returns (accepted, tested) for each place."""
@@ -167,8 +169,7 @@ class AdaptiveDepth:
         """Counts a step's result: for each request the tokens it brought (`widths`) and those accepted (`counts`)."""
         if max(widths, default=1) == 1:
             return
-        for width, count in zip(widths, counts, strict=True):
-            self._acceptance.observe(width, count)
+        self._acceptance.observe(widths, counts)
         self._verified += 1
         if self._verified == self._settings.update_interval:
             self._acceptance.decay(self._settings.ema_alpha)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang.srt.managers.front.job_process import JobProcess
+from sglang.srt.managers.front.job_process import JobProcess, end_all
 
 
 class Process:
@@ -51,7 +51,7 @@ def test_an_end_in_the_middle_of_a_start(made: list[Process]) -> None:
     while not made:
         pass
     assert made[0].begins.wait(30)
-    ending = threading.Thread(target=job.end)
+    ending = threading.Thread(target=end_all, args=([job],))
     ending.start()
     made[0].may_start.set()
     starting.join(30)
@@ -59,3 +59,19 @@ def test_an_end_in_the_middle_of_a_start(made: list[Process]) -> None:
     assert not made[0].is_alive
     job.start()
     assert len(made) == 1, "nothing starts behind the end"
+
+
+def test_all_are_killed_before_any_is_waited_for(made: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that does not die takes its time from no other, and the limit is one for all."""
+    events: list[tuple[str, str]] = []
+    monkeypatch.setattr(Process, "start", lambda self: None)
+    monkeypatch.setattr(Process, "kill", lambda self: events.append(("kill", self.name)))
+    monkeypatch.setattr(Process, "join", lambda self, timeout: events.append(("join", self.name)))
+    jobs = [JobProcess(print, (), name) for name in "abc"]
+    for job in jobs:
+        job.start()
+    end_all(jobs)
+    assert events == [(what, name) for what in ("kill", "join") for name in "abc"]
+    for job in jobs:
+        job.start()
+    assert len(made) == 3

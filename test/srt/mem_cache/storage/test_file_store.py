@@ -375,12 +375,18 @@ def test_extra_configurations(tmp_path: Path) -> None:
 class Pages:
     """Main memory with pools of tokens, of a window and of states, and a store."""
 
-    def __init__(self, made: Any, widths: Sequence[int] = (40, 24, 1000), fingerprint: bytes = b"one") -> None:
+    def __init__(
+        self,
+        made: Any,
+        widths: Sequence[int] = (40, 24, 1000),
+        fingerprint: bytes = b"one",
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         pools = [
             SimpleNamespace(page_bytes=width, host=torch.zeros((30, width), dtype=torch.uint8)) for width in widths
         ]
         self.pools, windows = pools, min(1, len(widths) - 1)
-        self.engine = StorageEngine(made, pools, fingerprint, PAGE, windows)
+        self.engine = StorageEngine(made, pools, fingerprint, PAGE, windows, share)
 
     def fill(self) -> None:
         for seed, pool in enumerate(self.pools):
@@ -432,6 +438,33 @@ def test_pages_return_as_they_were(tmp_path: Path, widths: Sequence[int]) -> Non
     untouched = torch.ones(30, dtype=torch.bool)
     untouched[pages.tokens - 1] = False
     assert not after.pools[0].host[untouched].any()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_ranks_with_equal_caches_write_each_entry_once(count: int, tmp_path: Path) -> None:
+    written: list[str] = []
+
+    class Counting:
+        """A store that notes what is written, by whichever rank."""
+
+        def __init__(self) -> None:
+            self.made = store(tmp_path)
+
+        def write(self, name: str, data: Any) -> None:
+            written.append(name)
+            self.made.write(name, data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.made, name)
+
+    ranks = [Pages(Counting(), share=(rank, count)) for rank in range(count)]
+    for rank in ranks:
+        rank.fill()
+    results = [rank.write(KEYS) for rank in ranks]
+    assert len(written) == len(set(written)) == -(-TOKENS // ranks[0].engine.block)
+    assert results[0].num_tokens == TOKENS and results[0].num_bytes > 0
+    after = Pages(store(tmp_path))
+    assert after.look_up(KEYS) == after.read(KEYS) == TOKENS
 
 
 def test_pages_that_main_memory_has_are_left(tmp_path: Path) -> None:

@@ -97,11 +97,14 @@ def _content_blocks(
 async def count_tokens(service: OpenAIService, body: CountTokensRequest, request: Request) -> Response:
     """Answers `POST /v1/messages/count_tokens`: the number of tokens; with `context_management`, the numbers
     after its edits and before them."""
-    num_bytes = body_bytes(request)
-    count = await until_disconnect(request, _count(service, body, num_bytes))
+    return json_response(await until_disconnect(request, _counts(service, body, body_bytes(request))))
+
+
+async def _counts(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> dict[str, Any]:
+    count = await _count(service, body, num_bytes)
     if body.context_management is None:
-        return json_response({"input_tokens": count})
+        return {"input_tokens": count}
     original = {"context_management": {"original_input_tokens": count}}
     if (await _edit_messages(service, body, num_bytes))["context_management"]["applied_edits"]:
-        count = await until_disconnect(request, _count(service, body, num_bytes))
-    return json_response({"input_tokens": count, **original})
+        count = await _count(service, body, num_bytes)
+    return {"input_tokens": count, **original}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -14,6 +13,7 @@ from sglang.srt.entrypoints.held_body import body_bytes
 from sglang.srt.entrypoints.http_body import body_schema, read_body
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.http_state import engine_of
+from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.protocol import (
     BODIES,
     ChatCompletionRequest,
@@ -93,7 +93,7 @@ async def get_model(request: Request, model_id: str) -> Response:
 async def post_tokenize(request: Request) -> Response:
     engine = engine_of(request)
     body = await read_body(request, TokenizeRequest)
-    return json_response(await tokenize(engine, body, body_bytes(request)))
+    return json_response(await until_disconnect(request, tokenize(engine, body, body_bytes(request))))
 
 
 @router.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
@@ -103,15 +103,18 @@ async def post_detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     single = not body.tokens or isinstance(body.tokens[0], int)
     sequences: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item,assignment]
-    if sum(map(len, sequences)) > MAX_DETOKENIZE_TOKENS:
+    count, vocab_size = sum(map(len, sequences)), engine.manager.model_config.vocab_size
+    if count > MAX_DETOKENIZE_TOKENS:
         raise ApiError(400, f"at most {MAX_DETOKENIZE_TOKENS} tokens are turned into text at once", param="tokens")
-    vocab_size = engine.manager.model_config.vocab_size
-    for ids in sequences:
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise ApiError(400, f"token id {token} is not in the vocabulary (0..{vocab_size - 1})", param="tokens")
-    decode = partial(engine.tokenizer.decode, skip_special_tokens=body.skip_special_tokens)
-    texts = await engine.manager.in_thread(sum(map(len, sequences)), lambda: [decode(ids) for ids in sequences])
+
+    def decode(ids: list[int]) -> str:
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ApiError(400, f"token id {wrong} is not in the vocabulary (0..{vocab_size - 1})", param="tokens")
+        return engine.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
+
+    decoding = engine.manager.in_thread(count, lambda: [decode(ids) for ids in sequences])
+    texts = await until_disconnect(request, decoding)
     return json_response({"text": texts[0] if single else texts})
 
 
@@ -119,11 +122,12 @@ async def post_detokenize(request: Request) -> Response:
 async def post_parse_function_call(request: Request) -> Response:
     engine = engine_of(request)
     body = await read_body(request, ParseCallsRequest)
-    return json_response(await parse_calls(engine.manager, engine.formats, body))
+    return json_response(await until_disconnect(request, parse_calls(engine.manager, engine.formats, body)))
 
 
 @router.post("/separate_reasoning", openapi_extra=body_schema(SeparateReasoningRequest))
 async def post_separate_reasoning(request: Request) -> Response:
     engine = engine_of(request)
     body = await read_body(request, SeparateReasoningRequest)
-    return json_response(await separate_reasoning(engine.manager, engine.formats, body))
+    parsing = separate_reasoning(engine.manager, engine.formats, body)
+    return json_response(await until_disconnect(request, parsing))

@@ -33,7 +33,7 @@ from sglang.srt.entrypoints.openai.template_process import (
     run_templates,
 )
 from sglang.srt.errors import UserError
-from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded
+from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded, end_all
 from sglang.srt.managers.front.lanes import Lanes
 from sglang.srt.managers.front.request_preparation import CHARS_PER_TOKEN_BOUND
 from sglang.srt.server_args import ServerArgs
@@ -140,8 +140,7 @@ class TemplatePool:
 
     def close(self) -> None:
         self._lanes.close()
-        for process in self._processes:
-            process.end()
+        end_all(self._processes)
 
     # --- in the threads -----------------------------------------------------------------------------------------------
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from sglang.srt.managers.reap import reap
+from sglang.srt.utils.child_start import ignore_terminal, start_child
 from sglang.srt.utils.process_limits import die_with_parent, name_process
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class JobProcess:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Starts the process, unless `end` was called. If the system cannot start it, the next job fails."""
+        """Starts the process, unless `forbid` was called. If the system cannot start it, the next job fails."""
         with self._lock:
             if not self._has_ended:
                 self._start()
@@ -62,7 +62,7 @@ class JobProcess:
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=self._entry, args=(*self._args, theirs), name=self._name, daemon=True)
         try:
-            process.start()
+            start_child(process)
         except OSError as error:
             logger.error("A process (%s) cannot be started: %s", self._name, error)
             return
@@ -75,14 +75,23 @@ class JobProcess:
         with self._lock:
             if self._process is not None:
                 reap([self._process])
-            if self._pipe is not None:
-                with suppress(OSError):
-                    self._pipe.close()
+            self._close_pipe()
 
-    def end(self) -> None:
-        """Kills the process for good: no other one is started."""
-        self._has_ended = True
-        self.kill()
+    def forbid(self) -> BaseProcess | None:
+        """Starts no other process from now on. Returns the one that there is."""
+        with self._lock:
+            self._has_ended = True
+            return self._process
+
+    def close(self) -> None:
+        """Closes the pipe to a process that has ended."""
+        with self._lock:
+            self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        if self._pipe is not None:
+            with suppress(OSError):
+                self._pipe.close()
 
     def ask(self, message: bytes, gives_up: Callable[[float], bool]) -> bytes:
         """Returns the answer to a message. Raises ProcessEnded, after which there is no process."""
@@ -112,10 +121,17 @@ class JobProcess:
         raise ProcessEnded(is_late) from None
 
 
+def end_all(jobs: Iterable[JobProcess]) -> None:
+    """Kills processes for good, and waits for all of them together."""
+    ended = list(jobs)
+    reap([process for job in ended if (process := job.forbid()) is not None])
+    for job in ended:
+        job.close()
+
+
 def begin_jobs() -> None:
     """Makes this process end with its parent and ignore an interrupt at the terminal. Call it first in a process's main
     function."""
     die_with_parent()
     name_process(JOB_NAME)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_terminal()

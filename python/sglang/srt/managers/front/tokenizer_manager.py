@@ -95,6 +95,7 @@ class _Sequence:
         "index",
         "kept_text",
         "last_time",
+        "meta",
         "num_kept",
         "num_tokens",
         "replica",
@@ -110,6 +111,8 @@ class _Sequence:
         """The public ids that it ends with: the request's, shared by the samples of a prompt, and the batch's."""
         self.replica: Replica | None = None
         """None: no scheduler knows it yet."""
+        self.meta = TokenMeta(0, 0)
+        """That of its last message."""
         self.num_tokens = 0
         """Tokens that it has been counted with in the load of its replica."""
         self.sent_time = 0.0
@@ -560,8 +563,8 @@ class TokenizerManager:
             sequence = sequences.get(rid)
             if sequence is None or sequence.replica is not replica:  # its replica was lost
                 continue
-            finish, ids, meta = batch.finish[i], batch.new_ids[i], batch.meta[i]
-            stream = sequence.stream
+            finish, ids, stream = batch.finish[i], batch.new_ids[i], sequence.stream
+            meta = sequence.meta = batch.meta[i] or sequence.meta.after(len(ids))
             if ids:
                 sequence.num_tokens += len(ids)
                 replica.load.num_tokens += len(ids)

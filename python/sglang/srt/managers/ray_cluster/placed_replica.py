@@ -36,7 +36,9 @@ class PlacedReplica:
         self.ready = False
         self._machines, self._addresses, self._calls = machines, addresses, calls
         self._on_change = on_change
-        self._closing = False
+        self._closing = self._ended = False
+        self._ends: list[Any] = []
+        """What the actors return once their processes have ended."""
         self._end_lock = threading.Lock()
 
     @property
@@ -48,14 +50,25 @@ class PlacedReplica:
             machine.start.remote(*call)
         threading.Thread(target=self._watch_machines, name="ray-monitor", daemon=True).start()
 
+    def tell_end(self, limit_s: float) -> None:
+        with self._end_lock:
+            self._tell_end(limit_s)
+
+    def _tell_end(self, limit_s: float) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        with contextlib.suppress(Exception):  # an actor, its node or the cluster may be gone
+            self._ends = [machine.end.remote(limit_s) for machine in self._machines]
+
     def end(self, limit_s: float) -> None:
         with self._end_lock:
-            if self._closing:
+            if self._ended:
                 return
-            self._closing = True
-            with contextlib.suppress(Exception):  # an actor, its node or the cluster may be gone
-                ends = [machine.end.remote(limit_s) for machine in self._machines]
-                ray.wait(ends, num_returns=len(ends), timeout=limit_s + KILL_S)
+            self._ended = True
+            self._tell_end(limit_s)
+            with contextlib.suppress(Exception):
+                ray.wait(self._ends, num_returns=len(self._ends), timeout=limit_s + KILL_S)
             for machine in self._machines:
                 with contextlib.suppress(Exception):
                     ray.kill(machine)

@@ -115,6 +115,8 @@ def build_step(
     batch.watched = [req for req in sampled if not req.plain]
     num_speculative_tokens = running.tokens_per_step - 1 if chosen else width - 1
     running.launched(widths, num_speculative_tokens)
+    batch.may_reach_limit = np.ones(len(sampled), np.bool_)
+    batch.may_reach_limit[: len(decodes)] = (running.planned_lens >= running.limits)[brings]
     if chosen:
         step.prompts = _prompt_tokens(chosen, len(decodes), draft_tokens)
         for (req, _), end, positions in zip(chosen, prompt_ends, prompt_reserved, strict=True):

@@ -1,5 +1,4 @@
-"""Progress counters of all requests with a slot, as arrays by slot, so that one array operation counts a step for
-all."""
+"""Progress of all requests with a slot, as arrays by slot, so that one array operation counts a step for all."""
 
 from __future__ import annotations
 
@@ -11,6 +10,9 @@ import numpy.typing as npt
 from sglang.srt.mem_cache.kv_table import Lengths
 
 Slots = npt.NDArray[np.int64]
+CHECKED, APPENDED, STREAMED = 0, 1, 2
+"""What a step does with a request's tokens: it looks at each; or, unless one of them may end the request, only appends
+them; or appends them and sends them at once."""
 
 
 class Counters:
@@ -20,6 +22,7 @@ class Counters:
         self.kv_len, self.planned_len, self.slack, self.reserved_len, self.num_speculative_tokens = np.zeros(
             (5, max_requests + 1), np.int32
         )
+        self.handling = np.zeros(max_requests + 1, np.int8)
 
     def launched(self, slots: Slots, widths: Lengths, reserved_lens: Lengths, num_speculative_tokens: int) -> None:
         """Counts a step that brings `widths` tokens of each request (0 for some), after which `reserved_lens` positions

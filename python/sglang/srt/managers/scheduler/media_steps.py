@@ -142,11 +142,14 @@ class MediaSteps:
         takes. A single item always fits."""
         assert self.features is not None
         items: list[MediaItem] = []
+        left = self.features.budget - sum(self._in_step.values())
         for rows in media.needed(begin, end):
-            of_step = self._in_step | {rows.item.digest: self.features.size_of(rows.item)}
-            if sum(of_step.values()) > self.features.budget:
-                break
-            self._in_step = of_step
+            if rows.item.digest not in self._in_step:
+                size = self.features.size_of(rows.item)
+                if size > left:
+                    break
+                self._in_step[rows.item.digest] = size
+                left -= size
             items.append(rows.item)
         return items
 

@@ -10,10 +10,11 @@ reach every rank, itself included, with the messages before the next step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang.srt.managers.scheduler.counters import APPENDED, STREAMED
 from sglang.srt.managers.scheduler.leader import EndReq
-from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.scheduler.schedule_batch import Req, SampledTokens
 from sglang.srt.managers.scheduler.text_stop import TextStop
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, DecodeOptions, FinishReason, TokenMeta
 from sglang.srt.sampling.hidden_states import num_states
@@ -90,32 +91,71 @@ def _take_logprobs(req: Req) -> OutputLogprobs:
     return taken
 
 
+def _meta(req: Req, length: int) -> TokenMeta:
+    """length: output tokens up to this message."""
+    drafts = req.drafts.copy(with_histogram=req.finish is not None) if req.drafts.steps else None
+    return TokenMeta(
+        req.prompt_len, length, req.hit_len, req.num_retractions, req.started_time, req.first_token_time,
+        drafts=drafts, host_tokens=req.host_len, stored_tokens=req.stored_len,
+    )  # fmt: skip
+
+
 def _options(req: Req) -> DecodeOptions:
     p = req.params
     return DecodeOptions(p.skip_special_tokens, p.spaces_between_special_tokens, p.no_stop_trim, p.stop, p.stop_regex)
 
 
-def output_message(reqs: Iterable[Req]) -> BatchTokenIDOut:
-    """Returns everything of these requests that has not been sent yet."""
+class StreamedTokens(NamedTuple):
+    """New tokens of streams of which there is nothing else to tell."""
+
+    rids: list[str]
+    new_ids: list[list[int]]
+    num_appended: int
+    """Tokens that were appended with them, also to requests that stream nothing now."""
+
+
+_NO_STREAMS = StreamedTokens([], [], 0)
+
+
+def append_tokens(reqs: list[Req], sampled: SampledTokens, interval: int, report: list[Req]) -> StreamedTokens:
+    """Appends the tokens of a step's requests that need no check. These may be all running requests in each step, so no
+    function is called for any. Adds to `report` those with tokens for a message, of at least `interval` tokens, and
+    returns the others that stream."""
+    quiet, quiet_ids = sampled.handled(reqs, APPENDED)
+    for req, ids in zip(quiet, quiet_ids, strict=True):
+        req.output += ids
+        if req.stream:
+            req.num_unsent += len(ids)
+            if req.num_unsent >= interval:
+                report.append(req)
+    streams, new_ids = sampled.handled(reqs, STREAMED)
+    for req, ids in zip(streams, new_ids, strict=True):
+        req.output += ids
+    num_appended = sum(map(len, quiet_ids)) + sum(map(len, new_ids))
+    return StreamedTokens([req.rid for req in streams], new_ids, num_appended)
+
+
+def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) -> BatchTokenIDOut:
+    """Returns a message with everything of these requests that has not been sent yet, and with `streamed`."""
     reqs = list(reqs)  # may be all running requests in each step, so no function is called for one that just goes on
     lengths = [len(r.output) if r.pending_finish is None else r.pending_output_len for r in reqs]
+    first: list[Any] = [None] * len(streamed.rids)
+    starts = [len(r.output) - r.num_unsent if r.stream else 0 for r in reqs]
+    new_ids = [r.output[start:length] for r, start, length in zip(reqs, starts, lengths, strict=True)]
+    meta = [
+        _meta(r, length) if r.meta_changed or r.finish is not None or r.drafts.steps else None
+        for r, length in zip(reqs, lengths, strict=True)
+    ]
     out = BatchTokenIDOut(
-        rids=[r.rid for r in reqs],
-        new_ids=[r.output[r.num_sent : length] for r, length in zip(reqs, lengths, strict=True)],
-        finish=[r.finish for r in reqs],
-        meta=[
-            TokenMeta(
-                r.prompt_len, length, r.hit_len, r.num_retractions, r.started_time, r.first_token_time, 0,
-                r.drafts.copy(with_histogram=r.finish is not None) if r.drafts.steps else None,
-                r.host_len, r.stored_len,
-            )
-            for r, length in zip(reqs, lengths, strict=True)
-        ],
-        options=[_options(r) if r.first_message else None for r in reqs],
-        logprobs=[_take_logprobs(r) if r.return_logprob else None for r in reqs],
-    )  # fmt: skip
+        rids=streamed.rids + [r.rid for r in reqs],
+        new_ids=streamed.new_ids + new_ids,
+        finish=first + [r.finish for r in reqs],
+        meta=first + meta,
+        options=first + [_options(r) if r.first_message else None for r in reqs],
+        logprobs=first + [_take_logprobs(r) if r.return_logprob else None for r in reqs],
+    )
     for req, length in zip(reqs, lengths, strict=True):
         if req.hidden is not None and req.finish is not None:
             out.hidden[req.rid] = req.hidden.up_to(num_states(req.prompt_len, req.prompt_len + length))
-        req.num_sent, req.first_message = length, False
+        req.num_unsent, req.first_message, req.meta_changed = len(req.output) - length, False, False
     return out

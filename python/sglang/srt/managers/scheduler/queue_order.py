@@ -16,8 +16,9 @@ from sglang.srt.mem_cache.radix_node import Node
 MOST_ORDERED = 128
 """Waiting requests that a policy orders in each step; more would cost more than the order gains. With `dfs-weight` and
 `random` the others follow these; with `lpm` a longer queue is FCFS."""
-MOST_MATCHED = 32
-"""Number of these that a step matches with the prefix tree, in rotation. The others keep their last result."""
+MOST_MATCHED = 16
+"""Number of these that a step matches with the prefix tree, in rotation. The others keep their last result; the order
+is made anew after the last one, or if others are among the first."""
 
 
 def _node(req: Req, root: Node) -> Node:
@@ -69,7 +70,9 @@ class QueueOrder:
         self._policy, self._priorities, self._kv = policy, priorities, kv
         self._by_prefix = _BY_PREFIX.get(policy)
         self._turn = 0
-        """Number of requests that were compared with the tree, of which the next one follows."""
+        """Index of the next request that is matched with the tree."""
+        self._places: dict[str, int] = {}
+        """Places of the first requests by rid, as ordered last."""
 
     def new_queue(self) -> WaitingQueue:
         ranks = [] if self._priorities is None else [self._priorities.rank]
@@ -87,15 +90,22 @@ class QueueOrder:
         if self._policy == "random":  # all ranks have the same seed
             first = random.Random(len(queue)).sample(first, len(first))
         elif self._by_prefix is not None and (self._policy != "lpm" or len(queue) <= MOST_ORDERED):
-            self._match_some(first)
-            first = self._by_prefix(first, self._kv.tree.root)
+            all_matched = self._match_some(first)
+            if all_matched or any(req.rid not in self._places for req in first):
+                ordered = self._by_prefix(first, self._kv.tree.root)
+                self._places = {req.rid: place for place, req in enumerate(ordered)}
+            first.sort(key=lambda req: self._places[req.rid])
         else:
             return queue
         if self._priorities is not None:
             first.sort(key=self._priorities.rank)
         return chain(first, islice(queue, MOST_ORDERED, None))
 
-    def _match_some(self, reqs: list[Req]) -> None:
-        for turn in range(self._turn, self._turn + min(len(reqs), MOST_MATCHED)):
-            self._kv.match(reqs[turn % len(reqs)])
+    def _match_some(self, reqs: list[Req]) -> bool:
+        """Matches the next ones with the prefix tree. Returns whether the last one was among them."""
+        if self._turn >= len(reqs):
+            self._turn = 0
+        for req in reqs[self._turn : self._turn + MOST_MATCHED]:
+            self._kv.match(req)
         self._turn += MOST_MATCHED
+        return self._turn >= len(reqs)

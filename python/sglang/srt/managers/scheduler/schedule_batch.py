@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.managers.scheduler.counters import BySlot, Counters
+from sglang.srt.managers.scheduler.counters import APPENDED, CHECKED, STREAMED, BySlot, Counters
 from sglang.srt.managers.scheduler.prompt_table import Prompt, Tokens
 from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.radix_node import Keys, Node
@@ -23,6 +25,7 @@ from sglang.srt.sampling.thoughts import Thoughts
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
     from sglang.srt.managers.scheduler.prompt_media import PromptMedia
+    from sglang.srt.managers.scheduler.stop_tokens import StopTokens
     from sglang.srt.managers.scheduler.text_stop import TextStop
     from sglang.srt.mem_cache.copies_under_way import Copy
 
@@ -67,6 +70,7 @@ class Req:
         "looked_up",
         "max_output",
         "media",
+        "meta_changed",
         "microbatch",
         "namespace",
         "node",
@@ -74,8 +78,8 @@ class Req:
         "num_loaded",
         "num_loads",
         "num_retractions",
-        "num_sent",
         "num_stored",
+        "num_unsent",
         "output",
         "params",
         "pending_finish",
@@ -105,6 +109,8 @@ class Req:
     kv_len, planned_len, slack, reserved_len = BySlot(), BySlot(), BySlot(), BySlot()
     num_speculative_tokens = BySlot()
     """Draft tokens that its last launched step made."""
+    handling = BySlot()
+    """What steps do with its tokens (`decide_handling`)."""
 
     def __init__(
         self,
@@ -190,18 +196,28 @@ class Req:
         """Its end by the leader, of which the ranks have not heard yet. Tokens that come until then do not count."""
         self.pending_output_len = 0
         self.finish: FinishReason | None = None
-        self.num_sent = 0
-        """Output tokens that its messages had so far."""
+        self.num_unsent = 0
+        """Output tokens of a stream that no message had so far."""
         self.first_message = True
+        self.meta_changed = False
+        """Whether its next message says more than the number of its tokens."""
         self.plain = False
         """True while nothing but a stop token or its limit can end the request, and nothing but the token is taken from
-        a step (`begin`): a step takes the tokens of such requests with little work for each."""
+        a step (`begin`)."""
 
     def begin(self) -> None:
         """Decides which checks its tokens need, once it has a slot and everything about it is known."""
+        self.meta_changed, self.handling = True, CHECKED
         watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
         searched = bool(self.params.stop or self.params.stop_regex)
         self.plain = not (watched or searched or self.return_logprob) and self.max_output > 0
+
+    def decide_handling(self, stream_interval: int, tells_drafts: bool) -> None:
+        """Decides what the next steps do with its tokens. stream_interval: tokens of each message of a stream;
+        tells_drafts: whether each message has counts of draft tokens."""
+        if self.plain:
+            at_once = self.stream and stream_interval == 1 and not tells_drafts
+            self.handling = STREAMED if at_once else APPENDED
 
     def max_width(self, tokens_per_step: int) -> int:
         """Returns how many tokens a step may bring of it; all but the first are draft tokens."""
@@ -281,12 +297,19 @@ class Req:
 
 
 class SampledTokens(NamedTuple):
-    """Accepted tokens, request after request."""
+    """What a step brought each of its requests."""
 
-    reqs: list[Req]
-    tokens: list[int]
-    rows: Sequence[int]
-    """Index of each token among the sampled ones, and so of its log probabilities."""
+    ids: list[list[int]]
+    """Accepted tokens."""
+    handling: npt.NDArray[np.int8]
+    """What to do with these: `CHECKED`, `APPENDED` or `STREAMED`."""
+
+    def handled(self, reqs: list[Req], how: int) -> tuple[list[Req], list[list[int]]]:
+        """Returns the requests, of those that were sampled, whose tokens are handled as `how`, and these tokens."""
+        which = self.handling == how
+        if which.all():
+            return reqs, self.ids
+        return list(compress(reqs, which.tolist())), list(compress(self.ids, which.tolist()))
 
 
 @dataclass(slots=True)
@@ -306,6 +329,8 @@ class ScheduleBatch:
     """Requests that read entries which a failed load did not bring; they are computed again."""
     watched: Sequence[Req] = ()
     """The requests of `sampled` that are not plain."""
+    may_reach_limit: npt.NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
+    """Whether the step may bring each of `sampled` to its longest length; true also for its first token."""
 
     @property
     def limited(self) -> list[Req]:
@@ -316,9 +341,9 @@ class ScheduleBatch:
     def needs_mask(self) -> bool:
         return any(req.needs_mask for req in self.limited)
 
-    def read(self, counters: Counters) -> SampledTokens:
+    def read(self, counters: Counters, stops: StopTokens) -> SampledTokens:
         """Waits for the device, stores prompts' log probabilities and hidden states, and corrects the lengths. Returns
-        the accepted tokens."""
+        the accepted tokens. stops: those of all current requests."""
         assert self.result is not None
         self.result.wait()
         parallel_state.groups().tp.raise_if_stalled()
@@ -330,10 +355,15 @@ class ScheduleBatch:
             for req, draft_tokens in zip(self.sampled, self.result.draft_tokens.tolist(), strict=True):
                 req.draft_tokens = draft_tokens
         tokens = self.result.next_token_ids.numpy()
-        if self.result.counts is None:
-            return SampledTokens(self.sampled, tokens[:, 0].tolist(), range(len(tokens)))
-        self._subtract_rejected(counters)
-        return self._accepted(tokens.tolist(), self.result.counts.tolist())
+        handling = counters.handling[self.step.sampled_slots]
+        handling[self.may_reach_limit | stops.rows_with_any(tokens)] = CHECKED
+        if self.stale:
+            handling[:] = CHECKED
+        ids: list[list[int]] = tokens.tolist()
+        if self.result.counts is not None:
+            self._subtract_rejected(counters)
+            ids = [row[:count] for row, count in zip(ids, self.result.counts.tolist(), strict=True)]
+        return SampledTokens(ids, handling)
 
     def _subtract_rejected(self, counters: Counters) -> None:
         """Subtracts rejected draft tokens from the lengths of the requests that still run."""
@@ -344,24 +374,15 @@ class ScheduleBatch:
         for i, width, count in zip(going, widths[going].tolist(), counts[going].tolist(), strict=True):
             self.sampled[i].drafts.add(width, count)
 
-    def _accepted(self, tokens: list[list[int]], counts: list[int]) -> SampledTokens:
-        reqs: list[Req] = []
-        accepted: list[int] = []
-        rows: list[int] = []
-        for i, (req, row, count) in enumerate(zip(self.sampled, tokens, counts, strict=True)):
-            reqs += [req] * count
-            accepted += row[:count]
-            rows += range(i * len(row), i * len(row) + count)
-        return SampledTokens(reqs, accepted, rows)
-
-    def file_logprobs(self, req: Req, row: int, token: int) -> None:
-        """Stores the log probabilities of a token that its request takes, on the ranks that sample."""
+    def file_logprobs(self, request: int, index: int, token: int) -> None:
+        """Stores the log probabilities of a token that its request takes, on the ranks that sample. request: index in
+        `sampled`; index: of the token among those that the step sampled for it."""
         pp = parallel_state.groups().pp
         if pp.rank < pp.size - 1:
             return
         assert self.result is not None and self.result.logprobs is not None
-        request = row // self.result.next_token_ids.shape[1]
-        self.result.logprobs.add_output(req.pending_logprobs, request, row, token)
+        row = request * self.result.next_token_ids.shape[1] + index
+        self.result.logprobs.add_output(self.sampled[request].pending_logprobs, request, row, token)
 
     def _file_hidden(self, hidden: np.ndarray) -> None:
         row = 0

@@ -21,10 +21,10 @@ import numpy as np
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
-from sglang.srt.managers.scheduler.counters import Counters
+from sglang.srt.managers.scheduler.counters import CHECKED, Counters
 from sglang.srt.managers.scheduler.intake import Intake
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
-from sglang.srt.managers.scheduler.output import StopChecker, output_message, rejected_token
+from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, output_message, rejected_token
 from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
 from sglang.srt.managers.scheduler.running_batch import RunningBatch
@@ -38,6 +38,7 @@ from sglang.srt.managers.scheduler.schedule_policy import (
 )
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.scheduler.stale_steps import redo_stale
+from sglang.srt.managers.scheduler.stop_tokens import StopTokens
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     BatchTokenIDOut,
@@ -114,7 +115,7 @@ class Scheduler:
         self._single_attention_group = args.attn_dp_size == 1
         """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
-        self.prompts = PromptTable()
+        self.prompts, self.stops = PromptTable(), StopTokens(self.plan.model.vocab_size)
         self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts, counters)
         self.held_tokens = 0
         """Of these, with their output so far."""
@@ -469,31 +470,24 @@ class Scheduler:
         if self.host_tier is not None and batch.loads:
             self.host_tier.finish(batch.loads)
             redo_stale(self, batch)
-        report, num_new = list[Req](), 0
-        sampled, interval = batch.read(self.running.counters), self.args.stream_interval
-        rows: Iterable[tuple[Req, int, int]] = zip(*sampled, strict=True)
-        if batch.stale:
-            rows = [row for row in rows if row[0] not in batch.stale]
-        for (
-            req,
-            token,
-            row,
-        ) in rows:  # may be all running requests: no calls for a plain one
-            if not req.plain or token == NO_TOKEN or not (req.stream or req.first_token_time):
-                reason = self._take(batch, req, token, row)
-            else:
-                req.output.append(token)
-                num_new += 1
-                ends = token in req.stop_ids or len(req.output) >= req.max_output
-                reason = self.stop_checker.finish_reason(req) if ends else None
+        report, interval = list[Req](), self.args.stream_interval
+        sampled = batch.read(self.running.counters, self.stops)
+        streamed = append_tokens(batch.sampled, sampled, interval, report)
+        self.held_tokens += streamed.num_appended
+        for i in np.flatnonzero(sampled.handling == CHECKED).tolist():
+            req = batch.sampled[i]
+            if req in batch.stale:
+                continue
+            reason = self._take_all(batch, i, sampled.ids[i])
             if reason is not None:
                 self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
-            elif req.stream and len(req.output) - req.num_sent >= interval and (req.plain or req.goes_on):
+                continue
+            if req.stream and req.num_unsent >= interval and req.goes_on:
                 report.append(req)
-        self.held_tokens += num_new
-        if report:
-            self.outbox.append(output_message(report if sampled.reqs is batch.sampled else dict.fromkeys(report)))
-        self.stats.processed(len(sampled.tokens))
+            req.decide_handling(interval, self.running.tokens_per_step > 1)
+        if report or streamed.rids:
+            self.outbox.append(output_message(report, streamed))
+        self.stats.processed(sum(map(len, sampled.ids)))
         if batch.step.widths is not None:
             assert batch.result is not None and batch.result.counts is not None
             widths, counts = batch.step.widths.tolist(), batch.result.counts.tolist()
@@ -504,8 +498,18 @@ class Scheduler:
             self.depth.expect(batch.result.confidence.tolist())
             self.stats.drafts.confidence_cuts = self.depth.confidence_cuts
 
-    def _take(self, batch: ScheduleBatch, req: Req, token: int, row: int) -> FinishReason | None:
-        """Adds a token to a request and to everything that follows its output. Returns the reason to end it, if any."""
+    def _take_all(self, batch: ScheduleBatch, i: int, ids: list[int]) -> FinishReason | None:
+        """Adds the tokens of `batch.sampled[i]` up to the one that ends it. Returns the reason to end it, if any."""
+        for index, token in enumerate(ids):
+            reason = self._take(batch, i, index, token)
+            if reason is not None:
+                return reason
+        return None
+
+    def _take(self, batch: ScheduleBatch, i: int, index: int, token: int) -> FinishReason | None:
+        """Adds the token at `index` of those of `batch.sampled[i]` to the request and to everything that follows its
+        output. Returns the reason to end it, if any."""
+        req = batch.sampled[i]
         if req.finish is not None:
             return None
         if token == NO_TOKEN:
@@ -514,11 +518,12 @@ class Scheduler:
         if req.max_output <= 0:  # max_new_tokens is 0: only the prompt was wanted
             return FinishReason("length", length=0)
         req.output.append(token)
+        req.num_unsent += 1
         self.held_tokens += 1
         if not (req.stream or req.first_token_time):
             req.first_token_time = time.monotonic()
         if req.return_logprob and req.pending_finish is None:
-            batch.file_logprobs(req, row, token)
+            batch.file_logprobs(i, index, token)
         if req.thoughts is not None:
             req.thoughts.push(token)
         if req.grammar is not None and not req.grammar.accept(token):
@@ -541,7 +546,9 @@ class Scheduler:
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
         self.prompts.give_back(req.prompt)
+        self.stops.remove(req.stop_ids)
         self.held_hidden -= req.max_hidden_rows
+        req.handling = CHECKED
         self.media.end(req)
         if req in self.chunked:
             self.chunked.remove(req)
@@ -569,6 +576,7 @@ class Scheduler:
             return None
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
+        self.stops.add(req.stop_ids)
         self.held_hidden += req.max_hidden_rows
         self.waiting.append(req)
         self.order.came(req)

@@ -76,7 +76,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         backend = "nccl" if on_gpu else "gloo"
         parallel_state.init(ranks, rank, backend, rendezvous, args.watchdog_timeout, args.dist_timeout)
         if args.nnodes > 1:
-            agree(args, model.hf_config)
+            agree(args, model)
     agreed = agree_on_gpus(arch, gpu_of_rank(args, arch, gpu))
     arch = agreed.arch
     links = None
@@ -251,7 +251,9 @@ def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: Storage
     from sglang.srt.mem_cache.storage.store import create_store
 
     store, num_windows = create_store(config), len(plan.pool_sizes.windows)
-    return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows)
+    equal = plan.host_cache is not None and plan.host_cache.ranks_share
+    share = (plan.ranks.attn_tp_rank(rank), plan.ranks.attn_tp_size) if equal else (0, 1)
+    return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows, share)
 
 
 def create_depth(args: ServerArgs, runner: ModelRunner) -> AdaptiveDepth | None:

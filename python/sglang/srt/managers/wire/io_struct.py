@@ -9,6 +9,7 @@ unchanged, so that a reply never overtakes the tokens that were sent before it.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -150,6 +151,12 @@ class TokenMeta(msgspec.Struct, omit_defaults=True, gc=False):
     stored_tokens: int | None = None
     """Part of `host_tokens` that was read from a store; None: there is no store."""
 
+    def after(self, num_new: int) -> TokenMeta:
+        """Returns the counts after `num_new` more output tokens."""
+        later = copy(self)
+        later.completion_tokens += num_new
+        return later
+
 
 class DecodeOptions(msgspec.Struct, omit_defaults=True):
     """Settings for the detokenizer, sent with the first message of a request only."""
@@ -169,7 +176,8 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True
     new_ids: list[list[int]]
     """Tokens since the previous message of this rid."""
     finish: list[FinishReason | None]
-    meta: list[TokenMeta]
+    meta: list[TokenMeta | None]
+    """None: that of the previous message of this rid, with the new tokens added to `completion_tokens`."""
     options: list[DecodeOptions | None]
     logprobs: list[OutputLogprobs | None]
     hidden: dict[str, bytes] = {}
@@ -267,7 +275,7 @@ class BatchStrOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     new_text: list[str]
     new_ids: list[list[int]]
     finish: list[FinishReason | None]
-    meta: list[TokenMeta]
+    meta: list[TokenMeta | None]
     logprobs: list[OutputLogprobs | None]
     hidden: dict[str, bytes] = {}
 

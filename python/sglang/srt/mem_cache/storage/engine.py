@@ -114,7 +114,7 @@ class Write(StorageJob):
     has_end: bool = False
     """Requests can go on from the end of the prefix, not only from the end of a block."""
     num_tokens: int = 0
-    """Results: the tokens and bytes that the store did not have."""
+    """Results: the tokens and bytes that the store did not have, whichever rank wrote them."""
     num_bytes: int = 0
 
 
@@ -155,10 +155,17 @@ class StorageEngine:
     for writing ones."""
 
     def __init__(
-        self, store: PrefixStore, pools: Sequence[HostPool], fingerprint: bytes, page_size: int, num_windows: int
+        self,
+        store: PrefixStore,
+        pools: Sequence[HostPool],
+        fingerprint: bytes,
+        page_size: int,
+        num_windows: int,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
-        """pools: tokens, each window, and states if there are any."""
-        self.store, self.pools = store, list(pools)
+        """pools: tokens, each window, and states if there are any. share: number of this rank and count of the ranks
+        that have equal caches and get the same jobs: each writes a part of the entries."""
+        self.store, self.pools, self.share = store, list(pools), share
         self._key: bytes = getattr(store, "key", b"")
         self.fingerprint = hmac.digest(self._key, fingerprint, "sha256") if self._key else fingerprint
         """Entries under another key have other names: two users of a store do not remove each other's."""
@@ -272,12 +279,12 @@ class StorageEngine:
         for index in (i for i, has in enumerate(there) if not has):
             if job.stopping:
                 return
-            if self._put(entries[index], self._parts_of_block(job.pages, index), job):
+            if self._put(index, entries[index], self._parts_of_block(job.pages, index), job):
                 job.num_tokens += self.block
         if job.has_end:
             name = names.end(len(job.keys))
             if not job.stopping and not self._ask("written", partial(self.store.contains, [name]))[0]:
-                if self._put(name, self._parts_of_end(job.pages), job):
+                if self._put(count, name, self._parts_of_end(job.pages), job):
                     job.num_tokens += len(job.keys) - count * self.block
         if job.num_bytes:  # the store should keep the beginning of a chain longest
             self._ask("written", partial(self.store.contains, entries))
@@ -305,8 +312,13 @@ class StorageEngine:
     def _size(self, parts: Sequence[Pages]) -> int:
         return sum(len(part) * pool.page_bytes for part, pool in zip(parts, self.pools, strict=False))
 
-    def _put(self, name: str, parts: Sequence[Pages], job: Write) -> bool:
-        """Returns whether the entry was written; a stopped job writes nothing."""
+    def _put(self, index: int, name: str, parts: Sequence[Pages], job: Write) -> bool:
+        """Writes entry `index` of a prefix, unless another rank does. Returns whether it is written by any; a stopped
+        job writes nothing."""
+        rank, count = self.share
+        if index % count != rank:
+            job.num_bytes += HEADER_BYTES + self._size(parts)
+            return True
         entry = new_entry(self._size(parts))
         content = torch.frombuffer(entry, dtype=torch.uint8)[HEADER_BYTES:]
         with job.moving:

@@ -17,9 +17,11 @@ from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
 from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
-from sglang.srt.plan.families.gemma4 import GEMMA4
+from sglang.srt.plan.families.gemma4 import GEMMA4, gemma4
+from sglang.srt.plan.families.qwen3 import QWEN3
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
@@ -135,8 +137,12 @@ def _backbone(architecture: str, names: WeightMap) -> Family:
     """Returns the family of the draft's layers, with the checkpoint's names."""
     if architecture == GEMMA4_DSPARK:
         layer = {**names.layer, **NORMS_AROUND, "end": ""}
-        return replace(GEMMA4, architectures=(architecture,), names=replace(names, layer=layer), tie_embeddings=False)
-    return Family(model_types=("qwen3",), architectures=(architecture,), names=names, qk_norm="head", head_dim=128)
+        return replace(GEMMA4, architectures=(architecture,), names=replace(names, layer=layer), read=_untied_gemma4)
+    return replace(QWEN3, architectures=(architecture,), names=names)
+
+
+def _untied_gemma4(c: Config) -> Model:
+    return replace(gemma4(c), tie_embeddings=False)
 
 
 def reduced_head(keys: ConfigReader, target: ModelDescription) -> int:

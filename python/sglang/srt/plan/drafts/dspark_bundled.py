@@ -27,6 +27,7 @@ from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
+from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.weight_names import WeightMap
 
 CONFIDENCE = "confidence_head.proj"
@@ -52,13 +53,15 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
     for checkpoints without the draft."""
     keys = config.reader()
     family = family_of(architecture_of(keys), str(keys.values.get("model_type") or ""))
-    if family is None or not family.compressed or architecture_of(keys) != target.architecture:
+    compressed = any(isinstance(layer.mixer, CompressedSparse) for layer in target.layers)
+    if family is None or not compressed or architecture_of(keys) != target.architecture:
         raise UserError(
             f"{keys.source}: a draft that {architecture_of(keys)} brings (its {BUNDLED_SIZE}) is not served for"
             f" {target.architecture}. Give another with --speculative-draft-model-path."
         )
-    _check(keys, family.shared_entries)
-    aux_layers = _aux_layers(keys, len(target.layers), family.shared_entries)
+    shares_entries = any(isinstance(layer.mixer, SharedSparse) for layer in target.layers)  # V4.1
+    _check(keys, shares_entries)
+    aux_layers = _aux_layers(keys, len(target.layers), shares_entries)
     stages = _stages(config, len(aux_layers))
     names = _names(family.names, stages)
     of_stages = {"num_hidden_layers": stages, "compress_ratios": [0] * stages, "num_hash_layers": 0, **_OF_STAGES}

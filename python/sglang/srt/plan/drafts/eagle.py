@@ -17,6 +17,7 @@ from sglang.srt.plan.drafts.config import DraftConfig
 from sglang.srt.plan.drafts.description import Concatenated, DraftDescription, Projected
 from sglang.srt.plan.drafts.speculators import KIND, with_layer_keys
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.usual import usual_model
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
@@ -53,8 +54,12 @@ _NAMES = WeightMap(
     ),
     decoder="",
 )
-_LLAMA = Family(model_types=("llama",), architectures=EAGLE3_ARCHITECTURES + EAGLE_ARCHITECTURES, names=_NAMES)
-_LATENT = Family(model_types=("deepseek_v3", "kimi_k2"), architectures=EAGLE3_MLA_ARCHITECTURES, names=_NAMES)
+_LLAMA = Family(
+    model_types=("llama",), architectures=EAGLE3_ARCHITECTURES + EAGLE_ARCHITECTURES, read=usual_model, names=_NAMES
+)
+_LATENT = Family(
+    model_types=("deepseek_v3", "kimi_k2"), architectures=EAGLE3_MLA_ARCHITECTURES, read=usual_model, names=_NAMES
+)
 
 _COMPUTED: Mapping[str, object] = {
     "use_input_layernorm_in_first_layer": True,

@@ -9,18 +9,21 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
-from sglang.srt.plan.config_layers import SPARSE_LAYER, block_kinds
-from sglang.srt.plan.config_recurrent import KDA_CONFIG
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, MTP, DraftConfig
 from sglang.srt.plan.drafts.description import ByStream, DraftDescription, Form, Projected, Streamed
 from sglang.srt.plan.drafts.mtp_by_layer import OTHERS, check_target, describe_by_depth
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.latent import SPARSE_LAYER
 from sglang.srt.plan.families.mtp import MtpForm
-from sglang.srt.plan.layer_spec import SUM, GatedStreams
+from sglang.srt.plan.families.nemotron_h import block_kinds
+from sglang.srt.plan.families.recurrent import KDA_CONFIG
+from sglang.srt.plan.feed_forward import MoE
+from sglang.srt.plan.layer_spec import SUM, GatedStreams, LayerSpec
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.pooled_latent import PooledLatent
+from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.weight_names import WeightMap
 
 _ONE_LAYER: Mapping[str, Any] = {
@@ -63,21 +66,20 @@ def describe_mtp(config: DraftConfig, target: ModelDescription) -> DraftDescript
     _check(keys, form)
     keys = ConfigReader({**keys.values, **_layers(keys, form), "architectures": [target.architecture]}, keys.source)
     at = form.at or _behind_last(config, target)
-    names = _names(form, at, family, target, len(block_kinds(keys.values, keys.source)) if form.patterns else 1)
+    names = _names(form, at, family, target, len(block_kinds(keys)) if form.patterns else 1)
     stored = config.stored(names, at)
     if stored is not None and not stored:
         raise UserError(
             f"{config.model_path} has no tensors at {at}: it has no layers for multi-token prediction, which some"
             f" exports leave out. {OTHERS}"
         )
-    family = replace(
-        family,
-        names=names,
-        expert_form=_expert_form(family, stored),
-        pooled_index=family.pooled_index and not form.dense,
-        residual=SUM if form.one_stream else family.residual,
+    model = describe_as(
+        replace(family, names=names),
+        keys,
+        stored_wide(config.quantization, stored),
+        config.keep_shared_apart,
+        lambda layer: _draft_layer(layer, form, stored),
     )
-    model = describe_as(family, keys, stored_wide(config.quantization, stored), config.keep_shared_apart)
     check_target(model, target, keys.source)
     return DraftDescription(
         kind=MTP,
@@ -159,8 +161,15 @@ def _names(form: MtpForm, at: str, family: Family, target: ModelDescription, num
     )
 
 
-def _expert_form(family: Family, stored: Mapping[str, str] | None) -> str:
-    """Returns the form in which the draft's experts are stored: one by one or stacked, independently of the model's."""
-    if stored is None or family.expert_form not in ("", "stacked"):
-        return family.expert_form
-    return "stacked" if any(name.endswith("experts.gate_up_proj") for name in stored) else ""
+def _draft_layer(layer: LayerSpec, form: MtpForm, stored: Mapping[str, str] | None) -> LayerSpec:
+    """Returns the layer of the draft that has the place of this one in the model: without the model's selection of
+    tokens and its several streams where the form says so, and with experts in the form in which `stored` has them."""
+    mixer, ffn, residual = layer.mixer, layer.ffn, layer.residual
+    if form.dense and isinstance(mixer, PooledSparse):
+        mixer = mixer.heads
+    if form.one_stream:
+        residual = SUM
+    if isinstance(ffn, MoE) and stored is not None and ffn.form in ("", "stacked"):
+        stacked = any(name.endswith("experts.gate_up_proj") for name in stored)
+        ffn = replace(ffn, form="stacked" if stacked else "")
+    return replace(layer, mixer=mixer, ffn=ffn, residual=residual)

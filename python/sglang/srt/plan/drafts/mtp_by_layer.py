@@ -68,7 +68,7 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
             final_features=form.final_features,
             hidden_first=form.hidden_first,
             depth_norms="norm" in form.names,
-            wide_norms=family.zero_centred_norms,
+            wide_norms=model.zero_centred_norms,
             keeps_states=keeps_states,
         ),
         first_layer=first,

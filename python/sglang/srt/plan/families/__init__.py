@@ -96,13 +96,3 @@ def family_of(architecture: str, model_type: str) -> Family | None:
         if architecture in family.architectures and kind in family.model_types:
             return family
     return _BY_ARCHITECTURE.get(architecture) or _BY_MODEL_TYPE.get(kind)
-
-
-UNREAD_LAYERS: Mapping[str, str] = {
-    "hybrid_override_pattern": "Mamba-2 layers",
-    "layers_block_type": "Mamba-2 layers",
-    "block_configs": "layers of several widths",
-    "linear_attn_config": "Kimi delta attention",
-    "sparse_attention_config": "block-sparse attention",
-}
-"""Keys of configs whose layers are not described here, with their meaning: a plan that ignored them would be wrong."""

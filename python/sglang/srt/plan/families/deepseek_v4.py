@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from sglang.srt.plan.families.family import Family
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sglang.srt.configs.hf_config import bounded
+from sglang.srt.errors import UserError
+from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.families.blocks import experts, shared_experts
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.latent import indexer_of
 from sglang.srt.plan.families.mtp import V4_MTP
 from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.layer_spec import SUM, HyperConnections, Mixer, Sum
 from sglang.srt.plan.weight_names import W123_PARTS, WeightMap
 
 LAYER_NAMES = {
@@ -49,27 +60,96 @@ NAMES = WeightMap(
 )
 """Names of tensors as published, without a prefix. `mtp.` are layers that only drafts (such as DSpark's) use."""
 
-USUAL = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "swiglu_limit": 10.0, "norm_topk_prob": True}
+
+_USUAL = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "swiglu_limit": 10.0, "norm_topk_prob": True}
+_PUBLISHED = {256: {**_USUAL, "routed_scaling_factor": 1.5}, 384: {**_USUAL, "routed_scaling_factor": 2.5}}
+"""Values of the FP8 exports of Flash and Pro, which state little else than sizes, by the number of experts."""
+INDEXED_RATE = 4
+"""Layers of this compression rate have an indexer; those of a higher one attend to every entry."""
+
+
+def deepseek_v4(c: Config) -> Model:
+    c = c.usual(_PUBLISHED.get(c.count("n_routed_experts"), {}))
+    indexed = [compressed_sparse(c, rate, indexed=rate == INDEXED_RATE, head_norm=True) for rate in compress_ratios(c)]
+    router = Router(0, "sqrtsoftplus", correction="bias", exact_logits=True)
+    return v4_model(c, indexed, router)
+
+
+def v4_model(c: Config, mixers: Sequence[Mixer], router: Router, lagged: bool = False) -> Model:
+    """Returns a model of these mixers with what DeepSeek V4 and V4.1 share: experts, of which the first
+    `num_hash_layers` layers choose by token ids, between hyper-connections (`lagged`: as HyperConnections.lagged)."""
+    c.only("attention_bias", False)
+    c.only("mlp_bias", False)
+    c.only("hidden_act", "silu")
+    c.only("norm_topk_prob", True)
+    c.only("num_key_value_heads", 1)
+    c.only("scoring_func", "sqrtsoftplus")
+    c.only("topk_method", "noaux_tc")
+    moe = experts(c, router, shared=shared_experts(c))
+    by_ids = replace(moe.router, hash_table="tid2eid", correction="")
+    first = replace(moe, router=by_ids, vocab_size=c.positive("vocab_size"))
+    hashed = c.count("num_hash_layers")
+    blocks = [first if i < hashed else moe for i in range(c.num_layers)]
+    return Model(c, layers_of(mixers, blocks, hyper_connections(c, lagged=lagged)))
+
+
+def hyper_connections(c: Config, *, mean_head: bool = False, lagged: bool = False) -> HyperConnections | Sum:
+    """Returns the connections of several residual streams. `mean_head`, `lagged`: as in HyperConnections."""
+    streams = c.count("hc_mult")
+    if streams <= 1:
+        return HyperConnections(4, mean_head=mean_head, lagged=lagged) if mean_head or lagged else SUM
+    lagged = c.default("hc_pre_from_prev_sublayer", bool, lagged)
+    rounds, eps = c.positive("hc_sinkhorn_iters", 20), c.default("hc_eps", float, 1e-6)
+    return HyperConnections(streams, rounds, eps, mean_head, lagged)
+
+
+def compress_ratios(c: Config) -> list[Any]:
+    """Returns how many tokens an entry stands for in each layer; 0: a window alone. Raises UserError."""
+    if c.values.get("compress_ratios") is None:
+        raise UserError(f"{c.source}: the key 'compress_ratios' is missing.")
+    return c.by_layer("compress_ratios", 0)
+
+
+def compressed_sparse(c: Config, rate: Any, *, indexed: bool, head_norm: bool) -> CompressedSparse:
+    """Returns attention over a window and entries of `rate` tokens. `head_norm`: heads of q are normed where the config
+    does not say it. Raises UserError."""
+    if isinstance(rate, bool) or not isinstance(rate, int) or rate == 1:
+        raise UserError(f"{c.source}: 'compress_ratios' must be 0 or whole numbers above 1; got {rate!r}.")
+    rope_dim, groups = c.positive("qk_rope_head_dim"), c.positive("o_groups")
+    heads = c.positive("num_attention_heads")
+    if heads % groups:
+        raise UserError(f"{c.source}: 'o_groups' {groups} does not divide the {heads} attention heads.")
+    return CompressedSparse(
+        num_heads=heads,
+        head_dim=c.positive("head_dim"),
+        rope_dim=rope_dim,
+        q_lora_rank=c.positive("q_lora_rank"),
+        o_lora_rank=c.positive("o_lora_rank"),
+        o_groups=groups,
+        window=c.positive("sliding_window"),
+        rope=c.rope(rope_dim, **_rotary_keys(c, rate)),
+        rate=bounded("compress_ratios", rate, c.source),
+        indexer=indexer_of(c) if indexed else None,
+        head_norm=c.default("q_head_norm", bool, head_norm),
+    )
+
+
+def _rotary_keys(c: Config, rate: int) -> dict[str, Any]:
+    """Returns the rotary keys of a layer with this compression rate. Layers that do not compress use the plain
+    frequencies; those that compress do not scale cosines and sines, whatever YaRN says."""
+    if not rate:
+        return {"rope_scaling": None}
+    scaling = c.default("rope_scaling", dict, {})
+    unscaled = {"rope_scaling": {**scaling, "attention_factor": 1.0}} if scaling else {}
+    return {"rope_theta": c.values.get("compress_rope_theta") or 160000.0, **unscaled}
+
 
 DEEPSEEK_V4 = Family(
     title="DeepSeek V4",
     # V4's FP8 exports use the second name.
     model_types=("deepseek_v4", "deepseek_ref"),
     architectures=("DeepseekV4ForCausalLM",),
+    read=deepseek_v4,
     names=NAMES,
-    allowed={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "hidden_act": ("silu",),
-        "norm_topk_prob": (True,),
-        "num_key_value_heads": (1,),
-        "scoring_func": ("sqrtsoftplus",),
-        "topk_method": ("noaux_tc",),
-    },
-    # The FP8 exports of Flash and Pro state little else than sizes.
-    published={256: {**USUAL, "routed_scaling_factor": 1.5}, 384: {**USUAL, "routed_scaling_factor": 2.5}},
-    compressed=True,
-    has_experts=True,
-    router=Router(0, "sqrtsoftplus", correction="bias", exact_logits=True),
     mtp=V4_MTP,
 )

@@ -4,9 +4,19 @@ one without."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from sglang.srt.configs.activation import GELU
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.attention import (
+    WINDOWED,
+    full_and_windowed,
+    grouped_attention,
+    kinds_by_pattern,
+    mixers_by_kind,
+)
+from sglang.srt.plan.families.blocks import activation, mlp
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -16,21 +26,38 @@ NORMS_AROUND = {
     "mlp_norm_after": "post_feedforward_layernorm",
 }
 
+
+def gemma3(c: Config) -> Model:
+    c.only("use_bidirectional_attention", False)
+    c.only("hidden_activation", "gelu_pytorch_tanh")
+    scalar = c.default("query_pre_attn_scalar", float, 0.0)
+    attention = partial(
+        grouped_attention,
+        head_dim=256,
+        qk_norm="head",
+        fp32_norms=True,
+        scale=scalar**-0.5 if scalar else 0.0,
+        logit_cap=c.default("attn_logit_softcapping", float, 0.0),
+    )
+    kinds = kinds_by_pattern(c, "sliding_window_pattern", 6, WINDOWED)
+    mixers = mixers_by_kind(c, kinds, full_and_windowed(attention))
+    blocks = [mlp(c, activation(c, GELU))] * c.num_layers
+    return Model(
+        c,
+        layers_of(mixers, blocks, Sum(norms_after=True, fp32_norms=True)),
+        tie_embeddings=True,
+        zero_centred_norms=True,
+        embedding_scale=c.positive("hidden_size") ** 0.5,
+        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+    )
+
+
 GEMMA3 = Family(
     title="Gemma 3",
     model_types=("gemma3",),
     architectures=("Gemma3ForCausalLM",),
+    read=gemma3,
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND}),
-    allowed={"use_bidirectional_attention": (False,), "hidden_activation": ("gelu_pytorch_tanh",)},
-    computed=("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
-    tie_embeddings=True,
-    zero_centred_norms=True,
-    scaled_embeddings=True,
-    residual=Sum(norms_after=True, fp32_norms=True),
-    head_dim=256,
-    qk_norm="head",
-    window_pattern=6,
-    activation=GELU,
 )
 GEMMA3_TEXT = replace(
     GEMMA3,

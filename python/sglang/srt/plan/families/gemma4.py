@@ -3,13 +3,26 @@ caches that layers share and embeddings that are added in every layer."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang.srt.configs.activation import GELU
-from sglang.srt.plan.families.family import Family
+from sglang.srt.configs.activation import GELU, Activation
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families.attention import (
+    WINDOWED,
+    full_and_windowed,
+    grouped_attention,
+    kinds_by_pattern,
+    mixers_by_kind,
+)
+from sglang.srt.plan.families.blocks import EXPERT_COUNTS, activation, experts, mlp
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
-from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.layer_spec import Sum
+from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
+from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec, Mixer, Sum
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 _EXPERTS = {
@@ -37,26 +50,94 @@ _MODEL_INPUTS = {
 }
 _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND, **_EXPERTS, **_INPUTS, "end": ""}
 
+
+def gemma4(c: Config) -> Model:
+    # "vision" makes image tokens see each other in both directions; text stays causal.
+    c.only("use_bidirectional_attention", "vision")
+    c.only("hidden_activation", "gelu_pytorch_tanh")
+    function = activation(c, GELU)
+    kinds = kinds_by_pattern(c, "sliding_window_pattern", 6, WINDOWED)
+    mixers = with_shared_caches(c, mixers_by_kind(c, kinds, full_and_windowed(_attention)), kinds)
+    residual = Sum(norms_after=True, layer_scale=True)
+    if c.default("enable_moe_block", bool, True) and c.count(*EXPERT_COUNTS):
+        shared = Shared(c.positive("intermediate_size"))
+        router = Router(0, exact_logits=True)
+        block: Dense | MoE = experts(c, router, function, shared=shared, form="stacked", branches=True)
+        residual = replace(residual, ffn_norms=False)
+    else:
+        block = mlp(c, function)
+    inputs = _per_layer_inputs(c, function)
+    layers = [LayerSpec(mixer, block, residual, inputs) for mixer in mixers]
+    if c.default("use_double_wide_mlp", bool, False):
+        layers = [_double_wide(layer) if _shares_cache(layer.mixer) else layer for layer in layers]
+    return Model(
+        c,
+        layers,
+        tie_embeddings=True,
+        embedding_scale=c.positive("hidden_size") ** 0.5,
+        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+    )
+
+
+def _attention(c: Config, window: int) -> GQA:
+    """Layers without a window may have larger heads (`global_head_dim`), and keys that are values, too."""
+    keys_are_values = not window and c.default("attention_k_eq_v", bool, False)
+    if not window and c.count("global_head_dim"):
+        kv_heads = c.count("num_global_key_value_heads") if keys_are_values else 0
+        own = {"num_key_value_heads": kv_heads} if kv_heads else {}
+        c = c.with_values({"head_dim": c.positive("global_head_dim"), **own})
+    return grouped_attention(
+        c, window, head_dim=256, scale=1.0, qk_norm="head", value_norm=True, values_from_keys=keys_are_values
+    )
+
+
+def _shares_cache(mixer: Mixer) -> bool:
+    return isinstance(mixer, GQA) and not mixer.caches_tokens
+
+
+def with_shared_caches(c: Config, mixers: Sequence[Mixer], kinds: Sequence[str]) -> list[Mixer]:
+    """Returns the mixers, of which the last `num_kv_shared_layers` attend to the cache of the last earlier layer of
+    their kind. Raises UserError where there is none."""
+    result, number = list(mixers), c.count("num_kv_shared_layers")
+    first = max(0, len(mixers) - number)
+    for i in range(first, len(mixers)):
+        source = next((j for j in reversed(range(first)) if kinds[j] == kinds[i]), None)
+        if source is None:
+            raise UserError(
+                f"{c.source}: 'num_kv_shared_layers' is {number}, but before these layers none is of the kind"
+                f" {kinds[i]}, whose cache layer {i} could share."
+            )
+        shared, sharing = result[source], result[i]
+        assert isinstance(shared, GQA) and isinstance(sharing, GQA)
+        result[source] = replace(shared, cache_shared=True)
+        result[i] = replace(sharing, cache_layer=source, values_from_keys=False)
+    return result
+
+
+def _double_wide(layer: LayerSpec) -> LayerSpec:
+    """Returns the layer with an MLP (or shared expert) twice as wide."""
+    ffn = layer.ffn
+    if isinstance(ffn, Dense):
+        return replace(layer, ffn=replace(ffn, intermediate_size=2 * ffn.intermediate_size))
+    assert isinstance(ffn, MoE) and ffn.shared is not None
+    shared = replace(ffn.shared, intermediate_size=2 * ffn.shared.intermediate_size)
+    return replace(layer, ffn=replace(ffn, shared=shared))
+
+
+def _per_layer_inputs(c: Config, function: Activation) -> FeedForward:
+    """Returns the embeddings that tokens add in every layer, or ABSENT."""
+    size = c.count("hidden_size_per_layer_input")
+    if not size:
+        return ABSENT
+    return PerLayerEmbedding(size, c.num_layers, c.positive("vocab_size_per_layer_input"), function)
+
+
 GEMMA4 = Family(
     title="Gemma 4",
     model_types=("gemma4",),
     architectures=("Gemma4ForCausalLM",),
+    read=gemma4,
     names=WeightMap({**MODEL_NAMES, **_MODEL_INPUTS}, _LAYER),
-    # "vision" makes image tokens see each other in both directions; text stays causal.
-    allowed={"use_bidirectional_attention": ("vision",), "hidden_activation": ("gelu_pytorch_tanh",)},
-    computed=("final_logit_softcapping",),
-    tie_embeddings=True,
-    scaled_embeddings=True,
-    residual=Sum(norms_after=True, layer_scale=True),
-    head_dim=256,
-    attention_scale=1.0,
-    qk_norm="head",
-    value_norm=True,
-    window_pattern=6,
-    router=Router(0, exact_logits=True),
-    activation=GELU,
-    expert_form="stacked",
-    expert_branches=True,
 )
 GEMMA4_TEXT = replace(
     GEMMA4,

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import EH_PROJ
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
@@ -17,27 +21,44 @@ from sglang.srt.plan.weight_names import (
     WeightMap,
 )
 
+
+def glm4_moe(c: Config) -> Model:
+    c.only("scoring_func", "sigmoid")
+    c.only("topk_method", "noaux_tc")
+    attention = partial(
+        grouped_attention,
+        qk_norm="head" if c.default("use_qk_norm", bool, True) else "",
+        qkv_bias=c.default("attention_bias", bool, False),
+        o_bias=False,
+    )
+    router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
+    blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
+    return Model(c, layers_of(attention_by_layer(c, attention), blocks))
+
+
 GLM4_MOE = Family(
     title="GLM-4.5 to GLM-4.7",
     model_types=("glm4_moe",),
     architectures=("Glm4MoeForCausalLM",),
+    read=glm4_moe,
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **EXPERT_NAMES, **SHARED_NAMES}),
-    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-    qk_norm="head",
-    optional_qk_norm=True,
-    o_bias=False,
-    has_experts=True,
-    router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
     mtp=EH_PROJ,
 )
+
+
+def glm4v_moe(c: Config) -> Model:
+    """The models that read images have no norms on heads."""
+    c.only("use_qk_norm", False)
+    return glm4_moe(c.with_values({"use_qk_norm": False}))
+
+
 GLM4V_MOE = replace(
     GLM4_MOE,
     title="GLM-4.5V and GLM-4.6V",
     model_types=("glm4v_moe",),
     architectures=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration"),
+    read=glm4v_moe,
     names=replace(GLM4_MOE.names.below("model.language_model."), unread=("model.visual.",)),
-    allowed={**GLM4_MOE.allowed, "use_qk_norm": (False,)},
-    qk_norm="",
     mtp=None,
 )
 """GLM-4.5V and 4.6V: the size of GLM-4.5-Air, without norms on the heads."""

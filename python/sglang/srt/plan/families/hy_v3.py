@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from sglang.srt.plan.families.family import Family
+from functools import partial
+
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import HY_MTP
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.weight_names import (
-    ATTENTION_NAMES,
-    EXPERT_NAMES,
-    MLP_NAMES,
-    MODEL_NAMES,
-    QK_NORM_NAMES,
-    WeightMap,
-)
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, EXPERT_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
+
+
+def hy_v3(c: Config) -> Model:
+    c.only("moe_router_use_sigmoid", True)
+    c.only("moe_router_enable_expert_bias", True)
+    c.only("qk_norm", True)
+    c.only("use_cla", False)
+    c = c.renamed(
+        {
+            "router_scaling_factor": "routed_scaling_factor",
+            "route_norm": "norm_topk_prob",
+            "expert_hidden_dim": "moe_intermediate_size",
+        }
+    )
+    attention = partial(grouped_attention, qk_norm="head")
+    router = Router(0, "sigmoid", scale=2.826, correction="expert_bias", exact_logits=True)
+    blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
+    return Model(c, layers_of(attention_by_layer(c, attention), blocks))
+
 
 HY_V3 = Family(
     title="Hy3",
     model_types=("hy_v3",),
     architectures=("HYV3ForCausalLM",),
+    read=hy_v3,
     names=WeightMap(
         MODEL_NAMES,
         {
@@ -31,19 +49,5 @@ HY_V3 = Family(
             "moe.shared.down": "mlp.shared_mlp.down_proj",
         },
     ),
-    allowed={
-        "moe_router_use_sigmoid": (True,),
-        "moe_router_enable_expert_bias": (True,),
-        "qk_norm": (True,),
-        "use_cla": (False,),
-    },
-    spellings={
-        "router_scaling_factor": "routed_scaling_factor",
-        "route_norm": "norm_topk_prob",
-        "expert_hidden_dim": "moe_intermediate_size",
-    },
-    qk_norm="head",
-    has_experts=True,
-    router=Router(0, "sigmoid", scale=2.826, correction="expert_bias", exact_logits=True),
     mtp=HY_MTP,
 )

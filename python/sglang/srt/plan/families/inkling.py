@@ -4,15 +4,19 @@ a normed embedding, logits divided by a width."""
 
 from __future__ import annotations
 
-from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.families.mtp import INKLING_MTP
-from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.weight_names import WeightMap
+from dataclasses import replace
+from typing import Any
 
-_ON: dict[str, tuple[object, ...]] = dict.fromkeys(
-    ("shared_expert_sink", "norm_after_topk", "use_gate_bias", "use_global_scale", "use_sconv", "use_embed_norm"),
-    (True,),
-)
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families.attention import grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model
+from sglang.srt.plan.families.mtp import INKLING_MTP
+from sglang.srt.plan.feed_forward import MoE, Router
+from sglang.srt.plan.layer_spec import LayerSpec, ShortConvolution
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.weight_names import WeightMap
 
 
 def _numbers(stored: str, ours: str) -> tuple[tuple[str, str], ...]:
@@ -21,10 +25,119 @@ def _numbers(stored: str, ours: str) -> tuple[tuple[str, str], ...]:
     return tuple((f".mlp.experts.{stored}.{leaf}", f".mlp.experts.{ours}_{name}") for leaf, name in names.items())
 
 
+_OWN_NAMES = {
+    "sliding_window_size": "sliding_window",
+    "route_scale": "routed_scaling_factor",
+    "dense_mlp_idx": "first_k_dense_replace",
+}
+_USUAL = {"d_rel": 16, "rel_extent": 1024, "sliding_window_size": 512, "route_scale": 8.0, "n_shared_experts": 2}
+"""Values that published configs (of 256 experts) leave out."""
+_ON = ("shared_expert_sink", "norm_after_topk", "use_gate_bias", "use_global_scale", "use_sconv", "use_embed_norm")
+_WINDOWED, _WHOLE = "hybrid_sliding", "hybrid"
+_PERIOD = 6
+"""Every n-th layer has no window, where the config does not say which."""
+
+
+def inkling(c: Config) -> Model:
+    c.only("hidden_act", "silu")
+    c.only("gate_activation", "sigmoid")
+    c.only("tie_word_embeddings", False)
+    for key in _ON:
+        c.only(key, True)
+    c.ignore("rms_norm_eps_moe_gate")  # the router has no norm
+    c = (c.usual(_USUAL) if c.count("n_routed_experts") == 256 else c).renamed(_OWN_NAMES)
+    router = Router(0, "sigmoid", correction="bias", exact_logits=True, scaled=True)
+    blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c, alternating=True, scaled=True), lambda: _experts(c, router))
+    convolution = _convolution(c, c.positive("hidden_size"))
+    layers = [LayerSpec(mixer, block, convolution=convolution) for mixer, block in zip(_mixers(c), blocks, strict=True)]
+    divisor = c.default("logits_mup_width_multiplier", float, 1.0)
+    if divisor <= 0:
+        raise UserError(f"{c.source}: 'logits_mup_width_multiplier' must be more than 0; got {divisor}.")
+    return Model(c, layers, embedding_norm=True, logit_scale=1.0 / divisor)
+
+
+def _experts(c: Config, router: Router) -> MoE:
+    """The router weights the shared experts, too, which are one tensor."""
+    moe, sinks = experts(c, router, shared=shared_experts(c), form="alternating"), c.count("n_shared_experts")
+    if moe.shared is None:
+        return moe
+    return replace(moe, router=replace(moe.router, sinks=sinks), shared=replace(moe.shared, members=sinks))
+
+
+def _convolution(c: Config, channels: int) -> ShortConvolution:
+    """Returns the convolution over `channels` channels. Raises UserError for one that sees no earlier token."""
+    taps = c.count("sconv_kernel_size", "conv_kernel_size") or 4
+    if taps < 2:
+        raise UserError(f"{c.source}: 'sconv_kernel_size' must be at least 2; got {taps}.")
+    return ShortConvolution(taps, channels)
+
+
+def _mixers(c: Config) -> list[GQA]:
+    """Returns the attention of each layer. A layer with a window has biases for all distances in it, and twice the KV
+    heads where the config does not say how many; the others have `rel_extent` biases, and attention temperature scaling
+    from `log_scaling_n_floor` on."""
+    kinds = _kinds(c)
+    by_kind = {kind: _attention(c, c.positive("sliding_window") if kind == _WINDOWED else 0) for kind in set(kinds)}
+    return [by_kind[kind] for kind in kinds]
+
+
+def _attention(c: Config, window: int) -> GQA:
+    own = {key: c.values.get(f"swa_{key}") for key in _WINDOW_KEYS} if window else {}
+    if window and own["num_key_value_heads"] is None:
+        own["num_key_value_heads"] = 2 * c.positive("num_key_value_heads")
+    mixer = grouped_attention(
+        c.with_values({key: value for key, value in own.items() if value is not None}),
+        window,
+        head_dim=128,
+        qk_norm="head",
+        qkv_bias=False,
+        o_bias=False,
+        rotates=False,
+        conv_taps=_convolution(c, 1).taps,
+        bias_dims=c.positive("d_rel"),
+        bias_extent=window or c.positive("rel_extent"),
+        **({} if window else _temperature(c)),
+    )
+    return replace(mixer, scale=1.0 / mixer.head_dim)  # heads are normed
+
+
+_WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+"""Keys for which layers with a window may have their own value, under "swa_" and the name."""
+
+
+def _kinds(c: Config) -> list[str]:
+    local = c.values.get("local_layer_ids")
+    if c.values.get("layer_types") is not None:
+        kinds = [str(kind) for kind in c.require("layer_types", list)][: c.num_layers]
+    elif local is not None:
+        kinds = [_WINDOWED if i in c.require("local_layer_ids", list) else _WHOLE for i in range(c.num_layers)]
+    else:
+        kinds = [_WINDOWED if (i + 1) % _PERIOD else _WHOLE for i in range(c.num_layers)]
+    unknown = sorted(set(kinds) - {_WINDOWED, _WHOLE})
+    if unknown or len(kinds) < c.num_layers:
+        what = ", ".join(unknown) if unknown else f"of {len(kinds)} layers for {c.num_layers}"
+        raise UserError(f"{c.source}: layer_types {what} are not described here yet.")
+    return kinds
+
+
+def _temperature(c: Config) -> dict[str, Any]:
+    """Returns the fields of GQA for attention temperature scaling."""
+    length, growth = c.count("log_scaling_n_floor"), c.default("log_scaling_alpha", float, 0.1)
+    if not length or not growth:
+        return {}
+    return {
+        "attn_temperature": growth,
+        "attn_temperature_length": length,
+        "attn_temperature_offset": 1,
+        "attn_temperature_smooth": True,
+    }
+
+
 INKLING = Family(
     title="Inkling",
     model_types=("inkling", "inkling_model", "inkling_mm_model"),
     architectures=("InklingForConditionalGeneration",),
+    read=inkling,
     names=WeightMap(
         {
             "embed": "model.llm.embed",
@@ -68,29 +181,6 @@ INKLING = Family(
         parts={"q": "wq_du", "k": "wk_dv", "v": "wv_dv"},
         unread=("model.audio.", "model.visual.", "model.mtp."),
     ),
-    allowed={"hidden_act": ("silu",), "gate_activation": ("sigmoid",), "tie_word_embeddings": (False,), **_ON},
-    spellings={
-        "sliding_window_size": "sliding_window",
-        "route_scale": "routed_scaling_factor",
-        "dense_mlp_idx": "first_k_dense_replace",
-    },
-    published={
-        256: {"d_rel": 16, "rel_extent": 1024, "sliding_window_size": 512, "route_scale": 8.0, "n_shared_experts": 2}
-    },
-    embedding_norm=True,
-    head_dim=128,
-    window_kv_factor=2,
-    qk_norm="head",
-    qkv_bias=False,
-    o_bias=False,
-    positions=False,
-    relative_biases=True,
-    has_experts=True,
-    expert_form="alternating",
-    alternating_gate_up=True,
-    scaled_mlp=True,
-    shared_sinks=True,
-    router=Router(0, "sigmoid", correction="bias", exact_logits=True, scaled=True),
     mtp=INKLING_MTP,
 )
 """The text half of published checkpoints, which have an image encoder and embeddings of sounds."""

@@ -5,15 +5,94 @@ multiplied by its weight, and a shared expert."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from sglang.srt.plan.families.family import Family
+from sglang.srt.configs.rope import unrotated
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families.attention import FULL, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, shared_experts, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
+
+_CHUNKED = "chunked_attention"
+_USUAL = {
+    "attention_chunk_size": 8192,
+    "no_rope_layer_interval": 4,
+    "attn_temperature_tuning": True,
+    "attn_scale": 0.1,
+    "floor_scale": 8192,
+    "num_shared_experts": 1,
+}
+"""Values that published configs leave out."""
+
+
+def llama4(c: Config) -> Model:
+    c.only("hidden_act", "silu")
+    c = c.usual(_USUAL)
+    router = Router(0, "sigmoid", renormalize=False, scales_inputs=True)
+    blocks = ffn_by_layer(
+        _sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c), form="columns")
+    )
+    return Model(c, layers_of(_mixers(c), blocks))
+
+
+def _sparse_layers(c: Config) -> list[bool]:
+    """Returns whether each layer has experts: those of `moe_layers`, or every `interleave_moe_layer_step`-th."""
+    listed = c.values.get("moe_layers")
+    if listed is not None and c.values.get("mlp_layer_types") is None:
+        return listed_layers(c, "moe_layers", listed)
+    step = 1 if listed is not None else c.positive("interleave_moe_layer_step", 1)
+    return [here and (i + 1) % step == 0 for i, here in enumerate(sparse_layers(c))]
+
+
+def _mixers(c: Config) -> list[GQA]:
+    """Returns the attention of each layer. Layers that rotate heads see chunks of tokens unless `layer_types` say
+    otherwise. The others see all tokens, and have no norms of heads but attention temperature scaling."""
+    qk_norm = "unit" if c.default("use_qk_norm", bool, True) else ""
+    whole = grouped_attention(c, head_dim=128, kv_heads=8, qk_norm=qk_norm, is_neox_style=False)
+    rotates = _rotating(c)
+    kinds = c.default("layer_types", list, [_CHUNKED if here else FULL for here in rotates])[: c.num_layers]
+    unknown = sorted({str(kind) for kind in kinds} - {_CHUNKED, FULL})
+    if unknown or len(kinds) < c.num_layers:
+        what = f"{', '.join(unknown)}" if unknown else f"of {len(kinds)} layers for {c.num_layers}"
+        raise UserError(f"{c.source}: layer_types {what} are not described here yet.")
+    size = c.positive("attention_chunk_size") if _CHUNKED in kinds else 0
+    unrotating = replace(whole, rope=unrotated(whole.head_dim), qk_norm="", **_temperature(c))
+    return [
+        replace(whole if here else unrotating, window=size if kind == _CHUNKED else 0, chunked=kind == _CHUNKED)
+        for here, kind in zip(rotates, kinds, strict=True)
+    ]
+
+
+def _rotating(c: Config) -> list[bool]:
+    """Returns whether each layer rotates heads: `no_rope_layers` has a 1 for each that does; without it every
+    `no_rope_layer_interval`-th layer does not."""
+    listed = c.default("no_rope_layers", list, [])
+    if not listed:
+        interval = c.positive("no_rope_layer_interval")
+        return [(i + 1) % interval != 0 for i in range(c.num_layers)]
+    if len(listed) < c.num_layers or any(value not in (0, 1) for value in listed):
+        raise UserError(f"{c.source}: 'no_rope_layers' must be a list of 0 and 1 for {c.num_layers} layers.")
+    return [value == 1 for value in listed[: c.num_layers]]
+
+
+def _temperature(c: Config) -> dict[str, Any]:
+    """Returns the fields of GQA for attention temperature scaling. Configs of the first releases have a number where
+    later ones have a flag."""
+    if not c.values["attn_temperature_tuning"]:
+        return {}
+    scale, length = c.default("attn_scale", float, 0.0), c.positive("floor_scale")
+    return {"attn_temperature": scale, "attn_temperature_length": length, "attn_temperature_offset": 1} if scale else {}
+
 
 LLAMA4_TEXT = Family(
     title="Llama 4",
     model_types=("llama4",),
     architectures=("Llama4ForCausalLM",),
+    read=llama4,
     names=WeightMap(
         MODEL_NAMES,
         {
@@ -28,27 +107,6 @@ LLAMA4_TEXT = Family(
             "moe.shared.down": "feed_forward.shared_expert.down_proj",
         },
     ),
-    allowed={"hidden_act": ("silu",)},
-    spellings={"moe_layers": "moe_layers_enum"},
-    published={
-        0: {
-            "attention_chunk_size": 8192,
-            "no_rope_layer_interval": 4,
-            "attn_temperature_tuning": True,
-            "attn_scale": 0.1,
-            "floor_scale": 8192,
-            "num_shared_experts": 1,
-        }
-    },
-    head_dim=128,
-    num_kv_heads=8,
-    qk_norm="unit",
-    optional_qk_norm=True,
-    is_neox_style=False,
-    chunks=True,
-    has_experts=True,
-    expert_form="columns",
-    router=Router(0, "sigmoid", renormalize=False, scales_inputs=True),
 )
 LLAMA4 = replace(
     LLAMA4_TEXT,

@@ -3,10 +3,24 @@ rotates."""
 
 from __future__ import annotations
 
-from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT
-from sglang.srt.plan.families.family import Family
+from dataclasses import replace
+
+from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT, TP_BLOCKS
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families.attention import (
+    FULL,
+    WINDOWED,
+    full_and_windowed,
+    grouped_attention,
+    layer_kinds,
+    mixers_by_kind,
+)
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, flagged_layers, mlp, shared_experts
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import MIMO_V2_MTP
 from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     CACHE_SCALE_ALIASES,
@@ -16,11 +30,71 @@ from sglang.srt.plan.weight_names import (
     WeightMap,
 )
 
+
+def mimo_v2(c: Config) -> Model:
+    c.only("scoring_func", "sigmoid")
+    c.only("topk_method", "noaux_tc")
+    c.only(LAYOUT, SPLIT, FUSED)
+    c.ignore("attention_chunk_size")  # the window's size once more
+    c = c.renamed({"layernorm_epsilon": "rms_norm_eps"})
+    kinds = layer_kinds(c)
+    if c.values.get("layer_types") is None and c.values.get("hybrid_layer_pattern") is not None:
+        kinds = [WINDOWED if windowed else FULL for windowed in c.flags("hybrid_layer_pattern")]
+    mixers = mixers_by_kind(c, kinds, full_and_windowed(_attention))
+    router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
+    blocks = ffn_by_layer(flagged_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
+    return Model(c, layers_of(mixers, blocks), fused_qkv=_fuses_projections(c))
+
+
+def _attention(c: Config, window: int) -> GQA:
+    """Layers with a window have sinks, heads of their own (`swa_*`), and where the config does not say how many, twice
+    the KV heads."""
+    own = {key: c.values.get(f"swa_{key}") for key in _WINDOW_KEYS} if window else {}
+    if window and own["num_key_value_heads"] is None:
+        own["num_key_value_heads"] = 2 * c.positive("num_key_value_heads")
+    heads = c.with_values({key: value for key, value in own.items() if value is not None})
+    sinks = "add_swa_attention_sink_bias" if window else "add_full_attention_sink_bias"
+    mixer = grouped_attention(
+        heads,
+        window,
+        qkv_bias=c.default("attention_bias", bool, False),
+        o_bias=False,
+        sinks=c.default(sinks, bool, window > 0),
+        value_scale=c.default("attention_value_scale", float, 1.0),
+    )
+    return replace(mixer, tp_blocks=_tp_blocks(c, mixer)) if _fuses_projections(c) else mixer
+
+
+_WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+"""Keys for which layers with a window may have their own value, under "swa_" and the name."""
+
+
+def _fuses_projections(c: Config) -> bool:
+    """Returns whether the checkpoint has q, k and v as one tensor."""
+    return c.values.get(LAYOUT) == FUSED
+
+
+def _tp_blocks(c: Config, mixer: GQA) -> int:
+    """Returns the number of TP blocks (`GQA.tp_blocks`) of a layer. `c`: the keys of layers without a window. Where
+    neither config nor weights tell, assumes the form of the first published FP8 checkpoints, one block for each KV
+    head. Raises UserError for a stated number that does not divide the heads."""
+    if c.values.get(TP_BLOCKS) is None:
+        tp_blocks = c.positive("num_key_value_heads", mixer.num_heads)
+        return tp_blocks if mixer.num_kv_heads % tp_blocks == 0 else 1
+    tp_blocks = c.positive(TP_BLOCKS)
+    if mixer.num_kv_heads % tp_blocks:
+        raise UserError(
+            f"{c.source}: {TP_BLOCKS} {tp_blocks} does not divide the {mixer.num_kv_heads} KV heads of a layer."
+        )
+    return tp_blocks
+
+
 MIMO_V2 = Family(
     title="MiMo-V2-Flash and MiMo-V2.5",
     # Later checkpoints with the same layers, such as V2.5 and V2.5-Pro, have the second name.
     model_types=("mimo_v2_flash", "mimo_v2"),
     architectures=("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+    read=mimo_v2,
     names=WeightMap(
         MODEL_NAMES,
         {**ATTENTION_NAMES, **MLP_NAMES, **EXPERT_NAMES},
@@ -28,12 +102,5 @@ MIMO_V2 = Family(
         # V2.5 also has encoders of images and sound.
         unread=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."),
     ),
-    allowed={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), LAYOUT: (SPLIT, FUSED)},
-    spellings={"layernorm_epsilon": "rms_norm_eps"},
-    window_sinks=True,
-    window_kv_factor=2,
-    o_bias=False,
-    has_experts=True,
-    router=Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True),
     mtp=MIMO_V2_MTP,
 )

@@ -5,43 +5,83 @@ softmax over all of them, and attention temperature scaling."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-from sglang.srt.plan.families.deepseek import COMPUTED
-from sglang.srt.plan.families.deepseek import NAMES as LATENT_MODEL
-from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.weight_names import (
-    ATTENTION_NAMES,
-    MLP_NAMES,
-    MODEL_NAMES,
-    W123_NAMES,
-    W123_PARTS,
-    WeightMap,
+from sglang.srt.plan.families.attention import (
+    FULL,
+    WINDOWED,
+    attention_by_layer,
+    grouped_attention,
+    temperature_scaling,
 )
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.deepseek import NAMES as LATENT_MODEL
+from sglang.srt.plan.families.deepseek import check_deepseek
+from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.latent import latent_attention
+from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, W123_NAMES, W123_PARTS, WeightMap
+
+
+def mistral(c: Config) -> Model:
+    return Model(c, layers_of(_mixers(c), [mlp(c)] * c.num_layers))
+
+
+def _mixers(c: Config, **facts: Any) -> list[Mixer]:
+    """Every layer has a window where the config names one."""
+    usual = WINDOWED if c.count("sliding_window") else FULL
+    return attention_by_layer(c, partial(grouped_attention, kv_heads=8, **facts), usual)
+
+
+def mixtral(c: Config) -> Model:
+    return Model(c, layers_of(_mixers(c), [experts(c, Router(0))] * c.num_layers))
+
+
+def ministral3(c: Config) -> Model:
+    scaling, rotary = temperature_scaling(c)
+    return Model(c, layers_of(_mixers(c, rotary=rotary, **scaling), [mlp(c)] * c.num_layers))
+
+
+def mistral3(c: Config) -> Model:
+    c.only("model_type", "mistral", "ministral3")
+    return ministral3(c)
+
+
+def mistral4(c: Config) -> Model:
+    check_deepseek(c)
+    c.only("n_group", 1)
+    mixer = latent_attention(c, temperature=True)
+    blocks = ffn_by_layer(
+        sparse_layers(c),
+        lambda: mlp(c),
+        lambda: experts(c, Router(0), shared=shared_experts(c), form="stacked"),
+    )
+    return Model(c, layers_of([mixer] * c.num_layers, blocks))
+
 
 MISTRAL = Family(
     title="Mistral",
     model_types=("mistral",),
     architectures=("MistralForCausalLM",),
+    read=mistral,
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **MLP_NAMES}),
-    num_kv_heads=8,
-    windows_everywhere=True,
 )
 MIXTRAL = Family(
     title="Mixtral",
     model_types=("mixtral",),
     architectures=("MixtralForCausalLM",),
+    read=mixtral,
     names=WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **W123_NAMES}, parts=W123_PARTS),
-    num_kv_heads=8,
-    windows_everywhere=True,
-    has_experts=True,
 )
 MINISTRAL3 = replace(
     MISTRAL,
     title="Mistral Small 3, Ministral 3 and Devstral 2",
     model_types=("ministral3",),
     architectures=("Ministral3ForCausalLM",),
-    attn_temperature_scaling=True,
+    read=ministral3,
 )
 
 
@@ -59,7 +99,7 @@ MISTRAL3 = replace(
     title="Mistral Small 3, Ministral 3 and Devstral 2",
     model_types=(),
     architectures=("Mistral3ForConditionalGeneration",),
-    allowed={"model_type": ("mistral", "ministral3")},
+    read=mistral3,
     names=_beside_an_encoder(MINISTRAL3.names),
 )
 """The text half of checkpoints with an image encoder, of Mistral Small 3 and of Ministral 3."""
@@ -68,12 +108,8 @@ MISTRAL4 = Family(
     title="Mistral 4",
     model_types=("mistral4",),
     architectures=("Mistral4ForCausalLM",),
+    read=mistral4,
     names=replace(LATENT_MODEL, layer={**LATENT_MODEL.layer, "moe.experts": "mlp.experts"}),
-    allowed={**COMPUTED, "n_group": (1,)},
-    has_experts=True,
-    expert_form="stacked",
-    router=Router(0),
-    attn_temperature_scaling=True,
 )
 MISTRAL4_TEXT = replace(
     MISTRAL4,

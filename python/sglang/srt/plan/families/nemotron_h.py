@@ -2,16 +2,107 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from sglang.srt.configs.activation import RELU2
-from sglang.srt.plan.families.family import Family
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families.attention import grouped_attention
+from sglang.srt.plan.families.blocks import activation, experts, mlp, shared_experts
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.mtp import NEMOTRON_MTP
-from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.families.recurrent import state_dtype
+from sglang.srt.plan.feed_forward import MoE, Router, Shared
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
+from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.recurrent import Mamba2
 from sglang.srt.plan.weight_names import WeightMap
+
+_BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
+_OTHER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+_MAX_LAYERS = 4096
+
+
+def nemotron_h(c: Config) -> Model:
+    """A layer is a mixer or a feed-forward block."""
+    c.only("mlp_hidden_act", "relu2")
+    c.only("mamba_hidden_act", "silu")
+    c.only("residual_in_fp32", False)
+    c.ignore("rms_norm_eps")  # norms take `layer_norm_epsilon`
+    router = Router(0, "sigmoid", correction="e_score_correction_bias", float32=True)
+    makers: dict[str, Callable[[], LayerSpec]] = {
+        "mamba": lambda: LayerSpec(_mamba2(c), ABSENT),
+        "attention": lambda: LayerSpec(_attention(c), ABSENT),
+        "mlp": lambda: LayerSpec(ABSENT, mlp(c, activation(c, RELU2))),
+        "moe": lambda: LayerSpec(ABSENT, _experts(c, router)),
+    }
+    kinds = block_kinds(c)
+    by_kind = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
+    return Model(c, [by_kind[kind] for kind in kinds], norm_eps="layer_norm_epsilon")
+
+
+def block_kinds(c: ConfigReader) -> list[str]:
+    """Returns the kind of each layer ("mamba", "attention", "moe", "mlp"), from `layers_block_type` or `layer_types`,
+    or else `hybrid_override_pattern`. Raises UserError."""
+    listed = c.values.get("layers_block_type") or c.values.get("layer_types")
+    kinds = listed if isinstance(listed, list) else list(str(c.values.get("hybrid_override_pattern") or ""))
+    named = [_OTHER_NAMES.get(str(kind), _BLOCKS.get(str(kind), str(kind))) for kind in kinds]
+    unknown = sorted(set(named) - set(_BLOCKS.values()))
+    if unknown or not 0 < len(named) <= _MAX_LAYERS:
+        what = f"kinds {', '.join(unknown)}" if unknown else f"{len(named)} layers"
+        raise UserError(
+            f"{c.source}: the layers' pattern ('hybrid_override_pattern') has {what}, which cannot be read."
+        )
+    return named
+
+
+def _attention(c: Config) -> GQA:
+    # The first releases call it attention_head_dim.
+    head_dim = c.count("attention_head_dim")
+    c = c.with_values({"head_dim": head_dim}) if head_dim else c
+    return grouped_attention(c, head_dim=128, rotates=False, hybrid_kind="hybrid_mamba2")
+
+
+def _experts(c: Config, router: Router) -> MoE:
+    size = c.count("moe_shared_expert_intermediate_size")
+    shared = Shared(size) if size and c.count("n_shared_experts") else shared_experts(c)
+    return experts(c, router, activation(c, RELU2), shared=shared, latent_size=c.count("moe_latent_size"))
+
+
+def _mamba2(c: Config) -> Mamba2:
+    low, high = _time_step_limit(c)
+    return Mamba2(
+        num_heads=c.positive("mamba_num_heads"),
+        head_dim=c.positive("mamba_head_dim"),
+        num_groups=c.positive("n_groups"),
+        state_dim=c.positive("ssm_state_size"),
+        conv_kernel=c.positive("conv_kernel"),
+        conv_bias=c.default("use_conv_bias", bool, True),
+        proj_bias=c.default("use_bias", bool, False),
+        dt_min=low,
+        dt_max=high,
+        state_dtype=state_dtype(c, "mamba_ssm_cache_dtype"),
+    )
+
+
+def _time_step_limit(c: Config) -> tuple[float, float]:
+    """Returns the limits of time steps. JSON has no number for infinity, which is written as a string in an object."""
+    limits = c.default("time_step_limit", list, [0.0, float("inf")])
+    plain: list[Any] = [limit.get("__float__") if isinstance(limit, Mapping) else limit for limit in limits]
+    try:
+        low, high = (float(str(limit)) for limit in plain)
+    except (TypeError, ValueError):
+        raise UserError(f"{c.source}: 'time_step_limit' must be two numbers; got {limits!r}.") from None
+    return low, high
+
 
 NEMOTRON_H = Family(
     title="Nemotron-H and Nemotron 3",
     model_types=("nemotron_h",),
     architectures=("NemotronHForCausalLM",),
+    read=nemotron_h,
     names=WeightMap(
         {"embed": "backbone.embeddings", "norm": "backbone.norm_f", "lm_head": "lm_head"},
         {
@@ -39,13 +130,5 @@ NEMOTRON_H = Family(
         layer_prefix="backbone.layers.{layer}.",
         unread=("mtp.",),
     ),
-    allowed={"mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",), "residual_in_fp32": (False,)},
-    norm_eps="layer_norm_epsilon",
-    one_block_layers=True,
-    head_dim=128,
-    positions=False,
-    hybrid_kind="hybrid_mamba2",
-    activation=RELU2,
-    router=Router(0, "sigmoid", correction="e_score_correction_bias", float32=True),
     mtp=NEMOTRON_MTP,
 )

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import MIMO_MTP
 from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,
@@ -18,21 +23,43 @@ from sglang.srt.plan.weight_names import (
 
 _LAYER = {**ATTENTION_NAMES, **MLP_NAMES}
 
+
+def qwen2(c: Config) -> Model:
+    return Model(c, layers_of(_mixers(c), [mlp(c)] * c.num_layers))
+
+
+def mimo(c: Config) -> Model:
+    c.only("use_mrope", False)
+    return qwen2(c)
+
+
+def qwen2_moe(c: Config) -> Model:
+    c.only("qkv_bias", True)
+    router = Router(0, renormalize=False)  # norm_topk_prob says otherwise in those that do
+    blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=gated_shared_expert(c)))
+    return Model(c, layers_of(_mixers(c), blocks))
+
+
+def _mixers(c: Config) -> list[Mixer]:
+    check_windows(c)
+    attention = partial(grouped_attention, qkv_bias=True, o_bias=False)
+    return attention_by_layer(c, attention)
+
+
 QWEN2 = Family(
     title="Qwen2 and Qwen2.5",
     model_types=("qwen2",),
     architectures=("Qwen2ForCausalLM",),
+    read=qwen2,
     names=WeightMap(MODEL_NAMES, _LAYER),
-    qkv_bias=True,
-    o_bias=False,
 )
 MIMO = replace(
     QWEN2,
     title="MiMo-7B",
     model_types=("mimo",),
     architectures=("MiMoForCausalLM",),
+    read=mimo,
     names=replace(QWEN2.names, unread=("model.mtp_layers.",)),
-    allowed={"use_mrope": (False,)},
     mtp=MIMO_MTP,
 )
 """MiMo-7B: Qwen 2 with a layer for multi-token prediction."""
@@ -40,12 +67,8 @@ QWEN2_MOE = Family(
     title="Qwen2 and Qwen2.5",
     model_types=("qwen2_moe",),
     architectures=("Qwen2MoeForCausalLM",),
+    read=qwen2_moe,
     names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES, **GATED_SHARED_NAMES}),
-    allowed={"qkv_bias": (True,)},
-    qkv_bias=True,
-    o_bias=False,
-    has_experts=True,
-    router=Router(0, renormalize=False),  # norm_topk_prob says otherwise in those that do
 )
 _NEWER = "model.language_model."
 QWEN2_5_VL = replace(

@@ -3,40 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import QWEN_MTP
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.weight_names import (
-    ATTENTION_NAMES,
-    EXPERT_NAMES,
-    MLP_NAMES,
-    MODEL_NAMES,
-    QK_NORM_NAMES,
-    WeightMap,
-)
+from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.weight_names import ATTENTION_NAMES, EXPERT_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
+
+
+def qwen3(c: Config) -> Model:
+    return Model(c, layers_of(_mixers(c, head_dim=128, kv_heads=32), [mlp(c)] * c.num_layers))
+
+
+def qwen3_moe(c: Config, *, renormalize: bool = False, expert_form: str = "") -> Model:
+    """`renormalize`: unless `norm_topk_prob` says it."""
+    router = Router(0, renormalize=renormalize)
+    blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, form=expert_form))
+    return Model(c, layers_of(_mixers(c, kv_heads=4), blocks))
+
+
+def _mixers(c: Config, head_dim: int = 0, *, kv_heads: int) -> list[Mixer]:
+    check_windows(c)
+    attention = partial(grouped_attention, qk_norm="head", head_dim=head_dim, kv_heads=kv_heads)
+    return attention_by_layer(c, attention)
+
 
 QWEN3 = Family(
     title="Qwen3",
     model_types=("qwen3",),
     architectures=("Qwen3ForCausalLM",),
+    read=qwen3,
     names=WeightMap(MODEL_NAMES, _LAYER),
-    qk_norm="head",
-    head_dim=128,
-    num_kv_heads=32,
 )
 QWEN3_MOE = Family(
     title="Qwen3",
     model_types=("qwen3_moe",),
     architectures=("Qwen3MoeForCausalLM",),
+    read=qwen3_moe,
     names=WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES}, unread=("mtp.",)),
-    qk_norm="head",
-    num_kv_heads=4,
-    has_experts=True,
-    router=Router(0, renormalize=False),  # norm_topk_prob says otherwise in those that do
-    mtp=QWEN_MTP,  # the embedded model has one; Qwen publishes none before Qwen3-Next
+    mtp=QWEN_MTP,
 )
 QWEN3_VL = replace(
     QWEN3,
@@ -50,11 +61,10 @@ QWEN3_VL_MOE = replace(
     title="Qwen3-VL",
     model_types=("qwen3_vl_moe",),
     architectures=("Qwen3VLMoeForConditionalGeneration",),
+    read=partial(qwen3_moe, renormalize=True, expert_form="stacked_columns"),
     names=replace(
         WeightMap(MODEL_NAMES, {**_LAYER, **EXPERT_NAMES, "moe.experts": "mlp.experts"}).below("model.language_model."),
         unread=("model.visual.",),
     ),
-    expert_form="stacked_columns",
-    router=Router(0),
     mtp=None,
 )

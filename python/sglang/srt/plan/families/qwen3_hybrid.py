@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.attention import (
+    RECURRENT,
+    full_and_windowed,
+    grouped_attention,
+    kinds_by_pattern,
+    mixers_by_kind,
+)
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import QWEN_MTP
+from sglang.srt.plan.families.recurrent import gated_delta
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -19,47 +30,67 @@ from sglang.srt.plan.weight_names import (
 )
 
 _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **RECURRENT_NAMES, **MLP_NAMES, **EXPERT_NAMES, **GATED_SHARED_NAMES}
-# The recurrent layers' activations, which these keys name too, are computed as SiLU.
-_COMPUTED = {"hidden_act": ("silu", "swish"), "output_gate_type": ("silu", "swish")}
 _NAMES = WeightMap(MODEL_NAMES, {**_LAYER, "moe.experts": "mlp.experts"}, unread=("mtp.",))
+
+
+def qwen3_hybrid(c: Config, *, moe: bool, kv_heads: int, by_key_head: bool = False, expert_form: str = "") -> Model:
+    """Reads a model with experts (`moe`) or without.
+
+    kv_heads: where the config states none
+    by_key_head: as GatedDelta.by_key_head
+    expert_form: as MoE.form
+    """
+    # The gated delta nets' activations, which these keys name too, are computed as SiLU.
+    c.only("hidden_act", "silu", "swish")
+    c.only("output_gate_type", "silu", "swish")
+    attention = partial(
+        grouped_attention,
+        head_dim=256,
+        kv_heads=kv_heads,
+        qk_norm="head",
+        fp32_norms=True,
+        output_gate=c.default("attn_output_gate", bool, True),
+        hybrid_kind="hybrid_gdn",
+    )
+    kinds = kinds_by_pattern(c, "full_attention_interval", 4, RECURRENT)
+    delta = partial(gated_delta, by_key_head=by_key_head)
+    mixers = mixers_by_kind(c, kinds, {**full_and_windowed(attention), RECURRENT: delta})
+    blocks = ffn_by_layer(
+        sparse_layers(c) if moe else [False] * c.num_layers,
+        lambda: mlp(c),
+        lambda: experts(c, Router(0), shared=gated_shared_expert(c), form=expert_form),
+    )
+    return Model(c, layers_of(mixers, blocks), zero_centred_norms=True)
+
+
+def qwen3_next(c: Config) -> Model:
+    c.only("use_sliding_window", False)
+    return qwen3_hybrid(c, moe=True, kv_heads=2, by_key_head=True)
+
 
 QWEN3_NEXT = Family(
     title="Qwen3-Next",
     model_types=("qwen3_next",),
     architectures=("Qwen3NextForCausalLM",),
+    read=qwen3_next,
     names=_NAMES,
-    allowed={**_COMPUTED, "use_sliding_window": (False,)},
-    qk_norm="head",
-    zero_centred_norms=True,
-    output_gate=True,
-    projected_by_key_head=True,
-    head_dim=256,
-    num_kv_heads=2,
-    recurrent_pattern=4,
-    hybrid_kind="hybrid_gdn",
-    has_experts=True,
-    router=Router(0),
     mtp=QWEN_MTP,
 )
 _QWEN3_5 = replace(
     QWEN3_NEXT,
     title="Qwen3.5 and Qwen3.6",
-    allowed=_COMPUTED,
-    projected_by_key_head=False,
-    has_experts=False,
-    num_kv_heads=4,
 )
 QWEN3_5 = replace(
     _QWEN3_5,
     model_types=("qwen3_5",),
     architectures=("Qwen3_5ForCausalLM",),
+    read=partial(qwen3_hybrid, moe=False, kv_heads=4),
 )
 QWEN3_5_MOE = replace(
     _QWEN3_5,
     model_types=("qwen3_5_moe",),
     architectures=("Qwen3_5MoeForCausalLM",),
-    has_experts=True,
-    num_kv_heads=2,
+    read=partial(qwen3_hybrid, moe=True, kv_heads=2),
 )
 
 
@@ -70,4 +101,5 @@ def _text_half(family: Family, architecture: str) -> Family:
 
 
 QWEN3_5_TEXT = _text_half(QWEN3_5, "Qwen3_5ForConditionalGeneration")
-QWEN3_5_MOE_TEXT = _text_half(replace(QWEN3_5_MOE, expert_form="stacked"), "Qwen3_5MoeForConditionalGeneration")
+_STACKED = partial(qwen3_hybrid, moe=True, kv_heads=2, expert_form="stacked")
+QWEN3_5_MOE_TEXT = _text_half(replace(QWEN3_5_MOE, read=_STACKED), "Qwen3_5MoeForConditionalGeneration")

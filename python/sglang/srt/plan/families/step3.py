@@ -3,17 +3,120 @@ activations with limits in the last layers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from sglang.srt.plan.families.family import Family
+from sglang.srt.configs.activation import LEAST_RESULT_LIMIT
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.errors import UserError
+from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
+from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, sparse_layers
+from sglang.srt.plan.families.config import Config
+from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import STEP_MTP
-from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
+from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
+
+_OWN_NAMES = {
+    "num_attention_groups": "num_key_value_heads",
+    "moe_num_experts": "n_routed_experts",
+    "moe_top_k": "num_experts_per_tok",
+    "norm_expert_weight": "norm_topk_prob",
+    "moe_router_scaling_factor": "routed_scaling_factor",
+}
+_ON = ("use_head_wise_attn_gate", "use_qk_norm", "use_moe", "use_moe_router_bias", "zero_centered")
+
+
+def step3(c: Config) -> Model:
+    for key in _ON:
+        c.only(key, True)
+    c.only("moe_router_activation", "sigmoid")
+    c.only("sink", False)
+    c.only("use_bidirectional_attention", False)
+    c = c.renamed(_OWN_NAMES)
+    mixers = attention_by_layer(c, _attention)
+    router = Router(0, "sigmoid", correction="router_bias", exact_logits=True)
+    width = c.count("share_expert_dims", "share_expert_dim")
+    blocks = ffn_by_layer(
+        _sparse_layers(c),
+        lambda: mlp(c),
+        lambda: experts(c, router, shared=Shared(width) if width else None, form="by_matrix"),
+    )
+    return Model(c, layers_of(mixers, _with_limits(c, blocks)), zero_centred_norms=True)
+
+
+def _attention(c: Config, window: int) -> GQA:
+    """Layers with a window have other heads: those of `attention_other_setting`."""
+    scalar = c.default("query_pre_attn_scalar", float, 0.0)
+    return grouped_attention(
+        _window_heads(c) if window else c,
+        window,
+        head_dim=128,
+        scale=scalar**-0.5 if scalar else 0.0,
+        qk_norm="head",
+        fp32_norms=True,
+        qkv_bias=c.default("attention_bias", bool, False),
+        o_bias=False,
+        head_gate=True,
+    )
+
+
+def _window_heads(c: Config) -> Config:
+    other = ConfigReader(c.default("attention_other_setting", dict, {}), c.source)
+    own = {
+        "num_attention_heads": other.values.get("num_attention_heads") or c.values.get("num_sliding_attention_heads"),
+        "num_key_value_heads": other.values.get("num_attention_groups") or other.values.get("num_key_value_heads"),
+        "head_dim": other.values.get("head_dim"),
+    }
+    return c.with_values({key: value for key, value in own.items() if value is not None})
+
+
+def _sparse_layers(c: Config) -> list[bool]:
+    """Returns whether each layer has experts: those of `moe_layers_enum`, "3,4,5" or a list of numbers."""
+    listed = c.values.get("moe_layers_enum")
+    if listed is None or c.values.get("mlp_layer_types") is not None:
+        return sparse_layers(c)
+    return listed_layers(c, "moe_layers_enum", listed)
+
+
+def _with_limits(c: Config, ffns: Sequence[Dense | MoE]) -> list[Dense | MoE]:
+    """Returns the feed-forward blocks with the limits of their activations: `swiglu_limits` for routed experts,
+    `swiglu_limits_shared` for shared experts and MLPs. Both lists have an entry a layer; null and 0 mean no limit."""
+    result: list[Dense | MoE] = []
+    limits = zip(ffns, _limits(c, "swiglu_limits"), _limits(c, "swiglu_limits_shared"), strict=True)
+    for ffn, of_routed, of_other in limits:
+        mine, other = (
+            replace(ffn.activation, limit=limit, limits_result=True) if limit else ffn.activation
+            for limit in (of_routed, of_other)
+        )
+        if isinstance(ffn, Dense):
+            result.append(replace(ffn, activation=other))
+            continue
+        shared = ffn.shared and replace(ffn.shared, activation=other if other != mine else None)
+        result.append(replace(ffn, activation=mine, shared=shared))
+    return result
+
+
+def _limits(c: Config, key: str) -> list[float]:
+    values = c.default(key, list, []) or [0] * c.num_layers
+    limits = [0.0 if value is None else value for value in values]
+    if len(limits) < c.num_layers or any(isinstance(v, bool) or not isinstance(v, (int, float)) for v in limits):
+        raise UserError(f"{c.source}: {key!r} must be a list of numbers, one for each of {c.num_layers} layers.")
+    small = [limit for limit in limits if limit and not limit >= LEAST_RESULT_LIMIT]
+    if small:
+        c.problem(
+            f"{key} has {small[0]!r}; limits below {LEAST_RESULT_LIMIT} are not supported, because the kernels clamp"
+            " before the function."
+        )
+    return [float(limit) for limit in limits[: c.num_layers]]
+
 
 STEP3P5 = Family(
     title="Step-3.5",
     model_types=("step3p5",),
     architectures=("Step3p5ForCausalLM",),
+    read=step3,
     names=WeightMap(
         MODEL_NAMES,
         {
@@ -29,34 +132,6 @@ STEP3P5 = Family(
             "moe.shared.down": "share_expert.down_proj",
         },
     ),
-    allowed={
-        "use_head_wise_attn_gate": (True,),
-        "use_qk_norm": (True,),
-        "use_moe": (True,),
-        "use_moe_router_bias": (True,),
-        "moe_router_activation": ("sigmoid",),
-        "zero_centered": (True,),
-        "sink": (False,),
-        "use_bidirectional_attention": (False,),
-    },
-    computed=("query_pre_attn_scalar",),
-    spellings={
-        "num_attention_groups": "num_key_value_heads",
-        "num_sliding_attention_heads": "swa_num_attention_heads",
-        "moe_num_experts": "n_routed_experts",
-        "moe_top_k": "num_experts_per_tok",
-        "share_expert_dims": "share_expert_dim",
-        "norm_expert_weight": "norm_topk_prob",
-        "moe_router_scaling_factor": "routed_scaling_factor",
-    },
-    zero_centred_norms=True,
-    head_dim=128,
-    qk_norm="head",
-    head_gate=True,
-    o_bias=False,
-    has_experts=True,
-    router=Router(0, "sigmoid", correction="router_bias", exact_logits=True),
-    expert_form="by_matrix",
     mtp=STEP_MTP,
 )
 STEP3P7 = replace(

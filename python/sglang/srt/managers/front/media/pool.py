@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded
+from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded, end_all
 from sglang.srt.managers.front.lanes import Lanes
 from sglang.srt.managers.front.media.messages import Decoded, MediaJob, Ready, Refused, Reply
 from sglang.srt.managers.front.media.worker import WorkerSettings, run_worker
@@ -47,8 +47,7 @@ class MediaPool:
 
     def close(self) -> None:
         self._lanes.close()
-        for worker in self._workers:
-            worker.process.end()
+        end_all(worker.process for worker in self._workers)
 
     @property
     def process_ids(self) -> list[int]:
