@@ -323,9 +323,12 @@ class TokenizerManager:
         """Ends every request."""
         self._abort_sequences(list(self._sequences))
 
-    async def control(self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0) -> ControlReply:
+    async def control(
+        self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0, undo: str | None = None
+    ) -> ControlReply:
         """Asks the schedulers of all replicas; `kind` is one of ControlReq's. Returns the first refusal, or else an
-        approval. Raises RequestError if there is no answer in time."""
+        approval. undo: the kind that is sent to those that approved where others refuse. Raises RequestError if there
+        is no answer in time."""
         replies = await self.control_each(kind, args, timeout)
         if kind == FLUSH_CACHE and any(reply.ok for reply in replies.values()):
             self._router.forget_prefixes()
@@ -335,15 +338,25 @@ class TokenizerManager:
         if refused is None:
             return next(iter(replies.values()))
         index, reply = refused
+        approved = [
+            replica for replica in self.serving_replicas if replica.index in replies and replies[replica.index].ok
+        ]
+        if undo is not None and approved:
+            await self.control_each(undo, timeout=timeout, asked=approved)
         return reply if len(self.replicas) == 1 else ControlReply(reply.id, False, f"Replica {index}: {reply.message}")
 
     async def control_each(
-        self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0
+        self,
+        kind: str,
+        args: dict[str, Any] | None = None,
+        timeout: float = 60.0,
+        asked: Sequence[Replica] | None = None,
     ) -> dict[int, ControlReply]:
-        """Asks like `control`. Returns the replies by replica, without those of replicas that end meanwhile."""
+        """Asks like `control`; asked: these replicas alone. Returns the replies by replica, without those of replicas
+        that end meanwhile."""
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(self.status_message, 503)
-        asked = self.serving_replicas
+        asked = self.serving_replicas if asked is None else asked
         if not asked:
             raise RequestError(self.status_message, 503)
         message = ControlReq(uuid.uuid4().hex, kind, args or {})
