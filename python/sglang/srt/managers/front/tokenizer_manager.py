@@ -73,6 +73,8 @@ SEND_BATCH_TOKENS = 1 << 18
 """Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
 ENDINGS_RETRY_S = 0.05
 """Seconds after which aborts and names of gone arrays are sent again when a channel was full."""
+SEQUENCE_TOKENS, BYTES_A_TOKEN = 4096, 8
+"""Prompt tokens that count for a sequence by itself, and bytes of its parameters that count as one token."""
 DRAIN_POLL_S = 0.02
 FLUSH_CACHE = "flush_cache"
 
@@ -477,7 +479,7 @@ class TokenizerManager:
             if sequence is None:
                 continue
             self._send(request, sequence, replica)
-            num_tokens += len(request.input_ids)
+            num_tokens += len(request.input_ids) + SEQUENCE_TOKENS + request.parameter_bytes // BYTES_A_TOKEN
             if num_tokens >= SEND_BATCH_TOKENS:
                 num_tokens = 0
                 await asyncio.sleep(0)
