@@ -154,6 +154,8 @@ class TokenizerManager:
         self._tracer = RequestTracer.from_args(args)
         self._threads = Lanes(1 + num_long_lanes(args.dp_size), "tokenize", num_short=1)
         self._prefixes = None if tokenizer is None else PrefixTokens(tokenizer)
+        if tokenizer is not None:
+            tokenizer.copy_for_event_loop()
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
