@@ -254,6 +254,8 @@ class RadixCache:
             self._evictions.add(node)
         for window in self.windows:
             window.order_again(node)
+        if self.checkpoints is not None:
+            self.checkpoints.order_again(node)
 
     def path(self, node: Node) -> list[Node]:
         """Returns the nodes from `node` up to the child of the root."""
