@@ -1,5 +1,8 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
 # make test    install into .venv and run the checks that every change must pass
+# make test-changed BASE=main   the checks, and of the tests those that a change since main can break; without BASE all
+# make test-record   renew what test-changed knows of the tests, about 45 minutes on two cores; an interrupted one goes on
+# make clean-record  remove what an interrupted test-record has found
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
 # make clients langchain-openai, litellm and its proxy, Claude Code and Codex (from npm), and all pairs of request options for tools and formats, against a server
@@ -20,6 +23,7 @@ SHELL := /bin/bash
 
 PORT ?= 30000
 ARGS ?=
+BASE ?=
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 TORCH ?= 2.13.0
 UPSTREAM ?= newest
@@ -32,7 +36,7 @@ PROXY := build/litellm-proxy
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test lab fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test test-changed test-record clean-record lab fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -43,6 +47,18 @@ serve: install
 test: install
 	$(MAKE) --no-print-directory -j 2 types compiled lint imports
 	$(MAKE) --no-print-directory unit
+
+# No file of tests is named where all have to run.
+test-changed: install
+	$(MAKE) --no-print-directory -j 2 types compiled lint imports
+	chosen="$$($(if $(BASE),$(BIN)/python scripts/changed_tests.py --base '$(BASE)',true))" && \
+		$(MAKE) --no-print-directory unit ARGS="$$(echo $$chosen) $(ARGS)"
+
+test-record: install
+	$(BIN)/python scripts/changed_tests.py --record $(ARGS)
+
+clean-record:
+	rm -rf build/impact
 
 lab: install
 	$(BIN)/pytest -n 3 --dist loadfile lab/tests $(ARGS)

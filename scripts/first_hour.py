@@ -45,7 +45,7 @@ REQUESTS, AT_ONCE, NEW_TOKENS = 32, 16, 24
 CACHE_TOKENS = 1 << 17
 BESIDE_PLAN = 3 * GIB
 """Memory of a server that its plan does not count: the context, libraries, and what a start needs for a while."""
-LEAST_S = 30.0
+MIN_S = 30.0
 """No server is started that has less time left."""
 START_LIMIT_S, ANSWER_LIMIT_S, EXIT_LIMIT_S = 300.0, 180.0, 40.0
 SANITIZED_FACTOR = 4
@@ -322,11 +322,11 @@ def run_all(cases: Sequence[Case], out: Path, limit_s: float, jobs: int, sanitiz
             result.refuse("no kernel serves it on this GPU")
             return
         size = min(size + BESIDE_PLAN, memory.total)
-        if not memory.take(size, until - LEAST_S):
+        if not memory.take(size, until - MIN_S):
             return
         try:
             with places:
-                if time.monotonic() < until - LEAST_S:
+                if time.monotonic() < until - MIN_S:
                     log = out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', result.case.name)}.log"
                     play(result.case, result, flags, log, sanitize, until)
         finally:
@@ -348,7 +348,7 @@ def run_all(cases: Sequence[Case], out: Path, limit_s: float, jobs: int, sanitiz
 
 def cases_of(every: bool) -> list[Case]:
     """Returns all cases, or of each architecture the first of each kind."""
-    cases = [*embedded_cases(), *recipe_cases(), *published_cases()]
+    cases = [*published_cases(), *recipe_cases(), *embedded_cases()]  # small ones last, which fit beside others
     if every:
         return cases
     first: dict[tuple[str, str], Case] = {}
@@ -369,7 +369,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / ".first_hour")
     parser.add_argument("--limit", type=float, default=560.0, help="seconds for everything")
-    parser.add_argument("--jobs", type=int, default=8, help="servers at a time, as the GPU's memory allows")
+    jobs = max(4, (os.cpu_count() or 4) - 2)  # a start compiles kernels with one thread
+    parser.add_argument("--jobs", type=int, default=jobs, help="servers at a time, as the GPU's memory allows")
     parser.add_argument("--all", action="store_true", help="every recipe and published command")
     parser.add_argument("--only", default="", help="of all cases those whose name matches this pattern")
     parser.add_argument("--skip", default="$^", help="but not those whose name matches this one")

@@ -6,6 +6,7 @@ python scripts/flags_page.py
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -16,6 +17,8 @@ from sglang.srt.server_args import TABLE
 from sglang.srt.upstream_interface import ACCEPTED, REFUSED, FlagGroup
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
+LINE = 120
+"""Longest line of prose, in characters."""
 
 INTRODUCTION = """\
 # Flags
@@ -131,9 +134,14 @@ def _other_spellings() -> str:
 
 def _groups(groups: tuple[FlagGroup, ...]) -> str:
     return "".join(
-        f"\n**{group.title}**: {group.reason}. {', '.join(map(_upstream_flag, sorted(group.names)))}\n"
+        f"\n{_wrapped(f'**{group.title}**: {group.reason}.')}"
+        f"\n{_wrapped(', '.join(map(_upstream_flag, sorted(group.names))))}\n"
         for group in groups
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, LINE, break_long_words=False, break_on_hyphens=False)
 
 
 def _upstream_flag(word: str) -> str:

@@ -6,7 +6,7 @@
 FILE has a lane in each line: its name, how many GPUs it takes and its command, between bars:
 
     images | 1 | python lab/media/bench_all.py --logs $LOGS
-    halves | 2 | python lab/parallel/halves.py
+    halves | 2 | python lab/parallel/two_batch_overlap.py
 
 A command is one of the shell. It sees its GPUs alone (CUDA_VISIBLE_DEVICES), its folder for logs (LOGS, in DIR) and its
 first port (BENCHMARK_PORT); all share the caches of compiled kernels. A lane for which no GPU is left waits for one to

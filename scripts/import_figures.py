@@ -102,7 +102,7 @@ def closure(start: str, root: Path = PYTHON) -> dict[str, str]:
     return reached
 
 
-def room_of(module: str, root: Path = PYTHON) -> str:
+def package_group(module: str, root: Path = PYTHON) -> str:
     """The package of a module, at most three levels below `sglang`: `sglang.srt.plan`, `sglang.srt.plan.families`."""
     inside = [*packages_of(module), *([module] if root.joinpath(*module.split(".")).is_dir() else [])]
     return inside[:4][-1] if inside else module
@@ -189,7 +189,7 @@ def main() -> int:
     if args.rooms:
         rooms: dict[str, list[int]] = {}
         for module in reached:
-            rooms.setdefault(room_of(module), []).append(lines_of(module))
+            rooms.setdefault(package_group(module), []).append(lines_of(module))
         for room, lines in sorted(rooms.items(), key=lambda item: -sum(item[1])):
             print(f"{sum(lines):6} lines in {len(lines):3} modules of {room}")
     contract = layered_contract()

@@ -14,6 +14,7 @@ import order
 import pairs
 import pytest
 import slow_files
+import tiny_models
 
 # A process of a test that compiles every module anew takes a second or two longer, and there are hundreds of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -25,6 +26,8 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(slow_files.SlowFiles())
+    if tiny_models.FOLDER not in os.environ:  # else a worker, or a run that a test started
+        config.pluginmanager.register(tiny_models.RunFolder())
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

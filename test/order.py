@@ -12,13 +12,14 @@ import pytest
 HERE = Path(__file__).parent
 
 SECONDS = {
+    "fuzz/test_openapi.py": 70,
     "srt/kernels/test_census.py": 55,
     "srt/speculative/test_draft_matrix.py": 55,
-    "srt/entrypoints/test_bodies_let_go.py": 40,
-    "fuzz/test_hostile_bodies.py": 50,
-    "fuzz/test_openapi.py": 40,
+    "fuzz/test_hostile_bodies.py": 45,
     "http/test_tool_calls.py": 40,
+    "srt/entrypoints/test_bodies_let_go.py": 40,
     "srt/managers/test_parallel_schedules.py": 40,
+    "srt/models/test_towers.py": 40,
     "srt/constrained/test_compile_process.py": 35,
     "srt/model_executor/test_backend_matrix.py": 35,
     "srt/models/test_media.py": 35,
@@ -26,7 +27,9 @@ SECONDS = {
     "e2e/test_rank_failure.py": 30,
     "e2e/test_tensor_parallel.py": 30,
     "srt/models/test_tensor_parallel.py": 30,
-    "srt/kernels/test_published.py": 25,
+    "http/test_always_ends.py": 25,
+    "scripts/test_first_hour.py": 25,
+    "srt/managers/test_scheduler_parity.py": 25,
     "srt/models/test_parity.py": 25,
     "srt/models/test_quantized.py": 25,
     "srt/speculative/test_autoregressive_draft.py": 25,
@@ -36,11 +39,15 @@ SECONDS = {
     "http/test_lifecycle.py": 20,
     "http/test_speculation.py": 20,
     "plan/test_plan_command.py": 20,
+    "sgl_kernel/test_all_reduce_protocol.py": 20,
     "sgl_kernel/test_custom_all_reduce.py": 20,
     "srt/kernels/test_explain.py": 20,
+    "srt/kernels/test_published.py": 20,
     "srt/layers/moe/test_fused_moe.py": 20,
+    "srt/layers/quantization/test_quant_linear.py": 20,
     "srt/managers/test_families_in_the_scheduler.py": 20,
     "srt/models/test_latent_models.py": 20,
+    "srt/speculative/test_kv_sharing_assistant.py": 20,
 }
 """Of one processor, about, by path below test/: files of 20 or more, when they were last measured."""
 

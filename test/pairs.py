@@ -11,35 +11,47 @@ where each value is enough.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
 
 
-def some(cases: Iterable[Any], quick: Container[Any]) -> list[Any]:
-    """All cases, for `parametrize` over one argument; `make test` runs those in `quick`, `make thorough` the others."""
-    return [pytest.param(case, marks=[] if case in quick else pytest.mark.thorough) for case in cases]
+def some(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Returns all cases, for `parametrize` over one argument; `make test` runs those in `quick`, `make thorough` the
+    others. Raises ValueError if one of `quick` is no case: `make test` would run less than the file says."""
+    return some_of(((case,) for case in cases), [(case,) for case in quick])
 
 
-def some_of(cases: Iterable[tuple[Any, ...]], quick: Container[Any]) -> list[Any]:
+def some_of(cases: Iterable[tuple[Any, ...]], quick: Collection[tuple[Any, ...]]) -> list[Any]:
     """As `some`, over several arguments."""
-    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough) for case in cases]
+    every = list(cases)
+    others = [case for case in quick if case not in every]
+    if others:
+        raise ValueError(f"these are no cases, and so are not in `make test`: {others}")
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough) for case in every]
+
+
+def with_each_value(cases: Sequence[tuple[str, ...]], quick: Collection[tuple[str, ...]]) -> list[Any]:
+    """As `some_of`; where a value is in no case of `quick`, `make test` runs a case with it too."""
+    first = [cases.index(case) for case in quick if case in cases]
+    return some_of(cases, {*quick, *(cases[index] for index in covering(cases, 1, first))})
 
 
 TOGETHER = {"pairs": 2, "values": 1}
 """By marker: of how many parameters all values occur together."""
 
 
-def covering(cases: Sequence[Sequence[str]], together: int = 2) -> set[int]:
+def covering(cases: Sequence[Sequence[str]], together: int = 2, first: Iterable[int] = ()) -> set[int]:
     """Indices of cases, each a value for every parameter, in which each combination of the values of `together`
     parameters occurs that occurs at all, or of all parameters where there are fewer. The case with the most new ones
-    comes next, the first of equals.
+    comes next, the first of equals; `first` are there from the beginning.
     """
     groups = [frozenset(combinations(enumerate(case), min(together, len(case)))) for case in cases]
     missing = set().union(*groups)
-    chosen: set[int] = set()
+    chosen = {*first}
+    missing -= {group for index in chosen for group in groups[index]}
     while missing:
         best = max(range(len(cases)), key=lambda i: len(groups[i] & missing))
         missing -= groups[best]

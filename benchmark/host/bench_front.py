@@ -85,7 +85,7 @@ def kind_of(pid: int) -> str | None:
     return DETOKENIZER if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() else None
 
 
-def of_server(pid: int) -> dict[int, str]:
+def names_by_pid(pid: int) -> dict[int, str]:
     """Process ids, the API process' first."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     kinds = {child: kind_of(child) for child in children}
@@ -118,7 +118,7 @@ class Used:
 def measure(server: LiveServer, load: Load) -> tuple[list[Used], float]:
     """CPU time of each kind of process for the load, and events a token."""
     prompts = load.prompts()
-    kinds: dict[int | str, str] = {"self": GENERATOR, **of_server(server.process.pid)}
+    kinds: dict[int | str, str] = {"self": GENERATOR, **names_by_pid(server.process.pid)}
     before = {pid: cpu_seconds(pid) for pid in kinds}
     num_tokens, events = uvloop.run(load.run(server.url, prompts))
     used = {pid: cpu_seconds(pid) - before[pid] for pid in kinds}

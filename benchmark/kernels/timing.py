@@ -20,18 +20,18 @@ Calls = Sequence[Callable[[], object]]
 """Each uses its own buffers."""
 
 
-def copies_for(bytes_per_call: int, most: int = 64, cold_bytes: int = COLD_BYTES) -> int:
+def copies_for(bytes_per_call: int, maximum: int = 64, cold_bytes: int = COLD_BYTES) -> int:
     """How many sets of operands make the caches cold."""
-    return max(2, min(most, cold_bytes // max(1, bytes_per_call) + 1))
+    return max(2, min(maximum, cold_bytes // max(1, bytes_per_call) + 1))
 
 
-def replays(calls: Calls, least: int = 1) -> Iterator[float]:
-    """Seconds a call, replay by replay, of one graph of all `calls`, repeated until it has `least`. The first replay
+def replays(calls: Calls, minimum: int = 1) -> Iterator[float]:
+    """Seconds a call, replay by replay, of one graph of all `calls`, repeated until it has `minimum`. The first replay
     uploads the graph."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
-    repeats = max(1, least // len(calls))
+    repeats = max(1, minimum // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):
@@ -46,11 +46,11 @@ def replays(calls: Calls, least: int = 1) -> Iterator[float]:
         yield start.elapsed_time(end) * 1e-3 / (repeats * len(calls))
 
 
-def time_calls(calls: Calls, least: int = 24, budget_s: float = 0.1) -> float:
+def time_calls(calls: Calls, minimum: int = 24, budget_s: float = 0.1) -> float:
     """Seconds a call: the median of as many replays as take `budget_s`, 5 to 100. Short calls need a graph of at least
     24 for its own start not to count."""
-    found = replays(calls, least)
-    launches = max(len(calls), least)
+    found = replays(calls, minimum)
+    launches = max(len(calls), minimum)
     count = int(budget_s / (list(islice(found, 2))[1] * launches))
     return statistics.median(islice(found, max(5, min(100, count))))
 

@@ -67,7 +67,7 @@ PEER_GRAPHS = (1, 8, 64, 256)
 PEER = (*PEER, "--mem-fraction-static", "0.85", "--trust-remote-code", "--cuda-graph-bs", *map(str, PEER_GRAPHS))
 COMMAND = (sys.executable, "-W", "ignore", "-m", "sglang.launch_server")
 PEER_CPU = ("--attention-backend", "torch_native", "--trust-remote-code")
-START_LIMIT_S, LEAST_S = 560.0, 45.0
+START_LIMIT_S, MIN_S = 560.0, 45.0
 """Seconds for a start of the slice, which may have to compile kernels, and that a part needs to begin."""
 LONG = 65536
 LONG_AT_ONCE, LONG_OUTPUT = (1, 8), 256
@@ -85,7 +85,7 @@ class Slices:
     more: tuple[str, ...] = ()
     """Flags of our servers, beside those of the layout."""
 
-    def of_peer(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
+    def start_peer(self, bench: Bench, servers: Servers, model: Path) -> dict[str, Future[Server]]:
         if self.peer is None:
             return {}
         command, environment = self.peer
@@ -141,7 +141,7 @@ def slice_(
     model = latent_slice.save_slice(bench.window.out / "slice", EMBEDDED, small=bench.cpu)
     measured = Measured({}, {}, {})
     with bench.window.part("slice"), ExitStack() as stack:
-        started = slices.of_peer(bench, Servers(bench.window, stack), model)
+        started = slices.start_peer(bench, Servers(bench.window, stack), model)
         before_ours()
         for part in meanwhile:
             part()
@@ -174,7 +174,7 @@ class Measured:
                     self.held[name] = bytes_a_token(server)
                     bench.row(f"slice, {name}: bytes of a GPU a token", f"{self.held[name]:,.0f}")
                 self.served[name] = bench.served(f"slice, {name}", server)
-                self.long[name] = behind_long_contexts(bench, name, server)
+                self.long[name] = time_long_contexts(bench, name, server)
             server.kill()
 
 
@@ -184,8 +184,8 @@ def compare(bench: Bench, measured: Measured) -> None:
     for name, other in BESIDE.items():
         beside = f"{name} beside {other}"
         if name in held and other in held:
-            ratio, least = held[other] / held[name], TOKENS_HELD.get(name, 1.0)
-            bench.row(f"{beside}: tokens held", f"{ratio:.2f}x", f"{least}x", ratio >= least)
+            ratio, minimum = held[other] / held[name], TOKENS_HELD.get(name, 1.0)
+            bench.row(f"{beside}: tokens held", f"{ratio:.2f}x", f"{minimum}x", ratio >= minimum)
         for at_once, ours, theirs in zip(LONG_AT_ONCE, long.get(name, ()), long.get(other, ()), strict=False):
             what = f"{beside}: steps of {at_once} behind {LONG:,} tokens, speed"
             wanted = name in TOKENS_HELD
@@ -206,7 +206,7 @@ def compare_with_peer(bench: Bench, measured: Measured) -> None:
             bench.row(f"{name} beside upstream's: tok/s, {at_once} at a time", f"{ours / theirs:.2f}x")
 
 
-def behind_long_contexts(bench: Bench, name: str, server: Server) -> list[float]:
+def time_long_contexts(bench: Bench, name: str, server: Server) -> list[float]:
     """Milliseconds between the tokens of requests of so many tokens, behind a warm-up of one."""
     found = []
     lengths = (64, 8) if bench.cpu else (LONG, LONG_OUTPUT)
@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in PARTS:
         if name in skipped or (name == "answers" and meanwhile):
             continue
-        if window.end - time.monotonic() < LEAST_S:
+        if window.end - time.monotonic() < MIN_S:
             window.say(f"{name}: left out, no time is left")
             continue
         parts[name]()

@@ -51,7 +51,7 @@ LONG_PROMPTS, LONG_LOAD, SHORTEST = (2048, 16), ((64, 128),), 0.5
 halves and sums in eight bits are for."""
 SHORT_LOAD = ((64, 128),)
 """Of short prompts with long answers, whose steps are too small for either: to lose nothing."""
-LEAST_GAIN, LEAST_KEPT = 1.3, 0.95
+MIN_GAIN, MIN_KEPT = 1.3, 0.95
 """Of both beside neither under these loads, where sums travel through memory of the host."""
 WHOLE_CHUNK = (8192, 2)
 HALVED_SERVER = ("--max-running-requests", "64", "--cuda-graph-max-bs", "64")
@@ -155,10 +155,10 @@ class Bench:
         self.row("one rank: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
         for name, server in others.items():
             score, texts = answers_of(server, each)
-            same, least = sum(a == b for a, b in zip(wanted, texts, strict=True)), 1.0 if self.cpu else SAME_TEXTS
+            same, minimum = sum(a == b for a, b in zip(wanted, texts, strict=True)), 1.0 if self.cpu else SAME_TEXTS
             self.row(f"{name}: right answers", f"{score.right} of {score.count}", "no errors", not score.errors)
-            enough = same >= least * len(texts)
-            self.row(f"{name}: texts as one rank's", f"{same} of {len(texts)}", f"{least:.0%}", enough)
+            enough = same >= minimum * len(texts)
+            self.row(f"{name}: texts as one rank's", f"{same} of {len(texts)}", f"{minimum:.0%}", enough)
 
     def served(
         self,
@@ -408,10 +408,10 @@ def halves(bench: Bench) -> None:
             compiled = two_gpus.log_lines(bench.window.out / f"server_{label}.log", "was compiled while requests")
             bench.row(f"{name}: kernels compiled under load", str(len(compiled)), "0 behind the first run")
     if len(found) == 2:
-        wanted = {"long prompts": LEAST_GAIN, "a prompt alone": LEAST_GAIN, "short prompts": LEAST_KEPT}
-        for (what, least), neither_s, both_s in zip(wanted.items(), *found.values(), strict=True):
-            enough = None if bench.cpu else both_s >= least * neither_s
-            bench.row(f"both beside neither, {what}", f"{both_s / neither_s:.2f}x", f"{least}x", enough)
+        wanted = {"long prompts": MIN_GAIN, "a prompt alone": MIN_GAIN, "short prompts": MIN_KEPT}
+        for (what, minimum), neither_s, both_s in zip(wanted.items(), *found.values(), strict=True):
+            enough = None if bench.cpu else both_s >= minimum * neither_s
+            bench.row(f"both beside neither, {what}", f"{both_s / neither_s:.2f}x", f"{minimum}x", enough)
     with ExitStack() as stack, bench.window.part("answers"):
         servers = Servers(bench.window, stack)
         started = {

@@ -29,7 +29,7 @@ import torch
 from sglang import bench_one_batch
 from sglang.bench.direct import DirectBatch, direct_table
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Reducer
+from sglang.srt.distributed.groups import Reducer
 from sglang.srt.environ import adopt_environment
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.mem_cache.kv_table import KVTable
@@ -136,7 +136,7 @@ def longest_kernels(run: Callable[[], None]) -> list[tuple[str, int, float]]:
     return sorted(rows, key=lambda row: -row[2])[:KERNELS]
 
 
-def until_the_next(run: Callable[[], None], steps: int) -> list[tuple[str, int, float]]:
+def kernel_times(run: Callable[[], None], steps: int) -> list[tuple[str, int, float]]:
     """(name, launches, milliseconds) of the kernels of a step, the longest first. A kernel's time is what passes until
     the next begins, so that all of them are the whole, however early they begin; the device's waiting for the host is
     in the last one's."""
@@ -164,7 +164,7 @@ def profile_decode(runner: ModelRunner, kv: KVTable, order: Order, batch_size: i
         for _ in range(steps):
             batch.decode()
 
-    rows = until_the_next(decode, steps)
+    rows = kernel_times(decode, steps)
     batch.close()
     return rows
 
@@ -204,7 +204,7 @@ def measure(runner: ModelRunner, kv: KVTable, order: Order, rank: int) -> None:
 def wait_for_turn(turn: Path, rank: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    parallel_state.meet()
+    parallel_state.wait_for_all_ranks()
     if rank == 0:
         Path(f"{turn}.ready").touch()
     while not turn.exists():

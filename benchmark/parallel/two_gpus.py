@@ -55,8 +55,8 @@ class Window:
         self.out, self.end, self.started = out, time.monotonic() + limit, time.monotonic()
         self.failures: list[str] = []
 
-    def left(self, most: float) -> float:
-        return max(1.0, min(most, self.end - time.monotonic()))
+    def left(self, maximum: float) -> float:
+        return max(1.0, min(maximum, self.end - time.monotonic()))
 
     def say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:4.0f} s] {text}", flush=True)

@@ -46,7 +46,7 @@ def layer_seconds(copier: Copier, pool: PagePool, moves: PageMoves, repeats: int
     """Of a load layer by layer."""
     times = []
     for _ in range(repeats + 1):
-        arrivals = LayerwiseLoad(list(pool.of_layer), copier.device.type == "cuda")
+        arrivals = LayerwiseLoad(list(pool.by_layer), copier.device.type == "cuda")
         start = time.perf_counter()
         copier.load_layers([pool], [moves], arrivals)
         copier.finish()

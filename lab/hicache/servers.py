@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MOST_OF_LINE = 1 << 26
+MAX_LINE_BYTES = 1 << 26
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
@@ -67,7 +67,7 @@ class Server:
         sampling = {"temperature": 0.0, "max_new_tokens": output, "ignore_eos": True}
         body = json.dumps({"input_ids": list(ids), "sampling_params": sampling, "stream": True}).encode()
         head = "POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=MOST_OF_LINE)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=MAX_LINE_BYTES)
         try:
             start = time.perf_counter()
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -148,7 +148,7 @@ def run_checks() -> bool:
 
 
 def cell(calls: Sequence[Callable[[], object]], size: int, ceiling: float) -> str:
-    time_us = time_calls(calls, least=4) * 1e6
+    time_us = time_calls(calls, minimum=4) * 1e6
     return f"{time_us:8.1f} ({size / time_us * 1e6 / ceiling:4.0%})"
 
 

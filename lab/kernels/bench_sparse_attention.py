@@ -270,7 +270,7 @@ def run_checks() -> bool:
 
 
 def microseconds(calls: Sequence[Callable[[], object]]) -> float:
-    return time_calls(calls, least=4) * 1e6
+    return time_calls(calls, minimum=4) * 1e6
 
 
 def decode_table(read: float) -> None:
@@ -288,7 +288,7 @@ def decode_table(read: float) -> None:
                 attends = [shape.attend]
                 attends += [
                     Attended(batch, 16, shape.widths, packed=packed).attend
-                    for _ in range(copies_for(shape.bytes, most=4) - 1)
+                    for _ in range(copies_for(shape.bytes, maximum=4) - 1)
                 ]
                 cells.append(cell(microseconds(attends), shape.bytes, read))
             print(f"{batch:2} x {context:6} | {' | '.join(cells)}", flush=True)

@@ -44,7 +44,7 @@ from sglang.tuning.steps import verify_step
 
 DEPTH, NEW_TOKENS = 3, 64
 CARD, CONTEXT, BATCHES = "rtx-pro-6000-server", 2048, (1, 8, 32)
-MOST_NODES = 15
+MAX_NODES = 15
 QUESTIONS = [
     f"{name} has {n} apples. {name} buys {n + 18} more and gives {n // 2} away. How many are left?"
     for name in ("Tom", "Anna", "Maria", "Ben", "Lisa", "Paul")
@@ -162,7 +162,7 @@ def show_speeds(name: str, kind: str, shares: list[list[float]], branches: int) 
     for batch in BATCHES:
         best = {}
         for shape, breadth in (("chain", 1), ("tree", branches)):
-            trees = [best_tree(shares, nodes, breadth) for nodes in range(1, MOST_NODES + 1)]
+            trees = [best_tree(shares, nodes, breadth) for nodes in range(1, MAX_NODES + 1)]
             best[shape] = max((batch * length / seconds(timed, batch, nodes), length, nodes) for length, nodes in trees)
         plain = batch / timed(batch, 2).plain.seconds
         (chain, chain_length, chained), (tree, tree_length, nodes) = best["chain"], best["tree"]

@@ -9,18 +9,18 @@ from tiny_model.arithmetic import ask
 from tiny_model.problem import Problem, canonical
 from tiny_model.words import NAMES, WORDS
 
-MOST_COPIED = 20
-MOST_DIGITS = 12
-MOST_REVERSED = 10
-MOST_SORTED = 8
-MOST_COUNTED = 12
+MAX_COPIED = 20
+MAX_DIGITS = 12
+MAX_REVERSED = 10
+MAX_SORTED = 8
+MAX_COUNTED = 12
 
 
 def copy(rng: random.Random) -> Problem:
-    length = rng.randint(2, MOST_COPIED)
+    length = rng.randint(2, MAX_COPIED)
     kind = rng.randrange(5)
     if kind == 0:
-        text = " ".join(str(rng.randrange(10)) for _ in range(min(length, MOST_DIGITS)))
+        text = " ".join(str(rng.randrange(10)) for _ in range(min(length, MAX_DIGITS)))
     elif kind == 1:
         text = "".join(str(rng.randrange(10)) for _ in range(rng.randint(4, 8)))
     elif kind == 2:
@@ -37,7 +37,7 @@ def reverse(rng: random.Random) -> Problem:
     if kind == 0:
         digits = "".join(str(rng.randrange(10)) for _ in range(rng.randint(3, 6)))
         return Problem("reverse", (canonical("reverse", digits),), ask(rng, "reverse digits", x=digits), digits[::-1])
-    length = rng.randint(3, MOST_REVERSED)
+    length = rng.randint(3, MAX_REVERSED)
     items: Sequence[object] = (
         rng.sample(WORDS, length),
         rng.sample(range(100), min(length, 8)),
@@ -53,7 +53,7 @@ def joined(items: Sequence[object]) -> str:
 
 def sort(rng: random.Random) -> Problem:
     """The same items in another order are the same problem."""
-    length = rng.randint(3, MOST_SORTED)
+    length = rng.randint(3, MAX_SORTED)
     kind = rng.randrange(3)
     if kind == 0:
         words = rng.sample(WORDS, length)
@@ -69,7 +69,7 @@ def sort(rng: random.Random) -> Problem:
 def count(rng: random.Random) -> Problem:
     kind = rng.randrange(3)
     if kind == 0:
-        words = rng.sample(WORDS, rng.randint(1, MOST_COUNTED))
+        words = rng.sample(WORDS, rng.randint(1, MAX_COUNTED))
         answer = f"There {'is 1 word' if len(words) == 1 else f'are {len(words)} words'} in the list."
         return Problem("count", (canonical("count", words),), ask(rng, "count items", x=joined(words)), answer)
     if kind == 1:
@@ -81,6 +81,6 @@ def count(rng: random.Random) -> Problem:
         messages = ask(rng, "count one", w=wanted, x=joined(words))
         return Problem("count", (canonical("count", wanted, words),), messages, answer)
     start = rng.randrange(90)
-    end = start + rng.randint(2, MOST_COUNTED)
+    end = start + rng.randint(2, MAX_COUNTED)
     numbers = joined(range(start, end + 1))
     return Problem("count", (canonical("count", start, end),), ask(rng, "count up", a=start, b=end), numbers)

@@ -34,7 +34,7 @@ COLOR_NAMES = tuple(COLORS)
 SHAPES = ("circle", "square", "triangle")
 DIGIT, NOTHING = len(SHAPES), -1
 SLOTS = 8
-MOST_OF_A_SHAPE = 6
+MAX_PER_SHAPE = 6
 KINDS = {"digit": 0.35, "shape": 0.2, "shapes": 0.35, "plain": 0.1}
 """Shares of pictures: one digit, one shape, several shapes, one colour."""
 DIGIT_PICTURE, SHAPE_PICTURE, SHAPES_PICTURE, PLAIN_PICTURE = range(len(KINDS))
@@ -93,7 +93,7 @@ class Painter:
         count = len(kind)
         wanted = torch.stack([self._often_few(count) for _ in SHAPES], dim=1)
         wanted[torch.arange(count, device=self.device), self._integers(len(SHAPES), count)] = 1 + self._integers(
-            MOST_OF_A_SHAPE, count
+            MAX_PER_SHAPE, count
         )
         ends = wanted.cumsum(1)
         slot = torch.arange(SLOTS, device=self.device)

@@ -103,6 +103,7 @@ ROWS = {
 
 
 def report(result: dict[str, Any]) -> str:
+    """Returns the printed table of a result."""
     lines = [heading(" Offline Throughput Benchmark Result ", "=")]
     return "\n".join([*lines, *(row(name, result[key]) for name, key in ROWS.items()), "=" * WIDTH])
 
@@ -124,6 +125,7 @@ def run(options: argparse.Namespace, args: ServerArgs) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark and returns the exit status."""
     adopt_environment()
     try:
         run(*parse(sys.argv[1:] if argv is None else argv))

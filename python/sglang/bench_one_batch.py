@@ -46,6 +46,8 @@ CORRECTNESS_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class BenchArgs:
+    """Options of the benchmark itself; all others are the server's."""
+
     run_name: str
     batch_size: list[int]
     input_len: list[int]
@@ -227,6 +229,7 @@ def run(args: ServerArgs, bench: BenchArgs) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark and returns the exit status."""
     adopt_environment()
     try:
         bench, args = BenchArgs.parse(sys.argv[1:] if argv is None else argv)

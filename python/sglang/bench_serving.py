@@ -36,6 +36,7 @@ class BenchError(Exception):
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="sglang.bench_serving", description="Benchmark of a running server: throughput and latencies."
     )
@@ -249,6 +250,7 @@ def _run(main: Coroutine[Any, Any, T]) -> T:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark and returns the exit status: 1 if no request completed, 2 for an error."""
     args = build_parser().parse_args(argv)
     try:
         result = run_benchmark(args)

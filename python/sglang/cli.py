@@ -68,6 +68,7 @@ def _drafts_without_path(argv: Sequence[str]) -> str:
 
 
 def run_serve(argv: Sequence[str]) -> None:
+    """Runs a server until it ends."""
     serve(with_model(argv), "sglang serve")
 
 
@@ -124,6 +125,7 @@ def run_bench(argv: Sequence[str]) -> int:
 
 
 def run_version(argv: Sequence[str]) -> None:
+    """Prints the version."""
     if argv:
         raise UserError(f"sglang version takes no arguments; got {' '.join(argv)}.")
     print(f"sm120-sglang {__version__}")
@@ -140,6 +142,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int | None]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, end="")

@@ -49,7 +49,7 @@ from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.speculation import speculative_settings, verify_needs
 from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.server_args import ServerArgs
-from sglang.tuning.ops import MOST
+from sglang.tuning.ops import MAX_SIZE
 from sglang.tuning.report import (
     CONTEXT,
     Drafts,
@@ -469,8 +469,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             frozenset({"triton", *options.with_package}),
             machine=_machine(options.host_memory, options.numa_nodes),
         )
-        if not 1 <= options.time_context <= MOST:
-            raise UserError(f"--time-context {options.time_context}: must be 1 to {MOST:,} tokens.")
+        if not 1 <= options.time_context <= MAX_SIZE:
+            raise UserError(f"--time-context {options.time_context}: must be 1 to {MAX_SIZE:,} tokens.")
         text = _json_text(explanation, options) if options.json else _text(explanation, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -31,7 +31,7 @@ from sglang.srt.plan.layout import asked_layout
 from sglang.srt.server_args import ServerArgs
 
 HOST = "127.0.0.1"
-MOST_REQUESTS = 4096
+MAX_REQUESTS = 4096
 """Requests that Ray Serve gives a server at a time; it has its own queue and limits."""
 START_S, END_S = 1800.0, 30.0
 """Seconds in which a large model is there, and in which running requests end."""
@@ -131,7 +131,7 @@ def application(values: dict[str, Any]) -> Any:
         "name": "sglang",
         "num_replicas": int(values.get("num_servers", 1)),
         "ray_actor_options": resources,
-        "max_ongoing_requests": MOST_REQUESTS,
+        "max_ongoing_requests": MAX_REQUESTS,
     }
     return deployment(**options)(ServedModel).bind(words)
 

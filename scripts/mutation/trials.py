@@ -21,7 +21,7 @@ from mutation.tests import Measured, batches
 COPIED = ("python", "test", "benchmark", "scripts", "lab", "docs", "pyproject.toml", "README.md", "Makefile")
 SLOWER = 6
 """Tests that take so many times as long as without a change, and a minute, do not end."""
-LEAST_S = 60.0
+MIN_S = 60.0
 NO_TEST_RAN = 5
 PLUGINS = ("mutation.recorder", "no:cacheprovider", "pytest_asyncio.plugin", "pytest_timeout")
 
@@ -135,10 +135,10 @@ def run_batch(
 ) -> tuple[str, int]:
     """What noticed the change of `tree`, and how many tests ran. A failed test counts if it passes in `plain`."""
     expected_s = sum(measured.seconds[test] for test in batch)
-    limit_s = LEAST_S + SLOWER * expected_s
+    limit_s = MIN_S + SLOWER * expected_s
     longest_s = max(measured.seconds[test] for test in batch)
     files = list(dict.fromkeys(test.partition("::")[0] for test in batch))
-    words = ["-x", "-o", f"timeout={LEAST_S + SLOWER * longest_s:.0f}", *files]
+    words = ["-x", "-o", f"timeout={MIN_S + SLOWER * longest_s:.0f}", *files]
     whole = batch == files
     words += [f"--deselect={test}" for test in sorted(measured.failed) if whole and test.partition("::")[0] in files]
     only = {} if whole else {"MUTATION_ONLY": batch}

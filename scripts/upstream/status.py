@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from upstream.change import Outcome, Result
 
+LINE = 120
+"""Longest line of prose, in characters."""
 _HEAD = """\
 # Upstream status
 
@@ -33,14 +36,18 @@ def table(results: Mapping[str, Sequence[Result]]) -> str:
         lines += [
             f"### {change.name}",
             "",
-            f"{change.title}. {change.why}",
+            _wrapped(f"{change.title}. {change.why}"),
             "",
-            f"Done upstream when: {change.merged}.",
+            _wrapped(f"Done upstream when: {change.merged}."),
             "",
         ]
         notes = list(_reasons([(release, by_name[release][change.name]) for release in releases]))
         lines += [*notes, ""] if notes else []
     return _HEAD.format(releases=" ".join(releases)) + "\n".join(lines).rstrip() + "\n"
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _cell(result: Result) -> str:
@@ -53,7 +60,7 @@ def _reasons(results: Sequence[tuple[str, Result]]) -> Iterator[str]:
         if outcome is not Outcome.APPLIED:
             releases = [release for release, _ in run]
             name = releases[0] if len(releases) == 1 else f"{releases[0]} to {releases[-1]}"
-            yield f"- {name}: {outcome.value}: {detail}."
+            yield _wrapped(f"- {name}: {outcome.value}: {detail}.", "  ")
 
 
 def _totals(results: Mapping[str, Sequence[Result]]) -> Iterator[str]:

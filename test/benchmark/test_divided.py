@@ -37,5 +37,5 @@ def test_flags_are_for_our_servers_of_the_slice_alone(tmp_path: Path, monkeypatc
             f"slice_{name}": (*divided.Slices.flags(bench), *divided.LAYOUTS[name], *more) for name in ("TP2", "DCP2")
         }
     theirs: Any = Servers()
-    with_flags.of_peer(bench, theirs, tmp_path)
+    with_flags.start_peer(bench, theirs, tmp_path)
     assert theirs.flags and not any("flashinfer" in flags for flags in theirs.flags.values())

@@ -17,7 +17,7 @@ from sglang.srt.utils.token_texts import text_numbers
 
 Config = dict[str, Any]
 
-MOST_LAYERS = 8
+MAX_LAYERS = 8
 COUNTS = ("num_hidden_layers", "num_layers")
 LAYER_INDICES = ("full_attn_layers", "kda_layers")
 """Lists of numbers of layers, counted from 1; other lists have an entry a layer."""
@@ -27,7 +27,7 @@ SMALL_TABLE = 1 << 16
 
 
 def cut(config: Config, layers: int | None = None) -> Config:
-    """Returns the config of the first layers: those until every kind of layer has come, or MOST_LAYERS. Lists, patterns
+    """Returns the config of the first layers: those until every kind of layer has come, or MAX_LAYERS. Lists, patterns
     and names with an entry a layer are cut as well; layers behind the last one, which draft, stay."""
     text = config.get("text_config", config)
     total = next(text[key] for key in COUNTS if key in text)
@@ -40,7 +40,7 @@ def layers_of_every_kind(config: Config) -> int:
     layers = describe_model(config, None, False).layers
     kinds = [_kind(layer) for layer in layers]
     last_new = max(kinds.index(kind) for kind in set(kinds))
-    return min(max(2, last_new + 1), MOST_LAYERS)
+    return min(max(2, last_new + 1), MAX_LAYERS)
 
 
 def _kind(layer: LayerSpec) -> tuple[object, ...]:

@@ -11,8 +11,6 @@ import pytest
 from docs.commands import ROOT
 
 LENGTH = 120
-NOT_YET = {"benchmark/kernels/fused_moe_triton/README.md", "docs/flags.md", "docs/upstream_status.md"}
-"""Pages that do not keep the rule yet. A page that keeps it goes from here, and none comes back."""
 LISTED = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True)
 PAGES = sorted(path for path in LISTED.stdout.decode().splitlines() if (ROOT / path).exists())
 SENTENCE_ENDS = re.compile(r"[.!?:][\"')\]*`]*\s+(?=[\"'(\[*`]*[A-Z])")
@@ -32,14 +30,9 @@ def too_long(page: str) -> list[str]:
     return [line for line in lines if len(line) > LENGTH and SENTENCE_ENDS.search(line)]
 
 
-@pytest.mark.parametrize("page", sorted(set(PAGES) - NOT_YET))
+@pytest.mark.parametrize("page", PAGES)
 def test_lines_are_short_or_one_sentence(page: str) -> None:
     assert too_long(page) == []
-
-
-@pytest.mark.parametrize("page", sorted(NOT_YET))
-def test_the_list_only_shrinks(page: str) -> None:
-    assert not (ROOT / page).exists() or too_long(page), f"{page} keeps the rule: take it out of NOT_YET"
 
 
 def test_a_long_line_is_seen() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from forked_servers import forked_children
+from matrix import KINDS, cells, flags_of, kinds
 from srt.models.harness import save_tiny
 
 import sglang
@@ -22,23 +23,10 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 pytestmark = pytest.mark.thorough
 
 TOKENIZER = {"vocab_size": 4096, "eos_token_id": 4076, "pad_token_id": 4074}
-ONE_KV_HEAD = {"num_key_value_heads": 1}
-KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("qwen3", ONE_KV_HEAD),
-    "experts": ("qwen3_moe", ONE_KV_HEAD),
-    "latents": ("deepseek_v3", {}),
-    "states": ("qwen3_next", {**ONE_KV_HEAD, "linear_num_key_heads": 4}),
-    "selected latents": ("deepseek_v32", {}),
-}
-LAYOUTS: dict[str, dict[str, int]] = {
-    "DP2": {"dp_size": 2},
-    "DP attention 2": {"tp_size": 2, "attn_dp_size": 2},
-    "DP attention 2, EP2": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2},
-    "DP attention 4": {"tp_size": 4, "attn_dp_size": 4},
-    "DCP2": {"tp_size": 2, "dcp_size": 2},
-    "DCP4": {"tp_size": 4, "dcp_size": 4},
-    "TP2 x DCP2": {"tp_size": 4, "dcp_size": 2},
-}
+NAMES = kinds("plain, one KV head")
+TRIED = ("DP2", "DP2 x EP2", "DP4", "DCP2", "DCP4", "TP4 x DCP2")
+REPLICAS = "two replicas"
+CELLS = [*cells(NAMES, TRIED), *((REPLICAS, name) for name in NAMES)]
 POOL, CHUNK, PAGE = 192, 16, 4
 TRUNK = "Once upon a time a small model was asked the same question twice, and answered. "
 PROMPTS = [
@@ -97,8 +85,7 @@ def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     @functools.cache
     def saved(kind: str) -> tuple[Path, Answers]:
         folder = tmp_path_factory.mktemp("model")
-        name, changes = KINDS[kind]
-        save_tiny(name, folder, **TOKENIZER, **changes)
+        save_tiny(KINDS[kind].tiny, folder, **TOKENIZER, **KINDS[kind].changes, **KINDS[kind].at_four)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(Path(DEFAULT_MODEL_PATH) / file, folder / file)
         return folder, answers(folder)
@@ -107,14 +94,10 @@ def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
 
 
 @pytest.mark.parametrize("draft_tokens", [False, True], ids=["", "NGRAM"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("layout", "kind"), CELLS)
 def test_a_kind_answers_as_one_process(
-    kind: str, layout: str, draft_tokens: bool, kind_of: Callable[[str], tuple[Path, Answers]]
+    layout: str, kind: str, draft_tokens: bool, kind_of: Callable[[str], tuple[Path, Answers]]
 ) -> None:
-    if "EP" in layout and kind == "dense":
-        pytest.skip("no experts")
     folder, expected = kind_of(kind)
-    assert (
-        answers(folder, **LAYOUTS[layout], **({"speculative_algorithm": "NGRAM"} if draft_tokens else {})) == expected
-    )
+    flags = {"dp_size": 2} if layout == REPLICAS else flags_of(layout)
+    assert answers(folder, **flags, **({"speculative_algorithm": "NGRAM"} if draft_tokens else {})) == expected

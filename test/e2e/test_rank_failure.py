@@ -31,7 +31,7 @@ from sglang.srt.plan.ranks import RankLayout
 
 START_LIMIT_S = 240
 END_LIMIT_S = 60
-MOST_RANKS = 4
+MAX_RANKS = 4
 SHARED_KEYS = '--load-format dummy --json-model-override-args {"num_key_value_heads":1}'
 """A model whose ranks would all hold the same keys and values."""
 STAGE = {
@@ -47,7 +47,7 @@ LAYOUTS = {
     " ".join(filter(None, (flags, f"--pp-size {stages}" * (stages > 1)))): replace(ranks, pp_size=stages)
     for stages in (1, 2)
     for flags, ranks in STAGE.items()
-    if 1 < stages * ranks.world_size <= MOST_RANKS
+    if 1 < stages * ranks.world_size <= MAX_RANKS
 }
 RANKS = {flags: tuple(map(ranks.name, range(ranks.world_size))) for flags, ranks in LAYOUTS.items()}
 """By layout, in the order in which the server starts them, and the detokenizer behind them."""

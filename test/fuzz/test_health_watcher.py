@@ -27,7 +27,7 @@ COMPUTES_A_LITTLE = f"""end = time.thread_time() + {0.2 * SILENCE_S}
     while time.thread_time() < end: pass"""
 RIVALS = 8
 """Processes that want the same processor."""
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def test_a_server_that_sleeps_is_silent() -> None:
     with asked(SLEEPS) as (port, front):
         ask_once(port, front, result)
     (silence,) = result.silences
-    assert silence.seconds_with_a_processor > SILENCE_S and silence.cpu_seconds < LEAST_SHARE * SILENCE_S
+    assert silence.seconds_with_a_processor > SILENCE_S and silence.cpu_seconds < MIN_SHARE * SILENCE_S
     assert result.refusals == []
 
 
@@ -67,5 +67,5 @@ def test_a_server_that_waits_for_a_processor_is_not() -> None:
                 rival.kill()
                 rival.wait()
     (silence,) = result.silences
-    assert silence.seconds_with_a_processor < LEAST_SHARE * silence.seconds
+    assert silence.seconds_with_a_processor < MIN_SHARE * silence.seconds
     assert silence.waited_seconds > silence.cpu_seconds

@@ -26,7 +26,7 @@ COLORS = {
     "gray": (128, 128, 128), "brown": (125, 70, 30),
 }  # fmt: skip
 SIZES = ((64, 64), (128, 128), (224, 224), (300, 300), (320, 240), (240, 320), (512, 512))
-LEAST = {"color": 0.95, "digit": 0.9, "count": 0.75, "shape": 0.9}
+MIN_RIGHT = {"color": 0.95, "digit": 0.9, "count": 0.75, "shape": 0.9}
 """Share of right answers by topic."""
 ITEMS_A_TOPIC = 30
 
@@ -136,7 +136,7 @@ def test_answers_about_held_out_pictures(client: openai.OpenAI) -> None:
         answers = list(
             executor.map(lambda pair: ask(client, with_picture(pair[1], bool(pair[0] % 2))), enumerate(items))
         )
-    for topic, least in LEAST.items():
+    for topic, least in MIN_RIGHT.items():
         rows = [(item, answer) for item, answer in zip(items, answers, strict=True) if item.topic == topic]
         wrong = [(item.answer, answer) for item, answer in rows if answer != item.answer]
         print(f"{topic}: {len(rows) - len(wrong)} of {len(rows)}, wrong (right answer, given): {wrong}")

@@ -22,6 +22,7 @@ import pytest
 import torch
 import transformers
 from live_server import LiveServer
+from pairs import some
 from safetensors.torch import load_file, save_file
 from srt.models.harness import SIZES, randomize
 from srt.models.media_corrections import CORRECTIONS
@@ -432,10 +433,7 @@ class Served:
 _AT_ONCE = ("gemma4", "kimi_k25 in INT4")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.thorough] * (name not in _AT_ONCE)) for name in PUBLISHED],
-)
+@pytest.fixture(scope="module", params=some(PUBLISHED, _AT_ONCE))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(PUBLISHED[request.param], tmp_path_factory.mktemp(request.param))
     try:

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from commands.configs import checkpoint
@@ -32,17 +33,21 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.fixture(scope="module")
+def few(script: ModuleType) -> list[Any]:
+    return list(script.cases_of(every=False))
+
+
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_every_case_has_a_plan_on_one_card(script: ModuleType, every: bool) -> None:
+def test_every_case_has_a_plan_on_one_card(script: ModuleType, few: list[Any], every: bool) -> None:
     """A case that is refused would say nothing of a GPU."""
-    cases = script.cases_of(every)
+    cases = script.cases_of(every) if every else few
     assert len({case.name for case in cases}) == len(cases) > 60
     for case in cases:
         assert script.planned(case, "h200" if every else "sm_120") is not None, case.name
 
 
-def test_each_architecture_has_a_recipe(script: ModuleType) -> None:
-    few = script.cases_of(every=False)
+def test_each_architecture_has_a_recipe(script: ModuleType, few: list[Any]) -> None:
     assert {script.architecture(case) for case in few if case.kind == "recipe"} == {
         script.architecture(script.Case("", config)) for config in CONFIGS.values()
     }

@@ -36,7 +36,9 @@ def test_the_closure_has_what_would_be_imported(package: str, tmp_path: Path) ->
     names = {module.removeprefix(package).removeprefix(".") for module in reached}
     assert names == {"", "start", "top", "lazy", "inner", "inner.by_string", "by_parts"}
     assert sum(import_figures.lines_of(module, tmp_path) for module in reached) == 3 + 3 + 5 + 1 + 3
-    rooms = [import_figures.room_of(f"{package}.{name}", tmp_path) for name in ("top", "inner", "inner.by_string")]
+    rooms = [
+        import_figures.package_group(f"{package}.{name}", tmp_path) for name in ("top", "inner", "inner.by_string")
+    ]
     assert rooms == [package, f"{package}.inner", f"{package}.inner"]
     ways = [module.removeprefix(f"{package}.") for module in import_figures.chain(reached, f"{package}.inner")]
     assert ways == ["start", "top", "lazy", "inner.by_string", "inner"]

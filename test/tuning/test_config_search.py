@@ -21,7 +21,7 @@ from sglang.tuning.search_space import (
     candidates,
     deepest_stages,
     grouped_product,
-    least_shared_bytes,
+    min_shared_bytes,
     space,
     why_not,
     widens,
@@ -99,7 +99,7 @@ def test_the_lower_bound_of_shared_memory_is_one(kind: str) -> None:
         choice = rows.gate_up if kind == "gate_up" else rows.down
         record = cost(BF16.product_tile(kind, choice), SM120)
         assert isinstance(record, TileRecord)
-        assert 0 < least_shared_bytes(None, kind, choice) < record.smem
+        assert 0 < min_shared_bytes(None, kind, choice) < record.smem
 
 
 def test_the_deepest_pipelines_fill_an_sm() -> None:
@@ -121,10 +121,10 @@ def test_what_the_cost_model_is_told() -> None:
     shape = MoeShape(384, 256, 7168, 8, "nvfp4")
     product = grouped_product(shape, "gate_up", native)
     assert (product.columns, product.depth, product.width) == (256, 7168, 2)
-    assert product.widening is None and product.x_bytes == product.w_bytes == 0.5625
+    assert product.dequantize_cost is None and product.x_bytes == product.w_bytes == 0.5625
     product = grouped_product(shape, "down", dequantized)
     assert (product.columns, product.depth, product.width) == (7168, 256, 1)
-    assert product.widening is not None and product.x_bytes == 2.0 and product.w_bytes == 0.5625
+    assert product.dequantize_cost is not None and product.x_bytes == 2.0 and product.w_bytes == 0.5625
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from sglang.srt.hardware.products import PRODUCTS
 from sglang.srt.kernels.spec import TileRecord
 from sglang.tuning import cost_model
 from sglang.tuning.cost_model import DEFAULT, GroupedProduct, blocks_per_sm, estimate, used_blocks
-from sglang.tuning.instructions import Widening
+from sglang.tuning.instructions import DequantizeCost
 from sglang.tuning.rates import RATES, rates_of
 
 SM120, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
@@ -117,7 +117,7 @@ def test_more_tokens_never_take_less_time(arch: ArchTraits, block_m: int) -> Non
         (replace(PRODUCT, w_bytes=2.0), replace(PRODUCT, w_bytes=1.0)),
         (replace(PRODUCT, depth=4096), PRODUCT),
         (replace(PRODUCT, columns=1536), PRODUCT),
-        (replace(PRODUCT, widening=Widening(4.4, {})), PRODUCT),
+        (replace(PRODUCT, dequantize_cost=DequantizeCost(4.4, {})), PRODUCT),
         (replace(PRODUCT, scaled_every=128), PRODUCT),
     ],
 )
@@ -157,7 +157,7 @@ def test_no_estimate_beats_the_ceilings(tokens: int, arch: ArchTraits) -> None:
     assert seconds(tokens=tokens, arch=arch) > max(read, multiplied)
 
 
-WIDENED = replace(PRODUCT, w_bytes=0.5, widening=Widening(4.4, {}))
+WIDENED = replace(PRODUCT, w_bytes=0.5, dequantize_cost=DequantizeCost(4.4, {}))
 
 
 @pytest.mark.parametrize(

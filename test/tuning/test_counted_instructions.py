@@ -49,14 +49,14 @@ def test_every_form_that_is_widened_or_streamed_is_counted() -> None:
             assert 3 < counts.gate_up <= counts.down * 1.3 and 3 < counts.few_rows < 15
             if SCHEMES[scheme].bits == 4:
                 unit = "wgmma" if arch == H200 else "mma"
-                assert 2 < instructions.widening(scheme, unit).each < 9
-    assert instructions.widening("mxfp8", "wgmma").each == instructions.OTHER
+                assert 2 < instructions.dequantize_cost(scheme, unit).each < 9
+    assert instructions.dequantize_cost("mxfp8", "wgmma").each == instructions.OTHER
 
 
 def test_more_columns_than_rows_share_the_widening_out() -> None:
     """What the tiles of e2m1 beside e4m3 were chosen by: where each warp converts weights that others convert, too, it
     takes more instructions."""
-    counted = instructions.widening("mxfp4_mxfp8", "mma", to_half=False).counted
+    counted = instructions.dequantize_cost("mxfp4_mxfp8", "mma", to_half=False).counted
     assert max(count for (_, m, n, _), count in counted.items() if n > m) < 3.6 < 4 < counted[1, 128, 128, 8]
 
 

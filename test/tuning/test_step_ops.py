@@ -11,7 +11,7 @@ from srt.kernels.published import configs
 
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.conditions import SKINNY_LEAST_N, SKINNY_MOST_ROWS
+from sglang.srt.kernels.conditions import SKINNY_MAX_ROWS, SKINNY_MIN_N
 from sglang.srt.layers.attention import sites
 from sglang.srt.plan.defaults import cuda_graph_prefill_tokens
 from sglang.srt.plan.layer_spec import ParallelConfig
@@ -127,10 +127,10 @@ def test_few_rows_of_16_bits_are_read_once() -> None:
         assert time is not None
         return time.seconds, time.how
 
-    one, most = seconds(1), seconds(SKINNY_MOST_ROWS)
+    one, most = seconds(1), seconds(SKINNY_MAX_ROWS)
     assert one[0] < most[0] < 1.15 * one[0]
     assert seconds(2)[1] == most[1] != one[1]
-    assert seconds(SKINNY_MOST_ROWS + 1)[1] != most[1] != seconds(4, SKINNY_LEAST_N - 16)[1]
+    assert seconds(SKINNY_MAX_ROWS + 1)[1] != most[1] != seconds(4, SKINNY_MIN_N - 16)[1]
 
 
 @pytest.mark.parametrize(

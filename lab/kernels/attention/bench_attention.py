@@ -225,7 +225,7 @@ def peer_decode(data: Data, splits: int) -> list[Launch]:
 
 def time_us(launches: list[Launch], budget_s: float = 0.15) -> float:
     """Microseconds of one launch."""
-    return time_calls(launches, least=1, budget_s=budget_s) * 1e6
+    return time_calls(launches, minimum=1, budget_s=budget_s) * 1e6
 
 
 def ceilings() -> dict[str, float]:

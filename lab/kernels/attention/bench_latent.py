@@ -67,8 +67,8 @@ def decode_table(read: float, matmul: float) -> None:
         for batch, context in ((1, 8192), (16, 8192), (64, 2048)):
             for name in CACHES:
                 size = batch * context * DIM * CACHES[name].itemsize
-                calls = [decode_call(heads, batch, context, name) for _ in range(copies_for(size, most=16))]
-                seconds = time_calls(calls, least=1)
+                calls = [decode_call(heads, batch, context, name) for _ in range(copies_for(size, maximum=16))]
+                seconds = time_calls(calls, minimum=1)
                 rate, flops = size / seconds, 2 * batch * context * heads * (DIM + RANK) / seconds
                 print(
                     f"{heads:3} heads {batch:2} x {context} | {name:8} | {seconds * 1e6:8.1f}"
@@ -112,7 +112,7 @@ def prompt_table() -> None:
         for new, prefix in ((8192, 0), (8192, 8192), (2048, 16384), (512, 8192), (256, 8192), (128, 8192), (64, 8192)):
             torch.manual_seed(0)
             absorbed, expanded = prompt_calls(heads, new, prefix)
-            first, second = (time_calls([call], least=1) for call in (absorbed, expanded))
+            first, second = (time_calls([call], minimum=1) for call in (absorbed, expanded))
             times = f"{first * 1e6:9.1f} | {second * 1e6:9.1f} | {first / second:.2f}"
             print(f"{heads:3} heads, {new} over {prefix} | {times}", flush=True)
 

@@ -82,11 +82,11 @@ def main() -> None:
             shape = Shape(name, "extend", batch, prefix, new, *heads, heads[2])
             data = Data(shape)
             calls = (ours(data)[:1], [library(data)])
-            show(name, batch, prefix, new, shape.flops, *(time_calls(call, least=1) for call in calls))
+            show(name, batch, prefix, new, shape.flops, *(time_calls(call, minimum=1) for call in calls))
     for count in LATENT_HEADS:
         for prefix, new in LATENT_SEQUENCES:
             flops = 2 * count * (prefix * new + new * (new + 1) // 2) * (128 + 64 + V_DIM)
-            times = (time_calls([call], least=1) for call in latent_calls(count, new, prefix))
+            times = (time_calls([call], minimum=1) for call in latent_calls(count, new, prefix))
             show(f"latents, {count}", 1, prefix, new, flops, *times)
 
 

@@ -32,7 +32,7 @@ SCALE = 192**-0.5
 CACHES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
 LOADS = {(16, 8192): (8, 16, 32, 64, 128), (64, 2048): (16, 128), (1, 8192): (16, 128)}
 """(requests, tokens of each) -> query heads."""
-MOST_SHARED = 232_448
+MAX_SHARED_BYTES = 232_448
 TILES = {
     "bfloat16": (
         (16, 32, 4, 3), (16, 32, 8, 3), (16, 32, 4, 4), (16, 64, 4, 3), (16, 64, 8, 3), (16, 16, 4, 3),
@@ -125,7 +125,7 @@ def grid(tile: tuple[int, ...], cache: str) -> Iterator[dict[str, int]]:
     item = CACHES[cache].itemsize
     shared = tile[0] * DIM * 2 + (tile[3] - 1) * tile[1] * DIM * item + 1024
     for ctas in (1, 2, 3):
-        if ctas == 1 or ctas * shared <= MOST_SHARED:
+        if ctas == 1 or ctas * shared <= MAX_SHARED_BYTES:
             for waves in (1, 2):
                 yield named(tile, ctas, waves)
 
@@ -159,7 +159,7 @@ def main() -> None:
                     if time.monotonic() - start > args.seconds:
                         break
                     for choice in grid(tile, cache):
-                        seconds = time_calls(calls(load, heads, choice), least=2, budget_s=0.004)
+                        seconds = time_calls(calls(load, heads, choice), minimum=2, budget_s=0.004)
                         timed.append((seconds, choice))
                         results.append(
                             {"batch": batch, "context": context, "cache": cache, "heads": heads, "us": seconds * 1e6}

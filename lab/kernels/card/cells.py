@@ -17,7 +17,7 @@ Cells = dict[tuple[int, ...], float]
 Tables = dict[str, dict[str, Any]]
 Base = Callable[..., float]
 """Sizes -> seconds that times go along with."""
-MOST_KNOWN = 2600
+MAX_KNOWN = 2600
 """Cells that missing ones are drawn from."""
 
 
@@ -80,7 +80,7 @@ def filled(times: Cells, what: str, base: Base, lengths: Sequence[float], **axes
     """Of the given axes. A missing time is `base` times what the known ones are of it, the nearest first: `lengths` are
     powers of two of each axis over which that changes."""
     wanted = list(itertools.product(*axes.values()))
-    known = list(times)[:: max(1, -(-len(times) // MOST_KNOWN))]
+    known = list(times)[:: max(1, -(-len(times) // MAX_KNOWN))]
     missing = [sizes for sizes in wanted if sizes not in times]
     drawn: Cells = {}
     if missing:

@@ -52,7 +52,7 @@ class Timed:
 def main(argv: Sequence[str] | None = None) -> int:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
     run = list(card_run())
-    print("\n".join([*by_op(run), "", *streamed_weights(run), "", *widening(), "", *decoding(run)]))
+    print("\n".join([*by_op(run), "", *streamed_weights(run), "", *dequantize_cost(), "", *decoding(run)]))
     return 0
 
 
@@ -179,7 +179,7 @@ def _is_streamed(op: Op) -> bool:
     return isinstance(op, Linear) and op.scheme is not None and op.tokens <= FEW_ROWS
 
 
-def widening() -> Iterator[str]:
+def dequantize_cost() -> Iterator[str]:
     """The share with which the mean error of the fastest tiles vanishes, by shape."""
     folder = Path(fit_cost_model.__file__).parent / "measured"
     yield "| experts whose weights are widened | issue_share without bias | rms with it | choice over best: 0.66 |"

@@ -42,7 +42,7 @@ from sglang.tuning.ops import (
 from sglang.tuning.sglang_times import gated, time_by_sglang
 
 CARD = arch_by_name("rtx-pro-6000-server")
-FOLDS, MOST = 5, 4000
+FOLDS, MAX_ROWS = 5, 4000
 """Parts that are left out in turn; rows of each that are judged."""
 SCHEMES = {"bfloat16": None, "fp8": "fp8_channel", "nvfp4": "nvfp4", "fp8_block": "fp8_block", "int4_wo": "int4_g32",
            "w4a16_mxfp4": "mxfp4"}  # fmt: skip
@@ -205,7 +205,7 @@ def judged(trial: Trial, tables: Path) -> Iterator[Judged]:
         out = set(map(tuple, (shape for i, shape in enumerate(shapes) if _part(i) == fold)))
         grids = {name: Grid.from_json(table) for name, table in trial.derive(_source(trial, tables, out)).items()}
         here = rows[[tuple(shape) in out for shape in rows[list(trial.shape)].itertuples(index=False)]]
-        for row in here.iloc[:: max(1, len(here) // MOST)].itertuples():
+        for row in here.iloc[:: max(1, len(here) // MAX_ROWS)].itertuples():
             known = time_by_sglang(trial.op_of(row), CARD, grids)
             measured = _measured(row, here)
             if known is not None and measured is not None:

@@ -184,7 +184,9 @@ def main() -> None:
         if args.only not in case.name:
             continue
         # Weights of experts are shared by the sets: 1.2 GB already exceed the caches.
-        sets = copies_for(case.num_bytes, most=4 if case.name.startswith(("fused_moe", "sample", "threshold")) else 64)
+        sets = copies_for(
+            case.num_bytes, maximum=4 if case.name.startswith(("fused_moe", "sample", "threshold")) else 64
+        )
         seconds = time_calls([case.make() for _ in range(sets)])
         rate = case.num_bytes / seconds
         tflops = f"  {case.flops / seconds / 1e12:6.1f} TFLOP/s" if case.flops else ""

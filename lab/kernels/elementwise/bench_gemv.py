@@ -64,7 +64,7 @@ class Product:
     def __init__(self, cols: int, size: int, rows: int = 1) -> None:
         self.num_bytes = 2 * cols * size
         self.x = torch.randn(rows, size, dtype=torch.bfloat16, device="cuda")
-        count = copies_for(self.num_bytes, most=96)
+        count = copies_for(self.num_bytes, maximum=96)
         self.weights = [torch.randn(cols, size, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
 
     def seconds(self, product: Callable[[torch.Tensor, torch.Tensor], object]) -> float:

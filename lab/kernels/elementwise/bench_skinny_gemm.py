@@ -86,7 +86,7 @@ class Product:
     def __init__(self, cols: int, size: int) -> None:
         self.x = torch.randn(MAX_ROWS, size, dtype=torch.bfloat16, device="cuda")
         self.gain = torch.ones(size, dtype=torch.bfloat16, device="cuda")
-        count = copies_for(2 * cols * size, most=96)
+        count = copies_for(2 * cols * size, maximum=96)
         self.weights = [torch.randn(cols, size, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
 
     def seconds(

@@ -122,7 +122,7 @@ class Inputs:
 
     def _num_routings(self, num_tokens: int) -> int:
         used = min(self.shape.num_experts, num_tokens * self.shape.top_k)
-        return copies_for(int(self.shape.bytes(used, 0)), most=32)
+        return copies_for(int(self.shape.bytes(used, 0)), maximum=32)
 
     def reference(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """[T, H] fp32, pair by pair."""

@@ -59,7 +59,7 @@ from sglang.tuning.tile_files import directory_name, own_name, write_content
 
 ARCH = arch_by_name("sm_120")
 Kept = Mapping[MoeShape, Mapping[str, list[tuple[GroupedTile, TileRecord]]]]
-MOST_TILES = 12
+MAX_TILES = 12
 """Of one scheme, both products together."""
 
 
@@ -216,7 +216,7 @@ def write(only: str, other_triton: Path | None) -> None:
 def _verified_palette(points: list[Point], kept: Kept, other_triton: Path | None) -> Palette:
     """A palette that the other Triton compiles without spills. Takes tiles that it does not out of `points`."""
     while True:
-        palette = small_palette(points, MOST_TILES)
+        palette = small_palette(points, MAX_TILES)
         if other_triton is None:
             return palette
         used = {

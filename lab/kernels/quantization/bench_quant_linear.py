@@ -94,7 +94,7 @@ def ours(x: torch.Tensor, weights: list[PackedWeight], tile: dict[str, int] | No
 
 
 def cublas(x: torch.Tensor, rows: int) -> float:
-    count = copies_for(2 * rows * x.shape[1], most=16)
+    count = copies_for(2 * rows * x.shape[1], maximum=16)
     weights = [torch.randn(rows, x.shape[1], dtype=torch.bfloat16, device="cuda") for _ in range(count)]
     return time_calls([lambda w=w: F.linear(x, w) for w in weights])
 
@@ -161,7 +161,7 @@ def main() -> None:
         if args.only not in shape:
             continue
         num_bytes = int(rows * cols * SCHEMES[name].bytes_per_weight())
-        weights = [pack(weight_of(name, rows, cols), arch) for _ in range(copies_for(num_bytes, most=64))]
+        weights = [pack(weight_of(name, rows, cols), arch) for _ in range(copies_for(num_bytes, maximum=64))]
         for num_rows in args.rows:
             x = torch.randn(num_rows, cols, dtype=torch.bfloat16, device="cuda")
             found = {"ours": ours(x, weights), "cublas_bf16": cublas(x, rows)}

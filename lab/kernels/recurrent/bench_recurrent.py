@@ -192,7 +192,7 @@ def main() -> None:
         for case in (*decode_cases(shape, num_sms), *prompt_cases(shape, num_sms)):
             if args.only not in case.name:
                 continue
-            seconds = time_calls([case.make() for _ in range(copies_for(case.num_bytes, most=16))])
+            seconds = time_calls([case.make() for _ in range(copies_for(case.num_bytes, maximum=16))])
             ceiling = max(case.num_bytes / rate, case.flops / flops)
             share, gb, tf = ceiling / seconds, case.num_bytes / seconds / 1e9, case.flops / seconds / 1e12
             print(f"{case.name:<58} {seconds * 1e6:>9.1f} {gb:>7.0f} {tf:>8.1f} {share:>10.0%}")

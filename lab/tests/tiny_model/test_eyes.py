@@ -11,7 +11,7 @@ from tiny_model.install import EMBEDDED, install_eyes
 from tiny_model.pictures import (
     COLOR_NAMES,
     KINDS,
-    MOST_OF_A_SHAPE,
+    MAX_PER_SHAPE,
     PLAIN_PICTURE,
     SHAPE_PICTURE,
     SHAPES_PICTURE,
@@ -47,7 +47,7 @@ def test_pictures_have_what_is_said_of_them(drawn: Pictures) -> None:
     assert plain.std((2, 3)).max() < 0.1  # the noise alone
     assert (drawn.pixels[drawn.kind != PLAIN_PICTURE].std((2, 3)).amax(1) > 0.1).all()
     several, one = drawn.counts[drawn.kind == SHAPES_PICTURE], drawn.counts[drawn.kind == SHAPE_PICTURE]
-    assert several.max() <= MOST_OF_A_SHAPE and several.sum(1).max() <= SLOTS and several.sum(1).min() >= 1
+    assert several.max() <= MAX_PER_SHAPE and several.sum(1).max() <= SLOTS and several.sum(1).min() >= 1
     shapes = drawn.shape[drawn.kind == SHAPE_PICTURE]
     assert torch.equal(one, torch.nn.functional.one_hot(shapes, 3)) and drawn.color.max() < len(COLOR_NAMES)
 

@@ -31,6 +31,7 @@ class RequestResult:
 
     @property
     def success(self) -> bool:
+        """Returns whether the request ended without an error."""
         return not self.error
 
     @property
@@ -98,6 +99,7 @@ def _read_generate_event(data: bytes) -> _GenerateEvent:
 
 
 def generate_body(prompt: Prompt, options: CallOptions) -> dict[str, Any]:
+    """Returns the body of a request to /generate."""
     sampling = {"temperature": 0.0, "max_new_tokens": prompt.output_len, "ignore_eos": options.ignore_eos}
     body: dict[str, Any] = {"sampling_params": sampling, "stream": options.stream}
     body |= {"input_ids": prompt.ids} if prompt.ids is not None else {"text": prompt.text}
@@ -199,12 +201,14 @@ def _openai_body(prompt: Prompt, options: CallOptions) -> dict[str, Any]:
 
 
 def completions_body(prompt: Prompt, options: CallOptions) -> dict[str, Any]:
+    """Returns the body of a request to /v1/completions."""
     sent = prompt.ids if prompt.ids is not None else prompt.text
     logprobs = {"logprobs": 1} if options.return_logprob else {}
     return _openai_body(prompt, options) | {"prompt": sent} | logprobs | options.extra_body
 
 
 def chat_body(prompt: Prompt, options: CallOptions) -> dict[str, Any]:
+    """Returns the body of a request to /v1/chat/completions; the prompt needs a text."""
     assert prompt.text is not None, "the chat endpoint takes text"
     logprobs = {"logprobs": True} if options.return_logprob else {}
     messages = [{"role": "user", "content": prompt.text}]

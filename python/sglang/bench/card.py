@@ -220,6 +220,7 @@ def card_facts(arch: ArchTraits) -> dict[str, Any]:
 def main(
     argv: Sequence[str] | None = None, measure: Measure = measure_here, clock: Callable[[], float] = time.monotonic
 ) -> int:
+    """Runs the command and returns its exit status. measure, clock: replaced by tests."""
     parser = argparse.ArgumentParser(prog="python -m sglang.bench.card", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("card-times.json"), help="the file to write")
     parser.add_argument("--shape", action="append", default=[], metavar='"OP SIZE=N ..."', help="instead of the list")

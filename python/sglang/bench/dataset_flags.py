@@ -10,6 +10,7 @@ from sglang.bench.datasets import DATASETS, DatasetArgs
 
 
 def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of datasets to a parser."""
     data = parser.add_argument_group("dataset")
     data.add_argument("--dataset-name", choices=list(DATASETS), default="sharegpt")
     data.add_argument(

@@ -16,14 +16,18 @@ class BenchTokenizer(Protocol):
     """The tokenizer interface that datasets need."""
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Returns the number of token ids."""
 
     @property
-    def special_ids(self) -> frozenset[int]: ...
+    def special_ids(self) -> frozenset[int]:
+        """Returns the ids of special tokens, which random prompts leave out."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text without special tokens."""
 
-    def decode(self, ids: list[int]) -> str: ...
+    def decode(self, ids: list[int]) -> str:
+        """Returns the text of ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from sglang.tuning.served_attention import SERVED_CONTEXT
 
 COLD_BYTES = 512 << 20
 """Rotating buffers together exceed every cache."""
-MOST_COPIES, MOST_ROUTINGS = 64, 8
+MAX_COPIES, MAX_ROUTINGS = 64, 8
 RUN = 64  # tokens that lie next to each other in the cache
 
 
@@ -33,7 +33,7 @@ def calls_of(op: Op, arch: ArchTraits, device: str) -> list[Call] | None:
 
 
 def _copies(num_bytes: float) -> int:
-    return max(2, min(MOST_COPIES, int(COLD_BYTES // max(1.0, num_bytes)) + 1))
+    return max(2, min(MAX_COPIES, int(COLD_BYTES // max(1.0, num_bytes)) + 1))
 
 
 def _half(*shape: int, device: str) -> torch.Tensor:
@@ -86,8 +86,7 @@ def _experts(op: Experts, arch: ArchTraits, device: str) -> list[Call]:
     x = _half(op.tokens, op.hidden, device=device)
     weights = torch.full((op.tokens, op.top_k), 1.0 / op.top_k, device=device)
     routings = [
-        torch.rand((op.tokens, op.num_experts), device=device).topk(op.top_k).indices.int()
-        for _ in range(MOST_ROUTINGS)
+        torch.rand((op.tokens, op.num_experts), device=device).topk(op.top_k).indices.int() for _ in range(MAX_ROUTINGS)
     ]
     activation = GPT_OSS_SWIGLU if op.bias else SILU
 

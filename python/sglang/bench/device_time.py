@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 Call = Callable[[], object]
-LEAST_CALLS = 24
+MIN_CALLS = 24
 """The least number of calls in a graph, so that its own start does not count."""
 BUDGET_S = 0.1
 
@@ -20,7 +20,7 @@ def seconds_a_call(calls: Sequence[Call]) -> float:
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
-    repeats = max(1, LEAST_CALLS // len(calls))
+    repeats = max(1, MIN_CALLS // len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(repeats):

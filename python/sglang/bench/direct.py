@@ -33,9 +33,11 @@ class DirectRequest:
     node: Node | None = None
 
     def cache_keys(self, length: int) -> Keys:
+        """Returns the tokens themselves as keys, [length] int64."""
         return np.array(self.tokens[:length], np.int64)
 
     def matchable_len(self) -> int:
+        """Returns 0: no prefix is taken from the cache."""
         return 0
 
 
@@ -132,6 +134,7 @@ class DirectBatch:
         return StepInput(self.slots, lens, locs, table_update=self.kv.take_update())
 
     def close(self) -> None:
+        """Gives back the slots and cache of all requests."""
         for request, length in zip(self.requests, self.lens.tolist(), strict=True):
             self.runner.sampling_table.clear(request.slot)
             request.kv_len = length

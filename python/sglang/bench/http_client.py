@@ -45,6 +45,7 @@ class Endpoint:
         return Endpoint(url.hostname, port, tls, url.path.rstrip("/"), tuple(headers.items()))
 
     def head(self, method: str, path: str, body_length: int) -> bytes:
+        """Returns the head of an HTTP request."""
         lines = [
             f"{method} {self.path_prefix}{path} HTTP/1.1",
             f"Host: {self.host}:{self.port}",

@@ -35,6 +35,7 @@ class Value:
 
     @staticmethod
     def of(values: Sequence[float]) -> Value:
+        """Returns the median and range of repeated measurements."""
         return Value(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
@@ -53,6 +54,7 @@ class Curve:
     rows: tuple[tuple[dict[str, Any], ...], ...]  # the repetitions of each concurrency
 
     def values(self, number: str) -> list[Value]:
+        """Returns a number at each point of the curve."""
         return [Value.of([row["numbers"][number] for row in rows]) for rows in self.rows]
 
     def interactivity(self) -> list[Value]:
@@ -253,6 +255,7 @@ def print_pdf(page_path: Path, pdf: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the charts and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sglang bench report",
         description="Charts of what `sglang bench sweep` measured; several files are compared.",

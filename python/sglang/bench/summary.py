@@ -25,11 +25,13 @@ class Spread:
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Spread:
+        """Returns statistics in milliseconds of durations in seconds; zeros if there are none."""
         ms = np.asarray(seconds if len(seconds) else [0.0], np.float64) * 1e3
         p50, p90, p95, p99 = np.percentile(ms, [50, 90, 95, 99]).tolist()
         return Spread(float(ms.mean()), p50, float(ms.std()), p90, p95, p99, float(ms.max()))
 
     def as_dict(self, name: str) -> dict[str, float]:
+        """Returns the statistics with upstream's names, such as "p99_ttft_ms"."""
         values = {"mean": self.mean, "median": self.median, "std": self.std, "p90": self.p90, "p95": self.p95}
         values |= {"p99": self.p99, "max": self.max}
         return {f"{stat}_{name}_ms": value for stat, value in values.items()}
@@ -56,6 +58,7 @@ class Summary:
 
     @staticmethod
     def of(results: Sequence[RequestResult], duration: float) -> Summary:
+        """Returns the summary of all requests of a run. duration: seconds."""
         good = [r for r in results if r.success]
         return Summary(
             completed=len(good),
@@ -73,17 +76,21 @@ class Summary:
 
     @property
     def request_throughput(self) -> float:
+        """Returns requests a second."""
         return self.completed / self.duration
 
     @property
     def input_throughput(self) -> float:
+        """Returns prompt tokens a second."""
         return self.total_input_tokens / self.duration
 
     @property
     def output_throughput(self) -> float:
+        """Returns generated tokens a second."""
         return self.total_output_tokens / self.duration
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns all numbers with upstream's names."""
         return {
             "duration": self.duration,
             "completed": self.completed,
@@ -113,6 +120,7 @@ def row(name: str, value: object) -> str:
 
 
 def heading(title: str, fill: str = "-") -> str:
+    """Returns the title in the middle of a line of `fill`."""
     return f"{title:{fill}^{WIDTH}}"
 
 

@@ -91,6 +91,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def point_of(row: dict[str, Any]) -> Point:
+    """Returns the point that a row of a results file measured."""
     return Point(**row["point"])
 
 
@@ -214,6 +215,7 @@ def _lengths(text: str) -> list[tuple[int, int]]:
 
 
 def sweep_parser() -> argparse.ArgumentParser:
+    """Returns the parser of `sglang bench sweep`."""
     parser = argparse.ArgumentParser(
         prog="sglang bench sweep",
         description="Measure servers at every concurrency with every pair of lengths. Points of the results file are"
@@ -235,6 +237,7 @@ def sweep_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measures the points that the results file lacks and returns the exit status."""
     args = sweep_parser().parse_args(argv)
     try:
         known = {point_of(row).key for row in read_results(args.results)} if args.results.exists() else set()

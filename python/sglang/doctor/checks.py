@@ -17,11 +17,11 @@ from sglang.srt.hardware.products import ARCHS, NEEDS_TRITON, product_of_device_
 GIB = 1024**3
 ERROR, WARNING = "error", "warning"
 
-LEAST_DRIVER: Mapping[str, int] = {"sm_120": 570, "sm_121": 580, "sm_100": 570, "sm_103": 575}
+MIN_DRIVER: Mapping[str, int] = {"sm_120": 570, "sm_121": 580, "sm_100": 570, "sm_103": 575}
 """The first driver branch that serves an architecture (NVIDIA's CUDA release notes)."""
-LEAST_SHM = GIB
-LEAST_LOCKED = 64 * MIB
-LEAST_DISK = 20 * GIB
+MIN_SHM = GIB
+MIN_LOCKED = 64 * MIB
+MIN_DISK = 20 * GIB
 SLOW_COPY = 5e9
 """Bytes a second; PCIe 4 x8 moves 14e9, PCIe 5 x16 about 50e9."""
 BUSY_MEMORY = 0.03
@@ -54,6 +54,7 @@ Check = Callable[[Machine], Iterator[tuple[str, str, str, str]]]
 
 
 def driver_serves_cards(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields an error if nvidia-smi fails, or GPUs on the bus have no driver."""
     if machine.smi_problem:
         what = f"nvidia-smi fails: {machine.smi_problem.splitlines()[0]}"
         remedy = "reboot after a driver update; otherwise reinstall the driver, or give the container the GPUs"
@@ -65,17 +66,19 @@ def driver_serves_cards(machine: Machine) -> Iterator[tuple[str, str, str, str]]
 
 
 def driver_is_new_enough(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields an error for each architecture that the driver is too old for."""
     if machine.driver is None:
         return
     branch = int(machine.driver.split(".")[0])
     for arch in sorted({gpu.arch for gpu in machine.gpus if gpu.arch}):
-        least = LEAST_DRIVER.get(arch, 0)
-        if branch < least:
+        minimum = MIN_DRIVER.get(arch, 0)
+        if branch < minimum:
             what = f"driver {machine.driver} with an {arch} GPU"
-            yield ERROR, what, f"{arch} needs driver {least} or newer", f"install driver {least} or newer"
+            yield ERROR, what, f"{arch} needs driver {minimum} or newer", f"install driver {minimum} or newer"
 
 
 def driver_runs_torchs_cuda(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields an error if torch is built for a newer CUDA than the driver runs."""
     torch, newest = machine.torch, machine.driver_cuda
     if torch is None or torch.cuda is None or newest is None:
         return
@@ -85,6 +88,7 @@ def driver_runs_torchs_cuda(machine: Machine) -> Iterator[tuple[str, str, str, s
 
 
 def torch_sees_gpus(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields errors if torch cannot be imported, has no CUDA, or sees other GPUs than nvidia-smi."""
     torch = machine.torch
     if torch is None:
         if machine.torch_problem:
@@ -108,6 +112,7 @@ def torch_sees_gpus(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def torch_has_kernels(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields an error for each architecture without kernels in torch."""
     torch = machine.torch
     if torch is None or not torch.archs:
         return
@@ -121,6 +126,7 @@ def torch_has_kernels(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def ptxas_knows_cards(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields an error for each architecture that Triton's assembler does not know."""
     if machine.ptxas is None or machine.ptxas_archs is None:
         return
     for arch in sorted({gpu.arch for gpu in machine.gpus if gpu.arch}):
@@ -131,18 +137,20 @@ def ptxas_knows_cards(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def triton_knows_cards(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning for each feature of a card that needs a newer Triton."""
     if machine.triton is None:
         return
     major, minor = (int(part) for part in machine.triton.split(".")[:2])
     for arch in sorted({gpu.arch for gpu in machine.gpus if gpu.arch}):
-        for feature, least in NEEDS_TRITON.get(arch, {}).items():
-            if (major, minor) < least:
+        for feature, minimum in NEEDS_TRITON.get(arch, {}).items():
+            if (major, minor) < minimum:
                 what = f"Triton {machine.triton} has no {feature} for {arch}"
-                remedy = f"pip install 'triton>={least[0]}.{least[1]}'"
+                remedy = f"pip install 'triton>={minimum[0]}.{minimum[1]}'"
                 yield WARNING, what, "FP4 weights are widened to 16 bits, at half the speed or less", remedy
 
 
 def link_is_whole(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields warnings for PCIe links that are narrower or slower than their card."""
     for gpu in machine.gpus:
         name = f"GPU {gpu.index} ({gpu.bus_id})"
         if gpu.link_width and gpu.card_width and gpu.link_width < gpu.card_width:
@@ -156,6 +164,7 @@ def link_is_whole(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def copies_arrive(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields errors if copies between GPUs hang, fail or change data."""
     boot = "boot with iommu=pt or the IOMMU off, and switch ACS off (see the findings on them)"
     if machine.copy_problem:
         yield ERROR, machine.copy_problem, "NCCL would hang in the same way", f"{boot}; NCCL_P2P_DISABLE=1 until then"
@@ -170,6 +179,7 @@ def copies_arrive(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def peers_have_access(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields warnings for pairs of GPUs without peer access, or with slow copies."""
     without = [f"{copy.source}->{copy.target}" for copy in machine.copies if not copy.access]
     if without:
         what = f"no peer access between GPUs {', '.join(without)}"
@@ -183,6 +193,7 @@ def peers_have_access(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def iommu_is_out_of_the_way(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning if the IOMMU translates the traffic between GPUs."""
     translated = [gpu for gpu in machine.gpus if (gpu.iommu_type or "").startswith("DMA")]
     if translated and len(machine.gpus) > 1:
         what = f"the IOMMU translates what {_indices(translated)} send ({translated[0].iommu_type})"
@@ -191,6 +202,7 @@ def iommu_is_out_of_the_way(machine: Machine) -> Iterator[tuple[str, str, str, s
 
 
 def acs_is_off(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning if ACS redirects the traffic between GPUs."""
     bridges = sorted({bridge for gpu in machine.gpus for bridge in gpu.redirecting_bridges or ()})
     if bridges and len(machine.gpus) > 1:
         what = f"ACS redirects peer traffic at the PCI bridges {', '.join(bridges)}"
@@ -200,6 +212,7 @@ def acs_is_off(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def numa_is_known(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning if the NUMA node of a GPU is not known."""
     if len(machine.numa_nodes) < 2:
         return
     unplaced = [gpu for gpu in machine.gpus if gpu.numa_node == -1]
@@ -222,6 +235,7 @@ def numa_is_known(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def power_is_whole(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning for each GPU with a power limit below its default."""
     for gpu in machine.gpus:
         if gpu.power_limit and gpu.power_default and gpu.power_limit < 0.95 * gpu.power_default:
             what = f"GPU {gpu.index} is limited to {gpu.power_limit:.0f} W of its {gpu.power_default:.0f} W"
@@ -230,6 +244,7 @@ def power_is_whole(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def clocks_are_free(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields warnings for GPUs that are throttled or whose clock is limited."""
     for gpu in machine.gpus:
         if gpu.slowed_by:
             what = f"GPU {gpu.index} slows down: {', '.join(gpu.slowed_by)}"
@@ -241,6 +256,7 @@ def clocks_are_free(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def cards_are_alike(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning if GPUs differ in kind or in error correction."""
     names = sorted({gpu.name for gpu in machine.gpus})
     if len(names) > 1:
         what = f"GPUs of several kinds: {', '.join(names)}"
@@ -256,6 +272,7 @@ def cards_are_alike(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def cards_are_known(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields warnings for cards for which no kernels or tiles were verified."""
     for name, group in groupby(sorted(machine.gpus, key=lambda gpu: gpu.name), key=lambda gpu: gpu.name):
         arch = next(group).arch
         if arch is not None and arch not in ARCHS:
@@ -266,6 +283,7 @@ def cards_are_known(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def memory_is_sound(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields an error for each GPU with uncorrected memory errors."""
     for gpu in machine.gpus:
         if gpu.ecc_errors:
             what = f"GPU {gpu.index} has {gpu.ecc_errors:.0f} memory errors that were not corrected"
@@ -274,6 +292,7 @@ def memory_is_sound(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def memory_is_free(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning for each GPU whose memory others use."""
     for gpu in machine.gpus:
         if gpu.memory and gpu.memory_used and gpu.memory_used > BUSY_MEMORY * gpu.memory:
             what = f"GPU {gpu.index} has {gpu.memory_used / 1024:.1f} GiB in use"
@@ -281,6 +300,7 @@ def memory_is_free(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def cards_are_whole(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning if MIG divides a card."""
     divided = [gpu for gpu in machine.gpus if gpu.mig == "Enabled"]
     if divided:
         what = f"MIG is on for {_indices(divided)}"
@@ -288,7 +308,8 @@ def cards_are_whole(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
 
 
 def shared_memory_is_enough(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
-    if machine.shm is not None and machine.shm < LEAST_SHM:
+    """Yields a finding if /dev/shm is too small; an error if there are several GPUs."""
+    if machine.shm is not None and machine.shm < MIN_SHM:
         severity = ERROR if len(machine.gpus) > 1 else WARNING
         what = f"/dev/shm has {machine.shm // MIB} MiB"
         why = "NCCL's ranks exchange data through it: 'unhandled system error' or bus errors"
@@ -296,21 +317,24 @@ def shared_memory_is_enough(machine: Machine) -> Iterator[tuple[str, str, str, s
 
 
 def locked_memory_is_enough(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning if too little memory may be locked."""
     limit = machine.locked_memory
-    if machine.gpus and limit is not None and 0 <= limit < LEAST_LOCKED:
+    if machine.gpus and limit is not None and 0 <= limit < MIN_LOCKED:
         what = f"at most {limit // 1024:,} KiB of memory may be locked"
         why = "pinned buffers of NCCL and of copies to the GPU may be refused"
         yield WARNING, what, why, "ulimit -l unlimited; docker run --ulimit memlock=-1"
 
 
 def disk_is_free(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields a warning for each directory with little free disk space."""
     for path, size in machine.disk_free:
-        if size < LEAST_DISK:
+        if size < MIN_DISK:
             what = f"{path} has {size / GIB:.1f} GiB free"
             yield WARNING, what, "checkpoints and compiled kernels are stored there", "HF_HOME and SGLANG_CACHE_DIR"
 
 
 def variables_are_harmless(machine: Machine) -> Iterator[tuple[str, str, str, str]]:
+    """Yields warnings for environment variables that harm or have no effect here."""
     for name, (value, why) in HARMFUL.items():
         if value in machine.environ.get(name, ""):
             yield WARNING, f"{name}={machine.environ[name]}", why, f"unset {name}"

@@ -15,6 +15,7 @@ TIMED_BYTES = 128 << 20
 
 
 def say(row: dict[str, Any]) -> None:
+    """Prints a row for the parent process."""
     print(json.dumps(row), flush=True)
 
 
@@ -63,6 +64,7 @@ def copy(source: int, target: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Describes torch and its GPUs; with --copies also copies between all pairs of GPUs."""
     devices = describe_torch()
     pairs = [(i, j) for i in range(devices) for j in range(devices) if i != j] if "--copies" in sys.argv else []
     for source, target in pairs:

@@ -39,6 +39,7 @@ from sglang.srt.kernels.ledger_file import (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["serve"]:
         from sglang.ledger.checked_server import serve_checked
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
+    """Prints where lock files break a rule or differ from compiled kernels. Returns 1 if they do."""
     problems: list[str] = list(rules.rows_without_tile(Ledger.load()))
     for lock in args.lock:
         rows, table = read_lock(lock), variant_table(lock)
@@ -203,6 +205,7 @@ def _combined(lock: str, known: LedgerRows, fresh: LedgerRows) -> LedgerRows:
 
 
 def report(args: argparse.Namespace) -> int:
+    """Prints a summary of each lock file. Returns 0."""
     for lock in args.lock:
         rows, table = read_lock(lock), variant_table(lock)
         values = [(key, target, m) for key, row in rows.items() for target, m in row.by_target.items()]

@@ -96,6 +96,7 @@ class Coverage:
 
 @functools.cache
 def coverage(lock: str) -> Coverage:
+    """Returns the launches that a lock file covers."""
     return Coverage(variant_table(lock))
 
 

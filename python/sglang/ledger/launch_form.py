@@ -45,6 +45,7 @@ class Form:
 
 
 def kernel_name(fn: Any) -> str:
+    """Returns a kernel's name in forms: module and function."""
     return f"{fn.fn.__module__.rpartition('.')[2]}.{fn.fn.__name__}"
 
 

@@ -45,6 +45,7 @@ def variants_of(lock: str) -> Iterator[Variant]:
 
 
 def row_key(variant: Variant) -> RowKey:
+    """Returns the key of a variant's row in a lock file."""
     return variant.op, variant.key, tile_key(variant.tile)
 
 

@@ -133,6 +133,7 @@ ARCHS_WITH_TILES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_
 
 
 def spill_budget(lock: str, op: str, key: str) -> int:
+    """Returns how many bytes the rows of an op and key may spill."""
     accepted = (a.max_bytes for a in ACCEPTED_SPILLS if a.lock == lock and a.op == op and key.startswith(a.key))
     return max(accepted, default=SPILL_BUDGET)
 

@@ -72,9 +72,9 @@ class HostMemory:
     def __str__(self) -> str:
         nodes = self.machine.numa_nodes
         each = f", {self.node_bytes / GIB:,.2f} on each of {nodes} NUMA nodes" * (nodes > 1)
-        most = " at most (four times the GPU's cache, or half of what is free)" if self.at_most else ""
+        qualifier = " at most (four times the GPU's cache, or half of what is free)" if self.at_most else ""
         return (
             f"{self.gpu_bytes / GIB:,.2f} GiB for each GPU at its NUMA node, {self.machine_bytes / GIB:,.2f} of a"
-            f" machine{each}{most}: prefixes of {self.pools.sizes.tokens:,} tokens, copied"
+            f" machine{each}{qualifier}: prefixes of {self.pools.sizes.tokens:,} tokens, copied"
             f" {COPIED[self.pools.write_policy]}"
         )

@@ -61,6 +61,7 @@ class Layout:
 
     @property
     def gpus(self) -> int:
+        """Returns the number of GPUs of all replicas."""
         return self.gpus_each * self.servers
 
     def __str__(self) -> str:
@@ -180,8 +181,8 @@ class Survey:
         load; of those within 2% the fastest for one request. Compares predictions where the card was timed, else
         floors."""
         able = [p for p in self.prospects if p.max_requests > 0 and p.starts]
-        most = max((p.rating for p in able), default=0.0)
-        close = [p for p in able if p.rating >= most / CLEARLY]
+        maximum = max((p.rating for p in able), default=0.0)
+        close = [p for p in able if p.rating >= maximum / CLEARLY]
         return max(close, key=lambda p: p.one_request_per_second, default=None)
 
     def gains(self) -> Iterator[tuple[Prospect, Prospect]]:
@@ -237,11 +238,11 @@ def survey(
     return Survey(first, gpus, nodes, load, tuple(prospects), tuple(refused), tuple(tuned))
 
 
-def _layouts(gpus: int, most: int) -> Iterator[Layout]:
-    """Yields layouts with every number of GPUs a server, at most `most`: experts divided by their dims or whole, with
-    DCP, with DP attention; and one server of all GPUs in pipeline stages (for models that need the memory of all), with
-    DP attention too."""
-    for tp_size in range(1, min(gpus, most) + 1):
+def _layouts(gpus: int, maximum: int) -> Iterator[Layout]:
+    """Yields layouts with every number of GPUs a server, at most `maximum`: experts divided by their dims or whole,
+    with DCP, with DP attention; and one server of all GPUs in pipeline stages (for models that need the memory of all),
+    with DP attention too."""
+    for tp_size in range(1, min(gpus, maximum) + 1):
         yield Layout(tp_size, gpus // tp_size)
         if tp_size > 1:
             yield Layout(tp_size, gpus // tp_size, tp_size)
@@ -249,7 +250,7 @@ def _layouts(gpus: int, most: int) -> Iterator[Layout]:
             if gpus % tp_size == 0:
                 yield Layout(tp_size, gpus // tp_size, attn_dp_size=tp_size)
                 yield Layout(tp_size, gpus // tp_size, tp_size, attn_dp_size=tp_size)
-        if gpus % tp_size == 0 and tp_size < gpus <= most:
+        if gpus % tp_size == 0 and tp_size < gpus <= maximum:
             yield Layout(tp_size, 1, pp_size=gpus // tp_size)
             if tp_size > 1:
                 yield Layout(tp_size, 1, pp_size=gpus // tp_size, attn_dp_size=tp_size)
@@ -284,8 +285,8 @@ def _prospect(
     choices = {outcome.need.key: outcome for outcome in explained.outcomes if isinstance(outcome, Choice)}
     floors = StepFloors(model, parallel, explained.arch, choices, layout.crosses_machines)
     groups = layout.attn_dp_size  # the plan's sizes are those of one group
-    most = groups * requests_that_fit(plan, load.length)
-    each = max(1, min(-(-load.concurrency // layout.servers), most))
+    maximum = groups * requests_that_fit(plan, load.length)
+    each = max(1, min(-(-load.concurrency // layout.servers), maximum))
     a_step = -(-each // layout.pp_size)  # pipeline stages compute different microbatches of requests at the same time
     memory, cost = plan["memory"], cache_cost(explained.groups)
     return Prospect(
@@ -293,7 +294,7 @@ def _prospect(
         weights=memory["weights"],
         cache=memory["kv_cache"] + memory["windows"] + memory["states"],
         tokens=groups * plan["max_total_num_tokens"],
-        max_requests=most * layout.servers,
+        max_requests=maximum * layout.servers,
         one=floors.decode(1, load.length),
         loaded=floors.decode(a_step, load.length),
         requests_per_server=each,
@@ -322,14 +323,14 @@ def requests_that_fit(plan: dict[str, Any], length: int) -> int:
 
 def check_counts(gpus: int, load: Load, nodes: int = 1, arch: ArchTraits | None = None) -> None:
     """Raises UserError for numbers out of range, or GPUs that the machines do not divide or cannot hold."""
-    for flag, value, most in (
+    for flag, value, maximum in (
         ("--gpus", gpus, 1024),
         ("--nodes", nodes, 1024),
         ("--length", load.length, 1 << 24),
         ("--concurrency", load.concurrency, 1 << 20),
     ):
-        if not 1 <= value <= most:
-            raise UserError(f"{flag} must be from 1 to {most:,}; got {value:,}.")
+        if not 1 <= value <= maximum:
+            raise UserError(f"{flag} must be from 1 to {maximum:,}; got {value:,}.")
     if gpus % nodes:
         raise UserError(f"--nodes {nodes} does not divide --gpus {gpus}: every machine has as many.")
     if arch is not None and nodes > 1 and 0 < arch.gpus_per_machine < gpus // nodes:

@@ -19,7 +19,7 @@ from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.reference import E2M1_MAX, E4M3_MAX, Quantized, dequantize, quantize
-from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint, some
+from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint, format_names
 
 InputScales = Callable[[Collection[str]], Mapping[str, float]]
 """A function that returns, of the modules with the given names, the input_scale of those that have one."""
@@ -40,6 +40,7 @@ class Selection:
     ignore: tuple[str, ...] = ()
 
     def takes(self, module: str) -> bool:
+        """Returns whether the module with this name is quantized."""
         return _matches(module, self.include) and not _matches(module, (*NEVER, *self.ignore))
 
 
@@ -92,7 +93,7 @@ def export(
     scales = input_scales(report.quantized) if form.static_input and input_scales is not None else {}
     report.unmeasured = [module for module in report.quantized if form.static_input and module not in scales]
     if report.unmeasured and not form.scheme.global_scale:
-        raise UserError(f"static activations: no scale was measured of {some(set(report.unmeasured))}")
+        raise UserError(f"static activations: no scale was measured of {format_names(set(report.unmeasured))}")
     factors = _shared_factors(checkpoint, chosen) if form.scheme.global_scale else {}
     out.mkdir(parents=True, exist_ok=True)
     writer = _ShardWriter(out, shard_bytes)

@@ -49,6 +49,7 @@ def option(default: Any, group: str, help: str, *aliases: str, **extra: Any) -> 
 
 
 def flag(name: str) -> str:
+    """Returns the flag of a ServerArgs field: "tp_size" -> "--tp-size"."""
     return "--" + name.replace("_", "-")
 
 
@@ -199,6 +200,7 @@ class OptionTable:
         self.meanings.update(self.names)
 
     def spec(self, name: str) -> Option:
+        """Returns the option of a field by the field's name."""
         result: Option = self.fields[name][1].metadata["option"]
         return result
 
@@ -300,7 +302,7 @@ def _help_text(spec: Option, default: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class TypedOption:
     """An option as it was typed: `--spelling`, `--spelling=attached`, and the words up to the next option."""
 
     spelling: str
@@ -317,13 +319,13 @@ class Word:
 _OPTION = re.compile(r"--[A-Za-z]")
 
 
-def _split_words(argv: Sequence[str]) -> tuple[list[str], list[Word]]:
+def _split_words(argv: Sequence[str]) -> tuple[list[str], list[TypedOption]]:
     """The words before the first option, and the options."""
     starts = [i for i, word in enumerate(argv) if _OPTION.match(word)]
     options = []
     for start, end in itertools.pairwise([*starts, len(argv)]):
         spelling, equals, attached = argv[start].partition("=")
-        options.append(Word(spelling, attached if equals else None, tuple(argv[start + 1 : end])))
+        options.append(TypedOption(spelling, attached if equals else None, tuple(argv[start + 1 : end])))
     return list(argv[: starts[0] if starts else len(argv)]), options
 
 
@@ -352,7 +354,7 @@ def parse_argv(table: OptionTable, argv: Sequence[str], prog: str, problems: Pro
     return from_file | coerce_values(table, values, problems)
 
 
-def _take_option(table: OptionTable, word: Word, values: dict[str, Any], problems: Problems) -> list[str]:
+def _take_option(table: OptionTable, word: TypedOption, values: dict[str, Any], problems: Problems) -> list[str]:
     """Puts the option's raw value into `values`; returns the words that belong to nothing."""
     try:
         name, meaning = table.find(word.spelling)
@@ -361,11 +363,11 @@ def _take_option(table: OptionTable, word: Word, values: dict[str, Any], problem
         return []
     if isinstance(meaning, compat.NotImplementedFlag):
         given, _ = word.split(ANY_NUMBER)
-        if not given or not all(meaning.asks_for_nothing(value) for value in given):
+        if not given or not all(meaning.is_off(value) for value in given):
             problems.refuse(name, meaning.reason)
         return []
     if isinstance(meaning, compat.NoEffect):
-        _say_no_effect(name, meaning)
+        _warn_no_effect(name, meaning)
         return word.split(meaning.max_values)[1]
     limit = table.max_values(meaning)
     given, strays = word.split(limit)
@@ -380,7 +382,7 @@ def _take_option(table: OptionTable, word: Word, values: dict[str, Any], problem
     return strays
 
 
-def _say_no_effect(name: str, meaning: compat.NoEffect) -> None:
+def _warn_no_effect(name: str, meaning: compat.NoEffect) -> None:
     warn_once(f"{name} has no effect in sm120-sglang: {meaning.reason}.")
 
 
@@ -406,10 +408,10 @@ def resolve_keywords(table: OptionTable, values: Mapping[str, Any], problems: Pr
             problems.add(str(error))
             continue
         if isinstance(meaning, compat.NotImplementedFlag):
-            if not meaning.asks_for_nothing(value):
+            if not meaning.is_off(value):
                 problems.refuse(name, meaning.reason)
         elif isinstance(meaning, compat.NoEffect):
-            _say_no_effect(name, meaning)
+            _warn_no_effect(name, meaning)
         elif meaning in fields:
             problems.add(f"{key} sets {flag(meaning)} a second time; keep one of the two spellings.", meaning)
         else:

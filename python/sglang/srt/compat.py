@@ -253,7 +253,7 @@ class NotImplementedFlag:
     harmless: frozenset[str]
     """Values that ask for nothing: such a flag is accepted."""
 
-    def asks_for_nothing(self, value: Any) -> bool:
+    def is_off(self, value: Any) -> bool:
         """Returns whether the value leaves the feature off. Values from Python and YAML count too: None and False do
         so."""
         return value is None or value is False or str(value) in self.harmless

@@ -22,6 +22,7 @@ class Problems:
         self._refused: dict[str, list[str]] = {}
 
     def add(self, text: str, *fields: str) -> None:
+        """Adds a problem with the names of the fields that cause it."""
         self._texts.append(self.where + text)
         self.fields.update(fields)
 
@@ -32,10 +33,12 @@ class Problems:
             names.append(what)
 
     def extend(self, other: Problems) -> None:
+        """Adds all problems of another list."""
         self._texts += other.texts()
         self.fields |= other.fields
 
     def texts(self) -> list[str]:
+        """Returns the texts in the order in which they were added."""
         refusals = (
             f"{self.where}{', '.join(names)} {'is' if len(names) == 1 else 'are'} not implemented in sm120-sglang"
             f" {__version__}: {reason}."

@@ -21,7 +21,7 @@ from sglang.srt.cli_args import OptionTable, coerce_values, option, parse_argv, 
 from sglang.srt.configs.load_balance import BALANCE_METHODS
 from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.configs.quantization import SPELLINGS
-from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MOST_DRAFT_TOKENS, NEXTN, UNQUANTIZED
+from sglang.srt.configs.speculative import ALGORITHMS, LONGEST_SUFFIX, MAX_DRAFT_TOKENS, NEXTN, UNQUANTIZED
 from sglang.srt.configs.storage_backend import BACKENDS, OTHER_BACKENDS, PREFETCH_POLICIES
 from sglang.srt.errors import Problems
 from sglang.srt.flag_checks import contradictions
@@ -283,7 +283,7 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         SPECULATION,
         "Draft tokens of each request in a step; chosen by load and acceptance if not given.",
         minimum=1,
-        maximum=MOST_DRAFT_TOKENS - 1,
+        maximum=MAX_DRAFT_TOKENS - 1,
     )
     speculative_eagle_topk: int | None = option(
         None, SPECULATION, "Branches of a tree of draft tokens; a chain of its depth is verified.", minimum=1
@@ -293,21 +293,21 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         SPECULATION,
         "Tokens of each request in a step: its draft tokens and the token sampled last.",
         minimum=2,
-        maximum=MOST_DRAFT_TOKENS,
+        maximum=MAX_DRAFT_TOKENS,
     )
     speculative_dflash_block_size: int | None = option(
         None,
         SPECULATION,
         "For DFLASH, another name of that; as the draft was trained if not given.",
         minimum=2,
-        maximum=MOST_DRAFT_TOKENS,
+        maximum=MAX_DRAFT_TOKENS,
     )
     speculative_dspark_block_size: int | None = option(
         None,
         SPECULATION,
         "For DSPARK, draft tokens of each request in a step; as the draft was trained if not given.",
         minimum=1,
-        maximum=MOST_DRAFT_TOKENS - 1,
+        maximum=MAX_DRAFT_TOKENS - 1,
     )
     speculative_adaptive: bool = option(
         False, SPECULATION, "Choose by load and acceptance among no draft tokens and those that the flags allow."

@@ -42,10 +42,12 @@ class Keys:
 
     @property
     def cache_bytes(self) -> int:
+        """Returns the bytes that are read from the cache."""
         return self.batch * self.kv_heads * self.context * self.row * self.item
 
     @property
     def group(self) -> int:
+        """Returns the query heads of a KV head."""
         return self.heads // self.kv_heads
 
 
@@ -129,8 +131,8 @@ def waves_of(waves: float) -> float:
 
 def largest(*times: float) -> float:
     """Returns a smooth maximum, which is larger where two times are close."""
-    most = max(times)
-    return most * math.pow(math.fsum(math.pow(time / most, _SHARPNESS) for time in times), 1.0 / _SHARPNESS)
+    maximum = max(times)
+    return maximum * math.pow(math.fsum(math.pow(time / maximum, _SHARPNESS) for time in times), 1.0 / _SHARPNESS)
 
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
@@ -159,6 +161,7 @@ class Prompt:
 
     @property
     def operations(self) -> float:
+        """Returns the floating-point operations of a head."""
         return 2.0 * self.pairs * (self.head_dim + self.v_head_dim)
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Tile, TileRecord
-from sglang.tuning.instructions import Widening
+from sglang.tuning.instructions import DequantizeCost
 from sglang.tuning.rates import CEILINGS, RATES, Rates, ceilings_of, rates_of
 
 REGISTERS_PER_SM = 65536
@@ -97,7 +97,7 @@ _SHARPNESS = 4.0
 class GroupedProduct:
     """One of the two products: `columns` of the result, `depth` summed over; bytes are those of one element.
 
-    `width`: rows of weights for one column (2: gate and up). `widening`: weights are dequantized in registers.
+    `width`: rows of weights for one column (2: gate and up). `dequantize_cost`: weights are dequantized in registers.
     `scaled_every`: columns of depth that share a scale, which is applied to partial sums; 0 for none.
     """
 
@@ -109,7 +109,7 @@ class GroupedProduct:
     x_bytes: float
     w_bytes: float
     out_bytes: float
-    widening: Widening | None = None
+    dequantize_cost: DequantizeCost | None = None
     scaled_every: int = 0
     gathers_tokens: bool = True  # reads x by token; otherwise by pair
 
@@ -277,12 +277,12 @@ class _Launch:
 
     def _widening_instructions(self) -> float:
         """Returns the number of instructions that dequantize a weight, over all warps that do it."""
-        widening, tile = self.product.widening, self.tile
-        if widening is None:
+        dequantize_cost, tile = self.product.dequantize_cost, self.tile
+        if dequantize_cost is None:
             return 0.0
         sizes = (self.product.width, tile["BLOCK_M"], tile["BLOCK_N"], tile["num_warps"])
-        counted = widening.counted.get(sizes)
-        return self._copies() * widening.each if counted is None else counted
+        counted = dequantize_cost.counted.get(sizes)
+        return self._copies() * dequantize_cost.each if counted is None else counted
 
     def _copies(self) -> int:
         """Returns the number of warps that hold and dequantize the same weights.
@@ -331,5 +331,5 @@ class _Launch:
 
 
 def _largest(*times: float) -> float:
-    most = max(times)
-    return most * math.pow(math.fsum(math.pow(time / most, _SHARPNESS) for time in times), 1 / _SHARPNESS)
+    maximum = max(times)
+    return maximum * math.pow(math.fsum(math.pow(time / maximum, _SHARPNESS) for time in times), 1 / _SHARPNESS)

@@ -51,6 +51,7 @@ class DraftedStep:
         return self.seconds / self.plain.seconds
 
     def tokens_per_second(self, accept_length: float) -> float:
+        """Returns generated tokens a second. accept_length: tokens of a request and step."""
         return self.step.batch * accept_length / self.seconds
 
 

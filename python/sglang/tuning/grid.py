@@ -29,6 +29,7 @@ class Grid:
 
     @staticmethod
     def from_json(table: Mapping[str, Any]) -> Grid:
+        """Returns the grid of a table. Raises ValueError if the number of times does not fit the axes."""
         axes = tuple(tuple(axis) for axis in table["axes"].values())
         codes = decoded(table["codes"])
         if len(codes) != math.prod(map(len, axes)):
@@ -73,6 +74,7 @@ def _place(axis: Sequence[int], size: float) -> tuple[int, float]:
 
 
 def code_of(microseconds: float) -> int:
+    """Returns the code of a time, on a logarithmic scale."""
     return min(_TOP, max(0, round(STEPS * math.log2(microseconds))))
 
 

@@ -21,7 +21,7 @@ OTHER = 4.4
 
 
 @dataclass(frozen=True, slots=True)
-class Widening:
+class DequantizeCost:
     """Instructions to dequantize a weight. `each`: in one warp. `counted`: over all warps that do it, for some
     tiles."""
 
@@ -52,13 +52,13 @@ def _form(scheme: str, unit: str) -> str:
 
 
 @functools.cache
-def widening(scheme: str, unit: str, to_half: bool = True) -> Widening:
+def dequantize_cost(scheme: str, unit: str, to_half: bool = True) -> DequantizeCost:
     """Returns the instructions of dequantizing. `unit`: "wgmma" or "mma". `to_half`: to 16 bits; otherwise to e4m3."""
     counts = _counts()["tiles"].get(_form(scheme, unit if to_half else "e4m3"))
     if counts is None:
-        return Widening(OTHER, {})
+        return DequantizeCost(OTHER, {})
     by_tile = {_sizes(key): count for key, count in counts.items()}
-    return Widening(by_tile[FIRST], by_tile)
+    return DequantizeCost(by_tile[FIRST], by_tile)
 
 
 def mixed(block_m: int) -> float:
@@ -78,8 +78,8 @@ def pair_instructions(dims: tuple[int, int], arch_name: str) -> float:
     larger one."""
     counts = _counts()["prompts"]["sm_90" if arch_name == "sm_90" else "sm_120"]
     by_width = sorted((sum(map(int, key.split("x"))), count) for key, count in counts.items())
-    widest, most = by_width[-1]
-    return next((count for width, count in by_width if width >= sum(dims)), most * sum(dims) / widest)
+    widest, maximum = by_width[-1]
+    return next((count for width, count in by_width if width >= sum(dims)), maximum * sum(dims) / widest)
 
 
 def _stream_form(scheme: str | None) -> str:

@@ -18,6 +18,7 @@ SAME_CARD = {"rtx-pro-6000-workstation": "rtx-pro-6000-server"}
 
 
 def table_path(product: str) -> Path:
+    """Returns the path of a product's measured times."""
     return TABLES / f"{product}.json"
 
 
@@ -31,4 +32,5 @@ def measured_times(product: str | None) -> Mapping[str, Grid]:
 
 
 def tables_of(arch: ArchTraits) -> Mapping[str, Grid]:
+    """Returns the measured times of an architecture's product; empty if there are none."""
     return measured_times(arch.product)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
 from sglang.tuning.cost_model import GroupedProduct
-from sglang.tuning.instructions import Widening, mixed
+from sglang.tuning.instructions import DequantizeCost, mixed
 from sglang.tuning.search_space import MoeShape, grouped_product
 
 WARPS, GROUP_M = 8, 8
@@ -29,6 +29,7 @@ RECORDS: Mapping[tuple[str, int], TileRecord] = {
 
 
 def mixed_tile(shape: MoeShape, kind: str, block_m: int) -> GroupedTile:
+    """Returns the tile of sgl-kernel's mixed product with blocks of `block_m` pairs."""
     rows, stages = WEIGHT_ROWS[block_m]
     return tile(block_m, rows // shape.width(kind), 128, GROUP_M, WARPS, stages)
 
@@ -39,4 +40,4 @@ def mixed_product(shape: MoeShape, kind: str, block_m: int) -> GroupedProduct:
     choice, each = mixed_tile(shape, kind, block_m), mixed(block_m)
     sizes = (shape.width(kind), block_m, choice["BLOCK_N"], WARPS)
     product = grouped_product(shape, kind, RECORDS[kind, block_m])
-    return replace(product, widening=Widening(each, {sizes: each}))
+    return replace(product, dequantize_cost=DequantizeCost(each, {sizes: each}))

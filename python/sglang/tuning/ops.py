@@ -29,7 +29,8 @@ class Op(Protocol):
         """Returns the bytes that must come from or go to memory."""
 
     @property
-    def operations(self) -> float: ...
+    def operations(self) -> float:
+        """Returns the floating-point operations."""
 
     @property
     def operand(self) -> str:
@@ -100,6 +101,7 @@ class Experts:
 
     @property
     def matrices(self) -> int:
+        """Returns the matrices of an expert."""
         return 3 if self.gate else 2
 
     @property
@@ -438,7 +440,7 @@ def parse_shape(text: str) -> Op:
             known = ", ".join("kv=bf16|fp8" if f == "item" else f for f in fields)
             raise UserError(
                 f"--shape {text!r}: {pair!r} is no size of {name}; it has {known},"
-                f" each as name=number of at most {MOST:,}."
+                f" each as name=number of at most {MAX_SIZE:,}."
             )
     if "v_head_dim" in fields and "head_dim" in values:
         values.setdefault("v_head_dim", values["head_dim"])
@@ -457,7 +459,7 @@ SWITCHES = ("bias", "gate", "latent", "sgl_kernel")
 WITHOUT_GATE = frozenset({(512, 22), (128, 6)})
 """Numbers of experts and top-k of which every published model, Nemotron 3's, has experts without a gate: what `gate` is
 of a shape that does not say it."""
-MOST = 1 << 24
+MAX_SIZE = 1 << 24
 """The limit of any size but bytes: the models count programs one by one."""
 
 
@@ -465,7 +467,7 @@ def _is_size(key: str, value: str) -> bool:
     decimal = value.isascii() and value.isdecimal() and len(value) <= 12
     if key in SWITCHES:
         return value in ("0", "1")
-    return decimal and (key == "size" or int(value) <= MOST)
+    return decimal and (key == "size" or int(value) <= MAX_SIZE)
 
 
 def _made(name: str, values: Mapping[str, object]) -> Op:

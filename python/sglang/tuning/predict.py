@@ -83,9 +83,9 @@ def best_pair(point: Point, kept: Mapping[str, Kept], palette: Palette | None = 
     return TilePair(by_key[0][keys[0]], by_key[1][keys[1]])
 
 
-def small_palette(points: Iterable[Point], most: int, tolerance: float = 0.001) -> Palette:
-    """Returns at most `most` tiles (an even number or one less) that together serve the points nearly as well as all of
-    them.
+def small_palette(points: Iterable[Point], maximum: int, tolerance: float = 0.001) -> Palette:
+    """Returns at most `maximum` tiles (an even number or one less) that together serve the points nearly as well as all
+    of them.
 
     Greedy: the tile, or the pair of tiles of one BLOCK_M, that lowers the mean loss most; until it is below
     `tolerance`. Every tile of a palette is one more to compile and to verify.
@@ -93,9 +93,9 @@ def small_palette(points: Iterable[Point], most: int, tolerance: float = 0.001) 
     points = list(points)
     ideal = [p.best()[0] for p in points]
     chosen: Palette = frozenset()
-    while len(chosen) < most:
+    while len(chosen) < maximum:
         loss, addition = min(
-            ((_loss(points, ideal, chosen | extra), sorted(extra)) for extra in _additions(points, chosen, most)),
+            ((_loss(points, ideal, chosen | extra), sorted(extra)) for extra in _additions(points, chosen, maximum)),
             default=(math.inf, []),
         )
         if not addition or (chosen and loss >= _loss(points, ideal, chosen) - 1e-6):
@@ -106,9 +106,9 @@ def small_palette(points: Iterable[Point], most: int, tolerance: float = 0.001) 
     return chosen
 
 
-def _additions(points: Sequence[Point], chosen: Palette, most: int) -> set[Palette]:
+def _additions(points: Sequence[Point], chosen: Palette, maximum: int) -> set[Palette]:
     """Returns the tiles that may be added: the best ones of some point, alone or in pairs."""
-    room = most - len(chosen)
+    room = maximum - len(chosen)
     palettes: set[Palette] = set()
     for p in points:
         for block_m in {m for _, m in p.times}:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
-from sglang.srt.kernels.conditions import FEW_LEAST_K, FEW_MULTIPLE, SKINNY_LEAST_N, SKINNY_MOST_ROWS
+from sglang.srt.kernels.conditions import FEW_MIN_K, FEW_MULTIPLE, SKINNY_MAX_ROWS, SKINNY_MIN_N
 from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
@@ -49,7 +49,7 @@ from sglang.tuning.ops import (
     parts_of,
 )
 from sglang.tuning.rates import UNMEASURED, ceilings_of, rates_of
-from sglang.tuning.search_space import KINDS, MoeShape, grouped_product, in_half, widening_of
+from sglang.tuning.search_space import KINDS, MoeShape, dequantize_cost_of, grouped_product, multiplies_in_16_bits
 from sglang.tuning.served_attention import (
     READING,
     SCAN,
@@ -134,7 +134,7 @@ def _linear(op: Linear, arch: ArchTraits) -> Predicted:
     product = _as_grouped(op, splits, record)
     shared = estimate_blocks(product, op.tokens, tile, record, arch, float(splits), float(blocks * splits))
     assert shared is not None, "the ledger holds no tile that does not fit"
-    quantized = SCHEMES[op.scheme].activation is not None and not in_half(record)
+    quantized = SCHEMES[op.scheme].activation is not None and not multiplies_in_16_bits(record)
     quantizing = LAUNCH + op.tokens * op.cols * 3 / _side_rate(arch) if quantized else 0.0
     if kind == "planes" and "wgmma" in arch.features:  # waits between planes are not counted
         return Predicted(shared.total, 0.6, "cost model of experts, one expert, widened plane by plane")
@@ -161,11 +161,12 @@ ms with one row, 5.59 with 4 and 5.74 with 16 (benchmark/results/experts.md#prod
 
 def _skinny(op: Linear) -> bool:
     """Returns whether `skinny_gemm` computes it, whose programs share reads of rows of weights and of x."""
-    few = 1 < op.tokens <= SKINNY_MOST_ROWS and op.rows >= SKINNY_LEAST_N
-    return few and op.cols >= FEW_LEAST_K and op.cols % FEW_MULTIPLE == 0
+    few = 1 < op.tokens <= SKINNY_MAX_ROWS and op.rows >= SKINNY_MIN_N
+    return few and op.cols >= FEW_MIN_K and op.cols % FEW_MULTIPLE == 0
 
 
 def kind_of(scheme: str, arch: ArchTraits) -> str:
+    """Returns the kind of product with which an architecture multiplies a scheme."""
     return product_of(SCHEMES[scheme], arch.features).kind
 
 
@@ -217,7 +218,7 @@ def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
     """Treats parts of K as experts that every token chooses."""
     assert op.scheme is not None
     scheme = SCHEMES[op.scheme]
-    dequantized = in_half(record)
+    dequantized = multiplies_in_16_bits(record)
     return GroupedProduct(
         num_experts=splits,
         top_k=splits,
@@ -227,7 +228,7 @@ def _as_grouped(op: Linear, splits: int, record: TileRecord) -> GroupedProduct:
         x_bytes=2.0 if dequantized else 0.5625 if scheme.activation == "nvfp4" else 1.0,
         w_bytes=scheme.bytes_per_weight(),
         out_bytes=8.0 if splits > 1 else 2.0,
-        widening=widening_of(op.scheme, record),
+        dequantize_cost=dequantize_cost_of(op.scheme, record),
         scaled_every=128 if op.scheme == "fp8_block" else 0,
     )
 

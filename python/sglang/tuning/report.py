@@ -37,6 +37,7 @@ def data_sheet_lines(arch: ArchTraits) -> Iterator[str]:
 
 
 def steps_of(context: int = CONTEXT) -> tuple[Step, ...]:
+    """Returns the steps that a report times: decoding at each batch size, and a prompt."""
     return (*(decode_step(batch, context) for batch in BATCHES), prefill_step(PREFILL))
 
 

@@ -16,7 +16,7 @@ from sglang.srt.kernels.spec import TileRecord
 from sglang.srt.layers.moe.fused_moe_triton.capacity import CostOf, ProductTile
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile
 from sglang.tuning.cost_model import GroupedProduct
-from sglang.tuning.instructions import Widening, widening
+from sglang.tuning.instructions import DequantizeCost, dequantize_cost
 
 KINDS = ("gate_up", "down")
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 8192)
@@ -58,12 +58,15 @@ class MoeShape:
         return 2 if kind == "gate_up" and self.gate else 1
 
     def depth(self, kind: str) -> int:
+        """Returns the dims that a product sums over. kind: "gate_up" or "down"."""
         return self.hidden if kind == "gate_up" else self.intermediate
 
     def columns(self, kind: str) -> int:
+        """Returns the outputs of a product. kind: "gate_up" or "down"."""
         return self.intermediate if kind == "gate_up" else self.hidden
 
     def product_tile(self, kind: str, choice: GroupedTile) -> ProductTile:
+        """Returns a product of this shape with the tile."""
         return ProductTile(kind, self.scheme, self.hidden, self.intermediate, choice, self.bias)
 
     def __str__(self) -> str:
@@ -107,9 +110,9 @@ def why_not(shape: MoeShape, kind: str, choice: GroupedTile, arch: ArchTraits) -
         return f"scales: BLOCK_K {k} spans several blocks of 128"
     if widens(shape.scheme, arch) and k != STRIP and (k != 2 * STRIP or m > FEW_ROWS):
         return f"no effect: widened weights are read in strips of {STRIP} columns, not BLOCK_K {k}"
-    least = least_shared_bytes(shape.scheme, kind, choice)
-    if least > arch.smem_per_block:
-        return f"too much shared memory: at least {least:,} B, {arch.name} has {arch.smem_per_block:,} B"
+    minimum = min_shared_bytes(shape.scheme, kind, choice)
+    if minimum > arch.smem_per_block:
+        return f"too much shared memory: at least {minimum:,} B, {arch.name} has {arch.smem_per_block:,} B"
     return None
 
 
@@ -121,7 +124,7 @@ def widens(scheme: str | None, arch: ArchTraits) -> bool:
     return SCHEMES[scheme].activation is None or "block_scaled_mma" not in arch.features
 
 
-def least_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> int:
+def min_shared_bytes(scheme: str | None, kind: str, choice: GroupedTile) -> int:
     """Returns a lower bound: the pipeline holds the weights of all stages but the one being multiplied."""
     width = 2 if kind == "gate_up" else 1
     bits = SCHEMES[scheme].bits if scheme else 16
@@ -136,8 +139,7 @@ def deepest_stages(scheme: str | None, kind: str, choice: GroupedTile, arch: Arc
     scheme_of = SCHEMES[scheme] if scheme else None
     x_bits = 16 if scheme_of is None or scheme_of.activation is None else 8
     one = (
-        least_shared_bytes(scheme, kind, choice | {"num_stages": 2})
-        + choice["BLOCK_M"] * choice["BLOCK_K"] * x_bits // 8
+        min_shared_bytes(scheme, kind, choice | {"num_stages": 2}) + choice["BLOCK_M"] * choice["BLOCK_K"] * x_bits // 8
     )
     shared_by = (1, 2, 4) if widens(scheme, arch) and choice["BLOCK_K"] > STRIP else (1, 2)
     return {min(4, 1 + max(1, arch.smem_per_block // programs // one)) for programs in shared_by}
@@ -171,18 +173,20 @@ def unfit(record: TileRecord | str, arch: ArchTraits) -> str | None:
     return None
 
 
-def widening_of(scheme: str | None, record: TileRecord) -> Widening | None:
+def dequantize_cost_of(scheme: str | None, record: TileRecord) -> DequantizeCost | None:
     """Returns how a product dequantizes its weights, judged by the instructions of the compiled tile; None if it
     multiplies them as they are."""
     if scheme is None:
         return None
-    dequantized = in_half(record)
+    dequantized = multiplies_in_16_bits(record)
     if not dequantized and (SCHEMES[scheme].element != "e2m1" or not any("mxf8f6f4" in name for name in record.mma)):
         return None
-    return widening(scheme, "wgmma" if any(name.startswith("wgmma") for name in record.mma) else "mma", dequantized)
+    return dequantize_cost(
+        scheme, "wgmma" if any(name.startswith("wgmma") for name in record.mma) else "mma", dequantized
+    )
 
 
-def in_half(record: TileRecord) -> bool:
+def multiplies_in_16_bits(record: TileRecord) -> bool:
     """Returns whether a tile multiplies in 16 bits."""
     return all(name.split()[-1] in ("bf16", "f16") for name in record.mma)
 
@@ -190,7 +194,7 @@ def in_half(record: TileRecord) -> bool:
 def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedProduct:
     """Returns the shape of a product for the cost model."""
     scheme = SCHEMES[shape.scheme] if shape.scheme else None
-    dequantized = scheme is not None and in_half(record)
+    dequantized = scheme is not None and multiplies_in_16_bits(record)
     if scheme is None or dequantized:
         x_bytes = 2.0
     else:
@@ -204,7 +208,7 @@ def grouped_product(shape: MoeShape, kind: str, record: TileRecord) -> GroupedPr
         x_bytes=x_bytes,
         w_bytes=scheme.bytes_per_weight() if scheme else 2.0,
         out_bytes=2.0,
-        widening=widening_of(shape.scheme, record),
+        dequantize_cost=dequantize_cost_of(shape.scheme, record),
         scaled_every=128 if shape.scheme == "fp8_block" else 0,
         gathers_tokens=kind == "gate_up",
     )

@@ -93,6 +93,7 @@ def shared_times(arch: ArchTraits) -> DecodeShared:
 
 
 def carried_step_times(keys: Keys, tile: Mapping[str, int], arch: ArchTraits = CARD) -> StepTimes:
+    """Returns the times of a step over a tile of keys, carried over from the card that was measured."""
     elements = tile["BLOCK_N"] * keys.row
     on_their_way = max(1, tile["num_stages"] - 1)
     operations = 2.0 * max(16, tile["BLOCK_H"]) * tile["BLOCK_N"] * (keys.head_dim + keys.v_head_dim)
@@ -124,6 +125,7 @@ READING = Reading()
 
 
 def reading_seconds_of(keys: Keys, pieces: Pieces, tile: Mapping[str, int], arch: ArchTraits, times: Reading) -> float:
+    """Returns the seconds of decoding attention over the keys, in these pieces."""
     sharing = min(float(pieces.occupancy), max(1.0, pieces.programs / arch.num_sms))
     elements = tile["BLOCK_N"] * keys.row
     lonely = times.step + times.per_elements * elements / 4096 / max(1, tile["num_stages"] - 1)
@@ -141,6 +143,7 @@ def reading_seconds_of(keys: Keys, pieces: Pieces, tile: Mapping[str, int], arch
 
 
 def served_prompt_seconds(prompt: Prompt, tile: Mapping[str, int], record: TileRecord, arch: ArchTraits) -> float:
+    """Returns the seconds of prompt attention with a tile of this server."""
     m, n, rates = tile["BLOCK_M"], tile["BLOCK_N"], rates_of(arch)
     occupancy = max(1, blocks_per_sm(record, tile["num_warps"], arch, rates))
     programs = prompt.batch * prompt.heads * -(-prompt.new // m) / arch.num_sms
@@ -203,6 +206,7 @@ An H100 takes 288 us for the first launch of 8,192 tokens of 32 heads, whose lan
 
 
 def delta_rule_seconds(batch: int, tokens: int, heads: int, value_dim: int, arch: ArchTraits) -> float:
+    """Returns the seconds of the gated delta rule over prompts of `tokens` tokens."""
     chunks = -(-tokens // SCAN.chunk)
     lanes = arch.num_sms * LANES_PER_SM * rates_of(arch).clock * constants_of(arch).issue_share
     local = batch * chunks * heads * SCAN.local * SCAN.local_times / lanes

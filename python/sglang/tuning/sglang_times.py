@@ -138,15 +138,15 @@ def _like_others(op: Experts, form: str, tables: Tables, arch: ArchTraits) -> Kn
         tokens = op.pairs / op.num_experts * count / top_k
         gate = gated(count, top_k)
         other = Experts(max(1, round(tokens)), count, top_k, hidden, op.intermediate, op.scheme, gate=gate)
-        least = replays.expert_layer(form, other.tokens, count, top_k, hidden, op.intermediate, other.matrices)
+        minimum = replays.expert_layer(form, other.tokens, count, top_k, hidden, op.intermediate, other.matrices)
         apart = abs(math.log2(hidden / op.hidden)) + abs(math.log2(count / op.num_experts))
         weight = 1.0 / (0.25 + apart) ** 2
-        total, logs = total + weight, logs + weight * math.log(_layer(table, form, other, arch) / least)
+        total, logs = total + weight, logs + weight * math.log(_layer(table, form, other, arch) / minimum)
     if not total:
         return None
     sizes = (op.tokens, op.num_experts, op.top_k, op.hidden, op.intermediate)
-    least = replays.expert_layer(form, *sizes, op.matrices)
-    return least * math.exp(logs / total), "as experts of other models"
+    minimum = replays.expert_layer(form, *sizes, op.matrices)
+    return minimum * math.exp(logs / total), "as experts of other models"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ LEVEL_ENTRIES = 16384
 
 
 def attention_seconds(op: SelectedAttention, tile: Mapping[str, int], occupancy: int, arch: ArchTraits) -> float:
+    """Returns the seconds of sparse attention with a tile. occupancy: its programs on an SM."""
     n = tile["BLOCK_N"]
     head_tiles, tiles = -(-op.heads // tile["BLOCK_H"]), -(-op.entries // n)
     shares = num_shares(op.tokens * head_tiles, tiles, arch.num_sms * tile["ctas_per_sm"])

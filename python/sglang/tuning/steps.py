@@ -65,10 +65,12 @@ class Step:
 
     @property
     def tokens(self) -> int:
+        """Returns the new tokens of all requests."""
         return self.batch * self.new
 
     @property
     def decodes(self) -> bool:
+        """Returns whether each request brings one token."""
         return self.new == 1
 
     def __str__(self) -> str:
@@ -80,14 +82,17 @@ class Step:
 
 
 def decode_step(batch: int, context: int = 2048) -> Step:
+    """Returns a step of `batch` requests that decode, each with `context` cached tokens."""
     return Step(batch, 1, context)
 
 
 def verify_step(batch: int, width: int, context: int = 2048) -> Step:
+    """Returns a step that verifies: each request brings `width` tokens."""
     return Step(batch, width, context, verifies=width > 1)
 
 
 def prefill_step(tokens: int) -> Step:
+    """Returns a step with one prompt and no cached tokens."""
     return Step(1, tokens, tokens)
 
 
@@ -165,6 +170,7 @@ def timed(ops: Iterable[tuple[str, Op]], unserved: frozenset[str], arch: ArchTra
 
 
 def total(rows: list[TimedOp]) -> StepTime:
+    """Returns the time of a step and its range from the times of its ops."""
     seconds = sum(row.seconds for row in rows)
     off = sum(row.seconds * (row.ours.error if row.ours else 0.3) for row in rows)
     # Errors of different ops partly cancel; those of one kind do not.
@@ -203,6 +209,7 @@ def layer_ops(
     rows: int,
     expert_scheme: str | None,
 ) -> Iterator[tuple[str, Op]]:
+    """Yields the ops of a layer on one rank, in order, each with its name in reports."""
     tokens, hidden = step.tokens, model.hidden_size
     of_group = step_of_group(step, parallel.attn_dp_size)
     prompt = not step.decodes and not step.verifies

@@ -38,10 +38,12 @@ class Stream:
 
 
 def streamed_seconds(streams: Collection[Stream], arch: ArchTraits) -> float:
+    """Returns the seconds of products that read all weights once."""
     return sum(_seconds(stream, arch) for stream in streams)
 
 
 def reading_seconds(num_bytes: float, arch: ArchTraits) -> float:
+    """Returns the seconds to read bytes from the GPU's memory."""
     return num_bytes / (ceilings_of(arch).read * STREAMED)
 
 

@@ -33,10 +33,10 @@ from sglang.tuning.steps import (
 
 SLOWDOWN = 1.1
 """A guess: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
-TURN_S = 0.43e-3
+LAUNCH_S = 0.43e-3
 """What the host takes to launch a microbatch up to its next sum, as much as a whole step: measured beside an H100
 (benchmark/results/several_gpus.md#two-batch-overlap-and-all-reduces-in-eight-bits)."""
-THREADS_TURN_S = 2 * TURN_S
+THREADS_LAUNCH_S = 2 * LAUNCH_S
 """The same where microbatches are threads, and the other one goes on: measured there."""
 
 
@@ -55,12 +55,12 @@ def runs_overlapped(model: ModelDescription, parallel: ParallelConfig, step: Ste
     whole = why_not_split(parallel.tp_size, parallel.dcp_size) or parallel.attn_dp_size > 1
     if parallel.two_batch == "off" or whole or not prompt:
         return False
-    config = _band(model, parallel, arch)
-    least = min_tokens(config, model, parallel.attn_dp_size)
-    return step.tokens >= least and (config.unasked or parallel.two_batch == "on")
+    config = _threshold(model, parallel, arch)
+    minimum = min_tokens(config, model, parallel.attn_dp_size)
+    return step.tokens >= minimum and (config.unasked or parallel.two_batch == "on")
 
 
-def _band(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -> TwoBatchThreshold:
+def _threshold(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -> TwoBatchThreshold:
     links = Topology.NVLINK if "nvlink" in arch.features else Topology.HOST_BRIDGE
     return two_batch_threshold(links, parallel.tp_size, has_experts(model), parallel.quantized_sums != "off")
 
@@ -70,22 +70,22 @@ def step_time(model: ModelDescription, parallel: ParallelConfig, step: Step, arc
     whole = total(time_step(model, parallel, step, arch))
     if not runs_overlapped(model, parallel, step, arch):
         return whole
-    seconds = halved_seconds(model, parallel, step, arch)
+    seconds = overlapped_seconds(model, parallel, step, arch)
     shorter = seconds / whole.seconds
     return replace(whole, seconds=seconds, low=whole.low * shorter, high=whole.high * shorter)
 
 
-def halved_seconds(
+def overlapped_seconds(
     model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits, slowdown: float = SLOWDOWN
 ) -> float:
     """Returns the seconds of a prompt step as two microbatches, whose all-reduces are exact where the table says so."""
-    if _band(model, parallel, arch).exact:
+    if _threshold(model, parallel, arch).exact:
         parallel = replace(parallel, quantized_sums="off")
     unserved = unserved_ops(model, parallel, arch)
     first, second = (stretches(model, parallel, microbatch, unserved, arch) for microbatch in split_step(step))
     head = timed(head_ops(model, parallel, step.batch), unserved, arch)
-    turn = TURN_S if alternates_by_block(model, parallel.attn_dp_size) else THREADS_TURN_S
-    return in_turns(first, second, slowdown, turn) + sum(row.seconds for row in head)
+    turn = LAUNCH_S if alternates_by_block(model, parallel.attn_dp_size) else THREADS_LAUNCH_S
+    return alternating_seconds(first, second, slowdown, turn) + sum(row.seconds for row in head)
 
 
 def split_step(step: Step) -> tuple[Step, Step]:
@@ -111,8 +111,8 @@ def stretches(
     return [*before_sums, Stretch(compute, 0.0)]
 
 
-def in_turns(
-    first: Sequence[Stretch], second: Sequence[Stretch], slowdown: float = SLOWDOWN, turn: float = TURN_S
+def alternating_seconds(
+    first: Sequence[Stretch], second: Sequence[Stretch], slowdown: float = SLOWDOWN, turn: float = LAUNCH_S
 ) -> float:
     """Returns the seconds until both microbatches, with equally many stretches, are computed. turn: the host's time for
     each stretch."""

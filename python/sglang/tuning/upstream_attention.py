@@ -26,6 +26,7 @@ class Compiled:
 
     @property
     def occupancy(self) -> int:
+        """Returns the programs on an SM at a time."""
         of_warp = -(-self.registers * 32 // 256) * 256
         return min(
             SHARED_PER_SM // (self.smem + 1024),
@@ -55,12 +56,13 @@ PROMPT: Mapping[int, tuple[int, int, Compiled]] = {
     576: (32, 32, Compiled(71680, 255, 8)),
 }
 """Head dim -> BLOCK_M, BLOCK_N and what it takes; one stage."""
-MOST_PIECES, MOST_LATENT_PIECES = 8, 256
+MAX_PIECES, MAX_LATENT_PIECES = 8, 256
 SHORT = 32
 """Keys that a piece has at least."""
 
 
 def decode_key(keys: Keys) -> str:
+    """Returns the key of FlashInfer's decode times for these keys."""
     alone = "/alone" if keys.group == 1 else ""
     return f"{keys.head_dim}{alone}{'/fp8' if keys.item == 1 else ''}"
 
@@ -69,25 +71,33 @@ def decode_pieces(keys: Keys) -> Pieces:
     """Returns the pieces into which release 0.5.14 splits requests of equal length. Raises KeyError for a head dim that
     is not on record."""
     compiled = DECODE[decode_key(keys)]
-    most = MOST_LATENT_PIECES if keys.latent else MOST_PIECES
+    maximum = MAX_LATENT_PIECES if keys.latent else MAX_PIECES
     tiles = keys.heads if keys.group == 1 else math.ceil(keys.heads / min(16, keys.group))
     grown = int(NUM_SMS * max(math.log2(keys.context / 64), 1.0))
-    wanted = min(math.ceil(grown / (keys.batch * tiles)), most)
+    wanted = min(math.ceil(grown / (keys.batch * tiles)), maximum)
     chunk = math.ceil(math.ceil(keys.context / wanted) / SHORT) * SHORT
     count = math.ceil(keys.context / chunk)
     block_n = 64 if keys.group == 1 else 32
     programs = keys.batch * tiles
     return Pieces(
-        programs * count, math.ceil(chunk / block_n), block_n, compiled.occupancy, programs * most, most, count - 1.0
+        programs * count,
+        math.ceil(chunk / block_n),
+        block_n,
+        compiled.occupancy,
+        programs * maximum,
+        maximum,
+        count - 1.0,
     )
 
 
 def prompt_key(prompt: Prompt, q_item: int = 2) -> str:
+    """Returns the key of FlashInfer's prompt times. q_item: bytes of a query's element."""
     parts = [str(prompt.head_dim), "fp8" if prompt.item == 1 else "", "q8" if q_item == 1 else ""]
     return "/".join(part for part in [*parts, "window" if prompt.window else ""] if part)
 
 
 def prompt_tile(prompt: Prompt) -> PromptTile:
+    """Returns the tile of FlashInfer's prompt kernel for the head size."""
     m, n, compiled = PROMPT[prompt.head_dim]
     return PromptTile(m, n, compiled.occupancy)
 

@@ -34,9 +34,9 @@ TASKS = (
 )
 LIMIT = 8
 NEEDLES = 4
-LEAST_RIGHT = 0.95
+MIN_RIGHT = 0.95
 """Of the sample, which is too small to measure the targets themselves."""
-MOST_MOVED = 2e-4
+MAX_MOVED = 2e-4
 """Of a task's mean margin, relative to the record, in float32. (Computing in bfloat16 moves one by 5e-4.)"""
 
 
@@ -72,9 +72,9 @@ def complaints(report: bench_tiny.Report, record: dict[str, float]) -> list[str]
     """Empty: it passes."""
     whole, (task, far) = report.whole(), moved(report, record)
     found = [f"{whole.errors} requests failed"] if whole.errors else []
-    if whole.share < LEAST_RIGHT:
+    if whole.share < MIN_RIGHT:
         found.append(f"{whole.right} of {whole.count} answers are right")
-    if far > MOST_MOVED:
+    if far > MAX_MOVED:
         found.append(f"the margin of {task} moved by {100 * far:.2f}%: something computes other numbers than it did")
     return found
 
@@ -98,7 +98,7 @@ def _defects() -> None:
             with live_server("--model-path", str(directory)) as server:
                 report = measure(server, items)
         whole, (task, far) = report.whole(), moved(report, record)
-        caught = ["yes" if fails else "no" for fails in (whole.share < LEAST_RIGHT, far > MOST_MOVED)]
+        caught = ["yes" if fails else "no" for fails in (whole.share < MIN_RIGHT, far > MAX_MOVED)]
         print(
             f"| {name} | {whole.right} of {whole.count} | {100 * far:.2f}% ({task}) | {' | '.join(caught)} |",
             flush=True,

@@ -302,7 +302,7 @@ def test_a_verification_under_way_is_not_forgotten(bench: Bench, monkeypatch: py
 def test_a_verdict_that_comes_while_news_are_read_is_news(bench: Bench) -> None:
     """Whenever it comes, the next call or this one tells of it."""
     pending = bench.request("a")
-    assert bench.manager.has_news(pending) and not bench.manager.has_news(pending)
+    assert bench.manager.has_new_verdicts(pending) and not bench.manager.has_new_verdicts(pending)
 
     class Late(threading.Event):
         """The verdict comes just after the look."""
@@ -313,8 +313,8 @@ def test_a_verdict_that_comes_while_news_are_read_is_news(bench: Bench) -> None:
             return was_set
 
     bench.manager._news = Late()
-    assert not bench.manager.has_news(pending)
-    assert bench.manager.has_news(pending) and bench.manager.verdict(pending) == Verdict()
+    assert not bench.manager.has_new_verdicts(pending)
+    assert bench.manager.has_new_verdicts(pending) and bench.manager.verdict(pending) == Verdict()
 
 
 class LoadCounter(SlowBackend):

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.constrained.grammar import ANY_JSON, GrammarError, GrammarKey
 from sglang.srt.constrained.source_limits import check_source
 from sglang.srt.constrained.structural_tags import as_format
-from sglang.srt.sampling.grammar_names import made_of
+from sglang.srt.sampling.grammar_names import tag_of_format
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -79,7 +79,7 @@ def test_what_is_not(kind: str, source: Any) -> None:
 @pytest.mark.parametrize("wanted", ["json_schema", "tools", "structural_tag"])
 def test_a_tag_is_named_as_what_it_was_made_of(wanted: str) -> None:
     many = {"type": "json_schema", "json_schema": {"enum": [[0] * 4000] * 6}}
-    source = msgspec.json.encode(made_of(wanted, many)).decode()
+    source = msgspec.json.encode(tag_of_format(wanted, many)).decode()
     with pytest.raises(GrammarError, match=f"^{wanted} has more than"):
         check_source(GrammarKey("structural_tag", source))
     params = SamplingParams(structural_tag=source + " " * MAX_GRAMMAR_LENGTH)

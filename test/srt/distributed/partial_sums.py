@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Summands:
+class NoAllReduce:
     """Leaves what a rank adds to a sum as it is."""
 
     def can_serve_tensor(self, x: torch.Tensor) -> bool:

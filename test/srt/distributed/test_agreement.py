@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import some
 from rank_processes import run_ranks
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import agreement, parallel_state
-from sglang.srt.distributed.agreement import Agreed, agree_on_gpus, agreed_plan, refuse_difference
+from sglang.srt.distributed.agreement import AgreedGpus, agree_on_gpus, agreed_plan, refuse_difference
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU, ArchTraits, arch_by_name
 from sglang.srt.hardware.topology import Topology
@@ -87,13 +88,7 @@ def test_texts_for_the_user_may_differ() -> None:
     assert plan_items(plan) == plan_items(elsewhere)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
-        for name in sorted(published.config_files())
-    ],
-)
+@pytest.mark.parametrize("name", some(sorted(published.config_files()), QUICK))
 def test_plans_of_every_published_model_can_be_compared(name: str, tmp_path: Path) -> None:
     """With the draft that it brings, if it brings one."""
     path = str(published.checkpoint(name, tmp_path))
@@ -119,7 +114,7 @@ def _cards(rank: int, folder: str, cards: tuple[str, ...], other_version: bool) 
     said: dict[str, Any] = {}
     try:
         agreed = agree_on_gpus(arch_by_name(cards[rank]), cards[rank])
-        plan = agreed_plan(agreed, 0, partial(plan_of, agreed.arch, parallel_state.least(FREE[rank])))
+        plan = agreed_plan(agreed, 0, partial(plan_of, agreed.arch, parallel_state.min_over_ranks(FREE[rank])))
         said = {"sizes": plan.describe()["max_total_num_tokens"], "note": agreed.note}
     except UserError as error:
         said = {"refused": str(error)}
@@ -157,7 +152,7 @@ def test_another_version_of_a_package_is_refused_on_every_rank(tmp_path: Path) -
 def _ways(rank: int, folder: str) -> None:
     parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/rendezvous")
     seen = (PeerLinks(Topology.NVLINK, library=Topology.HOST_BRIDGE), PeerLinks(Topology.SWITCH))[rank]
-    links = scheduler_setup.of_all_ranks(seen)
+    links = scheduler_setup.slowest_links(seen)
     assert (links.topology, links.library_topology) == (Topology.SWITCH, Topology.HOST_BRIDGE)
     parallel_state.shutdown()
 
@@ -174,7 +169,7 @@ def _problem(rank: int, folder: str) -> None:
         if problems[rank]:
             make = partial(_raise, problems[rank])
         with pytest.raises(UserError) as refused:
-            agreed_plan(Agreed(("a", "b"), CPU), 0, make)
+            agreed_plan(AgreedGpus(("a", "b"), CPU), 0, make)
         messages.append(str(refused.value))
     assert messages == ["rank 1 (b) has no plan: of one", "of both"]
     parallel_state.shutdown()

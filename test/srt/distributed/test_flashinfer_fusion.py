@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import flashinfer_fusion
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.peer_setup import fused_by_flashinfer
 from sglang.srt.layers import native_ops
 
@@ -105,7 +105,7 @@ def fuse(rank: int, ranks: int, folder: str) -> None:
     assert group.all_reduce_add_rms_norm(x, residual.double(), weight, EPS) is None
     assert group.all_reduce_add_rms_norm(x[:, :32], residual[:, :32], weight[:32], EPS) is None
     assert group.all_reduce_add_rms_norm(x[:1], None, weight, EPS) is not None and others.normed == 1
-    rows = torch.zeros(flashinfer_fusion.MOST_TOKENS + 1, HIDDEN, dtype=torch.bfloat16)
+    rows = torch.zeros(flashinfer_fusion.MAX_TOKENS + 1, HIDDEN, dtype=torch.bfloat16)
     assert group.all_reduce_add_rms_norm(rows, rows, weight, EPS) is None
     assert len(calls) == 1
     assert torch.equal(group.all_reduce(torch.ones(3)), torch.full((3,), float(ranks)))

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import sglang
-from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed import rendezvous
 from sglang.srt.distributed.nodes import interface_to, use_interface
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
@@ -46,7 +46,7 @@ def test_machines_that_compute_on_other_devices_do_not_wait_for_one_another() ->
     store = dist.HashStore()
     store.set("here/1", "nccl")
     with pytest.raises(UserError, match="rank 1 computes on a GPU and rank 0 on a CPU"):
-        parallel_state._meet(store, "127.0.0.1:50000", 0, 2, 5.0, "gloo")
+        rendezvous.wait_for_ranks(store, "127.0.0.1:50000", 0, 2, 5.0, "gloo")
 
 
 def test_nothing_that_arrives_is_unpickled() -> None:

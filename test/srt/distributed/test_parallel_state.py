@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group, groups_of
+from sglang.srt.distributed.groups import Group, groups_of
 from sglang.srt.plan.ranks import RankLayout, even_slice
 from srt.distributed.library_exchanges import LibraryExchanges
 
@@ -81,7 +81,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
         assert parallel_state.broadcast_bytes(data if rank == 0 else None) == data
     dist.broadcast = broadcast
     assert sent == [1024, 1024, 1024, 1024, 1024, 1, 1024, 256_000 - 1016], "what is short is one message"
-    assert parallel_state.least(5 - rank) == 5 - (size - 1)
+    assert parallel_state.min_over_ranks(5 - rank) == 5 - (size - 1)
     assert (
         parallel_state.all_reduce_min([rank, -rank, 7]) == [0, 1 - size, 7] and parallel_state.all_reduce_min([]) == []
     )
@@ -187,7 +187,7 @@ def _stage_rank(rank: int, folder: str) -> None:
     assert pp.from_last(x).tolist() == [[3.0] * 3] * 2
     _steps_one_behind_the_other(pp, groups.pp_tokens)
     assert parallel_state.broadcast_bytes(b"said" if rank == 2 else None) == b"said", "by the leader"
-    assert parallel_state.least(5 - rank) == 3
+    assert parallel_state.min_over_ranks(5 - rank) == 3
     parallel_state.shutdown()
 
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.distributed.ping_pong import LateLane, PingPong
+from sglang.srt.distributed.groups import Group
+from sglang.srt.distributed.ping_pong import CpuSideStream, PingPong
 from sglang.srt.plan.ranks import RankLayout
 
 pytestmark = pytest.mark.failures
 SUMS, LIMIT_S = 4, 120.0
 
 
-def _half(group: Group, first: float, dies_at: int | None) -> list[float]:
+def _microbatch(group: Group, first: float, dies_at: int | None) -> list[float]:
     """The sums over the ranks of `first` + i; every other one as rows that are gathered."""
     found = []
     for i in range(SUMS):
@@ -32,15 +32,16 @@ def _half(group: Group, first: float, dies_at: int | None) -> list[float]:
 
 def _rank(rank: int, folder: Path, dies: bool) -> None:
     parallel_state.init(RankLayout(2), rank, "gloo", f"file://{folder}/meet.{dies}", timeout_s=10.0)
-    group, turns = parallel_state.groups().tp, PingPong(LateLane())
-    group.alternate_in(turns)
+    group, ping_pong = parallel_state.groups().tp, PingPong(CpuSideStream())
+    group.alternate_in(ping_pong)
     try:
-        found = turns.run(
-            lambda: _half(group, 0.0, None), lambda: _half(group, 100.0, SUMS // 2 if dies and rank else None)
+        found = ping_pong.run(
+            lambda: _microbatch(group, 0.0, None),
+            lambda: _microbatch(group, 100.0, SUMS // 2 if dies and rank else None),
         )
         (folder / f"{rank}.json").write_text(json.dumps(found))
     except RuntimeError as error:
-        (folder / f"{rank}.error").write_text(f"{turns.active} {type(error).__name__}")
+        (folder / f"{rank}.error").write_text(f"{ping_pong.active} {type(error).__name__}")
     os._exit(0)  # without a meeting of those who are left
 
 
@@ -54,12 +55,12 @@ def _run(folder: Path, dies: bool) -> None:
         assert process.exitcode is not None, "a rank waits for good"
 
 
-def test_sums_of_both_halves_are_those_of_all_ranks(tmp_path: Path) -> None:
+def test_sums_of_both_microbatches_are_those_of_all_ranks(tmp_path: Path) -> None:
     _run(tmp_path, dies=False)
     wanted = [[2 * (first + i) + 1.0 for i in range(SUMS)] for first in (0.0, 100.0)]
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [wanted, wanted]
 
 
-def test_a_rank_that_dies_inside_a_half_ends_both_halves_of_the_other(tmp_path: Path) -> None:
+def test_a_rank_that_dies_inside_a_half_ends_both_microbatches_of_the_other(tmp_path: Path) -> None:
     _run(tmp_path, dies=True)
     assert (tmp_path / "0.error").read_text().startswith("False ") and not (tmp_path / "1.json").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.distributed.ping_pong import Blocks, Collective, PingPong, StreamLane
+from sglang.srt.distributed.ping_pong import Blocks, Collective, CudaSideStream, PingPong
 
 pytestmark = pytest.mark.gpu
 ROUNDS, BLOCKS, ROWS, COLUMNS = 20, 12, 512, 4096
@@ -13,7 +13,7 @@ CYCLES = 2_000_000
 """That each collective waits before it begins: about a millisecond, longer than what is computed beside it."""
 
 
-def _half(turns: PingPong, seed: float, in_place: bool) -> torch.Tensor:
+def _half(ping_pong: PingPong, seed: float, in_place: bool) -> torch.Tensor:
     x = torch.full((ROWS, COLUMNS), seed, device="cuda")
     for block in range(BLOCKS):
         out = x * 0.5 + block
@@ -22,7 +22,7 @@ def _half(turns: PingPong, seed: float, in_place: bool) -> torch.Tensor:
             torch.cuda._sleep(CYCLES)
             return out.mul_(2.0) if in_place else out * 2.0
 
-        total = turns.travel(("sum", block), collective)
+        total = ping_pong.run_collective(("sum", block), collective)
         del out
         x = x + total
         del total
@@ -30,7 +30,7 @@ def _half(turns: PingPong, seed: float, in_place: bool) -> torch.Tensor:
     return x
 
 
-def _blocks(turns: PingPong, seed: float, in_place: bool) -> Blocks[torch.Tensor]:
+def _blocks(ping_pong: PingPong, seed: float, in_place: bool) -> Blocks[torch.Tensor]:
     """As `_half`, a block at a time: its sum travels until the next one."""
     x = torch.full((ROWS, COLUMNS), seed, device="cuda")
     receive: Collective | None = None
@@ -42,7 +42,7 @@ def _blocks(turns: PingPong, seed: float, in_place: bool) -> Blocks[torch.Tensor
             torch.cuda._sleep(CYCLES)
             return out.mul_(2.0) if in_place else out * 2.0
 
-        receive = turns.start(("sum", block), collective)
+        receive = ping_pong.start_collective(("sum", block), collective)
         del out, collective
         torch.full_like(x, float("nan"))  # into memory that is free by now
         yield
@@ -60,21 +60,21 @@ def _wanted(seed: float) -> float:
 @pytest.mark.parametrize("by_block", [True, False])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_results_of_both_halves_are_whole(in_place: bool, by_block: bool) -> None:
-    turns = PingPong(StreamLane("cuda"))
+    ping_pong = PingPong(CudaSideStream("cuda"))
     with torch.inference_mode():
         for number in range(ROUNDS):
             seeds = float(number), float(number) + 0.5
             if by_block:
-                microbatches = turns.run_blocks(*(_blocks(turns, seed, in_place) for seed in seeds))
+                microbatches = ping_pong.run_blocks(*(_blocks(ping_pong, seed, in_place) for seed in seeds))
             else:
-                microbatches = turns.run(*(lambda seed=seed: _half(turns, seed, in_place) for seed in seeds))  # type: ignore[misc]
+                microbatches = ping_pong.run(*(lambda seed=seed: _half(ping_pong, seed, in_place) for seed in seeds))  # type: ignore[misc]
             for seed, microbatch in zip(seeds, microbatches, strict=True):
                 assert bool((microbatch == _wanted(seed)).all()), (number, seed)
 
 
 def test_what_is_computed_does_not_wait_for_the_other_halfs_collective() -> None:
     """By order of events, not by time: the second half's first stretch ends before the first half's collective."""
-    turns, events = PingPong(StreamLane("cuda")), {}
+    ping_pong, events = PingPong(CudaSideStream("cuda")), {}
 
     def microbatch(name: str) -> torch.Tensor:
         x = torch.ones(1, device="cuda") + 1
@@ -87,9 +87,9 @@ def test_what_is_computed_does_not_wait_for_the_other_halfs_collective() -> None
             events[f"{name} sent"].record()
             return x
 
-        return turns.travel("sum", collective)
+        return ping_pong.run_collective("sum", collective)
 
     with torch.inference_mode():
-        turns.run(lambda: microbatch("first"), lambda: microbatch("second"))
+        ping_pong.run(lambda: microbatch("first"), lambda: microbatch("second"))
     torch.cuda.synchronize()
     assert events["second"].elapsed_time(events["first sent"]) > 0

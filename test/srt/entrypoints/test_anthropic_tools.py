@@ -13,7 +13,7 @@ from anthropic.types.beta import BetaContentBlockParam, BetaToolUnionParam
 from sglang.srt.entrypoints.anthropic import tools as message_tools
 from sglang.srt.entrypoints.anthropic.conversation import chat_request
 from sglang.srt.entrypoints.anthropic.protocol import AssistantContent, MessagesRequest, UserContent
-from sglang.srt.entrypoints.anthropic.tools import Elsewhere
+from sglang.srt.entrypoints.anthropic.tools import AnyHostedToolBlock
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_errors import ApiError
 
@@ -93,7 +93,7 @@ def test_refusals(tool: Any, choice: Any, reason: str) -> None:
 
 
 def test_what_another_server_did_is_not_shown() -> None:
-    blocks = [{"type": kind.__struct_config__.tag, "id": "1", "content": []} for kind in get_args(Elsewhere)]
+    blocks = [{"type": kind.__struct_config__.tag, "id": "1", "content": []} for kind in get_args(AnyHostedToolBlock)]
     said = [{"type": "text", "text": "I look."}, *blocks, {"type": "text", "text": "Noon."}]
     request = translated([FUNCTION], [USER, {"role": "assistant", "content": said}, USER])
     assert request.messages[1] == {"role": "assistant", "content": "I look.\nNoon."}

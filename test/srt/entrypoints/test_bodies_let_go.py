@@ -24,7 +24,7 @@ from srt.managers.test_tokenizer_manager import Bench
 MARK = "quartzy"
 LARGE = MARK + " the" * 1200
 """A text that no answer needs."""
-LEAST_LARGE = 1024
+MIN_LARGE = 1024
 """Characters from which a text with the mark is what must not stay."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 CHAT = {"messages": [{"role": "user", "content": LARGE}], "max_tokens": 4}
@@ -176,7 +176,7 @@ def held_texts() -> list[str]:
         for inner in gc.get_referents(entry):
             if isinstance(inner, str | bytes | bytearray):
                 mark = MARK if isinstance(inner, str) else MARK.encode()
-                if len(inner) > LEAST_LARGE and mark in inner and inner is not LARGE:  # type: ignore[operator]
+                if len(inner) > MIN_LARGE and mark in inner and inner is not LARGE:  # type: ignore[operator]
                     held.append(type(entry).__name__)
             elif (not gc.is_tracked(inner) and isinstance(inner, dict | tuple | list)) or hasattr(
                 type(inner), "__struct_fields__"

@@ -141,7 +141,7 @@ class Case:
 
 
 def around(name: str | None) -> tuple[str, str]:
-    return ("", "") if name is None else REASONING_FORMATS[name].around_thoughts
+    return ("", "") if name is None else REASONING_FORMATS[name].thought_marks
 
 
 def cases(names: tuple[str, ...], constraints: tuple[str, ...]) -> list[Case]:

@@ -62,10 +62,10 @@ def edited(*edits: dict[str, Any], messages: Any = CONVERSATION) -> tuple[list[d
         whole = sum(message["role"] == "tool" and message["content"] != CLEARED for message in request.messages)
         return len(request.messages) + whole * (TOKENS_OF_RESULT - 1)
 
-    async def beside(work: Any, *args: Any) -> Any:
+    async def off_event_loop(work: Any, *args: Any) -> Any:
         return work(*args)
 
-    applied = asyncio.run(apply_edits(body, count, beside))
+    applied = asyncio.run(apply_edits(body, count, off_event_loop))
     return chat_request(body).messages, applied
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_errors import ApiError, error_body, error_event
-from sglang.srt.entrypoints.native_reasoning import _behind_thoughts
+from sglang.srt.entrypoints.native_reasoning import _grammar_after_thoughts
 from sglang.srt.entrypoints.openai import chat_output
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, CompletionChunks, finish_fields
@@ -39,9 +39,9 @@ def test_schemas_as_text_have_the_limit_of_bodies() -> None:
     def schema(levels: int) -> dict[str, str]:
         return {"json_schema": '{"a":' * levels + "1" + "}" * levels}
 
-    _behind_thoughts(schema(MAX_JSON_NESTING), REASONING_FORMATS["deepseek-v4"])
+    _grammar_after_thoughts(schema(MAX_JSON_NESTING), REASONING_FORMATS["deepseek-v4"])
     with pytest.raises(ApiError, match=f"more than {MAX_JSON_NESTING} levels"):
-        _behind_thoughts(schema(MAX_JSON_NESTING + 1), REASONING_FORMATS["deepseek-v4"])
+        _grammar_after_thoughts(schema(MAX_JSON_NESTING + 1), REASONING_FORMATS["deepseek-v4"])
 
 
 def test_chat_events() -> None:

@@ -13,7 +13,7 @@ from openai.types.responses import response_input_item_param, tool
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.responses import tools as response_tools
 from sglang.srt.entrypoints.responses.conversation import chat_request
-from sglang.srt.entrypoints.responses.protocol import ELSEWHERE, ITEMS, ResponsesRequest, read_items
+from sglang.srt.entrypoints.responses.protocol import HOSTED_CALLS, ITEMS, ResponsesRequest, read_items
 from sglang.srt.entrypoints.responses.tools import TOOL_TYPES, ResponseTool, ToolCatalog, fill
 
 REFUSED_TOOLS = {"computer", "computer_use_preview"}
@@ -66,7 +66,7 @@ def test_every_tool_of_the_client_has_a_verdict() -> None:
 
 def test_every_item_of_the_client_has_a_verdict() -> None:
     read = {kind.__struct_config__.tag for kind in ITEMS}
-    assert types_in(response_input_item_param.ResponseInputItemParam) == read | ELSEWHERE | REFUSED_ITEMS
+    assert types_in(response_input_item_param.ResponseInputItemParam) == read | HOSTED_CALLS | REFUSED_ITEMS
 
 
 def test_functions_of_a_namespace() -> None:
@@ -166,7 +166,7 @@ def test_what_runs_at_the_provider_is_left_out_and_logged_once(caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         assert [*functions([*hosted, CLOSE])] == [*functions([*hosted, CLOSE])] == ["close"]
     assert len(caplog.records) == len(hosted)
-    searched = [{"type": kind, "id": "1"} for kind in ELSEWHERE]
+    searched = [{"type": kind, "id": "1"} for kind in HOSTED_CALLS]
     server_side = [{"type": "tool_search_call", "arguments": {}}, {"type": "tool_search_output", "tools": []}]
     assert [message["role"] for message in request([], [USER, *searched, *server_side, USER]).messages] == ["user"] * 2
 

@@ -162,7 +162,7 @@ def pairs() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "reasoning"), pairs())
 def test_calls_in_thoughts_that_never_end(name: str, reasoning: str) -> None:
-    begin, end = REASONING_FORMATS[reasoning].around_thoughts
+    begin, end = REASONING_FORMATS[reasoning].thought_marks
     calls = [("edit", {"text0": f"a {end} b", "count": 2}), ("now", {})]
     output = read(name, f"{begin}I look.\n{WRITERS[name].calls(calls)}", reasoning)
     assert (output.reasoning, output.text, calls_of(output)) == ("I look.", "", calls)
@@ -170,7 +170,7 @@ def test_calls_in_thoughts_that_never_end(name: str, reasoning: str) -> None:
 
 @pytest.mark.parametrize(("name", "reasoning"), pairs())
 def test_calls_in_thoughts_that_end(name: str, reasoning: str) -> None:
-    begin, end = REASONING_FORMATS[reasoning].around_thoughts
+    begin, end = REASONING_FORMATS[reasoning].thought_marks
     thoughts = f"First {WRITERS[name].calls([('now', {})])} and then"
     output = read(name, f"{begin}{thoughts}{end}Yes.", reasoning)
     assert (output.reasoning, output.text, calls_of(output)) == (thoughts, "Yes.", [])
@@ -186,14 +186,14 @@ def test_calls_in_messages_behind_thoughts_that_never_end(name: str) -> None:
     form = TOOL_CALL_FORMATS[name]
     assert isinstance(form, MessageFormat)
     calls = [("edit", {"text0": "a </think> b", "count": 2}), ("now", {})]
-    output = read(name, f"{form.around_thoughts[0]}I look.{WRITERS[name].calls(calls)}")
+    output = read(name, f"{form.thought_marks[0]}I look.{WRITERS[name].calls(calls)}")
     assert (output.reasoning, output.text, calls_of(output)) == ("I look.", "", calls)
 
 
 @pytest.mark.parametrize("reasoning", THOUGHTS)
 @pytest.mark.parametrize("name", ["gemma4", "llama3", "pythonic"])
 def test_calls_without_a_mark_right_behind_thoughts(name: str, reasoning: str) -> None:
-    begin, end = REASONING_FORMATS[reasoning].around_thoughts
+    begin, end = REASONING_FORMATS[reasoning].thought_marks
     calls = [("edit", {"count": 2}), ("now", {})]
     bare = {**BARE_WRITERS, "gemma4": lambda calls: "call:edit{count:2}<tool_call|>call:now{}<tool_call|>"}
     output = read(name, f"{begin}I look.{end}{bare[name](calls)}", reasoning)

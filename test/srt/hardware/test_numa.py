@@ -37,9 +37,9 @@ def affinity(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 def test_two_sockets(tmp_path: Path, affinity: list[set[int]]) -> None:
     sysfs = fake_sysfs(tmp_path, "1\n", {0: "0-3,16-19\n", 1: "4-15,20-23\n"})
-    assert numa.stay_near(GPU, sysfs) == 1
+    assert numa.bind_to_numa_node(GPU, sysfs) == 1
     assert affinity[1:] == [{4, 5, 6, 7, 20, 21, 22, 23}], "only what it may use"
-    assert numa.stay_near(GPU, sysfs) == 1 and len(affinity) == 2, "it is there already"
+    assert numa.bind_to_numa_node(GPU, sysfs) == 1 and len(affinity) == 2, "it is there already"
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_two_sockets(tmp_path: Path, affinity: list[set[int]]) -> None:
     ids=["firmware does not say", "one node", "unreadable", "node without CPUs"],
 )
 def test_nothing_changes(gpu_node: str, nodes: dict[int, str], tmp_path: Path, affinity: list[set[int]]) -> None:
-    assert numa.stay_near(GPU, fake_sysfs(tmp_path, gpu_node, nodes)) is None
+    assert numa.bind_to_numa_node(GPU, fake_sysfs(tmp_path, gpu_node, nodes)) is None
     assert len(affinity) == 1
 
 
 def test_a_container_without_the_nodes_cpus_is_told(
     tmp_path: Path, affinity: list[set[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert numa.stay_near(GPU, fake_sysfs(tmp_path, "1", {0: "0-23", 1: "24-47"})) is None
+    assert numa.bind_to_numa_node(GPU, fake_sysfs(tmp_path, "1", {0: "0-23", 1: "24-47"})) is None
     assert len(affinity) == 1 and "none of whose CPUs this process may use" in caplog.text
 
 
 def test_a_machine_without_the_device(tmp_path: Path) -> None:
-    assert numa.stay_near(GPU, tmp_path) is None
+    assert numa.bind_to_numa_node(GPU, tmp_path) is None
 
 
 def test_this_machines_sysfs_can_be_read() -> None:
@@ -91,8 +91,8 @@ def test_each_gpu_takes_main_memory_of_its_own_node(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(scheduler_setup, "node_of", nodes.get)
     monkeypatch.setattr(scheduler_setup, "free_bytes_of", free.get)
     machine: Any = SimpleNamespace(devices=range(4), ranks=range(4))
-    assert scheduler_setup._near_memory(machine, 290, 1) == 4 * 30
-    assert scheduler_setup._near_memory(machine, 100, 1) == 100
-    assert scheduler_setup._near_memory(SimpleNamespace(devices=[3], ranks=[3]), 290, 1) == 200
+    assert scheduler_setup._numa_memory(machine, 290, 1) == 4 * 30
+    assert scheduler_setup._numa_memory(machine, 100, 1) == 100
+    assert scheduler_setup._numa_memory(SimpleNamespace(devices=[3], ranks=[3]), 290, 1) == 200
     monkeypatch.setattr(scheduler_setup, "node_of", lambda address: None)
-    assert scheduler_setup._near_memory(machine, 290, 1) == 290
+    assert scheduler_setup._numa_memory(machine, 290, 1) == 290

@@ -30,6 +30,7 @@ if __name__ == "__main__":
 from sglang.ledger.launch_form import kernel_name, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS
 from sglang.srt.layers.attention.sites import create_attention_sites
@@ -169,7 +170,7 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
         args = ServerArgs.from_kwargs(model_path=folder, load_format="dummy", tp_size=tp_size, context_length=CONTEXT)
         arch = arch_by_name(card)
         plan = make_plan(args, ModelConfig.from_server_args(args), arch, 90 << 30, frozenset({"triton"}))
-    groups, recorder = parallel_state.groups_of(plan.ranks, 0), Recorder()
+    groups, recorder = groups_of(plan.ranks, 0), Recorder()
     if tp_size > 1:
         groups.tp.reduce_with(PeerSums(recorder, "pdl" in arch.features))
     parallel = parallel_config_of(args, plan.model.dtype, plan.description)

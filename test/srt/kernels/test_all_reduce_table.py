@@ -38,7 +38,7 @@ def reason(choice: Choice, kernel: str) -> str:
 
 
 @pytest.mark.parametrize("topology", Topology)
-@pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
+@pytest.mark.parametrize("ranks", range(2, tables.MAX_RANKS + 1))
 def test_bands_rise_and_say_why(topology: Topology, ranks: int) -> None:
     """No band is hidden by one before it, and none is larger than what its algorithm takes."""
     rows = ranges_for(topology, ranks)
@@ -58,7 +58,7 @@ def test_every_row_serves_somebody() -> None:
 
 
 def test_most_ranks_is_the_library_s() -> None:
-    assert f"MAX_RANKS = {tables.MOST_RANKS}\n" in COLLECTIVES.read_text()
+    assert f"MAX_RANKS = {tables.MAX_RANKS}\n" in COLLECTIVES.read_text()
 
 
 def test_chosen_where_it_is_installed() -> None:
@@ -112,7 +112,7 @@ def test_flashinfer_adds_up_only_where_it_was_asked_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("topology", Topology)
-@pytest.mark.parametrize("ranks", range(2, tables.MOST_RANKS + 1))
+@pytest.mark.parametrize("ranks", range(2, tables.MAX_RANKS + 1))
 def test_parts_are_exchanged_wherever_sums_are_taken(topology: Topology, ranks: int) -> None:
     row = exchanges_for(topology, ranks)
     assert row is not None and ranges_for(topology, ranks)
@@ -121,4 +121,4 @@ def test_parts_are_exchanged_wherever_sums_are_taken(topology: Topology, ranks: 
 
 
 def test_more_ranks_exchange_through_nccl() -> None:
-    assert exchanges_for(Topology.NVLINK, tables.MOST_RANKS + 1) is None
+    assert exchanges_for(Topology.NVLINK, tables.MAX_RANKS + 1) is None

@@ -15,6 +15,7 @@ from sglang.ledger.coverage import coverage
 from sglang.ledger.launch_form import Form, recording
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.forward_batch import ForwardBatch
@@ -26,7 +27,7 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.plan import Plan, make_plan, parallel_config_of
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.server_args import ServerArgs
-from srt.distributed.partial_sums import Summands
+from srt.distributed.partial_sums import NoAllReduce
 
 CONFIGS = Path(__file__).parent / "configs"
 CONTEXT = 8192
@@ -82,8 +83,8 @@ def test_every_launch_of_a_step_is_on_record(
     )
     arch = arch_by_name("rtx-pro-6000-server")
     plan = make_plan(args, ModelConfig.from_server_args(args), arch, 90 << 30, frozenset({"triton"}))
-    groups = parallel_state.groups_of(plan.ranks, 0)
-    groups.tp.reduce_with(Summands())
+    groups = groups_of(plan.ranks, 0)
+    groups.tp.reduce_with(NoAllReduce())
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     monkeypatch.setattr(groups.tp, "all_gather", lambda x: x)
     ways: dict[str, object] = {}

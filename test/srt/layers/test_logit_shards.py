@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.embedding import LMHead, _vocab_rows
 from sglang.srt.layers.sampler import Sampler, _largest
 from sglang.srt.sampling.logprobs import LogprobRequest
@@ -133,7 +133,7 @@ def test_rows_are_sampled_alike_whoever_has_them() -> None:
     sampler = Sampler(use_triton=False)
     batch = table.view(slots, torch.from_numpy(slots))
     asked = LogprobRequest([i % 4 for i in range(count)], [[i, 5][: i % 3] for i in range(count)])
-    of_drafts = LogprobRequest([2, 0, 3], [[], [1], [4, 4]], of_request=np.arange(count) // 8)
+    of_drafts = LogprobRequest([2, 0, 3], [[], [1], [4, 4]], row_requests=np.arange(count) // 8)
     for request in (asked, of_drafts):
         whole = sampler(logits.clone(), batch, positions, mask, request, counts=False)
         parts = [range(7), range(7, 8), range(8, 24)]

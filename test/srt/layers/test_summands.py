@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import run_ranks
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.residual import SumJoin, SumStream

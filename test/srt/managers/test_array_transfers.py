@@ -20,7 +20,7 @@ from sglang.srt.managers.front.replica import Replica
 from sglang.srt.managers.scheduler import received_arrays
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
 from sglang.srt.managers.wire import ipc
-from sglang.srt.managers.wire.io_struct import ArrayPart, ArraysGone, ControlReply, SchedulerInput
+from sglang.srt.managers.wire.io_struct import ArrayPart, ArraysReleased, ControlReply, SchedulerInput
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
@@ -75,7 +75,7 @@ class Bench:
         """As its machine does, for ever."""
         while True:
             message = await self.received(replica)
-            if isinstance(message, ArraysGone):
+            if isinstance(message, ArraysReleased):
                 self.machines[replica].remove(message)
             else:
                 assert isinstance(message, ArrayPart) and len(message.data) <= PART
@@ -120,15 +120,15 @@ def test_pixels_come_to_each_replica_that_needs_them_once_and_go_with_the_front_
     async def test(bench: Bench) -> None:
         serving = [asyncio.ensure_future(bench.serve(index)) for index in range(2)]
         item, later = bench.item(), bench.item()
-        await asyncio.gather(*(bench.transfers.bring(bench.replicas[0], [item, later]) for _ in range(3)))
+        await asyncio.gather(*(bench.transfers.send_to_machines(bench.replicas[0], [item, later]) for _ in range(3)))
         assert names(bench.there[0]) == names(bench.front) and not names(bench.there[1])
         for each in (item, later):
             assert np.array_equal(shared_array.read(bench.there[0], each.pixels), PIXELS)
-        await bench.transfers.bring(bench.replicas[1], [item])
+        await bench.transfers.send_to_machines(bench.replicas[1], [item])
         assert names(bench.there[1]) == [item.pixels.name]
         bench.files.hold([item])  # a session
         bench.files.release([item])
-        await bench.transfers.bring(bench.replicas[0], [item])
+        await bench.transfers.send_to_machines(bench.replicas[0], [item])
         assert item.pixels.name in names(bench.there[0]), "somebody holds it"
         bench.files.release([item, later])
         await until(lambda: not names(bench.there[0]) and not names(bench.there[1]))
@@ -141,7 +141,7 @@ def test_pixels_come_to_each_replica_that_needs_them_once_and_go_with_the_front_
 def test_one_part_is_on_its_way_at_a_time(tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
         items = [bench.item() for _ in range(3)]
-        calls = [asyncio.ensure_future(bench.transfers.bring(bench.replicas[0], [item])) for item in items]
+        calls = [asyncio.ensure_future(bench.transfers.send_to_machines(bench.replicas[0], [item])) for item in items]
         for _ in range(3 * 4):
             part = await bench.received()
             await asyncio.sleep(0.005)
@@ -159,7 +159,7 @@ def test_who_leaves_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
         item = bench.item()
         bench.files.hold([item])
-        calls = [asyncio.ensure_future(bench.transfers.bring(bench.replicas[0], [item])) for _ in range(2)]
+        calls = [asyncio.ensure_future(bench.transfers.send_to_machines(bench.replicas[0], [item])) for _ in range(2)]
         part = await bench.received()
         assert isinstance(part, ArrayPart)
         calls[0].cancel()
@@ -169,9 +169,9 @@ def test_who_leaves_on_the_way_leaves_nothing(tmp_path: Path) -> None:
         part = await bench.received()
         assert isinstance(part, ArrayPart) and part.offset == PART and names(bench.there[0])
         bench.files.release([item])  # the other one leaves, too
-        assert await bench.received() == ArraysGone([item.pixels.name])
+        assert await bench.received() == ArraysReleased([item.pixels.name])
         bench.reply(bench.machines[0].add(part))
-        bench.machines[0].remove(ArraysGone([item.pixels.name]))
+        bench.machines[0].remove(ArraysReleased([item.pixels.name]))
         await calls[1]  # whose request is not sent any more
         await asyncio.sleep(0.005)
         assert bench.inboxes[0].recv_nowait() is None and not names(bench.there[0])
@@ -195,9 +195,9 @@ def test_a_machine_without_room_refuses_the_picture_and_keeps_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(shared_array, "append", full)
             with pytest.raises(RequestError, match="no room in shared memory") as caught:
-                await bench.transfers.bring(bench.replicas[0], [item])
+                await bench.transfers.send_to_machines(bench.replicas[0], [item])
         assert caught.value.status_code == 503 and not names(bench.there[0])
-        await bench.transfers.bring(bench.replicas[0], [item])  # there is room again
+        await bench.transfers.send_to_machines(bench.replicas[0], [item])  # there is room again
         assert np.array_equal(shared_array.read(bench.there[0], item.pixels), PIXELS)
         serving.cancel()
 
@@ -207,16 +207,16 @@ def test_a_machine_without_room_refuses_the_picture_and_keeps_nothing(
 def test_a_replica_that_fails_on_the_way_fails_the_request(tmp_path: Path) -> None:
     async def test(bench: Bench) -> None:
         replica, item = bench.replicas[0], bench.item()
-        call = asyncio.ensure_future(bench.transfers.bring(replica, [item]))
+        call = asyncio.ensure_future(bench.transfers.send_to_machines(replica, [item]))
         await bench.received()
         replica.failure = "it died"
         replica.fail_replies(RequestError("it died", 503))
         with pytest.raises(RequestError, match="it died"):
             await call
         with pytest.raises(RequestError, match="Replica 0 of the server has failed"):
-            await bench.transfers.bring(replica, [item])
+            await bench.transfers.send_to_machines(replica, [item])
         bench.files.release([item])
-        assert bench.inboxes[0].recv_nowait() is None and not replica.arrays_gone
+        assert bench.inboxes[0].recv_nowait() is None and not replica.arrays_released
 
     play(test, tmp_path)
 
@@ -244,7 +244,7 @@ def test_one_rank_of_each_machine_without_the_front_s_memory_writes(
     shared = SharedArray("array-1", [2, 3], "uint8")
     assert arrays.add(ArrayPart("id", shared, 0, b"123456")).ok
     assert names(tmp_path) == (["array-1"] if writes else [])
-    arrays.remove(ArraysGone(["array-1", "never-there"]))
+    arrays.remove(ArraysReleased(["array-1", "never-there"]))
     assert not names(tmp_path)
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matrix import FEATURES, KINDS, LAYOUTS, cells, kinds, layouts, save_kind, smallest_kinds
+from pairs import some_of
 from rank_processes import run_ranks
 
-from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
 from sglang.srt.managers.scheduler import storage_control
@@ -25,105 +26,33 @@ from sglang.srt.mem_cache import host_tier
 from sglang.srt.mem_cache.storage import prefix_names
 from sglang.srt.model_executor.step import GroupSteps, StepInput, padding_prompt
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
-from srt.models.harness import save_tiny
 
 from .fake_runner import Collector, add, assert_clean, request, run_to_end
 from .test_parallel_schedules import CHUNK, NEW_TOKENS, PROMPTS, Outcome, outcome, play
 
-DP2, DP4 = RankLayout(2, attn_dp_size=2), RankLayout(4, attn_dp_size=4)
-TP4_DP2 = RankLayout(4, attn_dp_size=2)
-DP2_HEAD, TP4_DP2_HEAD = RankLayout(2, attn_dp_size=2, dp_lm_head=True), RankLayout(4, attn_dp_size=2, dp_lm_head=True)
-DP2_EP2 = RankLayout(2, 2, attn_dp_size=2)
-DP2_PP2 = RankLayout(2, pp_size=2, attn_dp_size=2)
 POOL = 80
 """Tokens of a group: too few for two of the requests, so that some go back to the queue."""
 
 
-LAYOUTS = {
-    "DP2": DP2,
-    "DP4": DP4,
-    "TP4 x DP2": TP4_DP2,
-    "DP2, own heads": DP2_HEAD,
-    "TP4 x DP2, own heads": TP4_DP2_HEAD,
-    "DP2 x EP2": DP2_EP2,
-    "TP4 x DP2 x EP2": RankLayout(4, 2, attn_dp_size=2),
-    "DP4 x EP4": RankLayout(4, 4, attn_dp_size=4),
-    "TP4 x DP2 x DCP2": RankLayout(4, dcp_size=2, attn_dp_size=2),
-    "TP4 x DP2 x DCP2 x EP2, own heads": RankLayout(4, 2, dcp_size=2, attn_dp_size=2, dp_lm_head=True),
-    "DP2 x PP2": DP2_PP2,
-    "DP2 x PP2, own heads": RankLayout(2, pp_size=2, attn_dp_size=2, dp_lm_head=True),
-    "DP2 x EP2 x PP2": RankLayout(2, 2, pp_size=2, attn_dp_size=2),
-    "DP2 x PP3": RankLayout(2, pp_size=3, attn_dp_size=2),
-    "DP4 x PP2": RankLayout(4, pp_size=2, attn_dp_size=4),
-    "TP4 x DP2 x PP2": RankLayout(4, pp_size=2, attn_dp_size=2),
-    "TP4 x DP2 x DCP2 x PP2": RankLayout(4, pp_size=2, dcp_size=2, attn_dp_size=2),
-}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense": ("qwen3", {}),
-    "experts": ("qwen3_moe", {}),
-    "latents": ("deepseek_v3", {}),
-    "selected latents": ("deepseek_v32", {}),
-    "blocks": ("minimax_m3", {}),
-    "windows": ("qwen3_windows", {}),
-    "chunks": ("llama4", {}),
-    "convolutions": ("inkling", {}),
-    "states": ("qwen3_next", {"tie_word_embeddings": True}),
-    "biases": ("gpt_oss", {}),
-    "embedded": ("", {}),
-    "delta attention": ("kimi_linear", {}),
-    "scans": ("nemotron_h_latent", {}),
-    "branches": ("gemma4_moe", {}),
-    "compressed": ("deepseek_v4", {}),
-    "gates": ("step3p7", {}),
-    "inputs of layers": ("gemma4_small", {}),
-    "n-grams": ("qwen4_exp", {}),
-    "pooled latents": ("glm5_next", {}),
-    "KV head": ("qwen3", {"num_key_value_heads": 1}),
-    "states, KV head": ("qwen3_next", {"num_key_value_heads": 1}),
-    "biases, KV head": ("gpt_oss", {"num_key_value_heads": 1}),
-    "windows, KV head": ("qwen3_windows", {"num_key_value_heads": 1}),
-}
-FOUR_PARTS: dict[str, dict[str, Any]] = {
-    **{name: {"linear_num_key_heads": 4} for name in ("states", "states, KV head", "n-grams")},
-    "compressed": {"o_groups": 4},
-}
-"""What differs in models that four ranks could not share otherwise."""
-
-
 def save_models(names: Iterable[str], ranks: RankLayout, folder: Path) -> dict[str, str]:
-    """Returns where these of MODELS are, whose attention the ranks can share."""
-    folders = {}
-    for name in names:
-        tiny, changes = MODELS[name]
-        parts = FOUR_PARTS.get(name, {}) if ranks.attn_tp_size == 4 else {}
-        folders[name] = str(folder / name if tiny else DEFAULT_MODEL_PATH)
-        if tiny:
-            save_tiny(tiny, Path(folders[name]), **changes, **parts)
-    return folders
+    """Returns where models of these kinds are, whose attention the ranks can share."""
+    return {name: str(save_kind(name, folder / name, ranks)) for name in names}
 
 
-POOLS = {"compressed": 112, "n-grams": 112, "pooled latents": 112}
-"""Pools of models with large pages, of which a request has two at least."""
-WITH_STATES = ("states", "delta attention", "scans", "compressed", "n-grams", "pooled latents", "convolutions")
-WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases", "delta attention")
-ALIKE_ON_RANKS = ("latents", "selected latents", "delta attention", *(name for name in MODELS if "KV head" in name))
-"""Models of which ranks that share heads would hold the same cache, so that they can share out its tokens."""
+def pool_of(name: str) -> int:
+    """Tokens of a group's pool: more with large pages, of which a request has two at least."""
+    return 112 if "streams" in KINDS[name].tags else POOL
 
 
-FEW = ("dense", "experts", "latents", "selected latents", "states")
-"""Models of layouts of eight ranks."""
-WITHOUT_STAGES = ("inputs of layers",)
-
-
-def _models_of(ranks: RankLayout) -> tuple[str, ...]:
-    names: Iterable[str] = ALIKE_ON_RANKS if ranks.dcp_size > 1 else MODELS
-    if ranks.world_size > 6:
-        names = [name for name in names if name in (*FEW, "states, KV head")]
-    names = [name for name in names if ranks.ep_size == 1 or name.partition(",")[0] in WITH_EXPERTS]
-    return tuple(name for name in names if ranks.pp_size == 1 or name not in WITHOUT_STAGES)
-
-
-CELLS = [(layout, name) for layout, ranks in LAYOUTS.items() for name in _models_of(ranks)]
+EIGHT_RANKS = layouts("8 ranks")
+CELLS = [
+    *cells(
+        kinds(lacking="repeats, cut heads"),
+        [layout for layout in layouts("DP", lacking="8 ranks") if LAYOUTS[layout].dcp_size == 1],
+    ),
+    *cells(kinds("one KV head"), [layout for layout in layouts("DP, DCP") if layout not in EIGHT_RANKS]),
+    *cells(kinds("plain"), EIGHT_RANKS),
+]
 QUICK = ("DP2", "latents")
 """The one that is not thorough."""
 
@@ -135,7 +64,7 @@ def _play_without_agreement(scheduler: Scheduler | AttentionGroups) -> Outcome:
         raise AssertionError("ranks agree on a step by a message of its own")
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("broadcast_bytes", "least", "all_reduce_min", "all_ranks_say", "meet"):
+        for name in ("broadcast_bytes", "min_over_ranks", "all_reduce_min", "all_ranks_agree", "wait_for_all_ranks"):
             patch.setattr(parallel_state, name, refuse)
         return play(scheduler)
 
@@ -147,7 +76,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flag
         for graphs in (False, True):
             replayed = set[int]() if graphs else None
             embedding.FEWEST_SHARDED_ROWS = 2 if graphs else 16
-            more = {**flags, "max_total_tokens": POOLS.get(name, POOL)}
+            more = {**flags, "max_total_tokens": pool_of(name)}
             meeting = f"file://{out}/rendezvous.{name}.{graphs}"
             result = outcome(folder, ranks, rank, meeting, replayed, schedule=_play_without_agreement, **more)
             (out / f"{name}.{graphs}.{rank}.json").write_text(json.dumps(result.__dict__))
@@ -168,24 +97,22 @@ def check(ranks: RankLayout, names: tuple[str, ...], tmp_path: Path) -> None:
             files = [tmp_path / f"{name}.{graphs}.{rank}.json" for rank in range(ranks.world_size)]
             every = [Outcome(**json.loads(file.read_text())) for file in files]
             for rank, got in enumerate(every):
-                _compare(got, one, every[0], groups, f"{name}, {graphs=}, rank {rank}")
+                _compare(got, one, every[0], groups, name, f"{name}, {graphs=}, rank {rank}")
 
 
-def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, where: str) -> None:
+def _compare(got: Outcome, one: Outcome, of_first_rank: Outcome, groups: int, name: str, where: str) -> None:
     """All ranks know the outcome of all groups. With four groups, and where prompts pause for their states, there is
     room for all requests."""
     assert got == of_first_rank, where
     assert got.finishes == one.finishes, where
     assert got.num_cached > 0, where
-    assert got.num_retracted > 0 or groups > 2 or where.startswith(WITH_STATES), where
+    assert got.num_retracted > 0 or groups > 2 or "states" in KINDS[name].tags, where
     aborted, other = got.tokens["aborted"], one.tokens["aborted"]
     assert aborted and aborted[: len(other)] == other[: len(aborted)] and len(aborted) < NEW_TOKENS, where
     assert {**got.tokens, "aborted": other} == one.tokens, where
 
 
-@pytest.mark.parametrize(
-    ("layout", "name"), [pytest.param(*cell, marks=[pytest.mark.thorough] * (cell != QUICK)) for cell in CELLS]
-)
+@pytest.mark.parametrize(("layout", "name"), some_of(CELLS, [QUICK]))
 def test_groups_give_the_tokens_of_one_process(layout: str, name: str, tmp_path: Path) -> None:
     check(LAYOUTS[layout], (name,), tmp_path)
 
@@ -197,9 +124,7 @@ def test_nothing_is_sampled_of_a_group_without_work() -> None:
     assert (steps.num_tokens, steps.num_prompts, steps.num_decodes) == ([1, 2, 7], 1, 2)
 
 
-HOST_MODELS = ("dense", "latents", "selected latents", "windows", "states", "compressed")
-SHARED_OUT_HOST_MODELS = ("latents", "selected latents", "KV head", "states, KV head", "windows, KV head")
-HOST_FLAGS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
+HOST_FLAGS = {**FEATURES["host cache"].flags, "hicache_ratio": 4.0, "hicache_write_policy": "write_through"}
 
 
 STORE_FLAGS = HOST_FLAGS | {
@@ -253,10 +178,10 @@ def _check_store(scheduler: AttentionGroups, stats: StorageStats | None) -> None
 
 def _host_rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flags: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    host_tier.LEAST_GAIN, prefix_names.LEAST_BLOCK = 1, 8
+    host_tier.MIN_GAIN, prefix_names.MIN_BLOCK = 1, 8
     for name, folder in folders.items():
         os.environ["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = f"{out}/store.{name}"
-        more = {**flags, "max_total_tokens": POOLS.get(name, POOL)}
+        more = {**flags, "max_total_tokens": pool_of(name)}
         result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}", schedule=_play_again, **more)
         (out / f"{name}.{rank}.json").write_text(json.dumps(result.__dict__))
         parallel_state.shutdown()
@@ -275,7 +200,8 @@ HOST_CELLS = [
 def test_prefixes_of_groups_return(layout: str, where: str, tmp_path: Path) -> None:
     """Each group keeps its own; ranks of other groups know what was copied, and copy nothing."""
     ranks = LAYOUTS[layout]
-    names = HOST_MODELS if ranks.dcp_size == 1 else SHARED_OUT_HOST_MODELS
+    wanted = smallest_kinds() if ranks.dcp_size == 1 else kinds("one KV head")
+    names = tuple(name for _, name in cells(wanted, [layout]))
     folders = save_models(names, ranks, tmp_path)
     flags: dict[str, Any] = {
         "chunked_prefill_size": CHUNK * ranks.attn_dp_size,
@@ -288,4 +214,4 @@ def test_prefixes_of_groups_return(layout: str, where: str, tmp_path: Path) -> N
         one = outcome(folder, ONE_RANK, 0, None)
         every = [Outcome(**json.loads((tmp_path / f"{name}.{r}.json").read_text())) for r in range(ranks.world_size)]
         for rank, got in enumerate(every):
-            _compare(got, one, every[0], ranks.attn_dp_size, f"{name}, rank {rank}")
+            _compare(got, one, every[0], ranks.attn_dp_size, name, f"{name}, rank {rank}")

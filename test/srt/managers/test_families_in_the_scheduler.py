@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import KINDS, kinds
 from transformers import PreTrainedModel
 
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -86,9 +87,11 @@ def test_alone_and_among_others_with_little_memory(name: str, tmp_path: Path) ->
     assert tight.stats._cached - before >= len(prompts[3]), "the second one goes on from the first one's prefix"
 
 
-WINDOWED = ("mistral_windows", "gpt_oss", "mimo_v2", "step3p7", "gemma3", "gemma4", "gemma4_small", "llama4", "inkling")
-"""Windows everywhere; with sinks; of every second layer or most; with caches that layers share; windows that are
-chunks; windows with biases by distance."""
+WINDOWED = [
+    KINDS[name].tiny
+    for attention in ("windows alone", "windows", "sinks", "chunks", "relative biases")
+    for name in kinds(attention, lacking="cut heads")
+]
 WINDOW_KEYS = {"llama4": "attention_chunk_size", "inkling": "sliding_window_size"}
 SIZED_BY_WINDOW = ("inkling",)
 """Models with weights of the window's size."""

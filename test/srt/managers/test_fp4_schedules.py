@@ -9,18 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import FEATURES, LAYOUTS, cells, kinds, smallest_kinds
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.native_fp4 import quantize_fp4_rows
 from sglang.srt.plan.ranks import RankLayout
-from srt.managers.test_host_tier import SHARED
 from srt.managers.test_random_schedules import DRAFT_TOKENS, FEW_PROMPTS, PAGES, Schedule, World, short_pauses
 
-FP4 = {"kv_cache_dtype": "fp4_e2m1"}
-MODELS = ("qwen3", "mistral_windows", "gpt_oss", "llama4", "qwen3_5", "nemotron_h", "qwen3_5_moe")
-"""Dense, windows, windows and sinks, chunks, gated delta, Mamba-2, experts."""
+FP4 = dict(FEATURES["fp4"].flags)
+NAMES = [name for _, name in cells(kinds(lacking="cut heads, embedded"), feature="fp4")]
 
 
 def quantize_rounded(x: torch.Tensor, tensor_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +41,7 @@ def play(world: World, draft_tokens: str, page: int, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "draft_tokens", "page"), [("qwen3", "half-right", 1), ("gpt_oss", "none", 4), ("qwen3_5", "right", 16)]
+    ("name", "draft_tokens", "page"), [("dense", "half-right", 1), ("sinks", "none", 4), ("gated delta", "right", 16)]
 )
 def test_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Path) -> None:
     world = World(name, tmp_path, options=FP4, num_prompts=FEW_PROMPTS)
@@ -57,9 +56,9 @@ def test_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Pat
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("draft_tokens", DRAFT_TOKENS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_many_random_schedules(name: str, draft_tokens: str, page: int, tmp_path: Path) -> None:
-    play(World(name, tmp_path, options=FP4), draft_tokens, page, 20)
+    play(World(name, tmp_path, options=FP4), draft_tokens, page, 8)
 
 
 def _rank(
@@ -84,9 +83,8 @@ def _rank(
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("draft_tokens", ["none", "half-right"])
-@pytest.mark.parametrize("name", ["qwen3", "mistral_windows", "qwen3_5"])
-@pytest.mark.parametrize("layout", SHARED)
+@pytest.mark.parametrize(("layout", "name"), cells(smallest_kinds(), ("TP2", "PP2", "TP2 x PP2"), "fp4"))
 def test_several_ranks(layout: str, name: str, draft_tokens: str, tmp_path: Path) -> None:
     with short_pauses():
         known = World(name, tmp_path, options=FP4).known()
-    run_ranks(_rank, (name, tmp_path, known, SHARED[layout], draft_tokens, 4, 10), SHARED[layout].world_size)
+    run_ranks(_rank, (name, tmp_path, known, LAYOUTS[layout], draft_tokens, 4, 6), LAYOUTS[layout].world_size)

@@ -18,8 +18,9 @@ import pytest
 from sglang.srt.managers.scheduler import queue_order
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
-from sglang.srt.managers.scheduler.queue_order import MOST_MATCHED, POLICIES
-from sglang.srt.managers.scheduler.scheduler import MOST_LOOKED_AT, SHARED_PREFIX, Scheduler
+from sglang.srt.managers.scheduler.prompt_choice import MAX_EXAMINED, SHARED_PREFIX
+from sglang.srt.managers.scheduler.queue_order import MAX_MATCHED, POLICIES
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.stop_tokens import StopTokens
 from sglang.srt.managers.scheduler.waiting_queue import WaitingQueue
 from sglang.srt.mem_cache.allocator import TokenAllocator
@@ -66,17 +67,17 @@ def test_a_step_matches_few_of_those_that_wait(policy: str, shared: bool, monkey
     for _ in range(3):
         calls.clear()
         scheduler.step()
-        assert calls["match"] <= MOST_MATCHED + MOST_LOOKED_AT
+        assert calls["match"] <= MAX_MATCHED + MAX_EXAMINED
     assert len(scheduler.waiting) >= 900
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_all(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those behind the ones that it orders, and those that a step does not look at."""
-    monkeypatch.setattr(queue_order, "MOST_ORDERED", 5)
-    monkeypatch.setattr("sglang.srt.managers.scheduler.scheduler.MOST_LOOKED_AT", 3)
+    monkeypatch.setattr(queue_order, "MAX_ORDERED", 5)
+    monkeypatch.setattr("sglang.srt.managers.scheduler.prompt_choice.MAX_EXAMINED", 3)
     scheduler, collector = full_scheduler(policy, 40, shared=True), Collector()
-    order = [req.rid for req in scheduler._queue()]
+    order = [req.rid for req in scheduler.choice.queue()]
     assert sorted(order) == sorted(req.rid for req in scheduler.waiting)
     if policy == "random":
         assert order[5:] == [f"waits {number}" for number in range(5, 40)]

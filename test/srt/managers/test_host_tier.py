@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matrix import FEATURES, LAYOUTS
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -140,7 +141,7 @@ def loads_by_layers_sometimes() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(host_tier, "LEAST_GAIN", 1)
+    monkeypatch.setattr(host_tier, "MIN_GAIN", 1)
     monkeypatch.setattr(HostTier, "_layers_pay", lambda *_: False)
     with short_pauses():
         yield
@@ -149,12 +150,12 @@ def small_gains(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 COPIES = ("loaded", "saved", "failed")
 """What the schedules of each test must have seen."""
 
-OPTIONS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
+OPTIONS = dict(FEATURES["host cache"].flags)
 
 
 @pytest.mark.parametrize(
     ("name", "draft_tokens", "page", "policy"),
-    [("mistral_windows", "right", 4, "write_through_selective"), ("qwen3_5", "half-right", 4, "write_back")],
+    [("windows alone", "right", 4, "write_through_selective"), ("gated delta", "half-right", 4, "write_back")],
 )
 def test_random_schedules(name: str, draft_tokens: str, page: int, policy: str, tmp_path: Path) -> None:
     options = {**OPTIONS, "hicache_write_policy": policy}
@@ -172,11 +173,11 @@ WRITE_THROUGH = {**OPTIONS, "hicache_write_policy": "write_through"}
 
 def _rank(rank: int, name: str, folder: Path, known: dict[str, Any], layouts: dict[str, int]) -> None:
     """With pages of so many tokens in each layout, one after the other."""
-    host_tier.LEAST_GAIN = 1
+    host_tier.MIN_GAIN = 1
     with short_pauses():
         world = HostWorld(name, folder, rank=rank, options=WRITE_THROUGH, **known)
         for layout, page in layouts.items():
-            world.ranks = (SHARED | DCP_SHARDED)[layout]
+            world.ranks = LAYOUTS[layout]
             seen: Counter[str] = Counter()
             for seed in range(24):  # threads decide what is copied in time
                 seen += schedules(world, "none", page, range(seed, seed + 1))
@@ -186,15 +187,10 @@ def _rank(rank: int, name: str, folder: Path, known: dict[str, Any], layouts: di
             parallel_state.shutdown()
 
 
-SHARED = {"TP2": RankLayout(2), "PP2": RankLayout(pp_size=2), "TP2 x PP2": RankLayout(2, pp_size=2)}
-DCP_SHARDED = {"DCP2": RankLayout(2, dcp_size=2), "DCP2 x PP2": RankLayout(2, pp_size=2, dcp_size=2)}
-"""Layouts whose ranks share out the tokens of caches that all of them would hold."""
-
-
 def test_two_ranks_agree_on_what_was_copied(tmp_path: Path) -> None:
     """Where they share a pool of latents, and where each has its own for a share of the tokens."""
-    known = HostWorld("deepseek_v3", tmp_path, options=WRITE_THROUGH, num_prompts=FEW_PROMPTS).known()
-    run_ranks(_rank, ("deepseek_v3", tmp_path, known, {"TP2": 1, "DCP2": 4}), 2)
+    known = HostWorld("latents", tmp_path, options=WRITE_THROUGH, num_prompts=FEW_PROMPTS).known()
+    run_ranks(_rank, ("latents", tmp_path, known, {"TP2": 1, "DCP2": 4}), 2)
 
 
 # --- one thing at a time ----------------------------------------------------------------------------------------------
@@ -419,7 +415,7 @@ def test_a_prompt_with_a_hint_is_copied_at_once_and_outlives_others(folder: Path
 
 def test_a_hint_without_main_memory_keeps_the_prompt_on_the_gpu(folder: Path) -> None:
     server = Server(folder)
-    server.scheduler.host_tier = None
+    server.scheduler.host_tier = server.scheduler.choice.host_tier = None
     message = request("kept", PROMPT, 8, temperature=0.0, ignore_eos=True)
     message.received, message.keep_s = 1000.0, 300.0
     add(server.scheduler, message)

@@ -159,7 +159,7 @@ def test_a_bad_prefix_leaves_without_the_store(folder: Path) -> None:
 
 
 def test_removals_beyond_their_limit_end_reading(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "MOST_REMOVED_TOKENS", 2 * len(PROMPT))
+    monkeypatch.setattr(tiers, "MAX_REMOVED_TOKENS", 2 * len(PROMPT))
     server = StorageServer(folder)
     answer = server.answer("first", PROMPT)
     files = HungFiles(server)

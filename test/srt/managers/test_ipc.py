@@ -118,9 +118,9 @@ def test_event_loop_delivery(ports: ipc.Ports) -> None:
 
 def test_channels_between_machines_need_the_key_of_the_replica(ports: ipc.Ports) -> None:
     """Over TCP, both ways, whoever comes first; who does not know the key is not heard."""
-    front, keys = ports.between_machines("127.0.0.1", ipc.free_ports("127.0.0.1", 2))
+    front, keys = ports.with_tcp_addresses("127.0.0.1", ipc.free_ports("127.0.0.1", 2))
     replica = front.on_other_machine(keys)
-    stranger, other_keys = ports.between_machines("127.0.0.1", ipc.free_ports("127.0.0.1", 2))
+    stranger, other_keys = ports.with_tcp_addresses("127.0.0.1", ipc.free_ports("127.0.0.1", 2))
     assert keys.secret is not None and keys.secret not in repr(front)
     false = replace(front, keys=stranger.keys)
     to_scheduler, from_stranger = ipc.tokenizer_outbox(front), ipc.tokenizer_outbox(false)

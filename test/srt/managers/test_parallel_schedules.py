@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
+from matrix import KINDS, LAYOUTS, cells, kinds, layouts, save_kind
 from pairs import some
 from rank_processes import run_ranks
 
-from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.constrained.grammar import Grammar
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
@@ -35,36 +35,27 @@ from srt.constrained import turned_grammar
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_runner
-from srt.models.harness import VOCAB, save_tiny
+from srt.models.harness import VOCAB
 
 NEW_TOKENS, POOL, CHUNK = 32, 150, 16
 ABORT_AT, SECOND_WAVE_AT = 12, 20
 GRAMMAR, COMPILED_AT = (6, 14), 3
 """Tokens of an output with a grammar, at least and at most; the step at which those of the second wave have theirs."""
-THIRDS = {"num_attention_heads": 8, "num_key_value_heads": 4}
-TINY_MODELS = {
-    "dense": ("qwen3", {}),
-    "experts": ("qwen3_moe", {}),
-    "experts of 8 heads": ("qwen3_moe", THIRDS),
-    "latent": ("deepseek_v3", {}),
-    "blocks": ("minimax_m3", {}),
-    "tied": ("qwen3_tied_bias", {"num_hidden_layers": 5}),
-    "windows": ("qwen3_windows", {}),
-    "chunks": ("llama4", {}),
-    "convolutions": ("inkling", {}),
-    "states": ("qwen3_next", {"tie_word_embeddings": True}),
+ALL_KINDS = kinds(lacking="repeats, cut heads")
+QUIRKS = (("TP3", "experts, 8 heads"), ("EP3", "experts, 8 heads"), ("PP3", "tied embedding"))
+CELLS = (*cells(ALL_KINDS, layouts(lacking="DCP, DP")[1:]), *QUIRKS)
+DRAFT_CELLS = tuple(cells(ALL_KINDS, ("one rank", "TP2", "PP2", "TP2 x PP2")))
+Groups = dict[str, tuple[str, ...]]
+"""Names of kinds by layout, whose models the same ranks serve one after the other."""
+QUICK: Groups = {
+    "TP2": ("dense", "chunks", "embedded"),
+    "EP2": ("experts",),
+    "PP2": ("latents", "selected blocks", "relative biases"),
+    "TP2 x PP2": ("experts",),
 }
-LAYOUTS = {
-    "TP2": (RankLayout(2), ("dense", "experts", "latent", "blocks", "chunks", "convolutions", "embedded")),
-    "TP3": (RankLayout(3), ("dense", "experts of 8 heads", "embedded")),
-    "TP4": (RankLayout(4), ("dense", "latent", "embedded")),
-    "EP2": (RankLayout(2, 2), ("experts", "latent", "embedded")),
-    "EP3 of 4 experts": (RankLayout(3, 3), ("experts of 8 heads",)),
-    "EP2 x TP2": (RankLayout(4, 2), ("experts", "latent", "chunks", "convolutions", "embedded")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "chunks", "convolutions")),
-    "PP3": (RankLayout(pp_size=3), ("tied", "windows", "states")),
-    "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
-}
+"""What `make test` runs: each mechanism in a layout. Other layouts have the same paths."""
+QUICK_DRAFTS: Groups = {"TP2": ("gated delta, tied",), "PP2": ("latents", "windows")}
+IN_QUICK_CASES = {name for layouts in (QUICK, QUICK_DRAFTS) for names in layouts.values() for name in names}
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -193,23 +184,32 @@ def outcome(
     return result
 
 
+def graph_modes(index: int, both: bool) -> tuple[bool, ...]:
+    """Returns whether the steps of a group's model with this index go through graphs: every other one's, or, with
+    `both`, each model's once with graphs and once without."""
+    return (True, False) if both else (index % 2 == 0,)
+
+
 def _rank(
-    rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, known: dict[str, dict[str, list[int]]]
+    rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, known: dict[str, dict[str, list[int]]], both: bool
 ) -> None:
-    """Every other model's steps go through graphs. Those of two rows and more leave the ranks of a stage their columns
-    of the logits, as only those of many rows do; one row is whole."""
+    """Steps of two rows and more leave the ranks of a stage their columns of the logits, as only those of many rows do;
+    one row is whole."""
     torch.set_num_threads(1)
     embedding.FEWEST_SHARDED_ROWS = 2
     replayed: set[int] = set()
     for i, (name, folder) in enumerate(folders.items()):
-        in_graphs = replayed if i % 2 == 0 else None
-        result = outcome(folder, ranks, rank, f"file://{out}/rendezvous{i}", in_graphs, known.get(name))
-        (out / f"{name}.{rank}.json").write_text(json.dumps(result.__dict__))
-        parallel_state.shutdown()
-    assert 2 in replayed, "steps with padding"
+        for graphs in graph_modes(i, both):
+            meet = f"file://{out}/rendezvous{i}.{graphs}"
+            result = outcome(folder, ranks, rank, meet, replayed if graphs else None, known.get(name))
+            (out / f"{name}.{graphs}.{rank}.json").write_text(json.dumps(result.__dict__))
+            parallel_state.shutdown()
+    # Steps with padding. Of models with large pages so small a pool may hold one request at a time.
+    assert 2 in replayed or (both and replayed)
 
 
-Models = Callable[[str], tuple[str, Outcome]]
+class Models(Protocol):
+    def __call__(self, name: str, ranks: RankLayout = ONE_RANK) -> tuple[str, Outcome]: ...
 
 
 @pytest.fixture(scope="module")
@@ -217,34 +217,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     """Where each is, and what one process makes of the schedule."""
 
     @functools.cache
-    def of(name: str) -> tuple[str, Outcome]:
-        folder = str(DEFAULT_MODEL_PATH)
-        if name in TINY_MODELS:
-            tiny, changes = TINY_MODELS[name]
-            folder = str(tmp_path_factory.mktemp(tiny))
-            save_tiny(tiny, Path(folder), **changes)
+    def made(name: str, at_four: bool) -> tuple[str, Outcome]:
+        ranks = LAYOUTS["TP4"] if at_four else ONE_RANK
+        folder = str(save_kind(name, tmp_path_factory.mktemp("model"), ranks))
         return folder, outcome(folder, ONE_RANK, 0, None)
 
-    return of
+    return lambda name, ranks=ONE_RANK: made(name, ranks.attn_tp_size == 4 and bool(KINDS[name].at_four))
 
 
-QUICK = {
-    "TP2": ("dense", "chunks", "embedded"),
-    "EP2": ("experts",),
-    "PP2": ("latent", "blocks", "convolutions"),
-    "TP2 x PP2": ("experts",),
-}
-"""What `make test` runs: each model in a layout. Other layouts have the same paths."""
-
-
-QUICK_GUESSES = {"TP2": ("states",), "PP2": ("latent", "windows")}
-IN_QUICK_CASES = {name for layouts in (QUICK, QUICK_GUESSES) for names in layouts.values() for name in names}
-
-
-@pytest.mark.parametrize("name", some([*TINY_MODELS, "embedded"], IN_QUICK_CASES))
+@pytest.mark.parametrize("name", some(dict.fromkeys(name for _, name in (*CELLS, *DRAFT_CELLS)), IN_QUICK_CASES))
 def test_the_schedule_has_what_it_is_for(name: str, models: Models) -> None:
     _, one = models(name)
-    assert one.num_retracted > 0 and one.num_cached > 0
+    assert (one.num_retracted > 0 or "states" in KINDS[name].tags) and one.num_cached > 0
     assert one.finishes["aborted"] == "abort" and 0 < len(one.tokens["aborted"]) < NEW_TOKENS
     whole = {rid for rid, finish in one.finishes.items() if finish == "length"}
     assert whole == {*PROMPTS} - {"aborted", "grammar", "sampled grammar"}
@@ -253,59 +237,63 @@ def test_the_schedule_has_what_it_is_for(name: str, models: Models) -> None:
     assert one.tokens["plain"] == one.tokens["same prompt"]
 
 
-def of_layouts(
-    layouts: dict[str, tuple[RankLayout, tuple[str, ...]]], quick: dict[str, tuple[str, ...]]
-) -> pytest.MarkDecorator:
-    """Each layout with some of its models, and with all."""
-    some = [pytest.param(layout, names, id=layout) for layout, names in quick.items()]
-    every = [
-        pytest.param(layout, names, id=f"{layout}-every", marks=pytest.mark.thorough)
-        for layout, (_, names) in layouts.items()
-    ]
-    return pytest.mark.parametrize(("layout", "names"), [*some, *every])
+def in_groups_and_alone(every: Collection[tuple[str, str]], quick: Groups) -> pytest.MarkDecorator:
+    """Quick groups, and each cell of `every`, with graphs and without."""
+    others = {(layout, name) for layout, names in quick.items() for name in names} - {*every}
+    assert not others, f"these are no cells: {others}"
+    groups = [pytest.param(layout, names, False, id=layout) for layout, names in quick.items()]
+    thorough = pytest.mark.thorough
+    alone = [pytest.param(layout, (name,), True, id=f"{layout}-{name}", marks=thorough) for layout, name in every]
+    return pytest.mark.parametrize(("layout", "names", "both"), [*groups, *alone])
 
 
-@of_layouts(LAYOUTS, QUICK)
+Results = Iterator[tuple[str, int, Outcome, Outcome, Outcome]]
+
+
+def results(layout: str, names: tuple[str, ...], models: Models, out: Path, drafts: bool, both: bool) -> Results:
+    """Runs the schedule on the ranks. Yields (where, rank, its outcome, that of the first rank, that of a process)."""
+    ranks = LAYOUTS[layout]
+    alone = {name: models(name, ranks)[1] for name in names}
+    known = {name: one.tokens for name, one in alone.items()} if drafts else {}
+    folders = {name: models(name, ranks)[0] for name in names}
+    run_ranks(_rank, (ranks, folders, out, known, both), ranks.world_size)
+    for i, name in enumerate(names):
+        for graphs in graph_modes(i, both):
+            files = [out / f"{name}.{graphs}.{rank}.json" for rank in range(ranks.world_size)]
+            every = [Outcome(**json.loads(file.read_text())) for file in files]
+            for rank, got in enumerate(every):
+                yield f"{name}, {graphs=}, rank {rank}", rank, got, every[0], alone[name]
+
+
+def check_memory(where: str, got: Outcome, one: Outcome) -> None:
+    """Some requests went back to the queue. Where prompts pause for their states there may be room for all."""
+    has_states = "states" in KINDS[where.partition(", graphs=")[0]].tags
+    assert got.finishes == one.finishes and (got.num_retracted > 0 or has_states), where
+
+
+@in_groups_and_alone(CELLS, QUICK)
 def test_ranks_give_the_tokens_of_one_process(
-    layout: str, names: tuple[str, ...], models: Models, tmp_path: Path
+    layout: str, names: tuple[str, ...], both: bool, models: Models, tmp_path: Path
 ) -> None:
-    ranks, _ = LAYOUTS[layout]
-    folders = {name: models(name)[0] for name in names}
-    run_ranks(_rank, (ranks, folders, tmp_path, {}), ranks.world_size)
-    for name in names:
-        one = models(name)[1]
-        every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
-        for rank, got in enumerate(Outcome(**outcome) for outcome in every):
-            assert got == (Outcome(**every[0]) if ranks.pp_size > 1 else one), f"{name}, rank {rank}"
-            assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, f"{name}, rank {rank}"
-            assert got.num_retracted > 0 and got.finishes == one.finishes, f"{name}, rank {rank}"
-            short = {rid: ids[: len(got.tokens[rid])] for rid, ids in one.tokens.items() if rid == "aborted"}
-            assert got.tokens["aborted"] and got.tokens == {**one.tokens, **short}, f"{name}, rank {rank}"
-            assert ranks.pp_size == 1 or got.num_steps > one.num_steps, f"{name}: all requests are in every step"
+    ranks = LAYOUTS[layout]
+    for where, rank, got, first, one in results(layout, names, models, tmp_path, drafts=False, both=both):
+        assert got == (first if ranks.pp_size > 1 else one), where
+        assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, where
+        check_memory(where, got, one)
+        short = {rid: ids[: len(got.tokens[rid])] for rid, ids in one.tokens.items() if rid == "aborted"}
+        assert got.tokens["aborted"] and got.tokens == {**one.tokens, **short}, where
+        assert ranks.pp_size == 1 or got.num_steps > one.num_steps, f"{where}: all requests are in every step"
 
 
-GUESSING = {
-    "one rank": (ONE_RANK, ("dense", "latent", "windows", "states")),
-    "TP2": (RankLayout(2), ("dense", "states")),
-    "PP2": (RankLayout(pp_size=2), ("dense", "latent", "blocks", "windows", "states")),
-    "TP2 x PP2": (RankLayout(2, pp_size=2), ("experts", "embedded")),
-}
-
-
-@of_layouts(GUESSING, QUICK_GUESSES)
+@in_groups_and_alone(DRAFT_CELLS, QUICK_DRAFTS)
 def test_draft_tokens_change_no_token_of_several_ranks(
-    layout: str, names: tuple[str, ...], models: Models, tmp_path: Path
+    layout: str, names: tuple[str, ...], both: bool, models: Models, tmp_path: Path
 ) -> None:
-    ranks, _ = GUESSING[layout]
-    known = {name: models(name)[1].tokens for name in names}
-    run_ranks(_rank, (ranks, {name: models(name)[0] for name in names}, tmp_path, known), ranks.world_size)
-    for name in names:
-        one = models(name)[1]
-        every = [json.loads((tmp_path / f"{name}.{rank}.json").read_text()) for rank in range(ranks.world_size)]
-        for rank, got in enumerate(Outcome(**outcome) for outcome in every):
-            assert got == Outcome(**every[0]), f"{name}, rank {rank}"
-            assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, f"{name}, rank {rank}"
-            assert got.num_retracted > 0 and got.finishes == one.finishes, f"{name}, rank {rank}"
-            aborted, other = got.tokens["aborted"], one.tokens["aborted"]
-            assert aborted[: len(other)] == other[: len(aborted)], f"{name}, rank {rank}"
-            assert {**got.tokens, "aborted": other} == one.tokens, f"{name}, rank {rank}"
+    ranks = LAYOUTS[layout]
+    for where, rank, got, first, one in results(layout, names, models, tmp_path, drafts=True, both=both):
+        assert got == first, where
+        assert got.has_logprobs_of(one) or rank < ranks.world_size - ranks.tp_size, where
+        check_memory(where, got, one)
+        aborted, other = got.tokens["aborted"], one.tokens["aborted"]
+        assert aborted[: len(other)] == other[: len(aborted)], where
+        assert {**got.tokens, "aborted": other} == one.tokens, where

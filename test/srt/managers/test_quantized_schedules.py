@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import FEATURES, LAYOUTS, cells, kinds
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -17,29 +18,19 @@ from sglang.srt.distributed.quantized_sums import QuantizedSums
 from sglang.srt.layers import embedding
 from sglang.srt.plan.ranks import RankLayout
 
-from .test_attention_groups import MODELS, POOL, POOLS, save_models
+from .test_attention_groups import pool_of, save_models
 from .test_parallel_schedules import Outcome, outcome
 
-MODE = "enable_quantized_all_reduce"
-FLAGS = {"all": {MODE: "all", "quantized_all_reduce_min_bytes": 1}, "prefill": {MODE: "prefill"}, "off": {}}
+FEATURE = "quantized all-reduce"
+FLAGS = {"all": FEATURES[FEATURE].flags, "prefill": {"enable_quantized_all_reduce": "prefill"}, "off": {}}
 """The rows of prompts decide in `prefill`: ranks on CPUs have no least size."""
-LAYOUTS = {
-    "TP2": RankLayout(2),
-    "TP4": RankLayout(4),
-    "EP2": RankLayout(2, 2),
-    "TP2 x PP2": RankLayout(2, pp_size=2),
-    "DP2": RankLayout(2, attn_dp_size=2),
-    "TP4 x DP2": RankLayout(4, attn_dp_size=2),
-    "TP4 x DP2, own heads": RankLayout(4, attn_dp_size=2, dp_lm_head=True),
-    "DCP2": RankLayout(2, dcp_size=2),
-}
-WITH_EXPERTS = ("experts", "latents", "selected latents", "blocks", "states", "biases")
-CELLS = {
-    **dict.fromkeys(("TP2", "TP4", "DP2", "TP4 x DP2", "TP4 x DP2, own heads"), tuple(MODELS)),
-    "EP2": WITH_EXPERTS,
-    "TP2 x PP2": ("experts", "embedded"),
-    "DCP2": ("latents",),
-}
+CELLS = [
+    *cells(
+        kinds(lacking="repeats, cut heads"), ("TP2", "TP4", "EP2", "DP2", "TP4 x DP2", "TP4 x DP2, own heads"), FEATURE
+    ),
+    *cells(kinds("plain"), ("TP2 x PP2", "DCP2"), FEATURE),
+    ("TP2 x PP2", "embedded"),
+]
 
 
 class Calls(Counter[str]):
@@ -69,7 +60,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, mode
                 more: dict[str, Any] = {"max_running_requests": 4 * groups, "chunked_prefill_size": 16 * groups}
                 more |= FLAGS[mode.partition(",")[0]]
                 if groups > 1:
-                    more["max_total_tokens"] = POOLS.get(name, POOL)
+                    more["max_total_tokens"] = pool_of(name)
                 replayed = set[int]() if "graphs" in mode else None
                 result = outcome(folder, ranks, rank, f"file://{out}/rendezvous.{name}.{mode}", replayed, **more)
                 (out / f"{name}.{mode}.{rank}.json").write_text(json.dumps([result.__dict__, calls]))
@@ -112,6 +103,6 @@ def test_ranks_with_quantized_sums_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout, names in CELLS.items() for name in names])
+@pytest.mark.parametrize(("layout", "name"), CELLS)
 def test_ranks_of_every_layout_agree(layout: str, name: str, tmp_path: Path) -> None:
     check(LAYOUTS[layout], (name,), tmp_path)

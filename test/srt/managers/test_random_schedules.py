@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import KINDS, cells, kinds, save_kind
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -30,14 +31,12 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.known_texts import KnownTexts, verifying_runner
-from srt.models.harness import random_tokens, save_tiny
+from srt.models.harness import random_tokens
 
-MODELS = ("qwen3", "mistral_windows", "deepseek_v3", "qwen3_5", "qwen3_next", "nemotron_h", "qwen3_5_moe")
-"""Dense, windows, latents, gated delta three times (the last one with experts), Mamba-2."""
+NAMES = kinds(lacking="cut heads, embedded")
 DRAFT_TOKENS = {"none": None, "right": 0, "wrong": 1, "half-right": 2}
-"""Every so manieth guess is spoilt."""
+"""Every how manieth draft token is spoilt."""
 PAGES = (1, 4, 16)
-COMBINATIONS = len(MODELS) * len(DRAFT_TOKENS) * len(PAGES)
 OUTPUT, TRUNK = 40, 64
 NUM_PROMPTS, FEW_PROMPTS = 30, 12
 """In a tree of conversations, and in one of the schedules that `make test` runs: what each gets alone takes longer to
@@ -56,13 +55,12 @@ class World:
     """What the schedules of one model share. Loading costs more than a schedule."""
 
     name: str
+    """A kind of `matrix`."""
     folder: Path
     ranks: RankLayout = ONE_RANK
     rank: int = 0
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of the server."""
-    whole: int = 1
-    """The smallest page that holds whole entries of every cache."""
     num_prompts: int = NUM_PROMPTS
     prompts: list[list[int]] = field(default_factory=list)
     outputs: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
@@ -93,7 +91,7 @@ class World:
         """The plain run: at once, without a cache."""
         key = (output, *ids)
         if key not in self.outputs:
-            args, runner = self.runner(self.whole, "none")
+            args, runner = self.runner(KINDS[self.name].page, "none")
             plain = replace(args, disable_radix_cache=True, disable_overlap_schedule=True)
             scheduler, collector = Scheduler(plain, runner, StopChecker(None)), Collector()
             add(scheduler, request("plain", ids, output, temperature=0.0, ignore_eos=True))
@@ -104,7 +102,7 @@ class World:
     def prepare(self) -> None:
         """Before the first schedule. The checkpoint is made, too."""
         if not self.prompts:
-            save_tiny(self.name, self.folder)
+            save_kind(self.name, self.folder)
             self.grow_tree()
 
     def known(self) -> dict[str, Any]:
@@ -237,16 +235,19 @@ def short_pauses() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
-    with short_pauses():
-        yield [World(name, tmp_path_factory.mktemp(name)) for name in MODELS]
+Worlds = dict[str, World]
 
 
 @pytest.fixture(scope="module")
-def small_worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[World]]:
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
     with short_pauses():
-        yield [World(name, tmp_path_factory.mktemp(name), num_prompts=FEW_PROMPTS) for name in MODELS]
+        yield {name: World(name, tmp_path_factory.mktemp("model")) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def small_worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worlds]:
+    with short_pauses():
+        yield {name: World(name, tmp_path_factory.mktemp("model"), num_prompts=FEW_PROMPTS) for name in NAMES}
 
 
 @dataclass
@@ -261,30 +262,37 @@ class Report:
         return f"{dict(self.seen)}, {admissions} admissions, hits at {depths}"
 
 
-def schedules(worlds: list[World], seeds: range) -> Report:
-    """Every so many as there are COMBINATIONS in a row of seeds have each of them once."""
+Drawn = tuple[str, str, int, int]
+"""Kind, draft tokens, page size and seed of a schedule."""
+COMBINATIONS = [
+    (name, draft_tokens, page)
+    for draft_tokens in DRAFT_TOKENS
+    for name in NAMES
+    for page in PAGES
+    if page % KINDS[name].page == 0
+]
+QUICK: tuple[Drawn, ...] = (
+    *(("dense", "none", 1, 0), ("dense", "none", 4, 1)),
+    *(("windows alone", "right", 4, 25), ("windows alone", "right", 16, 26)),
+    *(("gated delta", "wrong", 1, 51), ("gated delta", "wrong", 4, 52)),
+    *(("Mamba-2", "half-right", 4, 79), ("Mamba-2", "half-right", 16, 80)),
+)
+"""Four kinds with other draft tokens each, so that few models are loaded, and pages of two sizes."""
+
+
+def schedules(worlds: Worlds, drawn: Iterable[Drawn]) -> Report:
     report = Report()
-    for seed in seeds:
-        rest, page = divmod(seed, len(PAGES))
-        rest, world = divmod(rest, len(worlds))
-        draft_tokens = list(DRAFT_TOKENS)[rest % len(DRAFT_TOKENS)]
-        worlds[world].prepare()
-        schedule = Schedule(worlds[world], draft_tokens, PAGES[page], seed)
+    for name, draft_tokens, page, seed in drawn:
+        worlds[name].prepare()
+        schedule = Schedule(worlds[name], draft_tokens, page, seed)
         schedule.run()
         report.seen += schedule.seen
-        report.hits[PAGES[page]] += schedule.hits
+        report.hits[page] += schedule.hits
     return report
 
 
-def test_random_schedules(small_worlds: list[World]) -> None:
-    """Of four models with another kind of draft tokens each, so that few are loaded, and pages of two sizes."""
-    report = Report()
-    firsts = (0, 24, 51, 78)  # "qwen3" none, "mistral_windows" right, "qwen3_5" wrong, "nemotron_h" half-right
-    for first, pages in zip(firsts, ((0, 2), (1, 3), (0, 2), (1, 3)), strict=True):
-        part = schedules(small_worlds, range(first + pages[0], first + pages[1]))
-        report.seen += part.seen
-        for page, depths in part.hits.items():
-            report.hits[page] += depths
+def test_random_schedules(small_worlds: Worlds) -> None:
+    report = schedules(small_worlds, QUICK)
     for kind in ("aborted", "retracted", "resumed", "evicted", "states dropped"):
         assert report.seen[kind], f"no request was {kind}"
     assert all(len(depths) > 1 for depths in report.hits.values()), report.hits
@@ -294,9 +302,11 @@ def test_random_schedules(small_worlds: list[World]) -> None:
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_thousand_random_schedules(worlds: list[World], part: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_random_schedules(worlds: Worlds, part: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a row of as many as there are combinations each of them comes once."""
     size = MANY // PARTS
-    report = schedules(worlds, range(part * size, (part + 1) * size))
+    seeds = range(part * size, (part + 1) * size)
+    report = schedules(worlds, ((*COMBINATIONS[seed % len(COMBINATIONS)], seed) for seed in seeds))
     with capsys.disabled():
         print(f"\n{size} schedules: {report}", flush=True)
     assert len(report.hits[1]) > 20 and len(report.hits[4]) > 8 and len(report.hits[16]) > 3
@@ -321,7 +331,7 @@ def _stage(
                 parallel_state.shutdown()
 
 
-@pytest.mark.parametrize("name", ["qwen3_5"])
+@pytest.mark.parametrize("name", ["gated delta"])
 def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
     with short_pauses():
         known = World(name, tmp_path, num_prompts=FEW_PROMPTS).known()
@@ -331,18 +341,19 @@ def test_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for _, name in cells(NAMES, ["PP2"])])
 def test_many_random_schedules_in_two_stages(name: str, tmp_path: Path) -> None:
     with short_pauses():
         known = World(name, tmp_path).known()
-    run_ranks(_stage, (name, tmp_path, known, list(DRAFT_TOKENS), PAGES, 4), 2)
+    pages = tuple(page for page in PAGES if page % KINDS[name].page == 0)
+    run_ranks(_stage, (name, tmp_path, known, list(DRAFT_TOKENS), pages, 1), 2)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_hit_at_every_depth(small_worlds: list[World], page: int) -> None:
+def test_a_hit_at_every_depth(small_worlds: Worlds, page: int) -> None:
     """Of a trunk, beyond several units of pauses and two of the largest pages: its beginning first, then a prompt that
     leaves it there."""
-    world = small_worlds[MODELS.index("qwen3_5")]
+    world = small_worlds["gated delta"]
     world.prepare()
     args, runner = world.runner(page, "none")
     trunk = random_tokens(TRUNK, seed=7)

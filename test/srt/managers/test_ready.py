@@ -52,7 +52,7 @@ def test_is_ready_behind_the_copies(monkeypatch: pytest.MonkeyPatch, has_copies:
     plan = SimpleNamespace(describe=dict)
     runner = SimpleNamespace(copies=copies if has_copies else None, media=None, plan=plan)
     process = SimpleNamespace(
-        tell=lambda message: said.append("told"),
+        send_output=lambda message: said.append("told"),
         grammars=SimpleNamespace(warm_up=lambda: None),
         run_forever=lambda: said.append("serves"),
     )

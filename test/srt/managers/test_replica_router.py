@@ -8,8 +8,8 @@ import pytest
 
 from sglang.srt.configs.load_balance import BALANCE_METHODS
 from sglang.srt.managers.front.replica_router import (
-    MOST_PAGES,
-    MOST_TIMES_LEAST,
+    MAX_LOAD_RATIO,
+    MAX_PAGES,
     PAGE_TOKENS,
     RecentPages,
     ReplicaLoad,
@@ -83,7 +83,7 @@ def test_a_hot_prefix_is_shared_out() -> None:
         load.num_requests += 1
         load.num_tokens += len(ids)
     counts = [load.num_tokens for load in loads]
-    assert max(counts) <= MOST_TIMES_LEAST * min(counts)
+    assert max(counts) <= MAX_LOAD_RATIO * min(counts)
 
 
 def test_without_prefix_caches_only_load_counts() -> None:
@@ -97,7 +97,7 @@ def test_pages_stand_for_all_tokens_before_their_end() -> None:
     assert len(hashes) == 8 and page_hashes(ids[:-1]) == hashes[:-1]
     changed = page_hashes([ids[0] + 1, *ids[1:]])
     assert not set(changed) & set(hashes) and not set(page_hashes(ids, "salt")) & set(hashes)
-    assert len(page_hashes(range((MOST_PAGES + 5) * PAGE_TOKENS))) == MOST_PAGES
+    assert len(page_hashes(range((MAX_PAGES + 5) * PAGE_TOKENS))) == MAX_PAGES
     assert page_hashes([]) == []
 
 

@@ -577,8 +577,8 @@ def test_longest_prefix_first() -> None:
 
 def start_order(scheduler: Scheduler) -> list[str]:
     order: list[str] = []
-    place = scheduler._place
-    scheduler._place = lambda req, node: (order.append(req.rid), place(req, node))[1]  # type: ignore[method-assign]
+    place = scheduler.choice._place
+    scheduler.choice._place = lambda req, node: (order.append(req.rid), place(req, node))[1]  # type: ignore[method-assign]
     return order
 
 
@@ -853,7 +853,7 @@ def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatc
     scheduler.step()
     add(scheduler, request("long", prompt(1501), 4))
     for _ in range(50):
-        list(scheduler._queue())
+        list(scheduler.choice.queue())
         scheduler.step()
     long = scheduler.reqs["long"]
     run_to_end(scheduler, collector)

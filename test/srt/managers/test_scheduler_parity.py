@@ -1,8 +1,9 @@
 """Scheduler and model runner together against transformers: 17 greedy tokens are the same whether a prompt is computed
-at once, in chunks, from the radix cache, after a retraction, in larger pages, or among strangers.
+at once, from the radix cache, in larger pages, or without overlap; and what else an answer may have. Chunks, strangers
+and retractions are in `test_families_in_the_scheduler`, for every family.
 
-`make test` has a model of each kind of cache, of which `test_families_in_the_scheduler` has every family; `make
-thorough` adds experts and another rope, which change no cache, and each model with all chunks and pages."""
+`make test` has a model of each kind of cache; `make thorough` adds experts and another rope, which change no cache, and
+each model with all pages."""
 
 from __future__ import annotations
 
@@ -96,17 +97,6 @@ def check(reference: Reference, scheduler: Scheduler, prompts: list[list[int]]) 
 
 @pytest.mark.values
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_among_strangers(reference: Reference, page_size: int) -> None:
-    check(reference, reference.scheduler(page_size=page_size), [prompt(s, 11 + 13 * s) for s in range(6)])
-
-
-def test_in_chunks(reference: Reference) -> None:
-    scheduler = reference.scheduler(chunked_prefill_size=16)
-    check(reference, scheduler, [prompt(1, 70), prompt(2, 5), prompt(3, 33)])
-
-
-@pytest.mark.values
-@pytest.mark.parametrize("page_size", [1, 16])
 def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
     scheduler = reference.scheduler(page_size=page_size)
     check(reference, scheduler, [prompt(1)])
@@ -115,12 +105,6 @@ def test_from_the_radix_cache(reference: Reference, page_size: int) -> None:
     # A state is kept at the end of the prompt, where only the second request goes on, or at its last whole page.
     at_states = 50 if page_size == 1 else 2 * 48
     assert scheduler.stats._cached >= (at_states if scheduler.plan.has_states else 2 * 32)
-
-
-def test_retracted_and_resumed(reference: Reference) -> None:
-    scheduler = reference.scheduler(max_total_tokens=144, schedule_conservativeness=0.01, chunked_prefill_size=64)
-    check(reference, scheduler, [prompt(s, 20) for s in range(5)])
-    assert scheduler.stats.num_retracted > 0
 
 
 def test_without_overlap_and_cache(reference: Reference) -> None:

@@ -4,7 +4,6 @@ order than they were begun."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
@@ -19,6 +18,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from matrix import FEATURES, KINDS, LAYOUTS, cells, save_kind, smallest_kinds
+from pairs import some_of
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -41,18 +42,16 @@ from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
 from srt.managers.test_host_tier import (
-    DCP_SHARDED,
     OPTIONS,
     OTHER,
     PROMPT,
-    SHARED,
     HostSchedule,
     HostWorld,
     Server,
     loads_by_layers_sometimes,
 )
 from srt.managers.test_random_schedules import DRAFT_TOKENS, FEW_PROMPTS, GARBAGE, PAGES, short_pauses
-from srt.models.harness import random_tokens, save_tiny
+from srt.models.harness import random_tokens
 
 STORAGE = {
     **OPTIONS,
@@ -170,27 +169,23 @@ def schedules(world: StorageWorld, draft_tokens: str, page: int, seeds: range) -
 
 
 def make_sizes_small(patch: pytest.MonkeyPatch, folder: Path) -> None:
-    patch.setattr(host_tier, "LEAST_GAIN", 1)
-    patch.setattr(prefix_names, "LEAST_BLOCK", 8)
+    patch.setattr(host_tier, "MIN_GAIN", 1)
+    patch.setattr(prefix_names, "MIN_BLOCK", 8)
     patch.setattr(engines, "RETRY_S", 0.0)
     patch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(folder / "files"))
 
 
-EVERY_CACHE: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
-    "dense": ("qwen3", {}, PAGES),
-    "fp8": ("qwen3", {"kv_cache_dtype": "fp8_e4m3"}, PAGES),
-    "four bits": ("qwen3", {"kv_cache_dtype": "fp4_e2m1"}, PAGES),
-    "windows": ("mistral_windows", {}, PAGES),
-    "windows and all tokens": ("qwen3_windows", {}, PAGES),
-    "windows and sinks": ("gpt_oss", {}, PAGES),
-    "chunks": ("llama4", {}, PAGES),
-    "convolutions": ("inkling", {}, PAGES),
-    "latents": ("deepseek_v3", {}, PAGES),
-    "latents and an indexer": ("deepseek_v32", {}, PAGES),
-    "gated delta": ("qwen3_5", {}, PAGES),
-    "Mamba-2": ("nemotron_h", {}, PAGES),
-    "compressed entries": ("deepseek_v4_small", {}, (8, 16)),
-}
+EVERY_CACHE = [(name, dtype) for dtype in (None, "fp8", "fp4") for _, name in cells(smallest_kinds(), feature=dtype)]
+FEW_DTYPES = [(name, dtype) for name, dtype in EVERY_CACHE if dtype is None or name == "dense"]
+
+
+def flags_of(dtype: str | None) -> dict[str, Any]:
+    return dict(FEATURES[dtype].flags) if dtype else {}
+
+
+def pages_of(name: str) -> tuple[int, ...]:
+    whole = KINDS[name].page
+    return tuple(page for page in sorted({*PAGES, whole}) if page % whole == 0)
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +200,7 @@ EXTRA = {"hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}'}
 
 @pytest.mark.parametrize(
     ("name", "draft_tokens", "page", "policy"),
-    [("mistral_windows", "none", 4, "wait_complete"), ("qwen3_5", "half-right", 4, "timeout")],
+    [("windows alone", "none", 4, "wait_complete"), ("gated delta", "half-right", 4, "timeout")],
 )
 def test_random_schedules(name: str, draft_tokens: str, page: int, policy: str, tmp_path: Path) -> None:
     options = {**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy}
@@ -222,13 +217,12 @@ def test_random_schedules(name: str, draft_tokens: str, page: int, policy: str, 
 @pytest.mark.schedules
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("policy", ["best_effort", "wait_complete", "timeout"])
-@pytest.mark.parametrize("kind", EVERY_CACHE)
-def test_many_random_schedules(kind: str, policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), FEW_DTYPES)
+def test_many_random_schedules(kind: str, dtype: str | None, policy: str, tmp_path: Path) -> None:
     """policy: how long prompts wait for files. Main memory gets its copies as each of its own policies has it."""
-    name, options, pages = EVERY_CACHE[kind]
-    options = {**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy, **options}
-    world = StorageWorld(name, tmp_path, options=options, whole=1 if 1 in pages else pages[0])
-    for page in pages:
+    options = {**STORAGE, **EXTRA, "hicache_storage_prefetch_policy": policy, **flags_of(dtype)}
+    world = StorageWorld(kind, tmp_path, options=options)
+    for page in pages_of(kind):
         for draft_tokens in DRAFT_TOKENS:
             seen: Counter[str] = Counter()
             for number, copies in enumerate(COPIED):
@@ -241,11 +235,10 @@ def _rank(
     rank: int, kind: str, folder: Path, ranks: RankLayout, draft_tokens: str, page: int, num_schedules: int, policy: str
 ) -> None:
     """What it is alone is known before the ranks meet. policy: when prefixes are copied to main memory."""
-    name, options, _ = EVERY_CACHE[kind]
     with short_pauses(), pytest.MonkeyPatch.context() as patch:
         make_sizes_small(patch, folder)
-        options = {**STORAGE, **EXTRA, **options, "hicache_write_policy": policy}
-        world = StorageWorld(name, folder, ranks, rank, options)
+        options = {**STORAGE, **EXTRA, "hicache_write_policy": policy}
+        world = StorageWorld(kind, folder, ranks, rank, options)
         world.grow_tree()
         for ids in world.prompts:
             world.alone(ids)
@@ -257,7 +250,7 @@ def _rank(
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
-    save_tiny("qwen3", tmp_path)
+    save_kind("dense", tmp_path)
     run_ranks(_rank, ("dense", tmp_path, RankLayout(2), "none", 4, 2, "write_through"), 2)
 
 
@@ -268,14 +261,13 @@ def test_two_ranks_agree_on_what_was_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        *itertools.product(SHARED, ("latents", "windows", "gated delta")),
-        *itertools.product(DCP_SHARDED, ("latents", "windows and all tokens", "gated delta")),
+        *cells(("latents", "windows alone", "gated delta"), ("TP2", "PP2", "TP2 x PP2")),
+        *cells(("latents", "windows, KV head", "gated delta, KV head"), ("DCP2", "DCP2 x PP2")),
     ],
 )
 def test_ranks_agree_on_what_was_read(layout: str, kind: str, policy: str, tmp_path: Path) -> None:
-    shares_out = layout in DCP_SHARDED and kind != "latents"
-    save_tiny(EVERY_CACHE[kind][0], tmp_path, **({"num_key_value_heads": 1} if shares_out else {}))
-    ranks = (SHARED | DCP_SHARDED)[layout]
+    save_kind(kind, tmp_path)
+    ranks = LAYOUTS[layout]
     run_ranks(_rank, (kind, tmp_path, ranks, "half-right", 4, 10, policy), ranks.world_size)
 
 
@@ -336,11 +328,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("qwen3")
 
 
-@pytest.mark.parametrize("kind", EVERY_CACHE)
-def test_a_server_that_starts_again_finds_the_same_bytes(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "dtype"), some_of(EVERY_CACHE, FEW_DTYPES))
+def test_a_server_that_starts_again_finds_the_same_bytes(kind: str, dtype: str | None, tmp_path: Path) -> None:
     """Of every page and state, also where a chunk ended; and it goes on from there as from what it computes itself."""
-    name, options, pages = EVERY_CACHE[kind]
-    options = {**options, "page_size": pages[-1]}
+    name, options = KINDS[kind].tiny, {**flags_of(dtype), "page_size": pages_of(kind)[-1]}
     before = StorageServer(tmp_path / "model", name, **options)
     answer = before.answer("first", PROMPT)
     assert before.storage.counts.written_tokens

@@ -17,7 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints import output_formats
 from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest
 from sglang.srt.function_call.model_formats import ModelFormats
-from sglang.srt.managers.front import request_preparation, tokenizer_manager
+from sglang.srt.managers.front import request_preparation, text_encoder, tokenizer_manager
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
@@ -112,7 +112,7 @@ def play(test: Callable[[Bench], Awaitable[None]], **flags: Any) -> None:
             bench.manager.mark_up()
             await asyncio.wait_for(test(bench), 20)
             assert bench.manager.num_unfinished == 0
-            assert not bench.manager._groups
+            assert not bench.manager._sequences._groups
         finally:
             bench.close()
 
@@ -611,14 +611,14 @@ def test_a_control_call_that_cannot_be_sent_is_a_503(monkeypatch: pytest.MonkeyP
 
 def test_long_texts_leave_the_loop_alone() -> None:
     async def test(bench: Bench) -> None:
-        ids = await bench.manager.encode("word " * 2000)
+        ids = await bench.manager.text.encode("word " * 2000)
         assert len(ids) > 1000
         stream = await bench.manager.submit(call(input_ids=None, text="word " * 1000))
-        assert (await bench.request()).input_ids.tolist() == await bench.manager.encode("word " * 1000)
+        assert (await bench.request()).input_ids.tolist() == await bench.manager.text.encode("word " * 1000)
         bench.send("r", finish=LENGTH)
         await stream.collect()
 
-    assert tokenizer_manager.LONG_TEXT < 5000
+    assert text_encoder.LONG_TEXT < 5000
     play(test)
 
 
@@ -698,21 +698,21 @@ def test_long_texts_are_counted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     """So that another client's text is tokenized between them; and no more of them than is enough."""
     bench = Bench()
     lengths: list[int] = []
-    encode = bench.manager.encode
+    encode = bench.manager.text.encode
 
     async def counted(text: str, add_special_tokens: bool = True) -> list[int]:
         lengths.append(len(text))
         return await encode(text, add_special_tokens)
 
-    monkeypatch.setattr(bench.manager, "encode", counted)
+    monkeypatch.setattr(bench.manager.text, "encode", counted)
     text = "one two three " * 1000
-    exact = asyncio.run(bench.manager.count_tokens(text))
+    exact = asyncio.run(bench.manager.text.count_tokens(text))
     assert lengths == [len(text)]
-    monkeypatch.setattr(tokenizer_manager, "EXACT_COUNT_CHARS", 1000)
+    monkeypatch.setattr(text_encoder, "EXACT_COUNT_CHARS", 1000)
     monkeypatch.setattr(request_preparation, "PIECE_CHARS", 1400)
-    assert abs(asyncio.run(bench.manager.count_tokens(text)) - exact) <= 10
+    assert abs(asyncio.run(bench.manager.text.count_tokens(text)) - exact) <= 10
     assert lengths[1:] == [1400] * 10
-    assert asyncio.run(bench.manager.count_tokens(text, enough=exact // 2)) > exact // 2
+    assert asyncio.run(bench.manager.text.count_tokens(text, enough=exact // 2)) > exact // 2
     assert len(lengths) <= 1 + 10 + 6
     bench.manager.close()
 
@@ -726,14 +726,14 @@ def test_whole_outputs_are_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(whole["calls"]) == 50 and whole["normal_text"] == "so: done"
     monkeypatch.setattr(output_formats, "PARSED_PIECE", 17)
     pieces = []
-    in_thread = bench.manager.in_thread
+    in_thread = bench.manager.text.in_thread
 
     async def counted(size: int, function: Any, text: str) -> Any:
         assert size == len(body.text)
         pieces.append(text)
         return await in_thread(size, function, text)
 
-    monkeypatch.setattr(bench.manager, "in_thread", counted)
+    monkeypatch.setattr(bench.manager.text, "in_thread", counted)
     assert asyncio.run(output_formats.parse_calls(bench.manager, ModelFormats(), body)) == whole
     assert len(pieces) == -(-len(body.text) // 17)
     bench.manager.close()

@@ -124,7 +124,7 @@ def test_a_mask_waits_for_its_own_requests_only() -> None:
         add(scheduler, request(f"r{i}", prompt(5, i), 20, ignore_eos=True))
     for _ in range(4):
         scheduler.step()
-    masked = scheduler.running.now[0]
+    masked = scheduler.running.microbatch_reqs[0]
     filled: list[int] = []
     masked.grammar = SimpleNamespace(  # type: ignore[assignment]
         fill_mask=lambda row: filled.append(len(masked.tokens)), accept=lambda token: True,

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from sglang.srt.mem_cache.checkpoint_table import MOST_STALE, CheckpointTable
+from sglang.srt.mem_cache.checkpoint_table import MAX_STALE, CheckpointTable
 from sglang.srt.mem_cache.radix_node import EMPTY, Node
 
 
@@ -49,7 +49,7 @@ def test_the_least_recently_used_state_goes_whatever_happened_to_the_others() ->
         elif action < 0.4 and cached:
             node = chance.choice(cached)
             node.last_access -= chance.randrange(50)
-            table.order_again(node)
+            table.reinsert(node)
         elif action < 0.5 and cached:
             table.drop(chance.choice(cached))
         elif action < 0.6 and cached and len(pinned) < 5:
@@ -67,5 +67,5 @@ def test_the_least_recently_used_state_goes_whatever_happened_to_the_others() ->
             told.clear()
             table.save(5000, leaf(time, chance.randrange(1, 4)))
             assert [(node.last_access, node.depth) for node in told] == [oldest] * (oldest is not None)
-        assert len(table._queue) <= 2 * 20 + MOST_STALE + 1
+        assert len(table._queue) <= 2 * 20 + MAX_STALE + 1
         table.check(list(table._nodes.values()))

@@ -161,7 +161,7 @@ def test_a_wait_ends_with_the_copy() -> None:
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()
-    arrivals.give_up()
+    arrivals.end_waits()
     waiting.join(10)
     assert not waiting.is_alive()
     waits.finish()

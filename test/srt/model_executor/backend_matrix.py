@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,21 +38,6 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models.harness import VOCAB
 
-FAMILIES = {
-    "full": "qwen3",
-    "window": "gemma3",
-    "chunks": "llama4",
-    "latent": "deepseek_v3",
-    "selections": "glm_moe_dsa",
-    "blocks": "minimax_m3",
-    "gated delta": "qwen3_next",
-    "Mamba-2": "nemotron_h",
-    "Kimi delta": "kimi_linear",
-    "sinks": "gpt_oss",
-    "biases by distance": "inkling",
-    "compressed": "deepseek_v4_small",
-    "pooled latents": "glm5_next_small",
-}
 KERNELS = ("triton", "flashinfer", "torch_native")
 GRAPHS = {
     "eager": None,
@@ -108,6 +92,7 @@ def cases(args: ServerArgs) -> list[Case]:
     if not any(need.op == "decode_attention" for need in needs):  # what it attends with reads no lengths of the host
         return [Case("triton", "triton", graphs) for graphs in GRAPHS]
     latents = any("mla" in need.traits for need in needs)
+    some_see_all = any(getattr(layer.mixer, "window", 0) == 0 for layer in description.layers)  # in long prompts
     found = []
     for decode, extend, graphs in itertools.product(KERNELS, KERNELS, GRAPHS):
         if graphs == "halves" and latents and "flashinfer" in (decode, extend):
@@ -115,7 +100,7 @@ def cases(args: ServerArgs) -> list[Case]:
         in_graphs = GRAPHS[graphs] is None or (decode != "torch_native" and (graphs == "decode" or extend == "triton"))
         if in_graphs and accepted("decode_attention", decode) and accepted("extend_attention", extend):
             found.append(Case(decode, extend, graphs))
-            if extend == "triton" and accepted("long_prompt_attention", LONG_PROMPTS):
+            if extend == "triton" and some_see_all and accepted("long_prompt_attention", LONG_PROMPTS):
                 found.append(Case(decode, extend, graphs, LONG_PROMPTS))
     return found
 
@@ -165,8 +150,6 @@ class Recorded:
 
 
 def server_args(folder: Path, **options: Any) -> ServerArgs:
-    if json.loads((folder / "config.json").read_text())["model_type"] == "deepseek_v4":
-        options["page_size"] = 8  # so that its windows have room for requests that decode beside prompts
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=256,
         max_running_requests=4, chunked_prefill_size=32, random_seed=3, **options,

@@ -19,7 +19,7 @@ Outputs = Mapping[tuple[int, ...], list[int]]
 """By prompt."""
 
 
-MOST_STEPS_AHEAD = 3
+MAX_STEPS_IN_FLIGHT = 3
 """Of schedulers in tests, which launch steps further ahead than the flags do."""
 
 
@@ -60,7 +60,7 @@ def verifying_runner(
     args: ServerArgs, drafter: KnownTexts, outputs: Outputs, rank: int = 0, rendezvous: str | None = None
 ) -> ModelRunner:
     plan = create_plan(args, rank, rendezvous)
-    uncertain_slots = MOST_STEPS_AHEAD * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.lookahead_slots
+    uncertain_slots = MAX_STEPS_IN_FLIGHT * (drafter.num_tokens - 1) + drafter.num_tokens + drafter.lookahead_slots
     # What the flags say of drafts that they know, and windows for it.
     windows = tuple(replace(size, tokens=plan.max_total_num_tokens) for size in plan.windows)
     plan = replace(plan, uncertain_slots=uncertain_slots, windows=windows)

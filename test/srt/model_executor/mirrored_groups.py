@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 
 
 class MirroredRank(Group):
@@ -18,7 +18,7 @@ class MirroredRank(Group):
     def __init__(self) -> None:
         super().__init__(0, 2)
 
-    def _travel(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _run_collective(self, what: str, x: torch.Tensor, collective: Callable[[], torch.Tensor]) -> torch.Tensor:
         return collective()
 
     def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -131,7 +131,7 @@ def test_padding_of_several_groups_changes_nothing(name: str, tmp_path: Path, mo
     expected = outputs(create_runner(args), args, 9)
     mirror_groups(monkeypatch)
     runner = create_runner(args)
-    runner.model.vocabulary_of_group = False  # all ranks share it
+    runner.model.vocab_is_in_group = False  # all ranks share it
     with_attention(runner, DeviceLengths(), DeviceLengths())
     assert outputs(runner, args, 9) == expected
     computed: list[tuple[int, list[int], int]] = []

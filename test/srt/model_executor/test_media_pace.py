@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from sglang.srt.model_executor.media_pace import (
-    LEAST_TOKENS,
-    MOST_CUTS,
+    MAX_CUTS,
+    MIN_TOKENS,
     SHARE,
     LayerTimes,
     MediaPace,
@@ -77,7 +77,7 @@ def test_a_slice_is_a_share_of_the_step(requests: int, step_ms: float, grids: li
     products = max(LAYER.time_chunk(PatchChunk(0.5, num_patches(part), 0.0)) for part in parts_of(tower, grids))
     assert max(slices) <= max(SHARE * step_ms, products) + 1e-9
     assert sum(slices) / len(slices) > SHARE * step_ms / 2
-    assert PACE.slices(tower, grids, requests).cuts.queries <= MOST_CUTS
+    assert PACE.slices(tower, grids, requests).cuts.queries <= MAX_CUTS
 
 
 def test_only_layers_that_are_too_long_are_cut() -> None:
@@ -98,7 +98,7 @@ def test_a_layer_without_windows_among_others_is_longer_than_the_mean() -> None:
     [
         (1, 229),  # up to 1.1 times the shortest, though 1.3 times the decode step is less: launches take that long
         (64, 384 - 64),  # 13 ms, half way from 10 to 16
-        (900, LEAST_TOKENS),
+        (900, MIN_TOKENS),
     ],
 )
 def test_a_prompt_adds_a_share_of_the_step(requests: int, tokens: int) -> None:
@@ -113,7 +113,7 @@ def test_a_prompt_adds_a_share_of_the_step(requests: int, tokens: int) -> None:
         (70, 256 - 70),  # the graph is filled
         (190, 256 - 190),
         (200, 320 - 200),  # 256 would leave too few: the next larger one, however long it takes
-        (300, LEAST_TOKENS),
+        (300, MIN_TOKENS),
     ],
 )
 def test_a_prompt_in_a_graph_fills_it(requests: int, tokens: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.distributed.ping_pong import LateLane, PingPong
+from sglang.srt.distributed.ping_pong import CpuSideStream, PingPong
 from sglang.srt.model_executor.step import GroupSteps, MediaTokens, PromptTokens, StepInput
 from sglang.srt.model_executor.two_batch_overlap import ALIGNMENT, Cut, choose_cut, cut_groups, cut_step
 from sglang.srt.models.causal_lm import CausalLM
@@ -126,6 +126,6 @@ def test_padding_has_a_row_in_later_stages_of_a_pipeline() -> None:
     stage.pp = SimpleNamespace(receive_from_previous=lambda rows: rows.copy_(intermediate))
     stage.defers_all_reduce, stage.compute, stage.description = False, compute, SimpleNamespace(last_stage=True)
     whole, first, second = (SimpleNamespace(input_ids=torch.zeros(n), aux_hidden_states=[]) for n in (3, 3, 1))
-    hidden = stage.forward_microbatches(whole, (first, second), PingPong(LateLane()))
+    hidden = stage.forward_microbatches(whole, (first, second), PingPong(CpuSideStream()))
     assert torch.equal(hidden, intermediate) and torch.equal(seen[3], intermediate)
     assert torch.equal(seen[1], torch.zeros(1, 2))

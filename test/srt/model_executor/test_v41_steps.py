@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairs import some_of
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -43,10 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("spoil_every", "graphs"),
-    [
-        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.thorough)
-        for case in [(1, False), (2, False), (3, False), (4, False), (3, True), (0, False)]
-    ],
+    some_of([(1, False), (2, False), (3, False), (4, False), (3, True), (0, False)], QUICK),
 )
 def test_draft_tokens_are_taken_back(spoil_every: int, graphs: bool, folder: Path) -> None:
     args = server_args(folder)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import Param
 from sglang.srt.model_loader import loader
@@ -278,7 +279,7 @@ def test_a_rank_reads_only_what_it_holds(ranks: RankLayout, tmp_path: Path, monk
     monkeypatch.setattr(loader, "_fill", watched)
     whole = (tmp_path / "model.safetensors").stat().st_size
     for rank in range(2):
-        groups = parallel_state.groups_of(ranks, rank)
+        groups = groups_of(ranks, rank)
         monkeypatch.setattr(parallel_state, "groups", lambda groups=groups: groups)
         read.clear()
         plan = plan_for(tmp_path, tp_size=ranks.tp_size, ep_size=ranks.ep_size)

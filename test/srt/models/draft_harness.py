@@ -22,7 +22,7 @@ from sglang.srt.plan.model_description import ModelDescription
 
 from .harness import NativePlan, TinyRunner, plan_for
 
-MOST_GUESSES = 6
+MAX_DRAFT_TOKENS = 6
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class DraftRunner(TinyRunner):
             batch = replace(batch, input_ids=torch.tensor(ids))
         last = torch.tensor([len(tokens) for tokens in new.values()]).cumsum(0) - 1
         if self.shares_selection:
-            self.shared = SharedSelection(last, torch.tensor(list(new)), MOST_GUESSES)
+            self.shared = SharedSelection(last, torch.tensor(list(new)), MAX_DRAFT_TOKENS)
         state = self.draft(replace(batch, step_cache={}, layer_outputs={}, shared_selection=self.shared), features)
         return dict(zip(new, state[last].split(1), strict=True))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
+from tiny_models import made_once
 
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
@@ -890,7 +891,11 @@ def reference_of(folder: Path) -> PreTrainedModel:
 
 
 def save_tiny(name: str, folder: Path, **more: Any) -> PreTrainedModel:
-    """`more`: config keys beside those of TINY."""
+    """`more`: config keys beside those of TINY. The same model is made once a run (`tiny_models.py`)."""
+    return made_once(("tiny", name, more), folder, lambda made: _save_tiny(name, made, more))
+
+
+def _save_tiny(name: str, folder: Path, more: dict[str, Any]) -> PreTrainedModel:
     model = hf_model(name, **more)
     getattr(model, "whole", model).save_pretrained(folder)
     if name.startswith("deepseek_v4"):

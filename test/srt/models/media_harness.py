@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import safetensors.torch
 import torch
+from tiny_models import made_once
 
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -233,11 +234,19 @@ def grid_for(kind: str, grid: Grid) -> Grid:
 def save_seeing(
     name: str, folder: Path, of_vision: Mapping[str, Any] | None = None, **more: Any
 ) -> transformers.PreTrainedModel:
-    """A tiny fp32 model in which every parameter is random. of_vision, more: keys of the configs of vision and text."""
+    """A tiny fp32 model in which every parameter is random. of_vision, more: keys of the configs of vision and text.
+    The same model is made once a run."""
+    vision = of_vision or {}
+    return made_once(("seeing", name, vision, more), folder, lambda made: _save_seeing(name, made, vision, more))
+
+
+def _save_seeing(
+    name: str, folder: Path, of_vision: Mapping[str, Any], more: dict[str, Any]
+) -> transformers.PreTrainedModel:
     import transformers  # slow, and ranks do not need it
 
     class_name, text, vision, zero_centred = SEEING[name]
-    vision = vision | (of_vision or {})
+    vision = vision | of_vision
     settings = copy.deepcopy({"text_config": SIZES | text | more, "vision_config": TOWER | vision} | TOKENS)
     if name == "kimi_k25":
         settings["vision_config"] = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import groups_of
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.layout import check_layout

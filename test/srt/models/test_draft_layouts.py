@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import Group
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.stages import cut_stages
 
@@ -153,7 +154,7 @@ def test_what_is_captured_travels_through_the_stages(
     count = 3
     runners = []
     for number in range(count):
-        groups = replace(parallel_state.groups(), pp=parallel_state.Group(number, count))
+        groups = replace(parallel_state.groups(), pp=Group(number, count))
         monkeypatch.setattr(parallel_state, "groups", lambda groups=groups: groups)
         kind = DraftRunner if number == count - 1 else StageRunner
         runners.append(kind(stage_plan(plan, number, count)))

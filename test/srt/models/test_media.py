@@ -6,6 +6,7 @@ has each one's answers, and every layout of ranks with each."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pairs import some_of
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -186,7 +188,7 @@ def test_text_is_what_it_is_without_an_encoder(seeing: Seeing) -> None:
 def test_cuts_at_every_offset(seeing: Seeing) -> None:
     scheduler, prompt = seeing.scheduler(chunked_prefill_size=64, page_size=1), a_video(seeing.name)
     for chunk in range(8 if seeing.name in BOTH_WAYS else scheduler.plan.page_size, len(prompt.ids)):
-        scheduler._chunk = chunk
+        scheduler.choice.chunk = chunk
         seeing.check(scheduler, prompt, new_tokens=3)
         assert scheduler.flush_cache()
 
@@ -274,14 +276,7 @@ def media_pace_of(kind: str, patches: int) -> MediaPace:
 _PACES = ("layers", "shares of patches")
 
 
-@pytest.mark.parametrize(
-    ("name", "pace"),
-    [
-        pytest.param(name, pace, marks=[pytest.mark.thorough] * ((name, pace) not in _SLICED))
-        for name in SEEING
-        for pace in _PACES
-    ],
-)
+@pytest.mark.parametrize(("name", "pace"), some_of(itertools.product(SEEING, _PACES), _SLICED))
 def test_slices_of_an_encoder_step(name: str, pace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside requests that decode, a decode step behind each slice, and the features are those of a whole step."""
     patches = 1 if name in ALONE else MERGE**2
@@ -332,7 +327,7 @@ def test_chunks_with_images_are_short_beside_others(
     scheduler, collector, taken = seeing_scheduler(tmp_path, page_size=page), Collector(), []
     features, launch = scheduler.media.features, scheduler.launch
     assert features is not None
-    monkeypatch.setattr(media_pace, "LEAST_TOKENS", 2)
+    monkeypatch.setattr(media_pace, "MIN_TOKENS", 2)
     features.pace = MediaPace(None, {1: 1.0}, {8: 1.0, 16: 2.0})
 
     def launched(batch: ScheduleBatch) -> None:
@@ -400,12 +395,12 @@ def test_a_step_goes_on_when_its_request_has_ended(qwen3_vl: Seeing, monkeypatch
     add(scheduler, media_request("gone", Prompt().image((1, 12, 14), 5).text(2, 1), qwen3_vl.folder, 4))
     scheduler.step()
     scheduler.step()
-    assert features.under_way
+    assert features.is_encoding
     scheduler.abort(AbortReq(["gone"]))
     add(scheduler, media_request("seen", one_image(), qwen3_vl.folder, NEW_TOKENS))
     run_to_end(scheduler, collector)
     assert collector.tokens["seen"] == greedy(qwen3_vl.model, one_image(), collector.tokens["seen"])
-    assert encoded(scheduler) == 2 and not features.under_way
+    assert encoded(scheduler) == 2 and not features.is_encoding
     assert_clean(scheduler)
 
 
@@ -433,7 +428,7 @@ def test_cuts_at_every_offset_in_graphs(seeing: Seeing) -> None:
     def play(scheduler: Scheduler) -> list[dict[str, list[int]]]:
         outcomes = []
         for chunk in range(first, len(prompt.ids)):
-            scheduler._chunk, collector = chunk, Collector()
+            scheduler.choice.chunk, collector = chunk, Collector()
             for number in range(2):
                 text = Prompt().text(4, number).ids
                 add(

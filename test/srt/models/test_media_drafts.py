@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import some_of
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -169,9 +170,7 @@ def answers(scheduler: Scheduler, family: str, folder: Path) -> dict[str, list[i
     return collector.tokens
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"), [pytest.param(*cell, marks=[pytest.mark.thorough] * (cell not in _AT_ONCE)) for cell in CELLS]
-)
+@pytest.mark.parametrize(("family", "kind"), some_of(CELLS, _AT_ONCE))
 def test_answers_are_those_of_transformers(family: str, kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "target"
     model = save_seeing(family, folder)

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from pairs import some
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU
 from sglang.srt.layers.quantization.dense import QuantizedLinear
@@ -49,9 +51,7 @@ EACH_KIND = (
     "compressed_mxfp4", "modelopt_nvfp4", "gptq_g32", "awq_g32",
 )  # fmt: skip
 """One form of each scheme, or of each order of its words."""
-EVERY_FORM = [
-    pytest.param(form, marks=[pytest.mark.thorough] * (form not in EACH_KIND)) for form in FORMS | ZERO_POINT_FORMS
-]
+EVERY_FORM = some(FORMS | ZERO_POINT_FORMS, EACH_KIND)
 
 
 @pytest.mark.parametrize("form", EVERY_FORM)
@@ -287,7 +287,7 @@ def test_ranks_hold_parts_of_experts_with_zero_points(forms: tuple[str, ...], tm
 
 def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_quantized("llama_wide", FORMS["fp8_block"], tmp_path)
-    groups = parallel_state.groups_of(RankLayout(8), 1)
+    groups = groups_of(RankLayout(8), 1)
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     plan = plan_for(tmp_path / "quantized")
     with pytest.raises(

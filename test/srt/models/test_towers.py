@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state import Group, Groups
+from sglang.srt.distributed.groups import Group, Groups
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor import media_timing

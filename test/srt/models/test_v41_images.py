@@ -134,7 +134,7 @@ def test_logits_of_prompts_that_are_cut(leads: Sequence[int], small: Small) -> N
         prompt = pictured(texts(lead, 1), Picture(8, 7, 1), texts(5, 2), Picture(2, 5, 2), texts(3, 3))
         want = small.reference.logits(prompt).log_softmax(-1)[range(len(prompt.ids) - 1), prompt.ids[1:]]
         for chunk in (PAGE, 3 * PAGE, 64):
-            scheduler._chunk = chunk
+            scheduler.choice.chunk = chunk
             torch.testing.assert_close(prompt_logprobs(scheduler, small, prompt), want, **CLOSE)
             assert scheduler.flush_cache()
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.parameter import Param, TensorPart
@@ -54,7 +55,7 @@ def _describe(folder: Path) -> Iterator[str]:
     yield f"memory: weights {memory.weights:,}, activations {memory.activations:,}, logits {memory.logits:,}"
     yield ""
     yield "weights: held as, from"
-    groups = parallel_state.groups_of(plan.ranks, plan.ranks.tp_size - 1)
+    groups = groups_of(plan.ranks, plan.ranks.tp_size - 1)
     with patch.object(parallel_state, "groups", lambda: groups):
         model = CausalLM(plan, device="meta")
     yield from weights(model.params.values(), model.weights)

@@ -113,26 +113,6 @@ def test_parameters_are_those_of_the_published_architecture(name: str, num_layer
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def test_layers_with_and_without_experts() -> None:
-    kinds = [type(layer.ffn) for layer in describe("glm47").layers]
-    assert kinds == [Dense] * 3 + [MoE] * 89
-    experts = describe("glm47").experts
-    assert (
-        experts is not None and experts.num_experts + experts.fused_shared == 161 and experts.router.score == "sigmoid"
-    )
-    kimi = describe("kimi_k25").experts
-    assert kimi is not None and kimi.num_experts + kimi.fused_shared == 385, (
-        "in 16 bits the shared expert is stored as the routed ones"
-    )
-
-
-def test_deepseek_v4_by_layer() -> None:
-    layers = describe("deepseek_v4").layers
-    rates = [layer.mixer.rate for layer in layers]  # type: ignore[attr-defined]
-    assert rates == [0, 0, *[4, 128] * 20, 4]
-    assert [bool(layer.ffn.router.hash_table) for layer in layers] == [True] * 3 + [False] * 40  # type: ignore[attr-defined]
-
-
 def test_indexers_that_are_shared_have_no_cache() -> None:
     types = ["full", "shared", "shared", "full"] * 20
     layers = describe("glm5", indexer_types=types[:78]).layers
@@ -145,15 +125,6 @@ def test_indexers_that_are_shared_have_no_cache() -> None:
 
 def groups_of(name: str, parallel: ParallelConfig = BF16) -> dict[str, CacheGroup]:
     return {", ".join(group.names): group for group in cache_groups(describe(name), parallel)}
-
-
-def test_window_layers_keep_their_window() -> None:
-    groups = cache_groups(describe("gpt_oss"), BF16)
-    entry = 18 * 2 * 8 * 64 * 2
-    assert groups[0].lifetime == Window(128)
-    assert {group.bytes_per_entry for group in groups} == {entry}
-    cost = cache_cost(groups)
-    assert (cost.bytes_per_token, cost.bytes_per_request) == (entry, 128 * entry)
 
 
 def test_latent_caches_are_held_by_every_rank() -> None:
@@ -181,13 +152,6 @@ def test_compressed_entries_of_deepseek_v4() -> None:
     cost = cache_cost(tuple(groups.values()))
     assert cost.bytes_per_token == 21 * 320 + 20 * 8
     assert cost.tokens_in(cost.pool_bytes(1_000_000)) == 1_000_000
-
-
-def test_recurrent_states_are_one_a_request() -> None:
-    groups = groups_of("qwen35", ParallelConfig("bfloat16", "bfloat16", 1, 2))
-    state = 16 * 128 * 128 * 4 + (2 * 8 * 128 + 16 * 128) * 3 * 2
-    assert groups["state"].bytes_per_request == 30 * state and groups["state"].bytes_per_token == 0
-    assert groups["kv"].bytes_per_token == 10 * 2 * 256 * 2
 
 
 # --- needs ------------------------------------------------------------------------------------------------------------

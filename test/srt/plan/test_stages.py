@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import groups_of
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups, row_tables

@@ -90,7 +90,7 @@ def test_gpus_with_nvlink_compute_halves_where_sums_pass_main_memory(
     monkeypatch.setenv("NCCL_P2P_DISABLE", forbidden)
     monkeypatch.setattr(scheduler_setup, "pci_address", lambda device: None)
     monkeypatch.setattr(scheduler_setup, "gpus_reach_one_another", lambda devices: True)
-    seen = scheduler_setup.with_way_of_library(PeerLinks(Topology.NVLINK, "--disable-custom-all-reduce"), (0, 1))
+    seen = scheduler_setup.with_library_topology(PeerLinks(Topology.NVLINK, "--disable-custom-all-reduce"), (0, 1))
     assert seen.topology is Topology.NVLINK
     args = ServerArgs.from_kwargs(
         model_path=str(folders["dense"]), tp_size=2, enable_quantized_all_reduce="prefill", disable_cuda_graph=True

@@ -28,7 +28,7 @@ def of_prompts(request: LogprobRequest, targets: list[int], of_request: list[int
     """Of all rows of a step, one after the other."""
     return replace(
         request, rows=np.arange(len(targets)), targets=np.array(targets, np.int64),
-        of_request=np.array(of_request, np.int64),
+        row_requests=np.array(of_request, np.int64),
     )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def test_more_top_tokens_than_the_vocabulary_has() -> None:
 
 def test_several_rows_of_one_request() -> None:
     """A step that verifies drafts samples several rows a request."""
-    logits, wanted = randn(4, VOCAB), LogprobRequest([0, 1], [[3], [8, 9]], of_request=np.array([0, 0, 1, 1]))
+    logits, wanted = randn(4, VOCAB), LogprobRequest([0, 1], [[3], [8, 9]], row_requests=np.array([0, 0, 1, 1]))
     raw = torch.log_softmax(logits, dim=-1)
     host = LogprobResult(logprobs.sampled_logprobs(logits, torch.arange(4), wanted), wanted)
     for row, of_request in enumerate([0, 0, 1, 1]):

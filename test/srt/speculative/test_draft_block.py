@@ -75,11 +75,7 @@ PARAMS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "params"),
-    [
-        case if case in FOR_CI else pytest.param(*case, marks=pytest.mark.thorough)
-        for case in itertools.product(TARGETS, ("DFLASH", "DSPARK"), PARAMS)
-    ],
+    ("name", "kind", "params"), some_of(itertools.product(TARGETS, ("DFLASH", "DSPARK"), PARAMS), FOR_CI)
 )
 def test_tokens_are_those_of_the_plain_run(name: str, kind: str, params: str, tmp_path: Path) -> None:
     target = tmp_path / "target"

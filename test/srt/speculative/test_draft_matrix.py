@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +17,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from pairs import some_of
+from matrix import FEATURES, KINDS, cells, flags_of, kinds, why_not
+from pairs import some_of, with_each_value
 from rank_processes import run_ranks
 
 from sglang.srt.constrained.grammar import Grammar
@@ -50,26 +50,11 @@ from srt.models.muse_assistant import save_assistant
 from srt.models.v4_drafts import save_v4
 
 NEW_TOKENS, ABORT_AT, SECOND_WAVE_AT = 16, 9, 14
-MODELS = (
-    "qwen3", "qwen3_moe", "qwen3_windows", "mimo_v2", "gpt_oss", "gemma4", "deepseek_v3", "glm_moe_dsa", "deepseek_v4",
-    "qwen3_next", "nemotron_h", "minimax_m3", "step3p7", "kimi_linear", "glm5_next", "qwen4_exp", "llama4",
-    "inkling", "muse_glimmer",
-)  # fmt: skip
-"""Dense, experts, windows, sinks, heads of two sizes, latents, sparse latents, compressed entries, states, blocks,
-windows of other heads with a draft layer for each depth, states beside latents, pooled keys, gated streams with
-embeddings of n-grams, attention by chunks, biases by distance with convolutions, and a normed embedding."""
-PAGES = {"deepseek_v4": 16, "minimax_m3": 4, "glm5_next": 4, "qwen4_exp": 4}
-"""Sizes of pages that hold what these models cache or read as one."""
-LAYOUTS: dict[str, dict[str, int]] = {"eager": {}, "graphs": {}, "tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}}
-GROUP_LAYOUTS: dict[str, dict[str, int]] = {
-    "dp2": {"tp_size": 2, "attn_dp_size": 2},
-    "tp4 x dp2": {"tp_size": 4, "attn_dp_size": 2},
-    "dp2 x pp2": {"tp_size": 2, "attn_dp_size": 2, "pp_size": 2},
-    "tp4 x dp2 x dcp2": {"tp_size": 4, "attn_dp_size": 2, "dcp_size": 2, "page_size": 2},
-}
+NAMES = kinds(lacking="repeats, for ranks, embedded")
+LAUNCHES = {"eager": "one rank", "graphs": "one rank", "TP2": "TP2", "PP2": "PP2"}
+"""How steps run, and on which layout of `matrix`."""
+GROUP_LAYOUTS = ("DP2", "TP4 x DP2", "DP2 x PP2", "TP4 x DP2 x DCP2")
 """Attention groups with requests of their own."""
-ALIKE_ON_RANKS = ("deepseek_v3", "glm_moe_dsa", "kimi_linear")
-"""Models of which the ranks of a group would hold the same tokens."""
 
 
 def save_target(name: str, target: Path) -> None:
@@ -147,17 +132,17 @@ def dspark(name: str, target: Path, folder: Path) -> dict[str, Any]:
     return {"speculative_algorithm": "DSPARK", "speculative_draft_model_path": str(folder)}
 
 
-UNGATED = tuple(name for name in MODELS if name != "qwen4_exp")
+UNGATED = tuple(name for name in NAMES if KINDS[name].attention != "pooled blocks")
 """Of gated streams only the model's own layer reads the hidden states."""
-ONE_STREAM = tuple(name for name in UNGATED if name not in ("deepseek_v4", "glm5_next"))
+ONE_STREAM = tuple(name for name in NAMES if "streams" not in KINDS[name].tags)
 """Of several streams no EAGLE head reads the hidden states."""
 OWN_LAYERS = tuple(
-    name for name in MODELS if name in (*test_mtp_drafts.FORMS, *DEPTH_FORMS, "deepseek_v4", "qwen4_exp")
+    name for name in NAMES if KINDS[name].tiny in (*test_mtp_drafts.FORMS, *DEPTH_FORMS, "deepseek_v4", "qwen4_exp")
 )
 Builder = Callable[[str, Path, Path], dict[str, Any]]
 DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
-    "NGRAM": (no_weights, MODELS),
-    "STANDALONE": (small_model, MODELS),
+    "NGRAM": (no_weights, NAMES),
+    "STANDALONE": (small_model, NAMES),
     "EAGLE": (eagle, ONE_STREAM),
     "EAGLE3": (eagle3, ONE_STREAM),
     "NEXTN": (own_layers, OWN_LAYERS),
@@ -165,40 +150,52 @@ DRAFTERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
     "DSPARK": (dspark, UNGATED),
     "DOMINO": (functools.partial(dflash, variant="domino"), UNGATED),
     "SELECTOR": (functools.partial(dflash, variant="selector"), UNGATED),
-    "SHARED": (shared_selection, ("glm_moe_dsa",)),
-    "ASSISTANT": (assistant, ("muse_glimmer",)),
+    "SHARED": (shared_selection, ("shared selection",)),
+    "ASSISTANT": (assistant, ("normed embedding",)),
 }
-"""How each is made beside a target, and the targets that it is served with."""
-QUICK = {
-    ("NGRAM", "gpt_oss", "graphs"),
-    ("NGRAM", "llama4", "eager"),
-    ("STANDALONE", "minimax_m3", "graphs"),
-    ("STANDALONE", "qwen4_exp", "eager"),
-    ("EAGLE", "deepseek_v3", "graphs"),
-    ("EAGLE", "qwen3_windows", "eager"),
-    ("EAGLE3", "kimi_linear", "graphs"),
-    ("EAGLE3", "gemma4", "eager"),
-    ("DSPARK", "qwen3", "tp2"),
-    ("NEXTN", "step3p7", "graphs"),
-    ("NEXTN", "deepseek_v4", "eager"),
-    ("DFLASH", "mimo_v2", "graphs"),
-    ("DFLASH", "qwen3_next", "eager"),
-    ("DSPARK", "glm5_next", "graphs"),
-    ("DSPARK", "nemotron_h", "eager"),
-    ("DOMINO", "inkling", "graphs"),
-    ("SELECTOR", "qwen3_moe", "eager"),
-    ("SHARED", "glm_moe_dsa", "pp2"),
-    ("ASSISTANT", "muse_glimmer", "graphs"),
-}
-"""Each model once, each kind of draft in graphs and without, and two of them on two ranks. Further forms of drafts have
-one case: DFLASH with a head or of one model, NEXTN with a shared selection."""
+"""How each is made beside a target, and the kinds of models that it is served with."""
+PAIRS = [(drafter, name) for drafter, (_, names) in DRAFTERS.items() for name in names]
+QUICK = (
+    ("NGRAM", "sinks", "graphs"),
+    ("NGRAM", "chunks", "eager"),
+    ("STANDALONE", "selected blocks", "graphs"),
+    ("STANDALONE", "n-grams", "eager"),
+    ("EAGLE", "latents", "graphs"),
+    ("EAGLE", "windows", "eager"),
+    ("EAGLE3", "Kimi delta", "graphs"),
+    ("EAGLE3", "two head dims", "eager"),
+    ("DSPARK", "dense", "TP2"),
+    ("NEXTN", "two head counts", "graphs"),
+    ("NEXTN", "compressed", "eager"),
+    ("DFLASH", "sinks of windows", "graphs"),
+    ("DFLASH", "gated delta and experts", "eager"),
+    ("DSPARK", "pooled latents", "graphs"),
+    ("DSPARK", "Mamba-2", "eager"),
+    ("DOMINO", "relative biases", "graphs"),
+    ("SELECTOR", "experts", "eager"),
+    ("SHARED", "shared selection", "PP2"),
+    ("ASSISTANT", "normed embedding", "graphs"),
+)
+"""Each kind of draft in graphs and without, and two of them on two ranks; a kind of model that is in none of them has a
+case of its own. Further forms of drafts have one case: DFLASH with a head or of one model, NEXTN with a shared
+selection."""
+
+
+def build(drafter: str, name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Writes a model with its draft. Returns where it is, and the flags with which it is served."""
+    target = folder / name
+    options = DRAFTERS[drafter][0](KINDS[name].tiny, target, folder / "draft")
+    return target, {"page_size": KINDS[name].page, **options}
 
 
 def cases() -> list[Any]:
-    every = (
-        case for drafter, (_, models) in DRAFTERS.items() for case in itertools.product((drafter,), models, LAYOUTS)
-    )
-    return some_of(every, QUICK)
+    every = [
+        (drafter, name, launch)
+        for drafter, name in PAIRS
+        for launch, layout in LAUNCHES.items()
+        if why_not(name, layout) is None
+    ]
+    return with_each_value(every, QUICK)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -285,12 +282,16 @@ def play(scheduler: Scheduler | AttentionGroups) -> Outcome:
 def server_args(folder: Path, options: dict[str, Any]) -> ServerArgs:
     drafts = {"speculative_num_draft_tokens": 4} if "speculative_algorithm" in options else {}
     groups = options.get("attn_dp_size", 1)
-    page = next((tokens for name, tokens in PAGES.items() if name in folder.name), 1)
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, max_total_tokens=112,
         max_running_requests=4 * groups, chunked_prefill_size=16 * groups, schedule_conservativeness=0.01,
-        random_seed=3, **{"page_size": page, **drafts, **options},
+        random_seed=3, **{**drafts, **options},
     )  # fmt: skip
+
+
+def without_drafts(target: Path, options: dict[str, Any]) -> Outcome:
+    """Returns what a server with these options for all but drafts gives."""
+    return outcome(server_args(target, {key: value for key, value in options.items() if "speculative" not in key}))
 
 
 def outcome(args: ServerArgs, graphs: bool = False, rank: int = 0, rendezvous: str | None = None) -> Outcome:
@@ -333,113 +334,74 @@ def same(result: Outcome, plain: Outcome) -> None:
         assert tokens == expected_tokens and values == pytest.approx(expected_values, abs=1e-4), name
 
 
-@pytest.mark.parametrize(("drafter", "model", "layout"), cases())
-def test_drafts_change_nothing(drafter: str, model: str, layout: str, tmp_path: Path) -> None:
-    build, _ = DRAFTERS[drafter]
-    target = tmp_path / model
-    options = build(model, target, tmp_path / "draft")
-    plain = outcome(server_args(target, {}))
-    assert plain.num_retracted or model == "deepseek_v4", "whose windows have room for fewer requests at once"
+@pytest.mark.parametrize(("drafter", "model", "launch"), cases())
+def test_drafts_change_nothing(drafter: str, model: str, launch: str, tmp_path: Path) -> None:
+    target, options = build(drafter, model, tmp_path)
+    plain = without_drafts(target, options)
+    assert plain.num_retracted or model == "compressed", "whose windows have room for fewer requests at once"
     assert plain.num_cached and plain.finish["stopped"].type == "stop"
     assert 3 <= len(plain.tokens["stopped"]) < NEW_TOKENS == len(plain.tokens["sampled"])
-    ranks = LAYOUTS[layout]
-    args = server_args(target, options | ranks)
-    if ranks:
-        results = on_ranks(args, tmp_path)
+    args = server_args(target, options | flags_of(LAUNCHES[launch]))
+    if LAUNCHES[launch] == "one rank":
+        results = [outcome(args, graphs=launch == "graphs")]
     else:
-        results = [outcome(args, graphs=layout == "graphs")]
+        results = on_ranks(args, tmp_path)
     for result in results:
         assert result.verified > 0
         same(result, plain)
     assert all(results[-1].logprobs[name] for name in WITH_LOGPROBS), "the last stage has them"
 
 
-FP4_MODELS = ("qwen3", "qwen3_moe", "qwen3_windows", "gpt_oss", "gemma4", "qwen3_next", "nemotron_h")
-"""Of grouped-query attention, in layers of their own or beside states."""
-FP4_CACHE = {"kv_cache_dtype": "fp4_e2m1"}
+FP4_NAMES = [name for _, name in cells(NAMES, feature="fp4")]
+FP4_CASES = [(drafter, name, graphs) for drafter, name in PAIRS if name in FP4_NAMES for graphs in (False, True)]
 
 
-def cases_of_fp4() -> list[Any]:
-    """All of them, of which `make test` runs one."""
-    quick = {("EAGLE3", "qwen3", True)}
-    every = itertools.product(DRAFTERS, FP4_MODELS, (False, True))
-    return [
-        pytest.param(*case, marks=[] if case in quick else pytest.mark.thorough)
-        for case in every
-        if case[1] in DRAFTERS[case[0]][1]
-    ]
-
-
-@pytest.mark.parametrize(("drafter", "model", "graphs"), cases_of_fp4())
+@pytest.mark.parametrize(("drafter", "model", "graphs"), some_of(FP4_CASES, [("EAGLE3", "dense", True)]))
 def test_drafts_change_nothing_of_four_bit_caches(
     drafter: str, model: str, graphs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The draft's keys and values have four bits, too."""
     monkeypatch.setattr(native_ops, "quantize_fp4_rows", quantize_rounded)
-    build, _ = DRAFTERS[drafter]
-    target = tmp_path / model
-    options = build(model, target, tmp_path / "draft")
-    plain = outcome(server_args(target, FP4_CACHE))
-    result = outcome(server_args(target, options | FP4_CACHE), graphs)
+    target, options = build(drafter, model, tmp_path)
+    options |= FEATURES["fp4"].flags
+    result = outcome(server_args(target, options), graphs)
     assert result.verified > 0
-    same(result, plain)
+    same(result, without_drafts(target, options))
 
 
-def cases_of_groups() -> list[Any]:
-    """All of them, of which `make test` runs one."""
-    return [
-        pytest.param(
-            *(drafter, model, layout, graphs),
-            marks=[] if (drafter, model, layout, graphs) == ("EAGLE3", "qwen3", "dp2", True) else pytest.mark.thorough,
-        )
-        for drafter, (_, models) in DRAFTERS.items()
-        for model in models
-        for layout in GROUP_LAYOUTS
-        if "dcp2" not in layout or model in ALIKE_ON_RANKS
-        for graphs in (False, True)
-    ]
+GROUP_CASES = [
+    (drafter, name, layout, graphs)
+    for drafter, name in PAIRS
+    for layout, _ in cells([name], GROUP_LAYOUTS)
+    for graphs in (False, True)
+]
 
 
-@pytest.mark.parametrize(("drafter", "model", "layout", "graphs"), cases_of_groups())
+@pytest.mark.parametrize(
+    ("drafter", "model", "layout", "graphs"), some_of(GROUP_CASES, [("EAGLE3", "dense", "DP2", True)])
+)
 def test_drafts_change_nothing_of_attention_groups(
     drafter: str, model: str, layout: str, graphs: bool, tmp_path: Path
 ) -> None:
     """In every rank's view of all groups. With graphs, steps that not all groups have one for are launched without."""
-    build, _ = DRAFTERS[drafter]
-    target = tmp_path / model
-    options = build(model, target, tmp_path / "draft")
-    plain = outcome(server_args(target, {}))
-    results = on_ranks(server_args(target, options | GROUP_LAYOUTS[layout]), tmp_path, graphs)
+    target, options = build(drafter, model, tmp_path)
+    plain, shared = without_drafts(target, options), flags_of(layout)
+    options["page_size"] = max(options["page_size"], shared["dcp_size"])
+    results = on_ranks(server_args(target, options | shared), tmp_path, graphs)
     for result in results:
         assert result.verified > 0 and (result.tokens, result.finish) == (results[0].tokens, results[0].finish)
         same(result, plain)
-    for result in results[-GROUP_LAYOUTS[layout]["tp_size"] :]:  # stages before the last one have none
+    for result in results[-shared["tp_size"] :]:  # stages before the last one have none
         assert result == results[-1] and all(result.logprobs[name] for name in WITH_LOGPROBS)
 
 
-TWO_BATCH_THRESHOLDS: dict[str, Any] = {
-    "tp_size": 2,
-    "enable_two_batch_overlap": True,
-    "two_batch_overlap_min_tokens": 2,
-}
-
-
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("drafter", "model"), [(drafter, model) for drafter, (_, models) in DRAFTERS.items() for model in models]
-)
+@pytest.mark.parametrize(("drafter", "model"), PAIRS)
 def test_drafts_change_nothing_of_prompts_as_halves(drafter: str, model: str, tmp_path: Path) -> None:
     """Drafts read hidden states of both halves, and attend to the prompts of the whole step."""
-    target = tmp_path / model
-    options = DRAFTERS[drafter][0](model, target, tmp_path / "draft")
-    plain = outcome(server_args(target, {}))
-    for result in on_ranks(server_args(target, options | TWO_BATCH_THRESHOLDS), tmp_path):
+    target, options = build(drafter, model, tmp_path)
+    plain = without_drafts(target, options)
+    options |= {**flags_of("TP2"), **FEATURES["two-batch overlap"].flags}
+    for result in on_ranks(server_args(target, options), tmp_path):
         assert result.verified > 0
         same(result, plain)
-
-
-def test_every_drafter_model_and_layout_is_in_a_quick_case() -> None:
-    quick = [case.values for case in cases() if not case.marks]
-    for i, names in enumerate((DRAFTERS, MODELS, LAYOUTS)):
-        assert {case[i] for case in quick} == set(names)
-    assert set(quick) == QUICK, "a case that is not one"

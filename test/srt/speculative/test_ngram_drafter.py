@@ -5,11 +5,13 @@ text."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pairs import some_of
 
 from sglang.srt.layers.native_ngram import ngram_drafts
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -103,14 +105,7 @@ QUICK = {("default", "penalties"), ("pages", "greedy"), ("chunks", "sampled")}
 """The others run with the thorough tests."""
 
 
-@pytest.mark.parametrize(
-    ("options", "params"),
-    [
-        pytest.param(options, params, marks=[] if (options, params) in QUICK else pytest.mark.thorough)
-        for options in OPTIONS
-        for params in PARAMS
-    ],
-)
+@pytest.mark.parametrize(("options", "params"), some_of(itertools.product(OPTIONS, PARAMS), QUICK))
 def test_the_tokens_of_the_plain_run(options: str, params: str, tmp_path: Path) -> None:
     save_tiny("qwen3", tmp_path)
     args = server_args(tmp_path, **OPTIONS[options])

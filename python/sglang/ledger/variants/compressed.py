@@ -71,7 +71,7 @@ def _connections() -> Iterator[Variant]:
             )
         for size in (*HIDDEN_SIZES, *([LAGGED_SIZE] if name == "between" else [])):
             lagged = size == LAGGED_SIZE
-            for tokens in (1, *(most for most, _ in hyper_connection.SPLITS_UP_TO)):
+            for tokens in (1, *(maximum for maximum, _ in hyper_connection.SPLITS_UP_TO)):
                 splits, _ = hyper_connection.split_counts(tokens, STREAMS, size)
                 flags = {"MIX": name == "between", "LAGGED": lagged, "HAS_BEFORE": lagged}
                 yield _of(

@@ -44,6 +44,7 @@ class ExpertLaunch:
 
     @property
     def name(self) -> str:
+        """Returns the part of row keys that names the weights' format."""
         zeros = "/zero_points" if self.zero_points else ""
         return (self.scheme.name if self.scheme else "bf16") + self.tail + zeros
 
@@ -54,6 +55,7 @@ class ExpertLaunch:
 
     @property
     def in_planes(self) -> bool:
+        """Returns whether weights are stored in planes."""
         return self.product.kind == "planes"
 
     def matrix_types(self, weights: str, words: bool) -> dict[str, str]:
@@ -70,6 +72,7 @@ class ExpertLaunch:
         }
 
     def operand_types(self, x: str) -> dict[str, str]:
+        """Returns Triton's types of the activations `x` and their scales."""
         kind, scheme = self.product.activation, self.scheme
         if kind is None or scheme is None:
             return {x: "*bf16", "x_scale": "*bf16", "x_factor": "*bf16"}
@@ -82,6 +85,7 @@ class ExpertLaunch:
 
     @property
     def flags(self) -> dict[str, Any]:
+        """Returns the constants that switch optional operands on."""
         return {"HAS_FACTOR": self._has_factor, "HAS_BIAS": self.bias}
 
     def multiples(self, depth: int) -> tuple[str, ...]:
@@ -113,6 +117,7 @@ def product_variant(
 
 
 def grouped(kind: str, experts: ExpertLaunch, tile: Tile, features: Collection[str]) -> Variant:
+    """Returns the variant of a grouped product. kind: "gate_up" or "down"."""
     if kind == "gate_up":
         fn, weights, x, depth, second = experts.kernels.gate_up_kernel, "w13", "x", experts.hidden, experts.intermediate
         operands = {"inter": "*bf16", "top_k": "i32"}

@@ -43,8 +43,8 @@ from sglang.srt.layers.triton_ops.streamed_dot import pair_launch
 
 OPS = ("fused_moe",)
 
-MOST_EXPERTS = 512
-MOST_CHOICES = 24
+MAX_EXPERTS = 512
+MAX_CHOICES = 24
 """The limit of experts for a token, a shared expert among them."""
 
 GATE_NUMBERS = ("ALPHA", "CUBIC", "OFFSET", "LIMIT")
@@ -100,7 +100,7 @@ def _launches(op: str, features: tuple[str, ...]) -> Iterator[Variant]:
     yield from _gpt_oss(features)
     types = {"pair_out": "*bf16", "out": "*bf16", "num_cols": "i32"} | ROUTING
     launch = {"BLOCK": COMBINE_BLOCK, "num_warps": 4}
-    yield describe(op, "combine", kernels.combine_kernel, types, {"TOP_K": MOST_CHOICES}, launch, ("num_cols",))
+    yield describe(op, "combine", kernels.combine_kernel, types, {"TOP_K": MAX_CHOICES}, launch, ("num_cols",))
     yield from (product_variant_of(product, features) for product in shipped_products(features))
     yield from _without_biases(features)
     yield from _alignment()
@@ -180,7 +180,7 @@ def _few(experts: ExpertLaunch, hidden_sizes: Collection[int], shares: Collectio
         launch = pair_launch(experts.product, pair_cut(experts.product, down_tile, experts.hidden, share), share)
         pointers = types | experts.matrix_types("w2", True)
         steps = {"TOP_K": experts.top_k, "STEPS": -(-share // launch["COLS"])}
-        steps["EARLY"] = early_tiles(experts.product.kind, launch["COLS"], MOST_CHOICES * steps["STEPS"])
+        steps["EARLY"] = early_tiles(experts.product.kind, launch["COLS"], MAX_CHOICES * steps["STEPS"])
         yield _pair_variants("down_sum", few.down_sum_kernel, pointers, launch, steps, experts, share)
 
 
@@ -208,9 +208,9 @@ def _alignment() -> Iterator[Variant]:
     """The kernels that sort the choices of tokens by expert."""
     types = GROUPING | {"topk_ids": "*i32", "cursors": "*i32", "counts": "*i32", "num_places": "i32"}
     launches = {
-        align.align_small_kernel: {"EXPERTS": MOST_EXPERTS, "BLOCK_M": 16, "CHUNK": align.CHUNK, "num_warps": 16},
-        align.align_count_kernel: {"EXPERTS": MOST_EXPERTS, "CHUNK": align.CHUNK, "num_warps": 8},
-        align.align_offsets_kernel: {"EXPERTS": MOST_EXPERTS, "BLOCK_M": 64, "num_warps": 8},
+        align.align_small_kernel: {"EXPERTS": MAX_EXPERTS, "BLOCK_M": 16, "CHUNK": align.CHUNK, "num_warps": 16},
+        align.align_count_kernel: {"EXPERTS": MAX_EXPERTS, "CHUNK": align.CHUNK, "num_warps": 8},
+        align.align_offsets_kernel: {"EXPERTS": MAX_EXPERTS, "BLOCK_M": 64, "num_warps": 8},
         align.align_scatter_kernel: {"CHUNK": align.CHUNK, "num_warps": 8},
     }
     for fn, launch in launches.items():

@@ -139,8 +139,8 @@ def _few(scheme: Scheme, product: ScaledProduct, tail: str, out: str, end: str) 
         launch = pair_launch(product, few_cut(product, scheme.bits, _ROWS, cols), cols)
         tile = {name: launch[name] for name in ("BLOCK_N", "COLS", "UNROLL", "num_warps")}
         constants = {name: value for name, value in launch.items() if name not in tile} | _flags(scheme)
-        most = early_steps(few_tile(product, scheme.bits), launch["COLS"])
-        constants |= {"EARLY": most}
+        maximum = early_steps(few_tile(product, scheme.bits), launch["COLS"])
+        constants |= {"EARLY": maximum}
         types = {"x": "*bf16", "out": out, "N": "i32", "K": "i32", **_weight_types(scheme, product, True)}
         types = {
             name: kind for name, kind in (types | _STRIDES).items() if name in quant_linear.few_rows_kernel.arg_names

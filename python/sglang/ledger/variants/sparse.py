@@ -222,6 +222,7 @@ def tile_variants(
     divisible: tuple[str, ...],
     ones: tuple[str, ...] = (),
 ) -> Variant:
+    """Returns the variant of a kernel with a tile. divisible: arguments that are multiples of 16; ones: that are 1."""
     launch = {name: value for name, value in tile.items() if name in kernel.arg_names or name.startswith("num_")}
     # A row is looked up by all of its tile: BLOCK_M decides about ROWS.
     return replace(describe(op, key, kernel, types, constants, launch, divisible, ones), tile=tile)

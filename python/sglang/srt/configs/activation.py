@@ -33,6 +33,7 @@ class Activation:
 
     @property
     def gated(self) -> bool:
+        """Returns whether the activation multiplies by a second projection (the gate)."""
         return self.function != RELU2_FUNCTION
 
     @property

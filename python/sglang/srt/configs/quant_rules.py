@@ -29,6 +29,7 @@ class ModuleQuant:
 
     @property
     def format(self) -> Scheme:
+        """Returns the scheme of the module's weights."""
         return SCHEMES[self.scheme]
 
 

@@ -31,6 +31,7 @@ class Scheme:
 
     @property
     def bits(self) -> int:
+        """Returns the bits of a weight's code: 4 or 8."""
         return 4 if self.element in ("int4", "e2m1") else 8
 
     def scale_shape(self, rows: int, cols: int) -> tuple[int, ...]:
@@ -80,7 +81,7 @@ def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
     return scheme.bits == 4 and (scheme.activation is None or "block_scaled_mma" not in features)
 
 
-def widening(scheme: Scheme, features: Collection[str]) -> str:
+def describe_dequantization(scheme: Scheme, features: Collection[str]) -> str:
     """Describes how GPUs with these features dequantize the scheme to multiply it with wider instructions; "" where
     they multiply it natively."""
     if wants_planes(scheme, features):

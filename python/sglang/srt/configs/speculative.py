@@ -19,7 +19,7 @@ BLOCK_ALGORITHMS = frozenset({DFLASH, DSPARK})
 DRAFT_MODEL_NEEDED = frozenset({STANDALONE, EAGLE3, DFLASH})
 """Algorithms whose drafts always come from a checkpoint of their own."""
 
-MOST_DRAFT_TOKENS = 64
+MAX_DRAFT_TOKENS = 64
 """Most tokens of a request in a step, the last sampled one included."""
 NGRAM_DRAFT_TOKENS = 8
 """Default of --speculative-num-draft-tokens for NGRAM: tokens of a request in a step.
@@ -155,8 +155,8 @@ def _steps(value: Any, name: str) -> tuple[int, ...]:
     lists = list(value.values()) if isinstance(value, Mapping) else [value]
     numbers = [number for part in lists for number in (part if isinstance(part, list) else [part])]
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MOST_DRAFT_TOKENS:
-            raise UserError(f"{name} must list numbers of draft tokens, 0 to {MOST_DRAFT_TOKENS - 1}; got {number!r}.")
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < MAX_DRAFT_TOKENS:
+            raise UserError(f"{name} must list numbers of draft tokens, 0 to {MAX_DRAFT_TOKENS - 1}; got {number!r}.")
     if not any(numbers):
         raise UserError(f"{name} must list a number of draft tokens above 0; got {value!r}.")
     return tuple(sorted({number for number in numbers if number}))

@@ -22,7 +22,7 @@ OTHER_BACKENDS = (
 PREFETCH_POLICIES = ("best_effort", "wait_complete", "timeout")
 _NUMBERS = {"prefetch_threshold": 256, "prefetch_timeout_base": 1.0, "prefetch_timeout_per_ki_token": 0.25}
 """Keys of the extra configuration that are no backend's, with their defaults."""
-_MOST_CONFIG_BYTES = 1 << 20
+_MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ def _read_options(text: str) -> dict[str, Any]:
         path = Path(text[1:]).expanduser()
         source, suffix = f"{source} {text}", path.suffix.lower()
         try:
-            if os.path.getsize(path) > _MOST_CONFIG_BYTES:
-                raise UserError(f"{source}: the file is larger than {_MOST_CONFIG_BYTES:,} bytes.")
+            if os.path.getsize(path) > _MAX_CONFIG_BYTES:
+                raise UserError(f"{source}: the file is larger than {_MAX_CONFIG_BYTES:,} bytes.")
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{source} cannot be read: {error}.") from None

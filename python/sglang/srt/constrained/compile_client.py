@@ -71,6 +71,7 @@ class CompileClient:
 
     @property
     def process_id(self) -> int | None:
+        """Returns the id of the compile process; None if none runs."""
         return None if self._process is None else self._process.popen.pid
 
     def start_ahead(self) -> None:

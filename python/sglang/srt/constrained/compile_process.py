@@ -178,7 +178,7 @@ class CompileServer:
         message = self._decode(self._control.recv_bytes())
         if isinstance(message, Job):
             if self._unusable:
-                self._tell(Verdict(message.id, f"Grammars are not available: {self._unusable}"))
+                self._send_verdict(Verdict(message.id, f"Grammars are not available: {self._unusable}"))
             else:
                 self._waiting.append(message)
             return
@@ -213,7 +213,7 @@ class CompileServer:
         error, status_code = f"The grammar took more than {limit_s:.2g} s to compile; simplify it.", 400
         if limit_s < self._limits.seconds:
             error, status_code = f"{error[:-1]}, or send it again when no others wait.", 503
-        self._tell(Verdict(child.job.id, error, status_code))
+        self._send_verdict(Verdict(child.job.id, error, status_code))
 
     def _finish(self, child: _Child) -> None:
         try:
@@ -224,7 +224,7 @@ class CompileServer:
         if verdict is None and status == "SIGKILL":  # the system killed it
             error = "The system ended the grammar's compiler, as it does when memory is short; send the request again."
             verdict = Verdict(child.job.id, error, 503)
-        self._tell(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
+        self._send_verdict(verdict or Verdict(child.job.id, f"The grammar ended its compiler ({status}); simplify it."))
 
     def _end(self, child: _Child) -> str:
         """Returns how the child ended; kills it if it still runs."""
@@ -235,7 +235,7 @@ class CompileServer:
         code = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
-    def _tell(self, verdict: Verdict) -> None:
+    def _send_verdict(self, verdict: Verdict) -> None:
         self._control.send_bytes(msgspec.msgpack.encode(verdict))
 
 

@@ -166,10 +166,14 @@ def schema_rules(schema: Any, start: str) -> dict[str, Group]:
         if part.get("type") in ("object", ["object"]) and isinstance(part.get("properties"), dict):
             wanted = [key for key in _list(part, "required") if isinstance(key, str) and key in part["properties"]]
             required += [item(part["properties"][key], f"properties/{key}") for key in wanted]
-        if part.get("type") in ("array", ["array"]) and isinstance(least := part.get("minItems"), int) and least > 0:
+        if (
+            part.get("type") in ("array", ["array"])
+            and isinstance(minimum := part.get("minItems"), int)
+            and minimum > 0
+        ):
             first = _list(part, "prefixItems")
-            required += [item(entry, f"prefixItems/{i}") for i, entry in enumerate(first[:least])]
-            if least > len(first) and "items" in part:
+            required += [item(entry, f"prefixItems/{i}") for i, entry in enumerate(first[:minimum])]
+            if minimum > len(first) and "items" in part:
                 required.append(item(part["items"], "items"))
         rules[name] = Group([required], _names(required))
     return rules

@@ -68,11 +68,14 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> bool:
         """Moves on by a token; returns False if the grammar forbids it. Not called once the grammar has terminated."""
 
-    def is_terminated(self) -> bool: ...
+    def is_terminated(self) -> bool:
+        """Returns whether the grammar has ended, so that no token may follow."""
 
-    def rollback(self, num_tokens: int) -> None: ...
+    def rollback(self, num_tokens: int) -> None:
+        """Takes back the last `num_tokens` accepted tokens."""
 
-    def copy(self) -> Matcher: ...
+    def copy(self) -> Matcher:
+        """Returns an independent matcher with the same state."""
 
 
 FillMasks = Callable[[list[Any], "npt.NDArray[np.int32]", list[int], int], None]
@@ -122,6 +125,7 @@ class Grammar:
 
     @property
     def matcher(self) -> Matcher:
+        """Returns the matcher of the compiled grammar, for copies."""
         return self._matcher
 
     @property
@@ -130,6 +134,7 @@ class Grammar:
         return self.compiled.size_bytes
 
     def is_terminated(self) -> bool:
+        """Returns whether the grammar has ended, so that no token may follow."""
         return self._matcher.is_terminated()
 
     def is_stuck(self) -> bool:

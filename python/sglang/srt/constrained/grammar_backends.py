@@ -21,7 +21,8 @@ class GrammarBackend(Protocol):
     def load(self) -> None:
         """Reads the vocabulary. Called before compile, from one thread at a time."""
 
-    def compile(self, key: GrammarKey) -> Grammar: ...
+    def compile(self, key: GrammarKey) -> Grammar:
+        """Compiles a grammar that was verified. Raises GrammarError."""
 
 
 def make_backend(name: str, vocabulary: Path, compile_threads: int = 1) -> GrammarBackend:

@@ -58,11 +58,14 @@ _MEMORY_FULL = Verdict(error="The grammars in use fill their memory; send the re
 class Verifier(Protocol):
     """Interface of `CompileClient`."""
 
-    def submit(self, key: GrammarKey) -> Check: ...
+    def submit(self, key: GrammarKey) -> Check:
+        """Starts the verification of a grammar."""
 
-    def cancel(self, check: Check) -> None: ...
+    def cancel(self, check: Check) -> None:
+        """Stops a verification whose request has ended."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the process."""
 
 
 class BuildState(IntEnum):
@@ -111,7 +114,7 @@ class GrammarManager:
         """The cache: builds by digest, under way or finished; the least recently used first."""
         self._live = _LiveBytes()
         self._news = threading.Event()
-        """Leader only: whether a request or a verdict has come since the last `has_news`."""
+        """Leader only: whether a request or a verdict has come since the last `has_new_verdicts`."""
         self._closed = False
         self._load_lock = threading.Lock()
         self._quick = _Builds(self._compile, "grammar")
@@ -158,7 +161,7 @@ class GrammarManager:
         finished = (digest for digest, check in self._checks.items() if check.verdict.done())
         self._checks.pop(next(finished, b""), None)
 
-    def has_news(self, oldest: PendingGrammar) -> bool:
+    def has_new_verdicts(self, oldest: PendingGrammar) -> bool:
         """Returns whether `verdict` may return something new for any request: a request or a verdict has come since the
         last call, or the deadline of `oldest`, the grammar that has waited longest, has passed. For the leader."""
         news = self._news.is_set()
@@ -234,7 +237,7 @@ class GrammarManager:
         return _NOT_BUILT
 
     def _note_verdict(self, _: Future[Verdict]) -> None:
-        """Makes `has_news` return true. Called in other threads."""
+        """Makes `has_new_verdicts` return true. Called in other threads."""
         self._news.set()
 
     def _compile(self, key: GrammarKey) -> Grammar:
@@ -265,6 +268,7 @@ class GrammarManager:
         self._grammars.clear()
 
     def num_cached(self) -> int:
+        """Returns the number of compiled grammars that are kept."""
         return len(self._grammars)
 
     def shutdown(self) -> None:

@@ -35,7 +35,7 @@ class MaskFiller:
         """num_threads: most threads; by default `usual_threads()`."""
         self._clock = clock
         threads = usual_threads() if num_threads is None else num_threads
-        self._seconds_a_row: dict[int, float] = dict.fromkeys((1, threads), 0.0)
+        self._seconds_per_row: dict[int, float] = dict.fromkeys((1, threads), 0.0)
         """The measured time by number of threads, newer steps weighing more. Nothing measured yet: 0."""
         self._num_filled = 0
         self._num_metered = 0
@@ -63,12 +63,12 @@ class MaskFiller:
 
     def next_threads(self) -> int:
         """Returns the number of threads that was faster lately, and every PROBE_EVERY steps the other one."""
-        fastest = min(self._seconds_a_row, key=self._seconds_a_row.__getitem__)
+        fastest = min(self._seconds_per_row, key=self._seconds_per_row.__getitem__)
         if (self._num_filled + 1) % PROBE_EVERY:
             return fastest
-        return next((threads for threads in self._seconds_a_row if threads != fastest), fastest)
+        return next((threads for threads in self._seconds_per_row if threads != fastest), fastest)
 
-    def _measured(self, threads: int, seconds_a_row: float) -> None:
-        before = self._seconds_a_row[threads] or seconds_a_row
-        self._seconds_a_row[threads] = before + _WEIGHT_OF_NEWEST * (seconds_a_row - before)
+    def _measured(self, threads: int, seconds_per_row: float) -> None:
+        before = self._seconds_per_row[threads] or seconds_per_row
+        self._seconds_per_row[threads] = before + _WEIGHT_OF_NEWEST * (seconds_per_row - before)
         self._num_filled += 1

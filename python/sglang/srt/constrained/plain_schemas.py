@@ -135,12 +135,12 @@ def _impossible_kinds(schema: Schema) -> Iterator[str]:
     """Yields types of which no value is valid, as bounds contradict one another or a required property is forbidden."""
     low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
     above, below = schema.get("exclusiveMinimum", -math.inf), schema.get("exclusiveMaximum", math.inf)
-    most, least = min(high, below), max(low, above)
-    if least > most or (least == most and (above == least or below == most)):
+    maximum, minimum = min(high, below), max(low, above)
+    if minimum > maximum or (minimum == maximum and (above == minimum or below == maximum)):
         yield from NUMBER
-    elif least == most and float(least).is_integer():
+    elif minimum == maximum and float(minimum).is_integer():
         yield "fraction"
-    elif math.isfinite(least) and math.isfinite(most) and not _allows_integer(schema):
+    elif math.isfinite(minimum) and math.isfinite(maximum) and not _allows_integer(schema):
         yield "integer"
     for kind, keywords in (("string", "Length"), ("array", "Items"), ("object", "Properties")):
         if schema.get(f"min{keywords}", 0) > schema.get(f"max{keywords}", math.inf):

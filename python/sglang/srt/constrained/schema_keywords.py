@@ -80,7 +80,7 @@ def _reasons(schema: Schema) -> Iterator[str]:
     for name in _NEVER:
         if schema.get(name) not in (None, False, {}, []) or (name == "not" and name in schema):
             yield f'"{name}"'
-    yield from _company(schema)
+    yield from _keywords_beside_lone_ones(schema)
     yield from _values(schema)
     yield from _untyped(schema)
     types = _types(schema)
@@ -127,7 +127,7 @@ def _constraints(schema: Schema) -> set[str]:
     return {name for name in schema if name not in ANNOTATIONS and not name.startswith("x-")}
 
 
-def _company(schema: Schema) -> Iterator[str]:
+def _keywords_beside_lone_ones(schema: Schema) -> Iterator[str]:
     for name in _ALONE:
         others = sorted(_constraints(schema) - {name})
         if name in schema and others:
@@ -190,11 +190,11 @@ def _names(schema: Schema) -> Iterator[str]:
 def exclusive(branches: Any) -> bool:
     """Returns whether no value can be valid under two of these schemas."""
     return isinstance(branches, list) and all(
-        _apart(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
+        _exclude_each_other(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
     )
 
 
-def _apart(first: Any, second: Any) -> bool:
+def _exclude_each_other(first: Any, second: Any) -> bool:
     if not (isinstance(first, dict) and isinstance(second, dict)):
         return False
     a, b = _allowed_types(first), _allowed_types(second)
@@ -295,7 +295,7 @@ def _all_parts(schema: Any) -> Iterator[Schema]:
 
 def _is_joined(part: Schema) -> bool:
     """Returns whether one object must satisfy several schemas, which may each name other properties."""
-    return next(_company(part), None) is not None or len(part.get("allOf") or ()) > 1
+    return next(_keywords_beside_lone_ones(part), None) is not None or len(part.get("allOf") or ()) > 1
 
 
 def names_all(part: Schema) -> bool:
@@ -358,13 +358,13 @@ def _sized_text(name: str, use: re.Match[str]) -> str:
     return _text(name, int(use[1]), int(use[2]))
 
 
-def _text(name: str, least: int, most: int) -> str:
-    """Returns rules of a text of `least` to `most` characters (-1: any number). Its first escape is in the first
+def _text(name: str, minimum: int, maximum: int) -> str:
+    """Returns rules of a text of `minimum` to `maximum` characters (-1: any number). Its first escape is in the first
     half."""
-    plain = f'"\\"" {name}{{{least}, {most}}} "\\""'
-    if most == 0:
+    plain = f'"\\"" {name}{{{minimum}, {maximum}}} "\\""'
+    if maximum == 0:
         return plain
-    before = most if most < 0 else min(most // 2, most - least)
-    left = most if most < 0 else most - before - 1
-    rest = f"{name}_any{{{max(0, least - 1)}, {left}}}" if left else ""
+    before = maximum if maximum < 0 else min(maximum // 2, maximum - minimum)
+    left = maximum if maximum < 0 else maximum - before - 1
+    rest = f"{name}_any{{{max(0, minimum - 1)}, {left}}}" if left else ""
     return f'(({plain}) | ("\\"" {name}{{0, {before}}} "\\\\" basic_escape {rest} "\\""))'

@@ -147,7 +147,7 @@ class Rewriter:
         return _choice([form for leaf in leaves for form in emitted(with_named_patterns(leaf))])
 
     @contextmanager
-    def _working(self, *schemas: Schema) -> Iterator[None]:
+    def _counted_work(self, *schemas: Schema) -> Iterator[None]:
         sizes = (len(schema.get(name, ())) for schema in schemas for name in ("enum", "properties", "prefixItems"))
         self._work += 1 + sum(sizes) // 8
         self._depth += 1
@@ -164,7 +164,7 @@ class Rewriter:
         """Returns plain schemas; a value is valid under `schema` if it is valid under one of them."""
         if schema is True or schema is False:
             return [{"type": list(ATOMS)}] if schema else []
-        with self._working():
+        with self._counted_work():
             results = self._product([{"type": list(ATOMS)}], [self._leaf(schema)])
             for keyword, read in _APPLICATORS.items():
                 if keyword in schema:
@@ -195,7 +195,7 @@ class Rewriter:
 
     def _conjunction(self, first: Schema, second: Schema) -> Schema | None:
         """Returns alternatives for the values that are valid under both plain schemas."""
-        with self._working(first, second):
+        with self._counted_work(first, second):
             both = {**second, **first}
             for name in (first.keys() & second.keys()) - _WITH_OTHERS - _NOTES:
                 if name in COMBINED:
@@ -248,7 +248,7 @@ class Rewriter:
         """Returns plain schemas; a value is invalid under `schema` if it is valid under one of them."""
         if schema is True or schema is False:
             return [] if schema else [{"type": list(ATOMS)}]
-        with self._working():
+        with self._counted_work():
             results: list[Schema] = []
             for keyword, value in schema.items():
                 if keyword in _COMPLEMENTS:
@@ -368,20 +368,20 @@ class Rewriter:
         if "contains" not in leaf:
             return [leaf]
         contained = leaf.pop("contains")
-        least = leaf.pop("minContains", 1)
-        if "maxContains" in leaf or least > 1 or leaf["type"] != ["array"]:
+        minimum = leaf.pop("minContains", 1)
+        if "maxContains" in leaf or minimum > 1 or leaf["type"] != ["array"]:
             raise Unwritable('"contains" more than once, or beside other types')
-        return list(self._containing(leaf, contained)) if least else [leaf]
+        return list(self._containing(leaf, contained)) if minimum else [leaf]
 
     def _containing(self, leaf: Schema, contained: Any) -> Iterator[Schema]:
-        most = leaf.get("maxItems", math.inf)
-        if most > MAX_POSITIONS:
+        maximum = leaf.get("maxItems", math.inf)
+        if maximum > MAX_POSITIONS:
             raise Unwritable('"contains" in a list of more entries')
-        for place in range(most):
+        for place in range(maximum):
             entries = [_entry(leaf, i) for i in range(max(place + 1, len(leaf.get("prefixItems", ()))))]
             entries[place] = self._both(entries[place], contained)
-            least = max(place + 1, leaf.get("minItems", 0))
-            form = simplified({**leaf, "prefixItems": entries, "items": leaf.get("items", True), "minItems": least})
+            minimum = max(place + 1, leaf.get("minItems", 0))
+            form = simplified({**leaf, "prefixItems": entries, "items": leaf.get("items", True), "minItems": minimum})
             if form is not None:
                 yield form
 

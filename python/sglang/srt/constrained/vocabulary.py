@@ -41,4 +41,5 @@ def _spelled(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
 
 
 def read_vocabulary(path: Path) -> Vocabulary:
+    """Reads what `write_vocabulary` wrote."""
     return msgspec.msgpack.decode(path.read_bytes(), type=Vocabulary)

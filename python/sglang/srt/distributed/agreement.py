@@ -42,7 +42,7 @@ VARIABLES = (
 )
 """Variables of the environment that must be equal, because ranks decide by them, NCCL's protocols among them. Others
 may differ: those of interfaces and directories; what a directory of tuning files holds is compared with the tiles."""
-MOST_NAMED = 5
+MAX_NAMED = 5
 """Differences that a message names."""
 
 
@@ -63,7 +63,7 @@ class _Summary(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class AgreedGpus:
     """The GPUs of all ranks by name, and what all of them have."""
 
     gpus: tuple[str, ...]
@@ -72,29 +72,29 @@ class Agreed:
     """For the user, where the GPUs differ."""
 
 
-def of_all_ranks(data: bytes) -> list[bytes]:
+def gather_from_ranks(data: bytes) -> list[bytes]:
     """Returns the data of all ranks, in rank order. Collective, in host memory."""
     return exchange(parallel_state.host_group(), data)
 
 
-def agree_on_gpus(arch: ArchTraits, gpu: str) -> Agreed:
+def agree_on_gpus(arch: ArchTraits, gpu: str) -> AgreedGpus:
     """Returns the traits that all ranks' GPUs share. gpu: name of this rank's. Collective. Raises UserError on every
     rank if architectures differ, or packages or environment variables that change results or decisions."""
     if parallel_state.num_ranks() == 1:
-        return Agreed((gpu,), arch)
+        return AgreedGpus((gpu,), arch)
     gpus = refuse_unlike_ranks(gpu, facts_that_must_be_alike(arch), "cannot share a model")
-    everyones = [msgspec.json.decode(data, type=ArchTraits) for data in of_all_ranks(msgspec.json.encode(arch))]
-    common = common_traits(everyones)
-    return Agreed(gpus, common, _note(gpus, everyones, common))
+    from_all = [msgspec.json.decode(data, type=ArchTraits) for data in gather_from_ranks(msgspec.json.encode(arch))]
+    common = common_traits(from_all)
+    return AgreedGpus(gpus, common, _note(gpus, from_all, common))
 
 
 def refuse_unlike_ranks(name: str, items: Items, what: str) -> tuple[str, ...]:
     """Returns the names of all ranks if their `items` are equal. Collective. Raises UserError on every rank otherwise;
     what: how the message goes on after the names of two ranks that differ."""
     mine = msgspec.json.encode(_Named(name, items))
-    everyones = [msgspec.json.decode(data, type=_Named) for data in of_all_ranks(mine)]
-    names = tuple(each.name for each in everyones)
-    refuse_difference(names, dict(enumerate(each.items for each in everyones)), what)
+    from_all = [msgspec.json.decode(data, type=_Named) for data in gather_from_ranks(mine)]
+    names = tuple(each.name for each in from_all)
+    refuse_difference(names, dict(enumerate(each.items for each in from_all)), what)
     return names
 
 
@@ -126,7 +126,7 @@ def _note(gpus: Sequence[str], traits: Sequence[ArchTraits], common: ArchTraits)
     )
 
 
-def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
+def agreed_plan(agreed: AgreedGpus, stage: int, make: Callable[[], Plan]) -> Plan:
     """Returns this rank's plan from `make` if all ranks have one and these agree. stage: this rank's pipeline stage.
     Collective. Raises UserError, with the same text on every rank, otherwise."""
     if len(agreed.gpus) == 1:
@@ -138,7 +138,7 @@ def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
     except UserError as error:
         problem = error
     summary = _Summary(stage, str(problem or ""), (digest(everywhere), digest(in_stage)))
-    summaries = [msgspec.json.decode(data, type=_Summary) for data in of_all_ranks(msgspec.json.encode(summary))]
+    summaries = [msgspec.json.decode(data, type=_Summary) for data in gather_from_ranks(msgspec.json.encode(summary))]
     if any(each.problem for each in summaries):
         if problem is not None and len({each.problem for each in summaries}) == 1:
             raise problem
@@ -149,9 +149,9 @@ def agreed_plan(agreed: Agreed, stage: int, make: Callable[[], Plan]) -> Plan:
         for rank, each in enumerate(summaries):
             parts.setdefault(each.stage * place, []).append(rank)
         if any(len({summaries[rank].digests[place] for rank in part}) > 1 for part in parts.values()):
-            everyones = [msgspec.json.decode(data, type=Items) for data in of_all_ranks(msgspec.json.encode(items))]
+            from_all = [msgspec.json.decode(data, type=Items) for data in gather_from_ranks(msgspec.json.encode(items))]
             for part in parts.values():
-                refuse_difference(agreed.gpus, {rank: everyones[rank] for rank in part}, "have different plans")
+                refuse_difference(agreed.gpus, {rank: from_all[rank] for rank in part}, "have different plans")
     assert plan is not None
     return plan
 
@@ -170,9 +170,9 @@ def refuse_difference(gpus: Sequence[str], items: Mapping[int, Items], what: str
         if different:
             pairs = [
                 f"{name}: {_text(items[first].get(name))} and {_text(items[other].get(name))}"
-                for name in different[:MOST_NAMED]
+                for name in different[:MAX_NAMED]
             ]
-            more = f"; and {len(different) - MOST_NAMED:,} more" if len(different) > MOST_NAMED else ""
+            more = f"; and {len(different) - MAX_NAMED:,} more" if len(different) > MAX_NAMED else ""
             raise UserError(
                 f"{_named(gpus, first)} and {_named(gpus, other)} {what}: {'; '.join(pairs)}{more}. All ranks of a"
                 " server need the same release, flags, checkpoint, packages and tuning files, and GPUs of one"

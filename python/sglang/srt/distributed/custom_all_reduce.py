@@ -43,7 +43,8 @@ class Workspaces(Protocol):
     data_vectors: int
 
     @property
-    def addresses(self) -> Sequence[int]: ...
+    def addresses(self) -> Sequence[int]:
+        """Returns the device address of each rank's workspace, in rank order, as this rank may use it."""
 
     def close(self) -> None:
         """Releases the memory. Collective; no rank may use it any more."""

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.custom_all_reduce import exchange
-from sglang.srt.distributed.parallel_state import Reducer
+from sglang.srt.distributed.groups import Reducer
 
 FIRST_VERSION = (0, 6, 18)
 """Earlier versions compile the kernel for other GPUs than SM12x and fail at the first call."""
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 """Most rows of a call. The workspace grows with them, and larger messages are bound by bandwidth anyway."""
 
 
@@ -40,7 +40,7 @@ class FlashInferFusion:
         self._workspace = self._comm.create_allreduce_fusion_workspace(
             backend="trtllm",  # the other one needs multicast, which no PCIe link has
             world_size=dist.get_world_size(group), rank=dist.get_rank(group),
-            max_token_num=MOST_TOKENS, hidden_dim=hidden_size, dtype=dtype, group=group,
+            max_token_num=MAX_TOKENS, hidden_dim=hidden_size, dtype=dtype, group=group,
         )  # fmt: skip
 
     def can_serve_tensor(self, x: torch.Tensor) -> bool:
@@ -54,7 +54,7 @@ class FlashInferFusion:
 
     def can_norm(self, x: torch.Tensor) -> bool:
         """Returns whether `all_reduce_add_rms_norm` may be called with `x` [T, H]."""
-        fits = x.dim() == 2 and x.shape[1] == self._hidden_size and 0 < len(x) <= MOST_TOKENS
+        fits = x.dim() == 2 and x.shape[1] == self._hidden_size and 0 < len(x) <= MAX_TOKENS
         return (fits and x.dtype == self._dtype and x.is_contiguous()) or self._leaves_norms(x)
 
     def _leaves_norms(self, x: torch.Tensor) -> bool:
@@ -65,7 +65,7 @@ class FlashInferFusion:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Returns (norm of the total, the total) as `Reducer` describes; None, with nothing done, if this kernel needs
         a residual or a weight of x's dtype that it does not get and `others` does not serve `x`."""
-        if residual is None or weight.dtype != x.dtype or len(x) > MOST_TOKENS:
+        if residual is None or weight.dtype != x.dtype or len(x) > MAX_TOKENS:
             return self._others.all_reduce_add_rms_norm(x, residual, weight, eps) if self._leaves_norms(x) else None  # type: ignore[union-attr]
         normed, total = torch.empty_like(x), torch.empty_like(x)
         self._comm.allreduce_fusion(

@@ -32,8 +32,8 @@ class GpuLinks:
         self.rank, self.group = rank, dist.group.WORLD
         self.device = torch.device("cuda", device)
         self.library = installed_collectives()
-        most = max(4 * max(REDUCED_SIZES), 2 * ranks * 4 * PATTERN_WORDS)
-        configs = [SizeRange(frozenset(), frozenset(), name, most, "") for name in _ALGORITHMS]
+        maximum = max(4 * max(REDUCED_SIZES), 2 * ranks * 4 * PATTERN_WORDS)
+        configs = [SizeRange(frozenset(), frozenset(), name, maximum, "") for name in _ALGORITHMS]
         self.workspaces = IpcWorkspaces(
             self.library, self.group, device, data_vectors_for(configs, ranks, self.library.ROW_VECTORS)
         )
@@ -57,14 +57,18 @@ class GpuLinks:
             time.sleep(1e-4)
 
     def write(self, peer: int, words: torch.Tensor) -> None:
+        """Writes `words` [PATTERN_WORDS] int32 to this rank's place in a peer's memory."""
         self._copied(self._place(peer, self.rank), words.to(self.device).data_ptr())
 
     def read(self, writer: int) -> torch.Tensor:
+        """Returns the words [PATTERN_WORDS] int32 that a rank has written to this rank's memory, on the CPU."""
         words = torch.empty(PATTERN_WORDS, dtype=torch.int32, device=self.device)
         self._copied(words.data_ptr(), self._place(self.rank, writer))
         return words.cpu()
 
     def reduce(self, way: str, x: torch.Tensor) -> torch.Tensor:
+        """Returns the sum of `x` over the ranks, on the CPU. way: an algorithm of the reducer, or LIBRARY for NCCL.
+        Raises StalledPeer."""
         x = x.to(self.device)
         if way != LIBRARY:
             total = self.reducer.all_reduce(x, way).cpu()
@@ -76,7 +80,9 @@ class GpuLinks:
         return x.cpu()
 
     def barrier(self) -> None:
+        """Waits for all ranks, in host memory."""
         dist.barrier(group=self.group)
 
     def agree(self, ok: bool) -> bool:
+        """Returns whether `ok` is true on all ranks."""
         return all(answer == b"1" for answer in exchange(self.group, b"1" if ok else b"0"))

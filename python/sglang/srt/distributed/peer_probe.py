@@ -174,19 +174,19 @@ def main(arguments: Sequence[str]) -> None:
     signal.alarm(int(args.timeout + _SPARE_S))  # no longer than it may take
     wait = timedelta(seconds=max(1.0, args.timeout - _SPARE_S))
 
-    def tell(**message: object) -> None:
+    def report(**message: object) -> None:
         print(json.dumps(message), flush=True)
 
-    tell(doing=OTHERS, peer=None)
+    report(doing=OTHERS, peer=None)
     dist.init_process_group(
         "gloo", init_method=f"file://{args.store}", rank=args.rank, world_size=args.ranks, timeout=wait
     )
-    tell(doing=_START, peer=None)
+    report(doing=_START, peer=None)
     module, _, name = args.links.partition(":")
     links = getattr(importlib.import_module(module), name)(args.rank, args.ranks, args.device)
-    for finding in check(links, args.rank, args.ranks, lambda doing, peer: tell(doing=doing, peer=peer)):
-        tell(kind=finding.kind, pair=finding.pair, detail=finding.detail)
-    tell(end=True)
+    for finding in check(links, args.rank, args.ranks, lambda doing, peer: report(doing=doing, peer=peer)):
+        report(kind=finding.kind, pair=finding.pair, detail=finding.detail)
+    report(end=True)
     sys.stdout.flush()
     os._exit(0)  # a destructor may wait for a GPU
 

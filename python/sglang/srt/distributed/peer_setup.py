@@ -18,7 +18,7 @@ from sglang.srt.distributed.custom_all_reduce import (
     exchange,
 )
 from sglang.srt.distributed.flashinfer_fusion import create_fusion
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.peer_probe import LINKS, probe
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import SizeRange, exchanges_for, ranges_for

@@ -4,13 +4,13 @@
     second      B1 ~~sum~~ B2 ~~sum~~ B3 ...     launched in the order A1, B1, A2, B2, ...
 
 All computation goes to one stream in this order: when the second microbatch reaches a layer, the keys and states that
-the first one stores there are complete. Collectives go to a second stream, the lane, one after the other and on all
+the first one stores there are complete. Collectives go to a side stream, one after the other and on all
 ranks in the same order. Microbatches alternate in one of two ways:
 
     blocks    Each microbatch is a generator that yields after every block; one thread computes a block of each in turn.
-              This hides deferred all-reduces (`start`), whose results are first needed by the norm after the block.
-              Any other collective (`travel`) is waited for at once. The host does no more work than for launching
-              both microbatches.
+              This hides deferred all-reduces (`start_collective`), whose results are first needed by the norm after the
+              block. Any other collective (`run_collective`) is waited for at once. The host does no more work than for
+              launching both microbatches.
     threads   Each microbatch is a call in a thread of its own. Only one thread runs at a time, and hands over to the
               other at every collective. This hides all collectives, wherever a layer needs one, but each handover
               takes the host as long as half of a block's launches.
@@ -33,7 +33,7 @@ Blocks = Generator[None, None, T]
 """A microbatch as a generator: yields after every block, and returns the result at the end."""
 
 
-class Lane(Protocol):
+class SideStream(Protocol):
     """Where collectives run beside the computation."""
 
     def send(self, collective: Collective) -> Collective:
@@ -48,7 +48,7 @@ class Lane(Protocol):
         """Drops collectives that nobody waits for, after a microbatch has failed."""
 
 
-class StreamLane:
+class CudaSideStream:
     """A CUDA stream of high priority for collectives."""
 
     def __init__(self, device: torch.device | str) -> None:
@@ -61,10 +61,10 @@ class StreamLane:
             arrived = self._stream.record_event()
 
         def receive(_keeps_operands: Collective = collective) -> torch.Tensor:
-            # The default argument keeps the collective's operands alive until the current stream waits for the lane.
+            # The default argument keeps the collective's operands alive until the current stream waits for it.
             current = torch.cuda.current_stream()
             current.wait_event(arrived)
-            result.record_stream(current)  # the lane's stream may have allocated it, and must not reuse it too early
+            result.record_stream(current)  # the side stream may have allocated it, and must not reuse it too early
             return result
 
         return receive
@@ -83,8 +83,8 @@ class StreamLane:
         """Does nothing: every collective was launched by `send` and ends by itself."""
 
 
-class LateLane:
-    """A lane for CPUs, which have no streams: a collective runs when it is waited for, i.e. as late as possible, after
+class CpuSideStream:
+    """Stands for a side stream on CPUs: a collective runs when it is waited for, i.e. as late as possible, after
     all that were sent before it."""
 
     def __init__(self) -> None:
@@ -120,19 +120,19 @@ class OtherMicrobatchFailed(RuntimeError):
 class PingPong:
     """Runs two microbatches alternately; one `run` or `run_blocks` at a time."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, side_stream: SideStream) -> None:
+        self._side_stream = side_stream
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="second microbatch")
         self.active = False
-        """True inside `run` and `run_blocks`, where the groups send their collectives through `travel`."""
+        """True inside `run` and `run_blocks`, where the groups send their collectives through `run_collective`."""
         self.by_block = False
-        """True inside `run_blocks`, where the groups send deferred all-reduces through `start`."""
+        """True inside `run_blocks`, where the groups send deferred all-reduces through `start_collective`."""
         self.exact = False
         """True: all-reduces inside `run` and `run_blocks` are never quantized."""
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
-        """Runs both calls in threads and returns their results; collectives inside go through `travel`. Raises the
-        exception of the one that fails first; the other ends at its next collective."""
+        """Runs both calls in threads and returns their results; collectives inside go through `run_collective`. Raises
+        the exception of the one that fails first; the other ends at its next collective."""
         self._begin()
         self._ended = [False, False]
         # One lock per microbatch, used as a semaphore, but cheaper: it acquires its own to wait, the other releases it.
@@ -140,14 +140,14 @@ class PingPong:
         for go in self._go:
             go.acquire()
         self._failure: BaseException | None = None
-        other = self._executor.submit(self._run_second, second, self._lane.here())
+        other = self._executor.submit(self._run_second, second, self._side_stream.here())
         try:
             result = self._run_storing_failure(first)
         finally:
             self._end(0)
             wait((other,))
             self.active = False
-            self._lane.clear()
+            self._side_stream.clear()
         results = result, other.result()
         self._check_all_sent()
         return results
@@ -172,7 +172,7 @@ class PingPong:
             for microbatch in microbatches:
                 microbatch.close()
             self.active = self.by_block = False
-            self._lane.clear()
+            self._side_stream.clear()
         self._check_all_sent()
         return results[0], results[1]
 
@@ -188,9 +188,10 @@ class PingPong:
         if second < first:
             raise MicrobatchesDiffer(f"the second microbatch has sent {second} collectives, the first one {first}")
 
-    def start(self, what: object, collective: Collective) -> Collective:
+    def start_collective(self, what: object, collective: Collective) -> Collective:
         """Sends a collective of the running microbatch and returns a function that waits for its result. what: as in
-        `travel`. Raises MicrobatchesDiffer if the second microbatch sends another collective than the first did."""
+        `run_collective`. Raises MicrobatchesDiffer if the second microbatch sends another collective than the first
+        did."""
         running = self._running
         mine, first = self._sent[running], self._sent[0]
         mine.append(what)
@@ -198,13 +199,13 @@ class PingPong:
             raise MicrobatchesDiffer(
                 f"the second microbatch sends {what} where the first one has sent {first[len(mine) - 1 :][:1]}"
             )
-        return self._lane.send(collective)
+        return self._side_stream.send(collective)
 
-    def travel(self, what: object, collective: Collective) -> torch.Tensor:
+    def run_collective(self, what: object, collective: Collective) -> torch.Tensor:
         """Sends a collective of the running microbatch and returns its result. With threads, the other microbatch
         computes meanwhile. what: describes the collective; equal for the collectives at the same place of both
-        microbatches. Raises MicrobatchesDiffer as `start` does, and OtherMicrobatchFailed."""
-        running, receive = self._running, self.start(what, collective)
+        microbatches. Raises MicrobatchesDiffer as `start_collective` does, and OtherMicrobatchFailed."""
+        running, receive = self._running, self.start_collective(what, collective)
         if self.by_block:
             return receive()
         self._yield_to_other(running)
@@ -221,7 +222,8 @@ class PingPong:
             self._go[running].acquire()
 
     def _run_second(self, microbatch: Callable[[], T], here: Callable[[], AbstractContextManager[object]]) -> T:
-        """Runs the second microbatch in its thread, once the first one has yielded or ended. here: from `Lane.here`."""
+        """Runs the second microbatch in its thread, once the first one has yielded or ended. here: what
+        `SideStream.here` returned in the first."""
         self._go[1].acquire()
         try:
             if self._failure is not None:

@@ -132,7 +132,8 @@ def error_bound(partial_sums: torch.Tensor) -> torch.Tensor:
 class PeerSums(Protocol):
     """A kernel that sums quantized values in peers' memory, with the same bits."""
 
-    def can_sum_in_e4m3(self, x: torch.Tensor) -> bool: ...
+    def can_sum_in_e4m3(self, x: torch.Tensor) -> bool:
+        """Returns whether the kernels of peers sum tensors of this type and size in e4m3."""
 
     def all_reduce_e4m3(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum over the ranks, written over `x`."""

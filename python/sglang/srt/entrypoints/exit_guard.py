@@ -35,7 +35,7 @@ class ExitGuard:
         reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         for number in _SIGNALS:
-            signal.signal(number, _noticed)
+            signal.signal(number, _ignore_signal)
         self.take_signals()
         threading.Thread(target=self._listen, args=(reading,), name="signals", daemon=True).start()
 
@@ -62,5 +62,5 @@ class ExitGuard:
                     self._on_signal()
 
 
-def _noticed(*_: object) -> None:
+def _ignore_signal(*_: object) -> None:
     """Does nothing, but keeps the system's default action (ending the process) from happening."""

@@ -30,7 +30,7 @@ def body_bytes(request: Request) -> int:
     return num_bytes
 
 
-def lets_go(request: Request, call: GenerateRequest) -> GenerateRequest:
+def releases_body(request: Request, call: GenerateRequest) -> GenerateRequest:
     """Returns the call, prepared to end the accounting of the request's body when it is submitted. The caller must hold
     nothing of the body by then."""
     body: HeldBody | None = request.scope.get(HELD_BODY)

@@ -140,6 +140,7 @@ def _is_plain_401(path: str, status: int) -> bool:
 
 
 def error_response(path: str, error: ApiError) -> Response:
+    """Returns the response to a request at `path` that failed."""
     return json_response(error_body(path, error), error.status)
 
 
@@ -150,6 +151,7 @@ def error_event(path: str, error: ApiError) -> bytes:
 
 
 def json_response(content: Any, status: int = 200) -> Response:
+    """Returns a response with `content` as JSON."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from sglang.srt.entrypoints.held_body import lets_go
+from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_request_id import PREFIX
@@ -116,7 +116,7 @@ async def generate(request: Request) -> Response:
     engine = engine_of(request)
     manager, sessions = engine.manager, state_of(request).sessions
     call, session = _call(engine, await read_body(request, GenerateBody))
-    lets_go(request, call)
+    releases_body(request, call)
     if not call.stream and session is None and not _wants_hidden_states(call):
         return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
     if not call.stream:
@@ -283,7 +283,7 @@ async def health_generate(request: Request) -> Response:
     """Answers as `/health` does, after one token has been generated, or any other output has come from the engine
     meanwhile."""
     manager = engine_of(request).manager
-    if await until_disconnect(request, shows_life(manager, HEALTH_TIMEOUT_S)):
+    if await until_disconnect(request, engine_responds(manager, HEALTH_TIMEOUT_S)):
         return Response(status_code=200)
     return PlainTextResponse(f"no output from the engine within {HEALTH_TIMEOUT_S:.0f} s", 503)
 
@@ -303,7 +303,7 @@ async def generate_one_token(manager: TokenizerManager, replica: int | None = No
         await stream.collect()
 
 
-async def shows_life(manager: TokenizerManager, limit_s: float) -> bool:
+async def engine_responds(manager: TokenizerManager, limit_s: float) -> bool:
     """Returns whether the engine sends any output within the limit: the token requested here or, if that has to wait,
     anybody's."""
     started = time.monotonic()

@@ -26,6 +26,7 @@ class ChunkWriter:
         self._cycle = cycle
 
     def write(self, body: bytes) -> bool:
+        """Writes a chunk. Returns False if the client reads too slowly: then wait for `drain`."""
         cycle = self._cycle
         if self._is_over:
             return True
@@ -33,6 +34,7 @@ class ChunkWriter:
         return not cycle.flow.write_paused
 
     async def drain(self) -> None:
+        """Waits until the client has read enough, or has gone."""
         if not self._is_over:
             await self._cycle.flow.drain()
 

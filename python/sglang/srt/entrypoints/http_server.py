@@ -110,14 +110,14 @@ def bind(host: str, port: int) -> socket.socket:
 def _allow_open_files() -> None:
     """Raises the soft limit of open files, up to MAX_OPEN_FILES. Logs a warning if the result is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < FEW_OPEN_FILES:
+    maximum = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < maximum:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, hard))
+    if maximum < FEW_OPEN_FILES:
         logger.warning(
             "The system lets this server open %d files, and each connection is one: further clients are turned away. "
             "Raise the limit with `ulimit -Hn 65536`, docker's --ulimit nofile=65536 or systemd's LimitNOFILE=65536.",
-            most,
+            maximum,
         )
 
 

@@ -11,9 +11,9 @@ from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.entrypoints.openai.template_pool import TemplatePool, template_limits
 from sglang.srt.entrypoints.output_formats import model_formats
 from sglang.srt.entrypoints.responses.response_store import ResponseStore
-from sglang.srt.managers.front.lanes import num_long_lanes
 from sglang.srt.managers.front.sessions import SessionStore
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
+from sglang.srt.managers.front.worker_threads import num_long_threads
 from sglang.srt.server_args import ServerArgs
 
 
@@ -33,6 +33,7 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
+        """Returns the model's name in the API."""
         return self.args.served_model_name or self.args.model_path
 
     def connect(self, manager: TokenizerManager) -> None:
@@ -42,7 +43,7 @@ class ServerState:
             self.sessions.media_files = manager.media.files
         source = model_template(self.args, tokenizer, manager.model_config.architecture, self._own_source)
         limits = template_limits(self.args, manager.model_config.context_len)
-        template = self._templates = TemplatePool(source, limits, num_long_lanes(self.args.dp_size))
+        template = self._templates = TemplatePool(source, limits, num_long_threads(self.args.dp_size))
         template.wait_ready()
         self.engine = OpenAIService(
             manager=manager,

@@ -108,7 +108,8 @@ class Outputs(Protocol[T_co]):
         """Calls `take` with each output until the end, then returns True; or until `take` returns False, then returns
         False."""
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Ends the generation."""
 
 
 class Generated(Generic[T]):

@@ -16,6 +16,7 @@ FEW_OUTPUTS = 16
 
 
 def has_many_logprobs(output: GenerateOutput) -> bool:
+    """Returns whether the output has log probabilities that take long to write."""
     return output.logprobs is not None and output.logprobs.num_values > LONG_OUTPUT
 
 

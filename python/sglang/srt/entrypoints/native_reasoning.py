@@ -12,7 +12,7 @@ from sglang.srt.function_call.forcing import after_thoughts, as_message
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.managers.front.generate_request import GenerateRequest
-from sglang.srt.sampling.grammar_names import made_of
+from sglang.srt.sampling.grammar_names import tag_of_format
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
@@ -24,16 +24,16 @@ def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
         raise bad_request("require_reasoning needs a server with --reasoning-parser", param="require_reasoning")
     given: Any = call.sampling_params
     many = given if isinstance(given, list) else [given]
-    changed = [_behind_thoughts(params, reasoning) for params in many]
+    changed = [_grammar_after_thoughts(params, reasoning) for params in many]
     call.sampling_params = changed if isinstance(given, list) else changed[0]
-    begin, end = (service.tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.around_thoughts)
+    begin, end = (service.tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.thought_marks)
     call.thinking = ThinkingBudget(MAX_THOUGHTS, begin, end, inside=not isinstance(reasoning, MessageFormat))
     call.counts_thoughts = True
     if any(after is not before for after, before in zip(changed, many, strict=True)):
         call.thinking_share = service.manager.args.constrained_thinking_share
 
 
-def _behind_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
+def _grammar_after_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
     """Returns sampling parameters whose grammar begins after the thoughts; unchanged if they have none, or are
     malformed."""
     kinds = [name for name in GRAMMARS if isinstance(params, dict) and isinstance(params.get(name), str)]
@@ -47,4 +47,4 @@ def _behind_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) ->
     else:
         tag = after_thoughts(answer, reasoning, reasoning.begin)
     rest = {name: value for name, value in params.items() if name != kinds[0]}
-    return {**rest, "structural_tag": encoded_tag(made_of(kinds[0], tag))}
+    return {**rest, "structural_tag": encoded_tag(tag_of_format(kinds[0], tag))}

@@ -90,7 +90,7 @@ async def separate_reasoning(
 async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> ParsedOutput:
     events: list[Event] = []
     for start in range(0, len(text), PARSED_PIECE):
-        events += await manager.in_thread(len(text), parser.push, text[start : start + PARSED_PIECE])
+        events += await manager.text.in_thread(len(text), parser.push, text[start : start + PARSED_PIECE])
     return collect([*events, *parser.finish()])
 
 

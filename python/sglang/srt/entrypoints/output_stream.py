@@ -9,7 +9,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.held_body import lets_go
+from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_stream import DONE, SSE, EventStream, StreamForm, until_disconnect
 from sglang.srt.entrypoints.long_outputs import has_many_logprobs
@@ -53,7 +53,7 @@ async def stream_events(
     gets an HTTP status, unless the wait is so long that the connection must be kept alive; `fail` writes later errors,
     by default as the route's error events. begins_with_output: sends nothing before the first output, however long that
     takes."""
-    lets_go(request, call)
+    releases_body(request, call)
     limit_s = envs.SGLANG_SSE_KEEP_ALIVE if form.keep_alive and not begins_with_output else None
 
     async def start() -> tuple[GenerationStream, StreamWriter, bytes]:

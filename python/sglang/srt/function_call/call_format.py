@@ -80,7 +80,7 @@ class CallFormat:
 
         def section(reader: Reader, output: Output) -> Steps[None]:
             yield from reader.space()
-            if (yield from reader.one_of(call)) is None:
+            if (yield from reader.take_marker(call)) is None:
                 raise NotACall
             yield from self.grammar(reader, output)
 

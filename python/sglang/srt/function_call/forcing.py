@@ -257,7 +257,7 @@ def after_thoughts(
         return answer
     any_text = {"type": "any_text"}
     if isinstance(reasoning, MessageFormat):
-        begin, end = reasoning.around_thoughts
+        begin, end = reasoning.thought_marks
         header = _constant(reasoning.next_message)
         if start is Start.THOUGHTS:
             return _sequence(_tag("", any_text, end), header, answer)

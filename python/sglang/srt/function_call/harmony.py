@@ -38,8 +38,10 @@ class _Header:
 
 
 class Harmony(MessageFormat):
+    """The format of gpt-oss: messages with a channel, a recipient and a body."""
+
     markers = (START, CHANNEL, CONSTRAIN, MESSAGE, *_ENDS)
-    around_thoughts = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
+    thought_marks = (f"{CHANNEL}{ANALYSIS}{MESSAGE}", END)
     next_message = f"{START}assistant"
     answer_header = f"{CHANNEL}{FINAL}{MESSAGE}"
 
@@ -47,7 +49,7 @@ class Harmony(MessageFormat):
         messages = _Messages(reader, output, separate)
         if start is Start.HEADER:
             reader.mark()
-            if (yield from reader.one_of(_RECIPIENT_FIRST)) is None:
+            if (yield from reader.take_marker(_RECIPIENT_FIRST)) is None:
                 reader.unmark()
             else:
                 yield from messages.read(_TO)
@@ -88,7 +90,7 @@ def _header(reader: Reader, marker: str) -> Steps[_Header]:
     role = ""
     if marker != CHANNEL:
         role = marker + ((yield from reader.word(_AFTER_ROLE, MAX_HEADER)) or "")
-        if (yield from reader.one_of(_AFTER_ROLE)) != CHANNEL:
+        if (yield from reader.take_marker(_AFTER_ROLE)) != CHANNEL:
             raise NotACall
     header = yield from reader.word(_BODY, MAX_HEADER)
     if header is None:
@@ -104,7 +106,7 @@ def _call(reader: Reader, output: Output, recipient: str) -> Steps[None]:
         raise NotACall
     output.start_call(recipient.removeprefix(_FUNCTIONS))
     yield from read_value(reader, output.arguments)
-    yield from reader.past_space(_END)
+    yield from reader.take_marker_after_space(_END)
 
 
 HARMONY = Harmony()

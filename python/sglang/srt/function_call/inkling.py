@@ -28,8 +28,10 @@ _ANY = Markers(MESSAGE, MESSAGE_END, TURN_END, *_KINDS)
 
 
 class Inkling(MessageFormat):
+    """The format of Inkling: messages whose kind is a token of its own."""
+
     markers = (MESSAGE, MESSAGE_END, TURN_END, *_KINDS)
-    around_thoughts = (THOUGHTS, MESSAGE_END)
+    thought_marks = (THOUGHTS, MESSAGE_END)
     next_message = MESSAGE
     answer_header = TEXT
 
@@ -58,7 +60,7 @@ def _begun_call(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
         return
     reader.mark()
     header = yield from reader.word(_ANY, min(longest, MAX_HEADER))
-    if header in output.tools and (yield from reader.one_of(_CALL)) is not None:
+    if header in output.tools and (yield from reader.take_marker(_CALL)) is not None:
         yield from _content(reader, output, bodies, CALL)
     else:
         reader.unmark()
@@ -68,7 +70,7 @@ def _begun_call(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
 def _message(reader: Reader, output: Output, bodies: Bodies) -> Steps[None]:
     """Reads a message after its first mark. A header without a known kind of content is text."""
     header = yield from reader.word(_ANY, MAX_HEADER)
-    kind = yield from reader.one_of(_KIND)
+    kind = yield from reader.take_marker(_KIND)
     if kind is None:
         reader.unmark()
         output.text(header or "")
@@ -82,7 +84,7 @@ def _content(reader: Reader, output: Output, bodies: Bodies, kind: str) -> Steps
         try:
             yield from reader.space()
             yield from read_call_object(reader, output)
-            yield from reader.past_space(_ENDS)
+            yield from reader.take_marker_after_space(_ENDS)
         except NotACall:
             output.fail()
             return

@@ -83,7 +83,7 @@ def call_objects(end: str) -> CallGrammar:
             yield from call_array(reader, output)
         else:
             yield from read_call_object(reader, output)
-        yield from reader.past_space(end_marker)
+        yield from reader.take_marker_after_space(end_marker)
 
     return grammar
 
@@ -98,7 +98,7 @@ def calls_in_brackets(end: str) -> CallGrammar:
 
     def grammar(reader: Reader, output: Output) -> Steps[None]:
         yield from row_in_brackets(reader, output, call)
-        yield from reader.past_space(end_marker)
+        yield from reader.take_marker_after_space(end_marker)
 
     return grammar
 
@@ -124,7 +124,7 @@ def calls_by_key(end: str) -> CallGrammar:
 
     def grammar(reader: Reader, output: Output) -> Steps[None]:
         yield from row_in_brackets(reader, output, call)
-        yield from reader.past_space(end_marker)
+        yield from reader.take_marker_after_space(end_marker)
 
     return grammar
 
@@ -173,7 +173,7 @@ class NamedArguments:
             output.arguments(arguments)
         for text in (self.after, self.end):
             if text:
-                yield from reader.past_space(markers_of(text))
+                yield from reader.take_marker_after_space(markers_of(text))
 
 
 def _function_of(arguments: str, tools: Mapping[str, Mapping[str, Any]]) -> str | None:

@@ -32,13 +32,13 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 def keyed_calls(reader: Reader, output: Output) -> Steps[None]:
     """Reads a call after its marker, and following ones without a marker."""
-    if (yield from reader.past_space(_CALL)) is None:
+    if (yield from reader.take_marker_after_space(_CALL)) is None:
         raise NotACall
     while True:
         yield from _call(reader, output)
         output.succeed()
         reader.mark()
-        if (yield from reader.past_space(_CALL)) is None:
+        if (yield from reader.take_marker_after_space(_CALL)) is None:
             return
 
 
@@ -49,7 +49,7 @@ def _call(reader: Reader, output: Output) -> Steps[None]:
     name = name.strip()
     output.start_call(name)
     yield from _Arguments(reader, output.arguments).read("{", 1, output.tools[name])
-    yield from reader.past_space(markers_of(END))
+    yield from reader.take_marker_after_space(markers_of(END))
 
 
 class _Arguments:
@@ -87,12 +87,12 @@ class _Arguments:
     def _key(self) -> Steps[str]:
         """Consumes a key, which may be quoted, and the separator before its value."""
         reader = self._reader
-        is_quoted = (yield from reader.one_of(_QUOTES[0])) is not None
+        is_quoted = (yield from reader.take_marker(_QUOTES[0])) is not None
         key = yield from reader.word(_QUOTES[0] if is_quoted else _KEY_END, MAX_HEADER)
         if is_quoted:
-            yield from reader.one_of(_QUOTES[0])
+            yield from reader.take_marker(_QUOTES[0])
             yield from reader.space()
-        if not key or (yield from reader.one_of(_BEHIND_KEY)) is None:
+        if not key or (yield from reader.take_marker(_BEHIND_KEY)) is None:
             raise NotACall
         if is_quoted:
             return key
@@ -102,7 +102,7 @@ class _Arguments:
     def _quote(self) -> Steps[str | None]:
         """Returns the quote that comes next, without consuming it."""
         for quotes in _QUOTES:
-            if (quote := (yield from self._reader.next_of(quotes))) is not None:
+            if (quote := (yield from self._reader.peek_marker(quotes))) is not None:
                 return quote
         return None
 

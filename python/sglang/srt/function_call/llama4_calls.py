@@ -14,11 +14,11 @@ _END = Markers("<|python_end|>")
 def llama4_calls(reader: Reader, output: Output) -> Steps[None]:
     """Reads `[f(a=1, b="x"), g()]`, or `{"name": ..., "parameters": {...}}` once or several times, before the end mark,
     which may be missing. The template writes the marks with nothing between them, and the objects after them."""
-    yield from reader.past_space(_END)
+    yield from reader.take_marker_after_space(_END)
     if (yield from reader.space()) != "{":
         yield from row_in_brackets(reader, output, read_call)
     else:
         yield from one_of_row(reader, output, read_call_object)
         while (yield from reader.run(BETWEEN_BARE_CALLS, ignore)) == "{":
             yield from one_of_row(reader, output, read_call_object)
-    yield from reader.past_space(_END)
+    yield from reader.take_marker_after_space(_END)

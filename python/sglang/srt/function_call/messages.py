@@ -20,23 +20,23 @@ class Start(Enum):
 
 
 class MessageFormat(ABC):
-    """A format of messages, for both calls and thoughts. `markers`: texts that the parser must see; `around_thoughts`:
+    """A format of messages, for both calls and thoughts. `markers`: texts that the parser must see; `thought_marks`:
     marks of thoughts; `next_message`: text between the end of a message and the next header; `answer_header`: header of
     the answer."""
 
     markers: tuple[str, ...]
-    around_thoughts: tuple[str, str]
+    thought_marks: tuple[str, str]
     next_message: str
     answer_header: str
 
     @property
     def after_body(self) -> str:
         """Returns the text between a body and the next header."""
-        return self.around_thoughts[1] + self.next_message
+        return self.thought_marks[1] + self.next_message
 
     def start_behind(self, prompt: str) -> Start:
         """Returns where an output begins that continues the last message of `prompt`."""
-        begin, end = self.around_thoughts
+        begin, end = self.thought_marks
         if prompt.rstrip().endswith((end, self.next_message)):
             return Start.HEADER
         last = max(prompt.rfind(mark) for mark in (end, self.next_message, self.answer_header))
@@ -66,6 +66,6 @@ class Bodies:
             yield from reader.until(self._edges, output.reasoning)
         else:
             yield from reader.until(self._edges, output.text)
-        yield from reader.one_of(self._ends)
+        yield from reader.take_marker(self._ends)
         if is_thought:
             output.end_reasoning()

@@ -26,10 +26,12 @@ class ModelFormats:
 
     @property
     def calls(self) -> CallFormat | MessageFormat | None:
+        """Returns the format of the model's calls; None if it has none."""
         return None if self.calls_name is None else TOOL_CALL_FORMATS[self.calls_name]
 
     @property
     def reasoning(self) -> ReasoningFormat | MessageFormat | None:
+        """Returns the format of the model's thoughts; None if it has none."""
         return None if self.reasoning_name is None else REASONING_FORMATS[self.reasoning_name]
 
     def counted_id(self, name: str, number: int) -> str:
@@ -51,6 +53,7 @@ class ModelFormats:
 
     @property
     def markers(self) -> tuple[str, ...]:
+        """Returns the texts that the parser must see, also those that are special tokens."""
         return tuple(mark for form in (self.calls, self.reasoning) if form is not None for mark in form.markers)
 
 

@@ -42,8 +42,10 @@ _CALL = TaggedCalls(
 
 
 class Muse(MessageFormat):
+    """The format of Muse: messages to the user, to a tool or to the model itself (thoughts)."""
+
     markers = (START, MESSAGE, MESSAGE_END, TURN_END)
-    around_thoughts = (f"{_TO}{_SELF}{MESSAGE}", MESSAGE_END)
+    thought_marks = (f"{_TO}{_SELF}{MESSAGE}", MESSAGE_END)
     next_message = f"{START}assistant"
     answer_header = f"{_TO}{_USER}{MESSAGE}"
 
@@ -51,7 +53,7 @@ class Muse(MessageFormat):
         bodies = Bodies(reader, output, separate, _ENDS, _EDGES)
         if start is Start.HEADER:
             reader.mark()
-            if (yield from reader.one_of(_FIRST)) is None:
+            if (yield from reader.take_marker(_FIRST)) is None:
                 reader.unmark()
             else:
                 yield from _message(reader, output, bodies, _TO)
@@ -86,17 +88,17 @@ def _message(reader: Reader, output: Output, bodies: Bodies, begun: str) -> Step
 
 
 def _calls(reader: Reader, output: Output) -> Steps[None]:
-    yield from reader.past_space(_CALLS_BEGIN)
-    if (yield from reader.past_space(_INVOKE)) is None:
+    yield from reader.take_marker_after_space(_CALLS_BEGIN)
+    if (yield from reader.take_marker_after_space(_INVOKE)) is None:
         raise NotACall
     while True:
         yield from _CALL(reader, output)
-        if (yield from reader.past_space(_INVOKE)) is None:
+        if (yield from reader.take_marker_after_space(_INVOKE)) is None:
             break
         output.succeed()
         reader.mark()
-    yield from reader.past_space(_CALLS_END)
-    yield from reader.past_space(_ENDS)
+    yield from reader.take_marker_after_space(_CALLS_END)
+    yield from reader.take_marker_after_space(_ENDS)
 
 
 MUSE = Muse()

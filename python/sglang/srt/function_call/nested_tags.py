@@ -33,7 +33,7 @@ def nested_tags(reader: Reader, output: Output) -> Steps[None]:
         raise NotACall
     reader.skip(len('">'))
     yield from reader.space()
-    if (yield from reader.next_of(_TAG)) is None:
+    if (yield from reader.peek_marker(_TAG)) is None:
         raise NotACall
     output.start_call(name.strip())
     yield from _entries(reader, output.arguments, output.tools[name.strip()], "invoke", 1)
@@ -62,10 +62,10 @@ def _entries(reader: Reader, sink: Sink, schema: Mapping[str, Any], parent: str,
 def _tag(reader: Reader, parent: str) -> Steps[str | None]:
     """Consumes a tag and returns its name; None for the end of `parent`."""
     end = f"{_CLOSE}{parent}>"
-    if (yield from reader.one_of(_TAG)) is None:
+    if (yield from reader.take_marker(_TAG)) is None:
         raise NotACall
     yield from reader.space()
-    if (yield from reader.one_of(markers_of(end))) is not None:
+    if (yield from reader.take_marker(markers_of(end))) is not None:
         return None
     if (yield from reader.peek()) != _OPEN:
         raise NotACall
@@ -93,7 +93,7 @@ def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, dept
     parts: list[str] = []
     if (yield from reader.until(_TAG, parts.append)) is None:
         raise NotACall
-    is_text, is_end = "".join(parts).strip() != "", (yield from reader.next_of(ends)) is not None
+    is_text, is_end = "".join(parts).strip() != "", (yield from reader.peek_marker(ends)) is not None
     if is_end or (is_text and (not types or "string" in types)):
         if (yield from reader.until(ends, parts.append, behind)) is None:
             raise NotACall

@@ -43,6 +43,7 @@ class SpaceHold:
         self._space: list[str] = []
 
     def push(self, text: str) -> None:
+        """Passes on `text` and the white space held before it; holds white space at its end."""
         length = len(text.rstrip())
         if length:
             self._sink(self.take() + text[:length])
@@ -104,11 +105,13 @@ class Output:
         self._space.push(text)
 
     def exact_text(self, text: str) -> None:
+        """Adds text of the answer as it is, white space too."""
         if text:
             self.text_since_call = True
             self._add(TextDelta, text)
 
     def reasoning(self, text: str) -> None:
+        """Adds text of thoughts."""
         if text:
             self._add(ReasoningDelta, text)
 
@@ -137,6 +140,7 @@ class Output:
 
     @property
     def in_call(self) -> bool:
+        """Returns whether a call has begun and not ended."""
         return self._call is not None
 
     def start_call(self, name: str) -> None:
@@ -152,6 +156,7 @@ class Output:
         self._events.append(CallStart(self.num_calls, name))
 
     def arguments(self, text: str) -> None:
+        """Adds text to the arguments of the current call."""
         assert self._call is not None
         if text:
             self._call.append(text)

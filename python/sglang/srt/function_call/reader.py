@@ -40,12 +40,14 @@ class Markers:
         self._firsts = frozenset(text[0] for text in texts)
 
     def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        """Returns the first marker in `text[start:end]`; None if there is none."""
         return self._pattern.search(text, start, end) if self._pattern is not None else None
 
     def match(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        """Returns the marker at `start`; None if none begins there."""
         return self._pattern.match(text, start, end) if self._pattern is not None else None
 
-    def certain_end(self, text: str, start: int, end: int) -> int:
+    def safe_end(self, text: str, start: int, end: int) -> int:
         """Returns the start of the longest end of the text that may be the beginning of a marker; `end` if there is
         none."""
         for cut in range(max(start, end - self._longest), end):
@@ -92,6 +94,7 @@ class Reader:
         self._marks: list[_Mark] = []
 
     def feed(self, text: str) -> None:
+        """Appends text; what was read before is dropped, but for what follows a mark."""
         for mark in self._marks:
             mark.pieces.append(self._text[mark.start : self._position])
             mark.start = 0
@@ -113,6 +116,7 @@ class Reader:
         self._find_end()
 
     def lift_fence(self) -> None:
+        """Lets reading pass the markers of `fence` again."""
         self._fence = None
         self._find_end()
 
@@ -125,7 +129,7 @@ class Reader:
         if match is not None:
             self._end, self._ended = match.start(), True
         elif not self._whole:
-            self._end = self._fence.certain_end(self._text, start, self._end)
+            self._end = self._fence.safe_end(self._text, start, self._end)
         self._no_fence_before = self._offset + self._end
 
     @property
@@ -136,15 +140,18 @@ class Reader:
     # --- memory of what was read --------------------------------------------------------------------------------------
 
     def mark(self) -> None:
+        """Remembers the present position, until `unmark`. Marks nest."""
         self._marks.append(_Mark(self._position))
 
     def since_mark(self) -> str:
+        """Returns the text from the latest mark to the present position."""
         return self._since(self._marks[-1])
 
     def _since(self, mark: _Mark) -> str:
         return "".join(mark.pieces) + self._text[mark.start : self._position]
 
     def unmark(self) -> None:
+        """Forgets the latest mark."""
         self._marks.pop()
 
     def rewind(self) -> None:
@@ -188,7 +195,7 @@ class Reader:
         """Consumes white space and returns the next character like `peek`."""
         return (yield from self.run(SPACE, ignore))
 
-    def next_of(self, markers: Markers) -> Steps[str | None]:
+    def peek_marker(self, markers: Markers) -> Steps[str | None]:
         """Returns the marker that comes next without consuming it; None if there is none."""
         while True:
             match = markers.match(self._text, self._position, self._end)
@@ -198,13 +205,13 @@ class Reader:
                 return None
             yield
 
-    def one_of(self, markers: Markers) -> Steps[str | None]:
+    def take_marker(self, markers: Markers) -> Steps[str | None]:
         """Consumes and returns the marker that comes next; None, consuming nothing, if there is none."""
-        marker = yield from self.next_of(markers)
+        marker = yield from self.peek_marker(markers)
         self.skip(len(marker or ""))
         return marker
 
-    def past_space(self, markers: Markers) -> Steps[str | None]:
+    def take_marker_after_space(self, markers: Markers) -> Steps[str | None]:
         """Consumes white space and a following marker, which it returns; None, consuming nothing, if there is none."""
         while True:
             match, is_known = self._behind_space(markers, self._position)
@@ -234,7 +241,7 @@ class Reader:
             match = markers.search(self._text, self._position, self._end)
             cut = match.start() if match is not None else self._end
             if match is None and not self._ended:
-                cut = markers.certain_end(self._text, self._position, self._end)
+                cut = markers.safe_end(self._text, self._position, self._end)
             if cut > self._position:
                 sink(self._text[self._position : cut])
                 self._position = cut

@@ -30,10 +30,12 @@ class ReasoningFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
+        """Returns the texts that begin and end thoughts."""
         return (self.begin, self.end)
 
     @property
-    def around_thoughts(self) -> tuple[str, str]:
+    def thought_marks(self) -> tuple[str, str]:
+        """Returns the texts that begin and end thoughts."""
         return (self.begin, self.end)
 
     def starts_inside(self, prompt: str) -> bool:
@@ -43,7 +45,7 @@ class ReasoningFormat:
             return True
         return self.inside and not prompt.endswith(self.end)
 
-    def last_mark(self, text: str) -> str:
+    def end_mark_after(self, text: str) -> str:
         """Returns the mark after which an answer beginning with `text` goes on; `end` if it has none: such an answer is
         not a thought."""
         return self.begin if text.rfind(self.begin) > text.rfind(self.end) else self.end
@@ -58,12 +60,12 @@ class ReasoningFormat:
         """
         reader.mark()
         yield from reader.space()
-        begun = (yield from reader.one_of(markers_of(self.begin))) is not None
+        begun = (yield from reader.take_marker(markers_of(self.begin))) is not None
         opening = reader.since_mark()
         reader.unmark()
         if not (begun or inside):
             output.text(opening)
-            if self.lone_end and separate and (yield from reader.one_of(markers_of(self.end))) is not None:
+            if self.lone_end and separate and (yield from reader.take_marker(markers_of(self.end))) is not None:
                 output.drop_space()
                 yield from reader.space()
             return False
@@ -122,7 +124,7 @@ class ReasoningFormat:
                 reader.mark()
                 break
             yield from reader.space()
-            next_marker = yield from reader.next_of(following)
+            next_marker = yield from reader.peek_marker(following)
             if next_marker is None:
                 break
             if next_marker == self.end:
@@ -135,7 +137,7 @@ class ReasoningFormat:
         reader.mark()
         reader.skip(len(self.end))
         yield from reader.space()
-        begins = (yield from reader.next_of(markers_of(*calls.opening))) is not None
+        begins = (yield from reader.peek_marker(markers_of(*calls.opening))) is not None
         reader.rewind()
         return begins
 

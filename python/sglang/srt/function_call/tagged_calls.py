@@ -71,12 +71,12 @@ class TaggedCalls:
             tag = yield from self._next_tag(reader)
         output.arguments("{}" if separator == "{" else "}")
         if self.after_end:
-            yield from reader.past_space(markers_of(self.after_end))
+            yield from reader.take_marker_after_space(markers_of(self.after_end))
 
     def _json_body(self, reader: Reader, output: Output, name: str) -> Steps[None]:
         output.start_call(name)
         yield from read_value(reader, output.arguments)
-        yield from reader.past_space(markers_of(self.end))
+        yield from reader.take_marker_after_space(markers_of(self.end))
 
     def _name(self, reader: Reader) -> Steps[tuple[str, bool]]:
         """Returns the name, and whether the call ends with it."""
@@ -85,12 +85,12 @@ class TaggedCalls:
         name = yield from reader.word(ends, MAX_HEADER)
         if not name:
             raise NotACall
-        end = (yield from reader.one_of(ends)) if self.after_name else None
+        end = (yield from reader.take_marker(ends)) if self.after_name else None
         return name.strip(), end in self.closing
 
     def _next_tag(self, reader: Reader) -> Steps[str]:
         yield from reader.space()
-        tag = yield from reader.next_of(markers_of(self.key, self.end, *self.next_tags))
+        tag = yield from reader.peek_marker(markers_of(self.key, self.end, *self.next_tags))
         if tag is None:
             raise NotACall
         if tag not in self.next_tags:
@@ -100,12 +100,12 @@ class TaggedCalls:
     def _key(self, reader: Reader) -> Steps[tuple[str, bool | None]]:
         ends = markers_of(*self.after_key)
         key = yield from reader.word(ends, MAX_HEADER)
-        end = yield from reader.one_of(ends)
+        end = yield from reader.take_marker(ends)
         if key is None or end is None:
             raise NotACall
         if self.value:
             yield from reader.space()
-            if (yield from reader.one_of(markers_of(self.value))) is None:
+            if (yield from reader.take_marker(markers_of(self.value))) is None:
                 raise NotACall
         return key.strip(), self.after_key[end]
 
@@ -115,7 +115,7 @@ class TaggedCalls:
         output.arguments('"')
 
     def _read_value(self, reader: Reader, sink: Sink) -> Steps[None]:
-        if self.cdata is not None and (yield from reader.one_of(markers_of(self.cdata[0]))) is not None:
+        if self.cdata is not None and (yield from reader.take_marker(markers_of(self.cdata[0]))) is not None:
             yield from self._read_cdata(reader, sink, self.cdata[1])
             return
         line_end = _LineEnd(sink)
@@ -138,7 +138,7 @@ class TaggedCalls:
         if (yield from reader.until(markers_of(end), sink, {end: behind})) is None:
             raise NotACall
         reader.skip(len(end))
-        if (yield from reader.past_space(behind)) is None:
+        if (yield from reader.take_marker_after_space(behind)) is None:
             raise NotACall
 
 

@@ -88,7 +88,7 @@ def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
     if device == "cpu":
         return CPU
     if envs.SGLANG_FORCE_ARCH is not None:
-        return _as_compiled(_that_runs_here(arch_by_name(envs.SGLANG_FORCE_ARCH), device_index))
+        return _as_compiled(_limited_to_device(arch_by_name(envs.SGLANG_FORCE_ARCH), device_index))
     if cuda_available():
         return _as_compiled(_measured_arch(device_index))
     if device == "cuda":
@@ -96,7 +96,7 @@ def current_arch(device_index: int = 0, device: str = "auto") -> ArchTraits:
     return CPU
 
 
-def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
+def _limited_to_device(forced: ArchTraits, device_index: int) -> ArchTraits:
     """Returns a forced GPU's traits as they can run in this machine: without instructions that this GPU does not
     have."""
     if not cuda_available():
@@ -116,7 +116,7 @@ def _that_runs_here(forced: ArchTraits, device_index: int) -> ArchTraits:
 def _as_compiled(traits: ArchTraits) -> ArchTraits:
     """Returns the traits without the features for which the installed Triton has no instructions."""
     installed, needed = triton_version(), NEEDS_TRITON.get(traits.name, {})
-    lacking = {feature for feature, least in needed.items() if installed is not None and installed < least}
+    lacking = {feature for feature, minimum in needed.items() if installed is not None and installed < minimum}
     return replace(traits, features=traits.features - lacking)
 
 

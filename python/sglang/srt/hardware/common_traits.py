@@ -11,9 +11,9 @@ from sglang.srt.hardware.arch import ArchTraits
 def common_traits(traits: Sequence[ArchTraits]) -> ArchTraits:
     """Returns the traits that one plan for all these GPUs, of one architecture, can count on: the least of each number
     and the common features. The product is the one with the fewest SMs, then with the least bandwidth."""
-    least = min(traits, key=lambda each: (each.num_sms, each.bandwidth, each.memory, each.product or ""))
+    slowest = min(traits, key=lambda each: (each.num_sms, each.bandwidth, each.memory, each.product or ""))
     return replace(
-        least,
+        slowest,
         smem_per_block=min(each.smem_per_block for each in traits),
         smem_per_sm=min(each.smem_per_sm for each in traits),
         bandwidth=min(each.bandwidth for each in traits),

@@ -54,7 +54,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return frozenset(cpus)
 
 
-def stay_near(pci_address: str, sysfs: Path = SYSFS) -> int | None:
+def bind_to_numa_node(pci_address: str, sysfs: Path = SYSFS) -> int | None:
     """Keeps this process, and the threads and processes that it starts from now on, on the CPUs of the device's node.
     Returns the node; None where nothing changes: there is one node only, or the process may use none of its CPUs."""
     node = node_of(pci_address, sysfs)

@@ -96,7 +96,7 @@ QUANTIZED: tuple[QuantizedRange, ...] = (
 )  # fmt: skip
 
 
-LEAST_BY_LIBRARY: Mapping[int, int] = {2: 16 * MIB, 8: 8 * MIB}
+MIN_BYTES_BY_LIBRARY: Mapping[int, int] = {2: 16 * MIB, 8: 8 * MIB}
 """Most ranks -> fewest bytes of a quantized all-reduce by NCCL. It takes five launches instead of one, 0.35 ms more of
 the host: with fewer bytes that is more than they save through main memory (30 GB/s between two H100s)."""
 
@@ -108,9 +108,9 @@ def quantized_from(topology: Topology | None, ranks: int, by_library: bool = Fal
         return 0, "ranks on CPUs"
     for row in QUANTIZED:
         if topology in row.topologies and ranks in row.ranks:
-            least = next(least for max_bytes, least in LEAST_BY_LIBRARY.items() if ranks <= max_bytes)
-            if by_library and least > row.least:
-                return least, f"{_HALF_THE_BYTES}; by NCCL, whose launches take the host 0.35 ms longer"
+            minimum = next(minimum for max_bytes, minimum in MIN_BYTES_BY_LIBRARY.items() if ranks <= max_bytes)
+            if by_library and minimum > row.least:
+                return minimum, f"{_HALF_THE_BYTES}; by NCCL, whose launches take the host 0.35 ms longer"
             return row.least, row.reason
     return 4 * MIB, f"{_HALF_THE_BYTES}, of more ranks than the table has"
 

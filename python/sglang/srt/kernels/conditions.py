@@ -6,7 +6,7 @@ A refusal takes (need, arch) and returns the reasons against the kernel; an empt
 
 from __future__ import annotations
 
-from sglang.srt.configs.quant_scheme import SCHEMES, widening
+from sglang.srt.configs.quant_scheme import SCHEMES, describe_dequantization
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Need, Refuse
 from sglang.srt.kernels.tiles import MLA_LATENT
@@ -81,7 +81,7 @@ def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
     dims = (128,) if hopper else (128, 256)
     faster = f"faster with head dim {' or '.join(map(str, dims))}, not {need.head_dim}"
     reasons = [] if need.head_dim in dims else [faster]
-    return reasons + (only_16_bit_cache(need, arch) if hopper else []) + _faster_there(arch)
+    return reasons + (only_16_bit_cache(need, arch) if hopper else []) + _only_measured_gpus(arch)
 
 
 def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
@@ -89,10 +89,10 @@ def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[s
     SM12x and Hopper."""
     dims = (need.head_dim, need.v_head_dim)
     reasons = [] if dims == (192, 128) else [f"expanded heads of {dims[0]}/{dims[1]} dims (has 192/128)"]
-    return reasons + _faster_there(arch)
+    return reasons + _only_measured_gpus(arch)
 
 
-def _faster_there(arch: ArchTraits) -> list[str]:
+def _only_measured_gpus(arch: ArchTraits) -> list[str]:
     """Refuses GPUs other than SM12x and Hopper, where FlashInfer's prompts were measured beside Triton's."""
     measured = {"mma_sync_block_scale", "wgmma"} & arch.features
     return [] if measured else ["measured to be faster than Triton's on SM12x and Hopper only"]
@@ -213,7 +213,7 @@ def no_e4m3_arithmetic(need: Need, arch: ArchTraits) -> list[str]:
 
 def dequantized_in_registers(need: Need, arch: ArchTraits) -> str:
     """Returns the remark about weights that are dequantized in registers."""
-    return widening(SCHEMES[need.quant], arch.features) if need.quant else ""
+    return describe_dequantization(SCHEMES[need.quant], arch.features) if need.quant else ""
 
 
 MIXED_ROWS = 48
@@ -226,11 +226,11 @@ def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
     return f"e2m1 times e4m3 as they are, from {MIXED_ROWS} pairs an expert on; for fewer by triton, {triton}"
 
 
-FEW_LEAST_K = 512
+FEW_MIN_K = 512
 """Fewest columns that kernels for few rows take; a test holds these four numbers to the launchers'."""
 FEW_MULTIPLE = 16
 """Number that must divide these columns."""
-SKINNY_LEAST_N, SKINNY_MOST_ROWS = 2048, 16
+SKINNY_MIN_N, SKINNY_MAX_ROWS = 2048, 16
 """Fewest rows of the weight, and most tokens of a step, that skinny_gemm serves."""
 
 
@@ -241,20 +241,20 @@ def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
     small: list[str] = []
     for rows, cols, bias in need.shapes:
         name = f"{rows}x{cols}{' + bias' * bias}"
-        if cols < FEW_LEAST_K or cols % FEW_MULTIPLE:
+        if cols < FEW_MIN_K or cols % FEW_MULTIPLE:
             left.append(name)
-        elif rows < SKINNY_LEAST_N:
+        elif rows < SKINNY_MIN_N:
             small.append(name)
         else:
             served.append(name)
-    parts = [f"cublas for steps of more than {SKINNY_MOST_ROWS} tokens"]
+    parts = [f"cublas for steps of more than {SKINNY_MAX_ROWS} tokens"]
     if left:
-        parts[0] += f", and for all with K below {FEW_LEAST_K} or no multiple of {FEW_MULTIPLE}: {', '.join(left)}"
+        parts[0] += f", and for all with K below {FEW_MIN_K} or no multiple of {FEW_MULTIPLE}: {', '.join(left)}"
     if served:
         reason = "which read the weight once and begin with it ahead of x"
         parts.append(f"gemv_kernel for one token, skinny_gemm_kernel for more, {reason}: {', '.join(served)}")
     if small:
-        parts.append(f"gemv_kernel for one token, else cublas, with N below {SKINNY_LEAST_N}: {', '.join(small)}")
+        parts.append(f"gemv_kernel for one token, else cublas, with N below {SKINNY_MIN_N}: {', '.join(small)}")
     return "; ".join(parts)
 
 

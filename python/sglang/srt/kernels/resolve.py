@@ -32,7 +32,7 @@ def resolve(
         if isinstance(fit, Rejection):
             rejected.append(fit)
             continue
-        later = [_passed_over(s, spec, need, arch, packages) for s in candidates[candidates.index(spec) + 1 :]]
+        later = [_reason_not_chosen(s, spec, need, arch, packages) for s in candidates[candidates.index(spec) + 1 :]]
         return _choice(need, spec, fit, ledger, arch, (*rejected, *later))
     raise NoKernel(need, arch, tuple(rejected))
 
@@ -56,7 +56,7 @@ def _resolve_forced(
     if isinstance(fit, Rejection):
         refused = tuple(fit for fit in (fits[spec.name] for spec in named) if isinstance(fit, Rejection))
         raise NoKernel(need, arch, refused, forced, works)
-    others = tuple(_passed_over(s, spec, need, arch, packages) for s in candidates if s is not spec)
+    others = tuple(_reason_not_chosen(s, spec, need, arch, packages) for s in candidates if s is not spec)
     return _choice(need, spec, fit, ledger, arch, others, "asked for")
 
 
@@ -73,7 +73,7 @@ def _fit(
     return fitting.tiles
 
 
-def _passed_over(
+def _reason_not_chosen(
     spec: KernelSpec, chosen: KernelSpec, need: Need, arch: ArchTraits, packages: frozenset[str]
 ) -> Rejection:
     reasons = spec.why_not(need, arch, packages)

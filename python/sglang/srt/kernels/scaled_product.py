@@ -23,10 +23,12 @@ class ScaledProduct:
 
     @property
     def constants(self) -> dict[str, str | int]:
+        """Returns the constants that kernels are compiled with for this product."""
         return {"KIND": self.kind, "ELEMENT": self.element, "GROUP": self.group}
 
     @property
     def four_bit(self) -> bool:
+        """Returns whether weights are codes of four bits, two of which share a byte."""
         return self.element in ("int4", "e2m1")
 
     @property
@@ -56,7 +58,7 @@ PLAIN = ScaledProduct("plain")
 
 def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduct:
     """Returns the product that GPUs with these features (of ArchTraits) compute for a scheme; None: 16-bit weights. See
-    `quant_scheme.widening` for what is not native."""
+    `quant_scheme.describe_dequantization` for what is not native."""
     if scheme is None:
         return PLAIN
     group, packed = scheme.group[1], "block_scaled_mma" in features

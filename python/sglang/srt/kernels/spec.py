@@ -28,6 +28,7 @@ class PeerLinks:
 
     @property
     def library_topology(self) -> Topology:
+        """Returns the kind of path that NCCL takes, which may differ from that between peers."""
         return self.topology if self.library is None else self.library
 
 
@@ -99,7 +100,7 @@ Refuse = Callable[[Need, ArchTraits], list[str]]
 """Reasons why a kernel cannot serve a need on an architecture; empty when it can."""
 
 
-def refuses_nothing(need: Need, arch: ArchTraits) -> list[str]:
+def no_refusal(need: Need, arch: ArchTraits) -> list[str]:
     """Returns no reasons: the default refusal."""
     return []
 
@@ -108,7 +109,7 @@ Remark = Callable[[Need, ArchTraits], str]
 """A remark for the user about how a kernel serves a need there; empty when there is nothing unusual."""
 
 
-def nothing_unusual(need: Need, arch: ArchTraits) -> str:
+def no_remark(need: Need, arch: ArchTraits) -> str:
     """Returns "": the default remark."""
     return ""
 
@@ -126,12 +127,12 @@ class KernelSpec:
         ""  # "package.module:function" (Need, ArchTraits) -> OpTileConfigs, for kernels whose tiles depend on tokens
     )
     kernel_module: str = ""  # module of a tiled kernel's code, if it is not the entry's
-    refuse: Refuse = refuses_nothing
+    refuse: Refuse = no_refusal
     graph_safe: bool = True  # may run inside a CUDA graph
     graph_prefill: bool = False  # attention: prefill graphs may contain it, because it needs only shapes from the host
     not_here: str | None = None  # why a kernel of other servers is not part of this one
     asked_as: str = ""  # its other name in flags; of several kernels with one name the first that can serves
-    remark: Remark = nothing_unusual
+    remark: Remark = no_remark
 
     def why_not(self, need: Need, arch: ArchTraits, packages: frozenset[str]) -> list[str]:
         """Returns every reason against this kernel, the hardware's first; empty if there is none. Tiles are checked
@@ -183,6 +184,7 @@ class Choice:
 
     @property
     def name(self) -> str:
+        """Returns the name of the chosen kernel."""
         return self.spec.name
 
     def load(self) -> Any:

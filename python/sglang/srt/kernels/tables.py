@@ -188,16 +188,16 @@ GATED_DELTA_RULE = (
     KernelSpec("flashinfer", requires=CP_ASYNC, refuse=not_for_hybrids("flashinfer"), not_here=NOT_YET),
 )
 FLASHINFER_FUSION = "flashinfer_fusion"
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Most ranks of sgl-kernel's all-reduce; a test holds it to the library's number."""
 
 
-def no_way_to_peers(need: Need, arch: ArchTraits) -> list[str]:
+def no_peer_memory(need: Need, arch: ArchTraits) -> list[str]:
     """Returns the reasons against all-reduces through peers' memory."""
     if need.links is not None and need.links.problem:
         return [need.links.problem]
     if not ranges_for(topology_of(need, arch), need.ranks):
-        return [f"no row for {need.ranks} ranks over {topology_of(need, arch).value} (has 2 to {MOST_RANKS} ranks)"]
+        return [f"no row for {need.ranks} ranks over {topology_of(need, arch).value} (has 2 to {MAX_RANKS} ranks)"]
     return []
 
 
@@ -237,7 +237,7 @@ ALL_REDUCE = (
         "sglang.srt.distributed.custom_all_reduce:CustomAllReduce",
         CP_ASYNC,
         "sm120_sgl_kernel",
-        refuse=all_of(only_dtypes("bfloat16", "float16", "float32"), no_way_to_peers),
+        refuse=all_of(only_dtypes("bfloat16", "float16", "float32"), no_peer_memory),
         remark=algorithms_by_size,
     ),
     KernelSpec("nccl", "sglang.srt.distributed.parallel_state:all_reduce", CP_ASYNC),

@@ -45,6 +45,7 @@ class TileConfig:
 
     @property
     def tiles(self) -> Tiles:
+        """Returns the tiles that are launched unless they fail: the first candidate."""
         return self.candidates[0]
 
     @cached_property
@@ -71,9 +72,9 @@ def max_tokens_where(holds: Callable[[int], bool]) -> float:
     up to some number and false above it."""
     if not holds(1):
         return 0
-    if holds(MOST):
+    if holds(BEYOND_ANY_STEP):
         return ANY
-    low, high = 1, MOST
+    low, high = 1, BEYOND_ANY_STEP
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -91,7 +92,7 @@ def joined(configs: Iterable[TileConfig]) -> TileConfigs:
     return tuple(kept)
 
 
-MOST = 1 << 40
+BEYOND_ANY_STEP = 1 << 40
 """More tokens than any step has."""
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.mlp import gate_of
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart

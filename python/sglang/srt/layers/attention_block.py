@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.parameter import Scope, WeightShard
 from sglang.srt.layers.quantization.activations import Activations, values_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.ops import EmbeddingRowsOp, LinearOp
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import values_of

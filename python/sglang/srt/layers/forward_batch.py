@@ -77,6 +77,7 @@ class ForwardBatch:
 
     @property
     def num_decodes(self) -> int:
+        """Returns the number of requests that decode or verify."""
         return 0 if self.decode is None else len(self.decode)
 
     @property

@@ -21,7 +21,8 @@ class InputRows(Protocol):
         """Returns H."""
 
     @property
-    def num_levels(self) -> int: ...
+    def num_levels(self) -> int:
+        """Returns the number of leading layers after which deepstack rows are added."""
 
     def put(self, embedded: torch.Tensor) -> torch.Tensor:
         """Returns embedded [T, H] with the features in place of their tokens' embeddings. May overwrite `embedded`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.distributed.partial_sums import Summands
+from sglang.srt.distributed.partial_sums import DeferredAllReduce
 from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations, RowFormat
@@ -37,7 +37,7 @@ class RMSNorm:
         return normed, total
 
     def add_partial_sums(
-        self, x: torch.Tensor, residual: torch.Tensor | None, group: Summands
+        self, x: torch.Tensor, residual: torch.Tensor | None, group: DeferredAllReduce
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Does as a call, with the all-reduce of the partial sums `x` over the group, in one kernel if the group has
         one."""
@@ -45,7 +45,7 @@ class RMSNorm:
         return self(group.all_reduce(x), residual) if at_once is None else at_once
 
     def quantized(
-        self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: Summands | None
+        self, x: torch.Tensor, residual: torch.Tensor | None, wanted: RowFormat | None, group: DeferredAllReduce | None
     ) -> tuple[Activations, torch.Tensor]:
         """Does as a call, or with a group as `add_partial_sums`; with at least `wanted.least` rows it also quantizes
         them in the norm's kernel. With an all-reduce that takes as many launches as an all-reduce fused with the norm,

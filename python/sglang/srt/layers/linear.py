@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Apply, Init, Scope, TensorPart, WeightShard, zeroed_behind
 from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of

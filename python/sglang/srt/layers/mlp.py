@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import ClampedGateOp, GateOp
 from sglang.srt.layers.parameter import Scope

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
-from sglang.srt.distributed.partial_sums import Summands
+from sglang.srt.distributed.groups import Group
+from sglang.srt.distributed.partial_sums import DeferredAllReduce
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of
@@ -69,7 +69,8 @@ class ResidualStream(Protocol):
     def to_intermediate(self, stream: Any) -> torch.Tensor:
         """Returns the stream as [T, streams * H] for the next pipeline stage, whose `resume` restores it."""
 
-    def resume(self, received: torch.Tensor) -> Any: ...
+    def resume(self, received: torch.Tensor) -> Any:
+        """Returns the stream of tensors that the previous stage sent."""
 
     def finish(self, stream: Any) -> torch.Tensor:
         """Returns the hidden states [T, H] after the final norm."""
@@ -84,7 +85,7 @@ class SumStream:
     def __init__(self, embedded: torch.Tensor) -> None:
         self.added = embedded
         self.total: torch.Tensor | None = None
-        self.group: Summands | None = None
+        self.group: DeferredAllReduce | None = None
 
     def normed(self, norm: RMSNorm, wanted: RowFormat | None = None) -> Activations:
         """Adds the terms and returns their norm; many rows are also quantized as `wanted` says."""

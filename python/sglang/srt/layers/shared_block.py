@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.quantization.activations import Activations, values_of
 

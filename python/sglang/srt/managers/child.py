@@ -17,7 +17,7 @@ import traceback
 from multiprocessing.connection import Connection
 
 from sglang.srt.errors import UserError
-from sglang.srt.managers.watchdog import beat_seconds
+from sglang.srt.managers.watchdog import heartbeat_seconds
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_start import ignore_terminal
@@ -37,10 +37,12 @@ class ChildPipe:
         self._pipe, self._lock = pipe, threading.Lock()
 
     def send_bytes(self, message: bytes) -> None:
+        """Sends a message to the parent; threads may call it at the same time."""
         with self._lock:
             self._pipe.send_bytes(message)
 
     def recv_bytes(self) -> bytes:
+        """Waits for a message of the parent and returns it. Raises EOFError if the parent has ended."""
         return self._pipe.recv_bytes()
 
 
@@ -51,25 +53,25 @@ def child_main(name: str, entry: str, call: tuple[ServerArgs, Ports, int], conne
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     args, pipe = call[0], ChildPipe(connection)
     threading.Thread(target=_exit_with_parent, args=(pipe, call[1]), name="parent-watch", daemon=True).start()
-    threading.Thread(target=_give_signs_of_life, args=(pipe, args), name="signs-of-life", daemon=True).start()
+    threading.Thread(target=_report_alive, args=(pipe, args), name="signs-of-life", daemon=True).start()
     configure_logging(args.log_level, name.removeprefix("scheduler ") if " " in name else "")
     try:
         module, function = entry.split(":")
         getattr(importlib.import_module(module), function)(*call, pipe)
     except UserError as error:
-        _last_words(pipe, USER_ERROR + str(error).encode(), 2)
+        _report_and_exit(pipe, USER_ERROR + str(error).encode(), 2)
     except BaseException:
-        _last_words(pipe, ERROR + traceback.format_exc().encode(), 1)
+        _report_and_exit(pipe, ERROR + traceback.format_exc().encode(), 1)
 
 
-def _give_signs_of_life(pipe: ChildPipe, args: ServerArgs) -> None:
+def _report_alive(pipe: ChildPipe, args: ServerArgs) -> None:
     with contextlib.suppress(OSError):  # the parent is gone
         while True:
-            time.sleep(beat_seconds(args.watchdog_timeout))
+            time.sleep(heartbeat_seconds(args.watchdog_timeout))
             pipe.send_bytes(ALIVE)
 
 
-def _last_words(pipe: ChildPipe, message: bytes, status: int) -> None:
+def _report_and_exit(pipe: ChildPipe, message: bytes, status: int) -> None:
     """Reports and exits at once: threads and libraries of a broken process may never end by themselves."""
     try:
         pipe.send_bytes(message)

@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from sglang.srt.errors import UserError
 from sglang.srt.managers.child import ALIVE, ERROR, READY, STOP, USER_ERROR, child_main
 from sglang.srt.managers.reap import reap
-from sglang.srt.managers.watchdog import beat_seconds
+from sglang.srt.managers.watchdog import heartbeat_seconds
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.child_start import start_child
@@ -138,7 +138,7 @@ class EngineProcesses:
         by_pipe = {child.pipe: child for child in self._children}
         while not self._closing:
             try:
-                failures = self._listen(by_pipe, beat_seconds(self._limit_s))
+                failures = self._listen(by_pipe, heartbeat_seconds(self._limit_s))
                 silent = [child for child in self._children if child.silent_for(self._limit_s)]
                 causes = self._causes(by_pipe, failures) if failures or silent else []
                 if self._closing:  # they ended because they were told to
@@ -172,7 +172,7 @@ class EngineProcesses:
         while not self._closing and len(by_pipe) > 1 and (left := end - time.monotonic()) > 0:
             failures += self._listen(by_pipe, left)  # the last child is the detokenizer, which waits for no rank
         failures.sort(key=lateness)
-        limit_s = _MISSED_BEATS * beat_seconds(self._limit_s)
+        limit_s = _MISSED_BEATS * heartbeat_seconds(self._limit_s)
         silent = [child for child in by_pipe.values() if child.silent_for(limit_s)]
         return [
             *(

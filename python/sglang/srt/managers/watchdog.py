@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 3
 
 
-def beat_seconds(limit_s: float) -> float:
+def heartbeat_seconds(limit_s: float) -> float:
     """Returns the interval in seconds of checks and signs of life for a silence limit of `limit_s`."""
     return min(limit_s / 4, 5.0)
 
@@ -47,7 +47,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while True:
-            time.sleep(beat_seconds(self.limit_s))
+            time.sleep(heartbeat_seconds(self.limit_s))
             since = self._busy_since
             if since is not None and time.monotonic() - since > self.limit_s:
                 # Comes first, because the step may end while the message is written.

@@ -54,6 +54,7 @@ class CacheTier:
 
     @property
     def page_size(self) -> int:
+        """Returns the tokens of a page."""
         return self.tree.page_size
 
     def take(self, num_tokens: int) -> Slots | None:
@@ -77,13 +78,15 @@ class CachedPrefix:
 
     @property
     def length(self) -> int:
+        """Returns the tokens of the prefix."""
         return self.nodes[-1].depth if self.nodes else 0
 
     @property
     def last(self) -> Node:
+        """Returns the node where the prefix ends; the root if it is empty."""
         return self.nodes[-1] if self.nodes else self.tier.tree.root
 
-    def now(self) -> CachedPrefix:
+    def current(self) -> CachedPrefix:
         """Returns the same prefix with its current nodes, which may have been split since. Its end must be locked."""
         return CachedPrefix(self.tier, self.tier.tree.path(self.last)[::-1])
 
@@ -120,10 +123,10 @@ def resumable_end(one: CachedPrefix, other: CachedPrefix, longer_than: int) -> i
     two tiers; 0 if there is none. A node of one of the tiers ends there."""
     length = max(one.length, other.length)
     depths = sorted({n.depth for n in (*one.nodes, *other.nodes) if longer_than < n.depth <= length}, reverse=True)
-    return next((depth for depth in depths if _can_go_on(one, other, depth)), 0)
+    return next((depth for depth in depths if _can_resume(one, other, depth)), 0)
 
 
-def _can_go_on(one: CachedPrefix, other: CachedPrefix, depth: int) -> bool:
+def _can_resume(one: CachedPrefix, other: CachedPrefix, depth: int) -> bool:
     if one.tier.checkpoints is not None and one.state_at(depth) is None and other.state_at(depth) is None:
         return False
     for window in one.tier.windows:
@@ -231,9 +234,9 @@ class Arrival:
         else:
             self._adopt_beginning(max(length, self.had))
         for window, slots in zip(self.tier.windows, self.windows, strict=False):  # fewer after a lack of room
-            window.disuse(slots)
+            window.drop_use(slots)
         for window, slots in self.used:
-            window.disuse(slots)
+            window.drop_use(slots)
         if self.row and self.tier.checkpoints is not None:
             self.tier.checkpoints.assign(self.row, None)
         self.tier.tree.unlock(self.node)
@@ -300,7 +303,7 @@ class PinnedPrefix:
     def end(self) -> None:
         """Releases everything that was pinned."""
         for window, slots in self.used:
-            window.disuse(slots)
+            window.drop_use(slots)
         if self.row and self.tier.checkpoints is not None:
             self.tier.checkpoints.unpin(self.row)
         self.tier.tree.unlock(self.node)
@@ -328,10 +331,12 @@ class Transfer:
 
     @property
     def keys(self) -> Keys:
+        """Returns the keys of the prefix that is copied."""
         return self.arrival.keys
 
     @property
     def namespace(self) -> str | None:
+        """Returns the namespace of the prefix (`extra_key` of its requests)."""
         return self.arrival.namespace
 
     def _reserve_all(self, source: CachedPrefix, target: CachedPrefix) -> bool:
@@ -346,7 +351,7 @@ class Transfer:
         if not arrival.take_tokens():
             return False
         if arrival.slots.size:
-            moves = self._moves(source.now().slots(arrival.had, len(self.keys)), arrival.slots)
+            moves = self._moves(source.current().slots(arrival.had, len(self.keys)), arrival.slots)
         self.moves.insert(0, moves)
         return True
 
@@ -358,7 +363,7 @@ class Transfer:
         end = len(self.keys)
         for window, of_source in zip(target.tier.windows, source.tier.windows, strict=True):
             first = int(window.first_kept(np.array([end], np.int32))[0])
-            there, here = source.now().window(window.index, first, end), target.window(window.index, first, end)
+            there, here = source.current().window(window.index, first, end), target.window(window.index, first, end)
             copied = (here == 0) & (there != 0)
             seen = int(window.seen_before(np.array(end, np.int32)))
             if not (here | there)[len(here) - seen :].all():  # a request could not go on from there
@@ -389,10 +394,12 @@ class Transfer:
 
     @property
     def num_tokens(self) -> int:
+        """Returns the tokens that are copied."""
         return int(self.arrival.slots.size)
 
     @property
     def is_empty(self) -> bool:
+        """Returns whether there is nothing to copy."""
         return not any(map(len, self.all_moves()))
 
     def end(self, ok: bool) -> None:

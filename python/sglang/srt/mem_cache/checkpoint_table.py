@@ -11,11 +11,11 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.mem_cache.radix_node import Node, TellOfNodes
+from sglang.srt.mem_cache.radix_node import Node, NodesCallback
 
 StateSlots = npt.NDArray[np.int64]
 
-MOST_STALE = 64
+MAX_STALE = 64
 """Entries that the queue may have beyond two a node; with more, it is rebuilt."""
 
 
@@ -46,7 +46,7 @@ class CheckpointTable:
         """Of these, the rows that nobody has any more: free when the last copy has ended."""
         self._reserved: set[int] = set()
         """Rows that a copy from another memory writes."""
-        self.before_eviction: TellOfNodes | None = None
+        self.before_eviction: NodesCallback | None = None
         """Is told of a node that is about to lose its state."""
 
     def usage(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class CheckpointTable:
         self._push(node)
 
     def _push(self, node: Node) -> None:
-        if len(self._queue) > 2 * len(self._nodes) + MOST_STALE:
+        if len(self._queue) > 2 * len(self._nodes) + MAX_STALE:
             self._queue = [self._entry(cached) for cached in self._nodes.values()]
             heapq.heapify(self._queue)
         heapq.heappush(self._queue, self._entry(node))
@@ -104,7 +104,7 @@ class CheckpointTable:
         self._entries += 1
         return node.last_access, node.depth, self._entries, node
 
-    def order_again(self, node: Node) -> None:
+    def reinsert(self, node: Node) -> None:
         """Notes that the node's time of last use has become earlier."""
         if node.checkpoint:
             self._push(node)

@@ -18,10 +18,12 @@ class CopyHandle(Protocol):
     """State of a submitted copy; `layers` is set for a load layer by layer."""
 
     @property
-    def state(self) -> CopyState: ...
+    def state(self) -> CopyState:
+        """Returns whether the copy is running, done or failed."""
 
     @property
-    def layers(self) -> LayerwiseLoad | None: ...
+    def layers(self) -> LayerwiseLoad | None:
+        """Returns what steps wait for if the copy goes layer by layer; None if it does not."""
 
 
 class LoadingRequest(CachedRequest, StoredRequest, Protocol):

@@ -70,9 +70,9 @@ class BusBudget:
             time.sleep(self._free_at - now)
         self._free_at = max(now, self._free_at) + num_bytes / rate
 
-    def rows(self, width: int, most: int) -> int:
-        """Returns how many of `most` rows of `width` bytes to copy at once."""
-        return most if not self.rate else max(1, min(most, PACED_PIECE // width))
+    def rows(self, width: int, maximum: int) -> int:
+        """Returns how many of `maximum` rows of `width` bytes to copy at once."""
+        return maximum if not self.rate else max(1, min(maximum, PACED_PIECE // width))
 
 
 class Buffer:
@@ -112,7 +112,7 @@ class Copier:
                     rows = self._buffers[0].memory[: bundle.width].view(1, -1)
                     for to_rows in (True, False):
                         pool.copy(bundle, rows, nothing, nothing, to_rows)
-                for bundle in pool.of_layer.values() if pool.locked else ():
+                for bundle in pool.by_layer.values() if pool.locked else ():
                     pool.copy(bundle, pool.rows_of(bundle), nothing, nothing, False)
 
     def begin(self, steps_launched: torch.cuda.Event | None) -> None:
@@ -153,13 +153,13 @@ class Copier:
                 if len(of_pool)
             ]
             for pool, of_pool in zip(pools, moves, strict=True):
-                if len(of_pool) and not pool.of_layer:
+                if len(of_pool) and not pool.by_layer:
                     self.copy(pool, of_pool, False)
             arrivals.arrived(0, self.launches)
             for index, layer in enumerate(arrivals.layers[1:], start=1):
                 for pool, pages, host_rows in loads:
-                    if layer in pool.of_layer:
-                        bundle = pool.of_layer[layer]
+                    if layer in pool.by_layer:
+                        bundle = pool.by_layer[layer]
                         pool.copy(bundle, pool.rows_of(bundle), host_rows, pages, False)
                 arrivals.arrived(index, self.launches)
 
@@ -176,11 +176,11 @@ class Copier:
     def _in_buffers(
         self, pool: PagePool, bundle: Bundle, pages: torch.Tensor, in_host: np.ndarray, to_host: bool
     ) -> None:
-        most = len(self._buffers[0].memory) // bundle.width
-        row_ids = torch.arange(min(most, len(pages)), device=self.device)
+        maximum = len(self._buffers[0].memory) // bundle.width
+        row_ids = torch.arange(min(maximum, len(pages)), device=self.device)
         first = 0
         while first < len(pages):
-            end = first + self.budget.rows(bundle.width, most)
+            end = first + self.budget.rows(bundle.width, maximum)
             some, of_host = pages[first:end], in_host[first:end]
             first = end
             self.budget.take(len(some) * bundle.width)
@@ -296,7 +296,7 @@ class ThreadedCopies:
 
     def submit_layers(self, moves: Sequence[PageMoves]) -> PendingCopy:
         """Queues a load that steps wait for layer by layer, and returns its handle."""
-        layers = sorted({layer for pool in self.pools for layer in pool.of_layer})
+        layers = sorted({layer for pool in self.pools for layer in pool.by_layer})
         pending = PendingCopy(moves, False, event_on(self.device))
         pending.layers = LayerwiseLoad(layers, self.device.type == "cuda")
         self._queue.put(pending)
@@ -341,7 +341,7 @@ class ThreadedCopies:
         except Exception:  # a failed copy must not stop the server: its tokens are computed instead
             logger.exception("A copy of cached prefixes failed; they are computed again")
         if pending.layers is not None:
-            pending.layers.give_up()
+            pending.layers.end_waits()
         try:
             copier.finish()
         except Exception:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from sglang.srt.mem_cache.radix_node import Node
 
-MOST_STALE = 64
+MAX_STALE = 64
 """Stale entries that a heap may have beyond the number of valid ones; with more, it is rebuilt."""
 
 
@@ -37,7 +37,7 @@ class EvictionQueue:
             return False
         node.heap_entry = 0
         self._num_stale += 1
-        if self._num_stale > MOST_STALE + len(self._heap) // 2:
+        if self._num_stale > MAX_STALE + len(self._heap) // 2:
             self._heap = [entry for entry in self._heap if entry[2].heap_entry == entry[1]]
             heapq.heapify(self._heap)
             self._num_stale = 0
@@ -97,23 +97,23 @@ class EvictionQueue:
         assert valid == {id(n) for n in nodes if n.heap_entry}, "a node is not where it says in the eviction heap"
 
 
-class KeptQueue:
+class RetentionQueue:
     """Nodes that are kept before others, the earliest expiry first. An ancestor is kept at least as long as its
     descendants; of those with the same time the deepest comes first."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Node]] = []
         self._entries = 0
-        self._most = MOST_STALE
+        self._max_stale = MAX_STALE
 
     def add(self, node: Node) -> None:
         """Adds a node; call it after each change of `kept_until`."""
         self._entries += 1
         heapq.heappush(self._heap, (node.kept_until, -node.depth, self._entries, node))
-        if len(self._heap) > self._most:
+        if len(self._heap) > self._max_stale:
             self._heap = [entry for entry in self._heap if _counts(entry)]
             heapq.heapify(self._heap)
-            self._most = MOST_STALE + 2 * len(self._heap)
+            self._max_stale = MAX_STALE + 2 * len(self._heap)
 
     def pop(self, now: float) -> Node | None:
         """Removes and returns a node whose time is not after `now`; None if there is none."""

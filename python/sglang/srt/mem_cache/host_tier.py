@@ -38,11 +38,11 @@ from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.host_cache import HostCachePlan
 from sglang.srt.plan.pool_sizes import PoolSizes
 
-LEAST_GAIN = 64
+MIN_GAIN = 64
 """Fewest tokens that a load must save a request: computing fewer costs no more than waiting."""
-MOST_LOADS = 3
+MAX_LOADS = 3
 """Loads that a request may wait for; after these it is computed, since others may evict what was loaded for it."""
-MOST_OFFERS = 4096
+MAX_OFFERS = 4096
 """Prefixes that wait to be saved; beyond that the oldest is given up."""
 ASK_EVERY = 32
 """Steps between two collective checks whether main memory is ready, which may take a minute."""
@@ -217,7 +217,7 @@ class HostTier:
         if node is None or not node.depth or self._broken:
             return
         self._offers[node] = max(until, self._offers.get(node, 0.0))
-        if len(self._offers) > MOST_OFFERS:
+        if len(self._offers) > MAX_OFFERS:
             self._drop(next(iter(self._offers)))
 
     def _drop(self, node: Node) -> None:
@@ -243,16 +243,16 @@ class HostTier:
         shared = [(copy, common_length(copy.transfer.keys, keys)) for copy in self._copies.loads_like(req, keys)]
         if any(copy.by_layer and common > copy.transfer.arrival.had for copy, common in shared):
             return Admission.NOW if req.may_be_stale else Admission.LATER
-        least = length + max(LEAST_GAIN, self.device.page_size) - 1
-        if len(keys) <= least or not self._ready:
+        minimum = length + max(MIN_GAIN, self.device.page_size) - 1
+        if len(keys) <= minimum or not self._ready:
             return Admission.NOW
         if self.storage is not None and self.storage.waits(req):
             return Admission.LATER
-        if any(common > least for _, common in shared):
+        if any(common > minimum for _, common in shared):
             return Admission.LATER
-        if req.num_loads >= MOST_LOADS:
+        if req.num_loads >= MAX_LOADS:
             return Admission.NOW
-        transfer = self._begin_load(req, keys, least, has_room)
+        transfer = self._begin_load(req, keys, minimum, has_room)
         if transfer is None:
             return Admission.NOW
         req.num_loads += 1
@@ -268,11 +268,11 @@ class HostTier:
         return Admission.LONGER
 
     def _begin_load(
-        self, req: LoadingRequest, keys: Keys, least: int, has_room: Callable[[Sequence[int]], bool]
+        self, req: LoadingRequest, keys: Keys, minimum: int, has_room: Callable[[Sequence[int]], bool]
     ) -> Transfer | None:
-        """Returns a load after which the request has more than `least` tokens of a prefix; None if there is none."""
+        """Returns a load after which the request has more than `minimum` tokens of a prefix; None if there is none."""
         host, device = self.host.prefix(keys, req.namespace), self.device.prefix(keys, req.namespace)
-        end = resumable_end(host, device, least)
+        end = resumable_end(host, device, minimum)
         if not end:
             return None
         keys = keys[:end]
@@ -362,15 +362,15 @@ class HostTier:
             if copy.handle is None and not copy.by_layer:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=copy.req is None)
 
-    def _begin_save(self, most: int) -> None:
-        """Begins a save of at most `most` tokens, one at a time: loads and steps share the bus."""
+    def _begin_save(self, maximum: int) -> None:
+        """Begins a save of at most `maximum` tokens, one at a time: loads and steps share the bus."""
         for node in list(self._offers):
             if node.parent is None:
                 self._drop(node)
                 continue
             until = self._offers.pop(node)
             path, saved, keys, namespace = self._both(node)
-            end = min(len(keys), saved.length + most)
+            end = min(len(keys), saved.length + maximum)
             if self.device.checkpoints is not None and node.checkpoint and saved.state_at(node.depth) is None:
                 if not self.device.checkpoints.is_readable(node):
                     self._offers[node] = until  # the next step writes it
@@ -462,7 +462,7 @@ class HostTier:
         if not ok:
             counts.failed_copies += 1
             if req is not None:
-                req.num_loads = MOST_LOADS
+                req.num_loads = MAX_LOADS
         elif req is None:
             counts.saved_tokens += num_tokens
             counts.saved_bytes += num_bytes

@@ -92,6 +92,7 @@ class KVTable:
 
     @property
     def size(self) -> int:
+        """Returns the tokens for which there are slots."""
         return self.allocator.size
 
     @property
@@ -143,9 +144,9 @@ class KVTable:
         of a prompt has a state anyway, and only long computations are worth the extra step."""
         if self.checkpoints is None or not self.checkpoints.size or not self.tree.enabled:
             return end
-        unit, least = (self.page_size, 1) if self.page_size > 1 else (PAUSE_UNIT, PAUSE_LEAST)
+        unit, minimum = (self.page_size, 1) if self.page_size > 1 else (PAUSE_UNIT, PAUSE_LEAST)
         last = (end - 1) // unit * unit
-        return last if last - begin >= least else end
+        return last if last - begin >= minimum else end
 
     def leave_windows(self, slots: npt.NDArray[np.int64], lens: Lengths) -> None:
         """Frees the pages that have left every window of requests with at least `lens` tokens computed."""
@@ -178,7 +179,7 @@ class KVTable:
     def unlock(self, node: Node) -> None:
         """Ends one `lock` of the prefix."""
         for window in self.windows:
-            window.disuse(self._window_before(node, window))
+            window.drop_use(self._window_before(node, window))
         self.tree.unlock(node)
 
     def _window_before(self, node: Node, window: WindowTable) -> Slots:

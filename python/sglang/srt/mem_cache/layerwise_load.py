@@ -31,7 +31,7 @@ class LayerwiseLoad:
             event.record(stream)
         self._launched[index].set()
 
-    def give_up(self) -> None:
+    def end_waits(self) -> None:
         """Ends all waits: the copy has ended, well or not. The copy's state says whether what a step has read is
         valid."""
         for launched in self._launched:

@@ -25,7 +25,7 @@ Allocate = Callable[[int], torch.Tensor]
 """Returns the given number of bytes of main memory, [N] uint8."""
 
 
-def own_memory(num_bytes: int) -> torch.Tensor:
+def private_memory(num_bytes: int) -> torch.Tensor:
     """Returns main memory of this process alone."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
@@ -63,7 +63,7 @@ class PagePool:
         staging_bytes: int = STAGING_BYTES,
         by_kernel: bool | None = None,
         layers: Sequence[int] = (),
-        allocate: Allocate = own_memory,
+        allocate: Allocate = private_memory,
     ) -> None:
         """parts: [pages, bytes] uint8 each, contiguous views of the caches' tensors. staging_bytes: most bytes of a
         bundle, a multiple of 8. by_kernel: the kernel makes the rows; by default it does on a GPU. layers: the layer of
@@ -77,19 +77,19 @@ class PagePool:
         wanted = any(part.is_cuda for part in parts) if by_kernel is None else by_kernel
         self.by_kernel = wanted and self.word in WORDS
         self.bundles = [self._bundle(start, segments) for start, segments in self._cut(staging_bytes)]
-        self.of_layer = self._by_layer(layers)
+        self.by_layer = self._by_layer(layers)
         """What a layer reads of a page, as segments of rows that are whole pages; empty without layers."""
 
-    def _cut(self, most: int) -> list[tuple[int, list[Segment]]]:
+    def _cut(self, maximum: int) -> list[tuple[int, list[Segment]]]:
         cuts: list[tuple[int, list[Segment]]] = []
-        start, size = 0, most
+        start, size = 0, maximum
         for part in self.parts:
             first = 0
             while first < part.shape[1]:
-                if size == most:
+                if size == maximum:
                     cuts.append((start, []))
                     size = 0
-                count = min(part.shape[1] - first, most - size)
+                count = min(part.shape[1] - first, maximum - size)
                 cuts[-1][1].append(Segment(part[:, first : first + count], size))
                 first, start, size = first + count, start + count, size + count
         return cuts

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
-from sglang.srt.mem_cache.eviction_queue import EvictionQueue, KeptQueue
-from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, TellOfNodes
+from sglang.srt.mem_cache.eviction_queue import EvictionQueue, RetentionQueue
+from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, NodesCallback
 from sglang.srt.mem_cache.window_table import WindowTable
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -62,7 +62,7 @@ class RadixCache:
         self.windows = windows
         self.checkpoints = checkpoints
         self.enabled = enabled
-        self.before_eviction: TellOfNodes | None = None
+        self.before_eviction: NodesCallback | None = None
         """Is told of nodes that are about to lose tokens."""
         for window in windows:
             window.now = lambda: self._clock
@@ -73,7 +73,7 @@ class RadixCache:
         self._evictable = 0
         self._protected = 0
         self._kept = 0
-        self._evictions, self._kept_nodes = EvictionQueue(), KeptQueue()
+        self._evictions, self._kept_nodes = EvictionQueue(), RetentionQueue()
         self.root = Node(np.empty(0, np.int64), EMPTY, None, b"", 0)
 
     # --- sizes in tokens ----------------------------------------------------------------------------------------------
@@ -87,6 +87,7 @@ class RadixCache:
         return self._protected
 
     def total_size(self) -> int:
+        """Returns the cached tokens, evictable and locked ones."""
         return self._evictable + self._protected
 
     # --- lookup and insertion -----------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class RadixCache:
         for n in self._path(known):
             self._use(n)
         node, _ = self._descend(known, tokens[known.depth :], namespace)
-        while node.parent is not None and not self._can_go_on(node):
+        while node.parent is not None and not self._can_resume(node):
             node = node.parent
         return Match(node.depth, node)
 
@@ -119,7 +120,7 @@ class RadixCache:
         self._clock += 1
         return self._descend(self.root, self._aligned(token_ids), namespace)[1]
 
-    def _can_go_on(self, node: Node) -> bool:
+    def _can_resume(self, node: Node) -> bool:
         if self.checkpoints is not None and not node.checkpoint:
             return False
         return all(self._has_window(node, window) for window in self.windows)
@@ -234,18 +235,18 @@ class RadixCache:
         while self._kept > self.allocator.size // 2:
             first = self._kept_nodes.pop(math.inf)
             assert first is not None, "more is kept than there are nodes for it"
-            self._let_go(first)
+            self._end_retention(first)
 
     def expire(self, now: float) -> None:
         """Stops keeping the prefixes whose time is not after `now`. Every rank must give the same time."""
         while (node := self._kept_nodes.pop(now)) is not None:
-            self._let_go(node)
+            self._end_retention(node)
 
     def kept_size(self) -> int:
         """Returns the tokens that are kept before others."""
         return self._kept
 
-    def _let_go(self, node: Node) -> None:
+    def _end_retention(self, node: Node) -> None:
         """Treats a kept node like any other from now on."""
         node.kept_until = 0.0
         node.last_access -= KEPT
@@ -253,9 +254,9 @@ class RadixCache:
         if self._evictions.drop(node):
             self._evictions.add(node)
         for window in self.windows:
-            window.order_again(node)
+            window.reinsert(node)
         if self.checkpoints is not None:
-            self.checkpoints.order_again(node)
+            self.checkpoints.reinsert(node)
 
     def path(self, node: Node) -> list[Node]:
         """Returns the nodes from `node` up to the child of the root."""

@@ -57,6 +57,6 @@ class Node:
         self.kept_until = 0.0  # kept before others until this time; 0: not kept
 
 
-TellOfNodes = Callable[[Sequence[Node]], None]
+NodesCallback = Callable[[Sequence[Node]], None]
 """Callback that gets nodes which are about to be evicted in part. It may copy them, but must not take or free slots of
 the same memory."""

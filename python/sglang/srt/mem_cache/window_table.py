@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
-from sglang.srt.mem_cache.radix_node import Node, TellOfNodes
+from sglang.srt.mem_cache.radix_node import Node, NodesCallback
 from sglang.srt.plan.pool_sizes import PoolSizes, window_tokens
 
 Lengths = npt.NDArray[np.int32]
@@ -43,7 +43,7 @@ class WindowTable:
         self._entries = 0  # breaks ties in the heap, so that nodes are never compared
         self._heap: list[tuple[int, int, int, Node]] = []
         self._num_gone = 0  # heap entries of nodes that have left the tree
-        self.before_eviction: TellOfNodes | None = None
+        self.before_eviction: NodesCallback | None = None
         """Is told of nodes whose last windows are about to lose pages."""
         self.now: Callable[[], int] = int
         """Returns the time of the tree's latest use, which the tree sets."""
@@ -52,6 +52,7 @@ class WindowTable:
 
     @property
     def size(self) -> int:
+        """Returns the tokens for which there are slots."""
         return self.allocator.size
 
     def available_size(self) -> int:
@@ -81,9 +82,9 @@ class WindowTable:
         """Returns the tokens that further requests may use while these (with `lens` tokens, uncertain_slots to
         `limits`) decode on and all other rows keep what they have."""
         page = self.page_size
-        most = np.minimum(self.max_request_tokens(), -(-limits // page) * page).sum()
+        maximum = np.minimum(self.max_request_tokens(), -(-limits // page) * page).sum()
         kept = (-(-lens // page) * page - self.start[slots]).sum()
-        return self.size - int(most) - (int(self._users.sum()) * page - int(kept))
+        return self.size - int(maximum) - (int(self._users.sum()) * page - int(kept))
 
     def first_kept(self, lens: Lengths) -> Lengths:
         """Returns the first position that requests of these lengths must keep."""
@@ -109,11 +110,11 @@ class WindowTable:
         self._num_evictable -= int((self._cached[pages] & (self._users[pages] == 0)).sum())
         self._users[pages] += 1
 
-    def disuse(self, slots: Slots) -> None:
+    def drop_use(self, slots: Slots) -> None:
         """Counts one row less that uses these whole pages."""
-        self._disuse(self._pages(slots))
+        self._drop_use(self._pages(slots))
 
-    def _disuse(self, pages: Slots) -> None:
+    def _drop_use(self, pages: Slots) -> None:
         np.subtract.at(self._users, pages, 1)
         unused = pages[self._users[pages] == 0]
         if not unused.size:
@@ -151,7 +152,7 @@ class WindowTable:
         if counts.max() > 1:
             rows, begin = np.repeat(rows, counts), np.repeat(begin, counts)
             begin = begin + (np.arange(len(begin)) - np.repeat(np.cumsum(counts) - counts, counts)) * self.page_size
-        self._disuse(self.rows[rows, begin] // self.page_size)
+        self._drop_use(self.rows[rows, begin] // self.page_size)
         self.start[slots[moves]] = end
 
     def slots_of(self, slot: int, length: int) -> Slots:
@@ -162,7 +163,7 @@ class WindowTable:
 
     def release(self, slot: int, length: int) -> None:
         """Gives up the row of a request of `length` tokens."""
-        self.disuse(self.rows[slot, self.start[slot] : length])
+        self.drop_use(self.rows[slot, self.start[slot] : length])
         self.start[slot] = 0
 
     # --- the tree -----------------------------------------------------------------------------------------------------
@@ -175,7 +176,7 @@ class WindowTable:
         twice = (cached != 0) & (of_request != 0) & (cached != of_request)
         if twice.any():
             self.use(cached[twice])
-            self.disuse(of_request[twice])
+            self.drop_use(of_request[twice])
         merged = np.where(cached == 0, of_request, cached)
         return merged, np.where(of_request == 0, of_request, merged)
 
@@ -204,7 +205,7 @@ class WindowTable:
         IN_THE_WINDOW; None: found from its slots."""
         if not node.in_window_heap >> self.index & 1:
             if tier is None:
-                tier = BEFORE_THE_WINDOW if self._before_the_window(node) else IN_THE_WINDOW
+                tier = BEFORE_THE_WINDOW if self._num_before_window(node) else IN_THE_WINDOW
             self._push(node, tier, node.last_access)
 
     def _push(self, node: Node, tier: int, queued_at: int) -> None:
@@ -212,7 +213,7 @@ class WindowTable:
         self._entries += 1
         heapq.heappush(self._heap, (tier, queued_at, self._entries, node))
 
-    def order_again(self, node: Node) -> None:
+    def reinsert(self, node: Node) -> None:
         """Adds a second entry that comes before the first one, because the node's time of last use has become
         earlier."""
         if node.in_window_heap >> self.index & 1:
@@ -249,7 +250,7 @@ class WindowTable:
             if node.last_access > queued_at:
                 self.queue(node, tier)
                 continue
-            end = slots.size if tier == IN_THE_WINDOW else self._before_the_window(node)
+            end = slots.size if tier == IN_THE_WINDOW else self._num_before_window(node)
             freed += self._evict_from(slots[:end], missing - freed)
             if tier == BEFORE_THE_WINDOW:
                 self.queue(node, IN_THE_WINDOW)
@@ -261,7 +262,7 @@ class WindowTable:
             self.queue(node)
         return freed * self.page_size
 
-    def _before_the_window(self, node: Node) -> int:
+    def _num_before_window(self, node: Node) -> int:
         """Returns how many of a node's positions lie before its last window."""
         kept = node.depth - int(self.first_kept(np.array([node.depth], np.int32))[0])
         return max(0, node.key.size - kept)
@@ -286,7 +287,7 @@ class WindowTable:
                 continue
             done.add((tier, node))
             slots = node.windows[self.index]
-            end = slots.size if tier == IN_THE_WINDOW else self._before_the_window(node)
+            end = slots.size if tier == IN_THE_WINDOW else self._num_before_window(node)
             count = self._unused(slots[begin:end]).size
             num_pages -= count
             if tier == BEFORE_THE_WINDOW:

@@ -30,7 +30,7 @@ from sglang.srt.plan.model_description import ModelDescription
 
 logger = logging.getLogger(__name__)
 
-LEAST_AGREEMENT = 0.5
+MIN_AGREEMENT = 0.5
 """Smallest cosine of two rows of logits. Random weights on an H200 give 0.84 (GPT-OSS-20B), 0.94 (Qwen3.5-35B-A3B),
 0.98 (nine layers of GLM-4.7-FP8), because roundings differ and MoE routers near a tie choose other experts. A wrong
 cache slot, position or scale gives about 0."""
@@ -50,13 +50,13 @@ def check_runner(runner: ModelRunner) -> None:
     started = time.perf_counter()
     with torch.inference_mode():
         _check_all_reduce(runner)
-        least = _Canary(runner).check()
+        minimum = _Canary(runner).check()
     seconds = time.perf_counter() - started
     graphs = runner.graphs is not None
     what = "decoding and graphs agree" if graphs else "decoding agrees"
     without = " without" if graphs else ""
     logger.info(
-        "Start-up canary: %s with computing prompts whole%s (cosine %.4f), %.2f s.", what, without, least, seconds
+        "Start-up canary: %s with computing prompts whole%s (cosine %.4f), %.2f s.", what, without, minimum, seconds
     )
 
 
@@ -88,7 +88,7 @@ class _Canary:
 
     def _agreements(self) -> Iterator[float]:
         runner, steps = self.runner, self.steps
-        with runner.without_graphs(), runner.with_overlap_from(None):
+        with runner.without_graphs(), runner.with_min_overlap_tokens(None):
             reference = self._logits(steps.prompts(steps.length))
             if not bool(reference.isfinite().all()):
                 raise _failure(self._first_without_numbers() + " is not finite", "check the checkpoint's files")
@@ -103,24 +103,24 @@ class _Canary:
         if steps.count > 1:
             yield from self._mixed(reference)
         if steps.images is not None:
-            with steps.images.there():
+            with steps.images.only_cached():
                 yield from self._seen(reference)
 
     def _with_overlap(self, reference: torch.Tensor) -> Iterator[float]:
         """Yields the agreement of a step as two microbatches; nothing without two-batch overlap."""
         if self.runner.two_batch_overlap is None or self.steps.length * self.steps.count < 2:
             return
-        with self.runner.with_overlap_from(1):
+        with self.runner.with_min_overlap_tokens(1):
             logits = self._logits(self.steps.prompts(self.steps.length))
         yield self._compared("a step as two microbatches", logits, reference)
 
     def _decoded(self, reference: torch.Tensor) -> Iterator[float]:
         steps = self.steps
         with self.runner.without_graphs():
-            self._compute_all_but(1)
+            self._compute_prefixes(1)
             decoded = self._logits(steps.decoded(steps.count))
-            if not _cosine(decoded, reference) >= LEAST_AGREEMENT:
-                raise _failure(self._first_that_differs(), KERNELS)
+            if not _cosine(decoded, reference) >= MIN_AGREEMENT:
+                raise _failure(self._first_difference(), KERNELS)
             yield _cosine(decoded, reference)
         for count in dict.fromkeys((1, steps.count)):
             name = f"the graph that decodes {count} request" + ("s" if count > 1 else "")
@@ -129,30 +129,30 @@ class _Canary:
     def _verified(self, reference: torch.Tensor) -> Iterator[float]:
         steps, rows = self.steps, self.steps.rows_of_verified()
         with self.runner.without_graphs():
-            self._compute_all_but(steps.width)
+            self._compute_prefixes(steps.width)
             yield self._compared("a step that verifies draft tokens", self._logits(steps.verified())[rows], reference)
         yield from self._in_graph("the graph that verifies draft tokens", steps.verified, reference, steps.width, rows)
 
     def _mixed(self, reference: torch.Tensor) -> Iterator[float]:
         what, reference = "prompts beside a request that decodes", reference[self.steps.mixed_order]
         with self.runner.without_graphs():
-            self._compute_all_but(1)
+            self._compute_prefixes(1)
             yield self._compared(f"a step of {what}", self._logits(self.steps.mixed()), reference)
         yield from self._in_graph(f"the graph of {what}", self.steps.mixed, reference, 1)
 
     def _seen(self, of_text: torch.Tensor) -> Iterator[float]:
         """Yields the agreements of prompts with images; the request that decodes beside them has none."""
         steps, graphs = self.steps, self.runner.graphs
-        if graphs is None or graphs.shape_of(steps.seen()) is None:
+        if graphs is None or graphs.shape_of(steps.with_images()) is None:
             return
         with self.runner.without_graphs():
             steps.start()
-            reference = self._logits(steps.seen())
-        yield from self._in_graph("the graph of prompts with images", steps.seen, reference)
+            reference = self._logits(steps.with_images())
+        yield from self._in_graph("the graph of prompts with images", steps.with_images, reference)
         if steps.count > 1:
             beside, order = "the graph of prompts with images beside a request that decodes", steps.mixed_order
             reference = torch.cat((of_text[order[:1]], reference[order[1:]]))
-            yield from self._in_graph(beside, steps.seen_beside, reference, 1)
+            yield from self._in_graph(beside, steps.mixed_with_images, reference, 1)
 
     def _in_graph(
         self,
@@ -168,10 +168,10 @@ class _Canary:
         if graphs is None or graphs.shape_of(step()) is None:
             return
         if behind:
-            self._compute_all_but(behind)
+            self._compute_prefixes(behind)
         yield self._compared(name, self._logits(step())[rows], reference)
 
-    def _compute_all_but(self, count: int) -> None:
+    def _compute_prefixes(self, count: int) -> None:
         """Computes every prompt except its last `count` tokens, after resetting earlier computations."""
         self.steps.start()
         self._logits(self.steps.prompts(self.steps.length - count))
@@ -187,7 +187,7 @@ class _Canary:
 
     def _compared(self, name: str, logits: torch.Tensor, reference: torch.Tensor) -> float:
         agreement = _cosine(logits, reference) if bool(logits.isfinite().all()) else float("nan")
-        if not agreement >= LEAST_AGREEMENT:
+        if not agreement >= MIN_AGREEMENT:
             what = f"{name} gives other logits than the prompts computed whole (cosine {agreement:.3f})"
             remedy = next((text for kind, text in REMEDIES.items() if kind in name), KERNELS)
             raise _failure(what, remedy)
@@ -198,22 +198,22 @@ class _Canary:
     def _first_without_numbers(self) -> str:
         for name, out in self._outputs(self.steps.prompts(self.steps.length)):
             if not bool(out.isfinite().all()):
-                return f"the output of {name} ({self._computed_by(name)})"
+                return f"the output of {name} ({self._ops_of_block(name)})"
         return "the logits"
 
-    def _first_that_differs(self) -> str:
+    def _first_difference(self) -> str:
         steps = self.steps
         whole = self._outputs(steps.prompts(steps.length))
-        self._compute_all_but(1)
+        self._compute_prefixes(1)
         decoded = self._outputs(steps.decoded(steps.count))
         ends = slice(steps.length - 1, None, steps.length)
         for (name, of_prompt), (_, of_token) in zip(whole, decoded, strict=True):
-            if not _cosine(of_token, of_prompt[ends]) >= LEAST_AGREEMENT:
-                called = f"{name} ({self._computed_by(name)})"
+            if not _cosine(of_token, of_prompt[ends]) >= MIN_AGREEMENT:
+                called = f"{name} ({self._ops_of_block(name)})"
                 return f"{called} gives another output for a token that is decoded than for the same one in a prompt"
         return "decoding gives other logits than computing the same prompt whole"
 
-    def _computed_by(self, name: str) -> str:
+    def _ops_of_block(self, name: str) -> str:
         """Names the ops of the block that `_recorded` calls `name`, and the kernel of each."""
         plan, model = self.runner.plan, self.runner.model.description
         serving = ParallelConfig(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.attn_tp_size)
@@ -224,7 +224,7 @@ class _Canary:
     def _outputs(self, step: StepInput) -> list[tuple[str, torch.Tensor]]:
         """Returns the name and output [T, H] of every block, in order."""
         outputs: list[tuple[str, torch.Tensor]] = []
-        with self.runner.with_overlap_from(None), _recorded(self.runner.model, outputs):
+        with self.runner.with_min_overlap_tokens(None), _recorded(self.runner.model, outputs):
             self._logits(step)
         return outputs
 

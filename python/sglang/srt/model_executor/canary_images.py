@@ -31,7 +31,7 @@ class CanaryImages:
         self.item = MediaItem(kind="image", digest=bytes(32), spans=[span], grid=grid, pixels=pixels)
 
     @contextmanager
-    def there(self) -> Iterator[None]:
+    def only_cached(self) -> Iterator[None]:
         """Makes the features the only cached ones inside the block."""
         generator = torch.Generator().manual_seed(0)
         rows = SCALE * torch.randn(COUNT, self.features.width, generator=generator)

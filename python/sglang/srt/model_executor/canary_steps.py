@@ -83,12 +83,12 @@ class CanarySteps:
         decodes, prompts = np.split(self.mixed_order, [1])
         return self._step(decodes, prompts, self.length)
 
-    def seen(self) -> StepInput:
+    def with_images(self) -> StepInput:
         """Returns a step with all prompts with images."""
         assert self.images is not None
         return self.images.put(self.prompts(self.length))
 
-    def seen_beside(self) -> StepInput:
+    def mixed_with_images(self) -> StepInput:
         """Returns the same step as `mixed`, with images in the prompts."""
         assert self.images is not None
         return self.images.put(self.mixed())

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import ALONE, Group
+from sglang.srt.distributed.groups import ALONE, Group
 from sglang.srt.layers import native_draft_rows, native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
@@ -175,16 +175,16 @@ class DeviceState:
         """Returns, per row table, the slots of T tokens at `positions` of the request slots `rows`. Tables of sliding
         windows got their new slots before the step."""
         windows = self.req_to_token[1:]
-        return self._with_own(
+        return self._with_dcp_slots(
             TokenSlots(self.req_to_token[0], out_cache_loc),
             *(TokenSlots(table, table[rows, positions].to(torch.int64)) for table in windows),
         )
 
     def _slots_by_table(self, locs: Sequence[torch.Tensor] | torch.Tensor) -> tuple[TokenSlots, ...]:
         """Returns the token slots per row table from `locs` [tables, T] int64."""
-        return self._with_own(*(TokenSlots(self.req_to_token[i], locs[i]) for i in range(self.num_tables)))
+        return self._with_dcp_slots(*(TokenSlots(self.req_to_token[i], locs[i]) for i in range(self.num_tables)))
 
-    def _with_own(self, *token_slots: TokenSlots) -> tuple[TokenSlots, ...]:
+    def _with_dcp_slots(self, *token_slots: TokenSlots) -> tuple[TokenSlots, ...]:
         """Appends, with DCP, this rank's slots of the tokens in sharded caches."""
         if self.context.size == 1:
             return token_slots
@@ -260,7 +260,7 @@ class DeviceState:
     def query_batch(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, in_graph: bool) -> ForwardBatch:
         """Builds a batch for a drafter, as `speculative.drafter.BuildQueries` describes."""
         unwritten = torch.zeros_like(slots)
-        token_slots = self._with_own(*(TokenSlots(table, unwritten) for table in self.req_to_token))
+        token_slots = self._with_dcp_slots(*(TokenSlots(table, unwritten) for table in self.req_to_token))
         decode = DecodeRows(slots, lens.clamp(min=1), token_slots)
         if not in_graph:
             exact = self.attention.decode_plans_on_host
@@ -319,10 +319,10 @@ class DeviceState:
         decodes = self._decode_batch(arrays, shape, step) if shape.num_decodes else None
         if decodes is not None:
             is_decode = arrays["is_decode"][: shape.num_decodes] if step is None else None
-            input_ids = _with_decodes(decodes.input_ids, input_ids, is_decode)
+            input_ids = _decodes_first(decodes.input_ids, input_ids, is_decode)
             if self.has_drafts:
-                positions = _with_decodes(decodes.positions, positions, is_decode)
-                out_cache_loc = _with_decodes(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
+                positions = _decodes_first(decodes.positions, positions, is_decode)
+                out_cache_loc = _decodes_first(decodes.token_slots[0].out_cache_loc, out_cache_loc, is_decode)
         decode_rows = None if decodes is None else decodes.decode
         start_loc, slots = arrays["start_loc"], arrays["slots"]
         rows = None
@@ -392,9 +392,9 @@ def _prompts(step: StepInput) -> PromptTokens:
     return step.prompts
 
 
-def _with_decodes(of_decodes: torch.Tensor, of_tokens: torch.Tensor, is_decode: torch.Tensor | None) -> torch.Tensor:
+def _decodes_first(decodes: torch.Tensor, others: torch.Tensor, is_decode: torch.Tensor | None) -> torch.Tensor:
     """Returns [T] entries with the decoding requests' [D] in front; where `is_decode` is False the token's own entry
     stays."""
-    count = len(of_decodes)
-    front = of_decodes if is_decode is None else torch.where(is_decode, of_decodes, of_tokens[:count])
-    return torch.cat((front, of_tokens[count:]))
+    count = len(decodes)
+    front = decodes if is_decode is None else torch.where(is_decode, decodes, others[:count])
+    return torch.cat((front, others[count:]))

@@ -58,7 +58,7 @@ def capture(
     return graph
 
 
-class StageInGraph:
+class GraphedStage:
     """The model between fixed addresses, for all graphs of a runner: a pipeline stage receives and sends outside of its
     graphs. All stages have graphs of the same shapes and exchange the rows of the graph, padding included."""
 

@@ -35,7 +35,7 @@ from sglang.srt.layers.row_exchange import RowExchange, padded_order
 from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.draft_runner import DraftRunner
-from sglang.srt.model_executor.graph_capture import StageInGraph, StaticOutput, capture
+from sglang.srt.model_executor.graph_capture import GraphedStage, StaticOutput, capture
 from sglang.srt.model_executor.graph_media import GraphMedia
 from sglang.srt.model_executor.step import AcceptResult, GroupSteps, ModelOutput, PromptTokens, StepInput, step_arrays
 from sglang.srt.plan.defaults import mixed_decode_sizes
@@ -106,7 +106,7 @@ class GraphRunner:
             if fields:
                 self._arrays[has_prompts] = DeviceArrays(fields, state.device)
                 self._arrays[has_prompts].load()
-        self.stage = StageInGraph(state.model, max(shape.num_tokens for shape in shapes))
+        self.stage = GraphedStage(state.model, max(shape.num_tokens for shape in shapes))
         self.keeps_hidden = keeps_hidden or self.stage.sends
         self._logits = {has_prompts: StaticOutput() for has_prompts in (True, False)}
         self._hidden = {has_prompts: StaticOutput() for has_prompts in (True, False)}
@@ -148,7 +148,7 @@ class GraphRunner:
                 return None
             return StepShape(size * step.width, size, step.width)
         decodes = _at_least(self.sizes.mixed_decodes, num_decodes)
-        if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.has_runs:
+        if decodes is None or len(step.prompts.extend_lens) > MAX_PROMPTS or step.has_bidirectional_runs:
             return None
         tokens = _at_least(self.sizes.prompt_tokens, max(len(step.out_cache_loc), decodes))
         if tokens is None or self._shares_prefixes(step.prompts):
@@ -165,7 +165,7 @@ class GraphRunner:
             if size is None or steps.width not in self.sizes.widths:
                 return None
             return StepShape(size * steps.width, size, steps.width)
-        if steps.verify_beside_prompts or steps.has_runs:
+        if steps.verifies_during_prefill or steps.has_bidirectional_runs:
             return None
         decodes = _at_least(self.sizes.mixed_decodes, steps.num_decodes)
         if decodes is None or steps.num_prompts > MAX_PROMPTS:
@@ -202,8 +202,8 @@ class GraphRunner:
         fields["decode_lens"] = Field((largest,), np.int32, 1)
         if self.num_windows:
             # Entries that a step does not use write the padding slot to the padding row again.
-            most = (self.num_windows * largest,)
-            fields |= {"table_index": Field(most, np.int64), "table_value": Field(most, np.int32)}
+            maximum = (self.num_windows * largest,)
+            fields |= {"table_index": Field(maximum, np.int64), "table_value": Field(maximum, np.int32)}
         return fields
 
     def _exchange_fields(self, max_tokens: int) -> dict[str, Field]:
@@ -262,8 +262,8 @@ class GraphRunner:
         """Computes a step into static outputs, under capture."""
         arrays, model = self._arrays[shape.has_prompts], self.state.model
         if "table_index" in arrays:
-            most = self.num_windows * shape.num_tokens
-            self.state.req_to_token.view(-1)[arrays["table_index"][:most]] = arrays["table_value"][:most]
+            maximum = self.num_windows * shape.num_tokens
+            self.state.req_to_token.view(-1)[arrays["table_index"][:maximum]] = arrays["table_value"][:maximum]
         batch = self.state.batch(arrays, shape, num_valid_tokens=arrays["num_tokens"])
         if shape.has_prompts:
             self.media.add_to(batch, arrays)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.step import AcceptResult, GroupSteps, LaunchedForward, StepInput, StepResult
@@ -33,7 +33,7 @@ class OwnRows:
 
 
 @dataclass(frozen=True, slots=True)
-class EveryonesTokens:
+class AllGroupsTokens:
     """The sampled tokens of all groups, in host memory once the step is over: `tokens` [A, R, k], `counts` [A, R, 1]
     int32 and `draft_tokens` [A, R, k - 1] as in `StepResult`. If the drafter gives confidences, `draft_tokens` has k -
     1 more columns with these, fp32 stored as int32."""
@@ -66,7 +66,7 @@ class GroupOutput:
     def own_logits(self, logits: torch.Tensor, steps: GroupSteps) -> torch.Tensor:
         """Returns this group's rows [R, C] of a step's logits (`CausalLM.step_logits`)."""
         count = steps.num_sampled[self.groups.dp.rank]
-        if self.model.vocabulary_of_group or self.model.head is None:
+        if self.model.vocab_is_in_group or self.model.head is None:
             return logits[:count]
         first = self.groups.dp.rank * (len(logits) // self.groups.dp.size)
         return logits[first : first + count]
@@ -77,7 +77,7 @@ class GroupOutput:
         assert steps is not None
         tokens, packed = self._sampled(forward, steps, vocab_mask)
         self._send(tokens, steps)
-        return self._results(forward, steps, EveryonesTokens(to_host(tokens[..., None])), packed)
+        return self._results(forward, steps, AllGroupsTokens(to_host(tokens[..., None])), packed)
 
     def gather_verified(
         self, forward: LaunchedForward, out: SamplerOutput, accepted: AcceptResult | None, says_confidence: bool
@@ -86,7 +86,7 @@ class GroupOutput:
         its own rows; `accepted` is None for a group without work. says_confidence: the drafter gives confidences."""
         steps, group, dp = forward.step.groups, self.groups.dp.rank, self.groups.dp
         assert steps is not None
-        count, most = steps.num_requests[group], max(*steps.num_requests, 1)
+        count, maximum = steps.num_requests[group], max(*steps.num_requests, 1)
         tokens = out.next_token_ids.view(count, steps.steps[group].width)
         columns = [F.pad(tokens, (0, steps.width - tokens.shape[1])).int()]
         draft_tokens = self.state.tokens_per_step - 1
@@ -102,10 +102,10 @@ class GroupOutput:
                     else sure
                 )
                 columns.append(sure.float().view(torch.int32))
-        gathered = dp.all_gather(_padded(torch.cat(columns, dim=1), most), dim=0).view(dp.size, most, -1)
+        gathered = dp.all_gather(_padded(torch.cat(columns, dim=1), maximum), dim=0).view(dp.size, maximum, -1)
         self._send(gathered, steps)
         rows = to_host(gathered)
-        everyones = EveryonesTokens(*rows.split((steps.width, 1, rows.shape[2] - steps.width - 1), dim=2))
+        all_groups = AllGroupsTokens(*rows.split((steps.width, 1, rows.shape[2] - steps.width - 1), dim=2))
         packed = None
         if steps.logprobs is not None:
             each = max(*steps.num_sampled, 1)
@@ -113,13 +113,13 @@ class GroupOutput:
             if mine is None:
                 mine = steps.logprobs.no_rows(self.model.description.vocab_size, tokens.device)
             packed = dp.all_gather(_padded(mine, each), dim=0).view(dp.size, each, -1)
-        return self._results(forward, steps, everyones, packed)
+        return self._results(forward, steps, all_groups, packed)
 
-    def _send(self, everyones: torch.Tensor, steps: GroupSteps) -> None:
+    def _send(self, all_groups: torch.Tensor, steps: GroupSteps) -> None:
         """Sends the sampled rows [A, R, ...] of all groups to earlier pipeline stages, if there are any."""
-        most = max(steps.num_requests)
-        if most and self.groups.pp_tokens.size > 1:
-            self.groups.pp_tokens.from_last(everyones[:, :most].contiguous())
+        maximum = max(steps.num_requests)
+        if maximum and self.groups.pp_tokens.size > 1:
+            self.groups.pp_tokens.from_last(all_groups[:, :maximum].contiguous())
 
     def own_request(self, step: StepInput) -> StepInput:
         """Returns the step with the log probabilities asked of any group, so that all groups' results have the same
@@ -130,11 +130,11 @@ class GroupOutput:
         if asked is None:
             return step
         count, first = steps.num_requests[group], sum(steps.num_requests[:group])
-        of_request = first + np.repeat(np.arange(count, dtype=np.int64), step.width)
-        return replace(step, logprobs=LogprobRequest(asked.top_nums, asked.token_ids, of_request))
+        row_requests = first + np.repeat(np.arange(count, dtype=np.int64), step.width)
+        return replace(step, logprobs=LogprobRequest(asked.top_nums, asked.token_ids, row_requests))
 
     def _results(
-        self, forward: LaunchedForward, steps: GroupSteps, everyones: EveryonesTokens, packed: torch.Tensor | None
+        self, forward: LaunchedForward, steps: GroupSteps, all_groups: AllGroupsTokens, packed: torch.Tensor | None
     ) -> list[StepResult]:
         """Returns the results of all groups. packed [A, rows, W]: log probabilities of the sampled rows, if any group
         asks."""
@@ -148,9 +148,9 @@ class GroupOutput:
             if step.logprobs is not None:
                 assert packed is not None and asked is not None
                 logprobs = LogprobResult(packed[group, :rows], step.logprobs, asked.num_ids)
-            tokens = everyones.tokens[group, : steps.num_requests[group]]
+            tokens = all_groups.tokens[group, : steps.num_requests[group]]
             result = StepResult(tokens, ready, None, logprobs, prompts[group], hidden[group])
-            everyones.file(result, group, step, self.state.tokens_per_step - 1)
+            all_groups.file(result, group, step, self.state.tokens_per_step - 1)
             results.append(result)
         return results
 
@@ -162,7 +162,7 @@ class GroupOutput:
         head, logits, group = self.model.head, forward.output.logits, self.groups.dp.rank
         assert head is not None, "the last stage has it"
         count = steps.num_sampled[group]
-        if not self.model.vocabulary_of_group and head.is_shard(logits) and steps.only_largest:
+        if not self.model.vocab_is_in_group and head.is_shard(logits) and steps.only_largest:
             tokens = head.first_largest(logits).view(self.groups.dp.size, -1)
             self._enter(forward, tokens[group, :count])
             return tokens, None
@@ -177,14 +177,14 @@ class GroupOutput:
             part, positions = sampling.part(rows), forward.positions[rows]
             out = self.sampler(mine.logits, part, positions, mask, request, counts=False)
             tokens, packed = out.next_token_ids, out.logprobs
-        everyones = mine.gather(tokens)
-        sampling.count(everyones[group, :count])
-        self._enter(forward, everyones[group, :count])
+        all_groups = mine.gather(tokens)
+        sampling.count(all_groups[group, :count])
+        self._enter(forward, all_groups[group, :count])
         if asked is None:
-            return everyones, None
+            return all_groups, None
         if packed is None:
             packed = asked.no_rows(self.model.description.vocab_size, tokens.device)
-        return everyones, mine.gather(packed)
+        return all_groups, mine.gather(packed)
 
     def _enter(self, forward: LaunchedForward, tokens: torch.Tensor) -> None:
         self.state.next_tokens[forward.slots, 0] = tokens.clamp(min=0)
@@ -192,7 +192,7 @@ class GroupOutput:
     def _own_rows(self, logits: torch.Tensor, steps: GroupSteps) -> OwnRows:
         head, dp = self.model.head, self.groups.dp
         assert head is not None
-        count, of_group = steps.num_sampled[dp.rank], self.model.vocabulary_of_group
+        count, of_group = steps.num_sampled[dp.rank], self.model.vocab_is_in_group
         each = steps.padded_sampled(self.groups.attention.size) if of_group else len(logits) // dp.size
 
         def gather(x: torch.Tensor) -> torch.Tensor:
@@ -218,7 +218,7 @@ class GroupOutput:
         assert request.rows is not None
         hidden = self._rows_of(forward, group, request.rows)
         moved = LogprobRequest(
-            request.top_nums, request.token_ids, request.of_request, np.arange(len(hidden)), request.targets
+            request.top_nums, request.token_ids, request.row_requests, np.arange(len(hidden)), request.targets
         )
         packed = prompt_logprobs(hidden, self.model.logits, moved, self.model.description.vocab_size)
         return LogprobResult(to_host(packed), request)

@@ -58,7 +58,7 @@ class _CachedItem:
 
 
 @dataclass(slots=True)
-class _UnderWay:
+class _EncoderStep:
     """An encoder step in progress. `slices` holds the number of pieces of each slice that is left. `pieces` is None if
     nothing is computed before the last slice, which then reads the patches itself."""
 
@@ -94,14 +94,14 @@ class MediaFeatures:
             tower = description.tower
             pixel_dtype = getattr(torch, tower.pixel_dtype(str(dtype).removeprefix("torch.")))
             self._uploads = PatchUploads(tower.patch_values, pixel_dtype, device)
-        self._under_way: _UnderWay | None = None
+        self._under_way: _EncoderStep | None = None
         self._entries: OrderedDict[bytes, _CachedItem] = OrderedDict()
         """The least recently used first."""
         self.used = 0
         self.num_encoded = 0
         """Items that were encoded since the start."""
 
-    def twin(self) -> MediaFeatures:
+    def empty_copy(self) -> MediaFeatures:
         """Returns an empty cache that evicts as this one does, for requests that other ranks compute."""
         return MediaFeatures(
             self.description, self.width, self.dtype, self.budget, self.device, None, sliced=self._sliced
@@ -144,7 +144,7 @@ class MediaFeatures:
         self.used += self.size_of(item)
 
     @property
-    def under_way(self) -> bool:
+    def is_encoding(self) -> bool:
         """Returns whether an encoder step has begun and not ended."""
         return self._under_way is not None
 
@@ -153,7 +153,7 @@ class MediaFeatures:
         computes them. num_decodes: requests that decode meanwhile; with more of them a step is cut into more slices."""
         tower, grids = self.description.tower, [item.grid for item in items]
         slices = self.pace.slices(tower, grids, num_decodes) if self._sliced and num_decodes else WHOLE
-        self._under_way = _UnderWay(items, deque(slices.pieces), self._pieces_of(items, slices.cuts))
+        self._under_way = _EncoderStep(items, deque(slices.pieces), self._pieces_of(items, slices.cuts))
 
     @torch.inference_mode()
     def advance(self, whole: bool) -> None:

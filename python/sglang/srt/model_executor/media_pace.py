@@ -24,9 +24,9 @@ from sglang.srt.plan.towers.tower import Tower
 
 SHARE = 0.3
 """Share of a decode step that a slice of an encoder step, or a part of a prompt, may add to it."""
-MOST_CUTS = 128
+MAX_CUTS = 128
 """Most shares into which a layer is cut."""
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 """Fewest tokens of a prompt with images that a step computes, however long that takes."""
 FLAT = 1.1
 """Prompt steps up to this factor longer than the shortest one are bound by launches; fewer tokens would not make them
@@ -43,13 +43,13 @@ class LayerTimes:
     least: float
 
     @classmethod
-    def fitted(cls, small: tuple[int, int, float], large: tuple[int, int, float], least: float) -> LayerTimes:
+    def fitted(cls, small: tuple[int, int, float], large: tuple[int, int, float], minimum: float) -> LayerTimes:
         """Fits the times to two measurements. small, large: clips, patches of each clip, and milliseconds of a
         layer."""
         (_, seen, _), (_, more_seen, _) = small, large
         each, of_large = (ms / (count * patches) for count, patches, ms in (small, large))
         pair = max(0.0, (of_large - each) / (more_seen - seen))
-        return cls(max(each - pair * seen, 0.0), pair, least)
+        return cls(max(each - pair * seen, 0.0), pair, minimum)
 
     def time_chunk(self, piece: PatchChunk) -> float:
         """Returns the milliseconds of a piece."""
@@ -106,15 +106,15 @@ class MediaPace:
         if self.in_graphs:
             return self._graph_tokens(num_decodes, limit)
         longest = max(limit, FLAT * min(self.prompt_ms.values()))
-        return max(LEAST_TOKENS, _crossing(self.prompt_ms, longest) - num_decodes)
+        return max(MIN_TOKENS, _crossing(self.prompt_ms, longest) - num_decodes)
 
     def _graph_tokens(self, num_decodes: int, limit: float) -> int:
         """Returns the tokens that fill the largest graph within the limit, or the next larger one if that has too few.
         A step takes the time of its graph even if its tokens do not fill it."""
-        least = num_decodes + LEAST_TOKENS
-        sizes = [size for size in sorted(self.prompt_ms) if size >= least]
+        minimum = num_decodes + MIN_TOKENS
+        sizes = [size for size in sorted(self.prompt_ms) if size >= minimum]
         fitting = [size for size in sizes if self.prompt_ms[size] <= limit]
-        return (fitting[-1] if fitting else sizes[0] if sizes else least) - num_decodes
+        return (fitting[-1] if fitting else sizes[0] if sizes else minimum) - num_decodes
 
     def _decode_ms(self, num_decodes: int) -> float:
         sizes = sorted(self.decode_ms)
@@ -124,16 +124,16 @@ class MediaPace:
         """Describes the limits beside the most measured requests, for the log."""
         if self.layer is None or not self.decode_ms:
             return f"slices of {PATCH_LAYERS_BESIDE} patches x layers"
-        most = max(self.decode_ms)
-        tokens = self.prompt_tokens(most)
+        maximum = max(self.decode_ms)
+        tokens = self.prompt_tokens(maximum)
         return (
-            f"slices of {SHARE * self._decode_ms(most):.2f} ms and {'all' if tokens is None else tokens} tokens of"
-            f" prompts with images beside {most} requests, whose step takes {self._decode_ms(most):.2f} ms"
+            f"slices of {SHARE * self._decode_ms(maximum):.2f} ms and {'all' if tokens is None else tokens} tokens of"
+            f" prompts with images beside {maximum} requests, whose step takes {self._decode_ms(maximum):.2f} ms"
         )
 
 
 def _cuts(milliseconds: float, limit: float) -> int:
-    return min(max(1, math.ceil(milliseconds / limit)), MOST_CUTS)
+    return min(max(1, math.ceil(milliseconds / limit)), MAX_CUTS)
 
 
 def _packed(times: Sequence[float], limit: float) -> Iterator[int]:
@@ -172,5 +172,5 @@ def measured_layer(milliseconds: Milliseconds, merge: int, num_layers: int, tile
     tiny, side, large_side = merge * 4, 32 // merge * merge, 64 // merge * merge
     count = (large_side // side) ** 2
     small, large = [(1, side, side)] * count, [(1, large_side, large_side)]
-    least, of_small, of_large = (milliseconds(grids) / num_layers for grids in ([(1, tiny, tiny)], small, large))
-    return LayerTimes.fitted((count, side**2, of_small), (1, large_side**2, of_large), least)
+    minimum, of_small, of_large = (milliseconds(grids) / num_layers for grids in ([(1, tiny, tiny)], small, large))
+    return LayerTimes.fitted((count, side**2, of_small), (1, large_side**2, of_large), minimum)

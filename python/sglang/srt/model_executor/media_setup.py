@@ -28,7 +28,7 @@ def create_features(plan: Plan, state: DeviceState, create_encoder: CreateEncode
     encoder = create_encoder(plan) if model.encodes_media else None
     shared = plan.shares_encoder
     together = shared or model.media.tower.ranks > 1
-    agreed: Callable[[bool], bool] = parallel_state.all_ranks_say if together else bool
+    agreed: Callable[[bool], bool] = parallel_state.all_ranks_agree if together else bool
     dtype = getattr(torch, plan.dtype)
     state.features = MediaFeatures(
         model.media, width, dtype, FEATURE_BYTES, plan.device, encoder, agreed=agreed, sliced=not shared

@@ -52,7 +52,7 @@ def measured_pace(runner: Runner) -> MediaPace:
     encoder = runner.media.encoder
     layer = layer_times(encoder) if isinstance(encoder, VisionEncoder) else None  # others are not cut into slices
     measured = [*prompt, *(() if layer is None else (layer.patch, layer.pair, layer.least))]
-    agreed = _longest_each(measured)
+    agreed = _max_over_ranks(measured)
     if layer is not None:
         layer = LayerTimes(*agreed[len(sizes) :])
     return MediaPace(layer, decode, dict(zip(sizes, agreed, strict=False)), in_graphs=bool(in_graphs))
@@ -83,6 +83,6 @@ def _milliseconds(launch: Callable[[], object]) -> float:
     return begin.elapsed_time(end)
 
 
-def _longest_each(values: Sequence[float]) -> list[float]:
+def _max_over_ranks(values: Sequence[float]) -> list[float]:
     """Returns the longest of the ranks' values at each position; they are exchanged as integers in units of 1e-12."""
     return [longest / 1e12 for longest in parallel_state.all_reduce_max([round(value * 1e12) for value in values])]

@@ -173,10 +173,10 @@ class ModelRunner:
             self.graphs = graphs
 
     @contextmanager
-    def with_overlap_from(self, least: int | None) -> Iterator[None]:
-        """Runs steps of at least `least` tokens with prompts as two microbatches inside the block, if the plan allows
+    def with_min_overlap_tokens(self, minimum: int | None) -> Iterator[None]:
+        """Runs steps of at least `minimum` tokens with prompts as two microbatches inside the block, if the plan allows
         two-batch overlap; None: no step."""
-        with nullcontext() if self.two_batch_overlap is None else self.two_batch_overlap.from_tokens(least):
+        with nullcontext() if self.two_batch_overlap is None else self.two_batch_overlap.with_min_tokens(minimum):
             yield
 
     @property
@@ -205,11 +205,11 @@ class ModelRunner:
     def compile_decodes(self) -> None:
         """Computes steps with more requests than the largest graph, kernel by kernel, on the padding slot: with the
         most requests that may run, and with a number that is no multiple of anything."""
-        most = self.plan.max_running_requests
-        if self.decodes_in_graph(most):
+        maximum = self.plan.max_running_requests
+        if self.decodes_in_graph(maximum):
             return
         with self.without_graphs():
-            for num in {most, most - 1 + most % 2}:
+            for num in {maximum, maximum - 1 + maximum % 2}:
                 for width in self.widths if self.state.has_drafts else (0,):
                     self.run(padding_decodes(num, width)).wait()
         self.state.lens[0] = 0
@@ -256,7 +256,7 @@ class ModelRunner:
             hidden = self.model(batch)
         else:
             hidden = self.two_batch_overlap.compute(batch, two_batch_overlap, loads)
-            self.launches.count_halved(step)
+            self.launches.count_two_batch(step)
         if loads is not None:
             loads.finish()
         sampled = hidden if step.prompts is None else hidden[arrays["last_rows"]]

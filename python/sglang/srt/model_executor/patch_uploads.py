@@ -22,7 +22,7 @@ from sglang.srt.models.vision.patch_places import Grid, num_patches
 from sglang.srt.plan.media import PATCH_BUFFERS, PATCHES_A_STEP
 from sglang.srt.utils.shared_array import SharedArray
 
-PlacesOf = Callable[[Sequence[Grid]], dict[str, np.ndarray]]
+PlaceArrays = Callable[[Sequence[Grid]], dict[str, np.ndarray]]
 
 
 class PatchReader:
@@ -88,7 +88,7 @@ class PatchUploads:
         self._next = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="patches")
 
-    def send(self, reader: PatchReader, parts: Sequence[Sequence[Grid]], places: PlacesOf) -> Iterator[PatchPart]:
+    def send(self, reader: PatchReader, parts: Sequence[Sequence[Grid]], places: PlaceArrays) -> Iterator[PatchPart]:
         """Begins to send the parts of an encoder step and returns an iterator over them; `places` is
         `VisionEncoder.places`. A part may be used, by kernels of the then current stream, until the next one is asked
         for. One step at a time."""
@@ -96,7 +96,7 @@ class PatchUploads:
         sent = deque(self._begin(reader, left.popleft(), places) for _ in range(min(PATCH_BUFFERS, len(left))))
         return self._arriving(sent, lambda: self._begin(reader, left.popleft(), places) if left else None)
 
-    def _begin(self, reader: PatchReader, part: Sequence[Grid], places: PlacesOf) -> _Sent:
+    def _begin(self, reader: PatchReader, part: Sequence[Grid], places: PlaceArrays) -> _Sent:
         buffer = self._buffers[self._next % PATCH_BUFFERS]
         self._next += 1
         return buffer, self._thread.submit(self._fill, buffer, reader, part, places)
@@ -120,7 +120,7 @@ class PatchUploads:
             if following is not None:
                 sent.append(following)
 
-    def _fill(self, buffer: _Buffer, reader: PatchReader, part: Sequence[Grid], places: PlacesOf) -> PatchPart:
+    def _fill(self, buffer: _Buffer, reader: PatchReader, part: Sequence[Grid], places: PlaceArrays) -> PatchPart:
         """Fills a buffer and starts its copies, on the upload thread."""
         count = num_patches(part) * self._values
         if buffer.sent is not None:

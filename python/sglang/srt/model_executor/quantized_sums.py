@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.quantized_sums import Codec, QuantizedSums, TorchCodec
 from sglang.srt.kernels.all_reduce_table import LIBRARY_PIECE_BYTES
 from sglang.srt.plan.plan import Plan
@@ -18,7 +18,7 @@ def quantize_sums(groups: Groups, plan: Plan) -> None:
         from sglang.srt.layers.triton_ops.quantized_sums import TritonCodec
 
         codec = TritonCodec()
-    least = rule.least_bytes, rule.least_rows
+    minimum = rule.least_bytes, rule.least_rows
     groups.quantize_with(
-        lambda group: QuantizedSums(group.communicator(), codec, *least, LIBRARY_PIECE_BYTES, group.peers)
+        lambda group: QuantizedSums(group.communicator(), codec, *minimum, LIBRARY_PIECE_BYTES, group.peers)
     )

@@ -97,7 +97,7 @@ class StepInput:
         return len(self.slots) - (0 if self.prompts is None else len(self.prompts.extend_lens))
 
     @property
-    def has_runs(self) -> bool:
+    def has_bidirectional_runs(self) -> bool:
         """Returns whether the step has images whose tokens attend in both directions."""
         return self.prompts is not None and self.prompts.media is not None and self.prompts.media.runs is not None
 
@@ -114,8 +114,8 @@ class PromptLaunches:
 
     prompt_steps: int = 0
     prompt_launch_seconds: float = 0.0
-    halved_steps: int = 0
-    halved_tokens: int = 0
+    two_batch_steps: int = 0
+    two_batch_tokens: int = 0
 
     def timed(self, launch: Callable[[StepInput], LaunchedForward], step: StepInput) -> LaunchedForward:
         """Runs `launch` on a step with prompts, counts and times it, and returns its result."""
@@ -125,10 +125,10 @@ class PromptLaunches:
         self.prompt_launch_seconds += time.perf_counter() - started
         return launched
 
-    def count_halved(self, step: StepInput) -> None:
+    def count_two_batch(self, step: StepInput) -> None:
         """Counts a step that ran as two microbatches."""
-        self.halved_steps += 1
-        self.halved_tokens += len(step.out_cache_loc)
+        self.two_batch_steps += 1
+        self.two_batch_tokens += len(step.out_cache_loc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +179,12 @@ class GroupSteps:
         return any(step.prompts is not None and step.prompts.media is not None for step in self.steps)
 
     @property
-    def has_runs(self) -> bool:
+    def has_bidirectional_runs(self) -> bool:
         """Returns whether a group has images whose tokens attend in both directions."""
-        return any(step.has_runs for step in self.steps)
+        return any(step.has_bidirectional_runs for step in self.steps)
 
     @property
-    def verify_beside_prompts(self) -> bool:
+    def verifies_during_prefill(self) -> bool:
         """Returns whether a group verifies draft tokens while another computes prompts."""
         verify = any(step.widths is not None and not idle for step, idle in zip(self.steps, self.idle, strict=True))
         return verify and self.has_prompts

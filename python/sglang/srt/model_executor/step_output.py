@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.embedding import RowShare
 from sglang.srt.layers.sampler import Sampler, SamplerOutput
 from sglang.srt.model_executor.device_state import DeviceState, shape_of

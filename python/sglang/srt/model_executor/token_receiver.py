@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import Groups
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.layers.step_rows import StateRecord
 from sglang.srt.model_executor.device_state import DeviceState
-from sglang.srt.model_executor.group_output import EveryonesTokens
+from sglang.srt.model_executor.group_output import AllGroupsTokens
 from sglang.srt.model_executor.step import GroupSteps, LaunchedForward, StepInput, StepResult
 from sglang.srt.utils.device_arrays import event_on, to_device, to_host
 
@@ -39,14 +39,14 @@ class LateResult(StepResult):
 @dataclass(frozen=True, slots=True)
 class _Expected:
     step: StepInput
-    everyones: GroupSteps
+    all_groups: GroupSteps
     state_records: Sequence[StateRecord]
     results: list[LateResult]
     """Results of all groups."""
 
-    def brings_to(self, later: GroupSteps) -> bool:
+    def continues_into(self, later: GroupSteps) -> bool:
         """Returns whether a later step continues from tokens of this one."""
-        steps = zip(self.everyones.steps, self.everyones.num_requests, later.steps, strict=True)
+        steps = zip(self.all_groups.steps, self.all_groups.num_requests, later.steps, strict=True)
         return any(count and bool(np.isin(step.sampled_slots, other.slots).any()) for step, count, other in steps)
 
 
@@ -63,20 +63,20 @@ class TokenReceiver:
     @torch.inference_mode()
     def expect(self, forward: LaunchedForward) -> list[LateResult]:
         """Registers a launched step and returns the (still empty) results of all groups."""
-        step, everyones = forward.step, _all_groups(forward.step)
+        step, all_groups = forward.step, _all_groups(forward.step)
         # Further steps are computed before this one's tokens come, in the same memory where they are graphs.
         records = [record.copy() for record in forward.output.batch.state_records or ()]
         results = [
             LateResult(torch.empty((count, of_group.width), dtype=torch.int64), None, receiver=self)
-            for of_group, count in zip(everyones.steps, everyones.num_requests, strict=True)
+            for of_group, count in zip(all_groups.steps, all_groups.num_requests, strict=True)
         ]
-        self._expected.append(_Expected(step, everyones, records, results))
+        self._expected.append(_Expected(step, all_groups, records, results))
         return results
 
     def take_before(self, step: StepInput) -> None:
         """Receives the tokens that `step` continues from, before it is launched, and those that are S steps old."""
         later = _all_groups(step)
-        needed = [i for i, late in enumerate(self._expected) if late.brings_to(later)]
+        needed = [i for i, late in enumerate(self._expected) if late.continues_into(later)]
         count = max([len(self._expected) - self.groups.pp_tokens.size + 1, *(i + 1 for i in needed)])
         for _ in range(count):
             self._take()
@@ -89,10 +89,10 @@ class TokenReceiver:
     @torch.inference_mode()
     def _take(self) -> None:
         late = self._expected.popleft()
-        counts, state = late.everyones.num_requests, self.state
+        counts, state = late.all_groups.num_requests, self.state
         if any(counts):
             num_speculative_tokens = state.tokens_per_step - 1
-            columns = [late.everyones.width, 1, num_speculative_tokens] if state.has_drafts else [1]
+            columns = [late.all_groups.width, 1, num_speculative_tokens] if state.has_drafts else [1]
             dtype = torch.int32 if state.has_drafts else torch.int64
             rows = torch.empty((len(counts), max(counts), sum(columns)), dtype=dtype, device=state.device)
             self.groups.pp_tokens.from_last(rows)
@@ -100,9 +100,9 @@ class TokenReceiver:
                 (self._take_draft_tokens if state.has_drafts else self._take_tokens)(
                     late, rows[self.groups.dp.rank, :count].split(columns, dim=1)
                 )
-            everyones = EveryonesTokens(*to_host(rows).split(columns, dim=2))
-            for group, (step, result) in enumerate(zip(late.everyones.steps, late.results, strict=True)):
-                everyones.file(result, group, step, num_speculative_tokens)
+            all_groups = AllGroupsTokens(*to_host(rows).split(columns, dim=2))
+            for group, (step, result) in enumerate(zip(late.all_groups.steps, late.results, strict=True)):
+                all_groups.file(result, group, step, num_speculative_tokens)
         for result in late.results:
             result.ready = event_on(state.device)
 

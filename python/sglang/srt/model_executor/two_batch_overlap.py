@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from sglang.srt.distributed.parallel_state import Groups
-from sglang.srt.distributed.ping_pong import Lane, LateLane, PingPong, StreamLane
+from sglang.srt.distributed.groups import Groups
+from sglang.srt.distributed.ping_pong import CpuSideStream, CudaSideStream, PingPong, SideStream
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.mem_cache.layerwise_load import LayerWaits
@@ -117,11 +117,11 @@ class TwoBatchOverlap:
     def __init__(self, state: DeviceState, groups: Groups, min_tokens: int | None, exact: bool = False) -> None:
         """min_tokens: steps with fewer tokens run as one; None: all do. exact: all-reduces of microbatches are never
         quantized."""
-        lane: Lane = LateLane() if str(state.device) == "cpu" else StreamLane(state.device)
+        side_stream: SideStream = CpuSideStream() if str(state.device) == "cpu" else CudaSideStream(state.device)
         self.state, self.groups = state, groups
         self.min_tokens = min_tokens
         """None: no step is cut."""
-        self.ping_pong = PingPong(lane)
+        self.ping_pong = PingPong(side_stream)
         self.ping_pong.exact = exact
         for group in groups.layer_groups:
             group.alternate_in(self.ping_pong)
@@ -147,9 +147,9 @@ class TwoBatchOverlap:
         return first, second
 
     @contextmanager
-    def from_tokens(self, least: int | None) -> Iterator[None]:
-        """Cuts steps of at least `least` tokens inside the block; None: no step is cut."""
-        before, self.min_tokens = self.min_tokens, least
+    def with_min_tokens(self, minimum: int | None) -> Iterator[None]:
+        """Cuts steps of at least `minimum` tokens inside the block; None: no step is cut."""
+        before, self.min_tokens = self.min_tokens, minimum
         try:
             yield
         finally:

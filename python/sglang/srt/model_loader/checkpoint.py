@@ -68,7 +68,7 @@ def _indexed(folder: Path) -> Checkpoint:
         promised.setdefault(inside(file, path), set()).add(name)
     missing = [file for file in promised if not (folder / file).is_file()]
     if missing:
-        raise UserError(f"{path} names files that do not exist: {some(missing)}. Is the download complete?")
+        raise UserError(f"{path} names files that do not exist: {format_names(missing)}. Is the download complete?")
     return Checkpoint({folder / file: frozenset(names) for file, names in sorted(promised.items())})
 
 
@@ -85,8 +85,8 @@ def _check_promises(path: Path, promised: frozenset[str] | None, names: frozense
     if promised is None or promised == names:
         return
     if promised - names:
-        raise UserError(f"{path} lacks tensors that {INDEX_NAME} promises there: {some(promised - names)}")
-    raise UserError(f"{path} has tensors that {INDEX_NAME} does not name there: {some(names - promised)}")
+        raise UserError(f"{path} lacks tensors that {INDEX_NAME} promises there: {format_names(promised - names)}")
+    raise UserError(f"{path} has tensors that {INDEX_NAME} does not name there: {format_names(names - promised)}")
 
 
 def _open(path: Path) -> Any:
@@ -96,7 +96,7 @@ def _open(path: Path) -> Any:
         raise UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?") from error
 
 
-def some(names: Any) -> str:
+def format_names(names: Any) -> str:
     """Formats up to 10 names in order, with the total number if there are more."""
     ordered = sorted(names)
     shown = ", ".join(ordered[:10])

@@ -15,12 +15,12 @@ from tqdm import tqdm
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
-from sglang.srt.model_loader.checkpoint import find_checkpoint, some
+from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.draft_model import DraftModel, build_draft
 from sglang.srt.models.draft_parts import Loadable
-from sglang.srt.models.mtp_by_layer import DepthDraft
+from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
 from sglang.srt.models.vision.create_encoder import create_encoder
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.shared_encoder import SharedEncoder
@@ -60,7 +60,8 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
             load_checkpoint(model, plan.model.model_path)
         for step in model.finish:
             step()
-    parallel_state.meet()  # the collectives that follow have a time limit, and files come at different speeds
+    # The collectives that follow have a time limit, and files come at different speeds.
+    parallel_state.wait_for_all_ranks()
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
@@ -93,7 +94,7 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
     return tower
 
 
-def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
+def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | MTPByLayerDraft:
     """Builds the planned draft with its weights. Those of MTP layers are in the target's checkpoint, of which nothing
     is read twice. Called by the ranks of the last stage. Raises UserError as `filled_model` does."""
     draft = filled_draft(plan, target, seed)
@@ -103,7 +104,7 @@ def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | Dept
     return draft
 
 
-def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | DepthDraft:
+def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | MTPByLayerDraft:
     """Builds the draft as `load_draft` does, but keeps the loaded tensors in `params`."""
     assert plan.draft is not None
     start, num_bytes = time.perf_counter(), 0
@@ -156,10 +157,10 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
                 unknown.append(stored_name)
         progress.update(progress.total - progress.n)
     if unknown:
-        raise UserError(f"{model_path} has weights that the model does not have: {some(unknown)}")
+        raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
-        raise UserError(f"{model_path} lacks weights of the model: {some(missing)}")
+        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}")
     refuse_not_finite(model.params, wanted, model_path)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import Param
-from sglang.srt.model_loader.checkpoint import some
+from sglang.srt.model_loader.checkpoint import format_names
 from sglang.srt.plan.weight_names import PartKey
 
 CHUNK = 1 << 26
@@ -39,7 +39,8 @@ def refuse_not_finite(
     broken = _not_finite(suspects)
     if broken:
         raise UserError(
-            f"{path} has weights that are NaN or infinite: {some(broken)}. Is the file damaged, or --dtype too narrow?"
+            f"{path} has weights that are NaN or infinite: {format_names(broken)}. Is the file damaged, or --dtype too "
+            "narrow?"
         )
 
 

@@ -108,8 +108,8 @@ class DominoHead:
         self.spec, self.embedding = spec, parts.embedding
         hidden, state = parts.model.hidden_size, spec.state_size
         gru = replace(parts.scope, path="prefix_gru")
-        self.of_token = gru.param("weight_ih_l0", (3 * state, hidden))
-        self.of_state = gru.param("weight_hh_l0", (3 * state, state))
+        self.token_weight = gru.param("weight_ih_l0", (3 * state, hidden))
+        self.state_weight = gru.param("weight_hh_l0", (3 * state, state))
         self.inner = replace(parts.scope, path="embed_proj.0").param("weight", (spec.inner_size, hidden + state))
         self.outer = replace(parts.scope, path="embed_proj.2").param("weight", (vocab_size, spec.inner_size))
         self.linear: LinearOp = parts.scope.plan.entry("linear")
@@ -128,8 +128,8 @@ class DominoHead:
 
     def _advanced(self, token: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """Returns the GRU's state after a token; the gates are in the order reset, update, new."""
-        reset, update, new = self.linear(self.embedding(token), self.of_token, None).chunk(3, dim=-1)
-        old_reset, old_update, old_new = self.linear(state, self.of_state, None).chunk(3, dim=-1)
+        reset, update, new = self.linear(self.embedding(token), self.token_weight, None).chunk(3, dim=-1)
+        old_reset, old_update, old_new = self.linear(state, self.state_weight, None).chunk(3, dim=-1)
         update = torch.sigmoid(update + old_update)
         new = torch.tanh(new + torch.sigmoid(reset + old_reset) * old_new)
         return (1 - update) * new + update * state

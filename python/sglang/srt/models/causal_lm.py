@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
 from sglang.srt.layers.alternating_mlp import AlternatingMLP
@@ -72,7 +73,7 @@ if TYPE_CHECKING:
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
 """Computes a block: x [T, H] -> [T, H]."""
 
-Around = Callable[[str, Any], Any]
+WrapBlock = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class DecoderLayer:
     residual stream."""
 
     def __init__(
-        self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream, around: Around | None = None
+        self, scope: Scope, spec: LayerSpec, site: Site, residual: ResidualStream, around: WrapBlock | None = None
     ) -> None:
         """`around`: wraps each block, given its name."""
         around = around or (lambda name, block: block)
@@ -244,7 +245,7 @@ class CausalLM:
         plan: Plan,
         device: torch.device | str | None = None,
         first_layer: int = 0,
-        groups: parallel_state.Groups | None = None,
+        groups: Groups | None = None,
     ) -> None:
         """Allocates the parameters. `device` overrides the plan's; `meta` builds the shapes only. `first_layer`: number
         of the first layer's caches. `groups`: None for those of this process."""
@@ -265,7 +266,7 @@ class CausalLM:
         self.on_other_ranks = scope.on_other_ranks
         self.finish = scope.finish
         self.caches: list[CacheStore] = scope.caches
-        self.vocabulary_of_group = plan.ranks.vocab_tp_size == plan.ranks.attn_tp_size
+        self.vocab_is_in_group = plan.ranks.vocab_tp_size == plan.ranks.attn_tp_size
         """True if the ranks that share the vocabulary have the same requests."""
         self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
         self.embed: VocabParallelEmbedding | None = None
@@ -409,7 +410,7 @@ class CausalLM:
         rows, padding included."""
         if self.head is None:
             return self.logits(hidden)
-        if exchange is not None and not self.vocabulary_of_group:
+        if exchange is not None and not self.vocab_is_in_group:
             hidden = exchange.gather(hidden)
         return self.head.of_step(hidden)
 
@@ -417,7 +418,7 @@ class CausalLM:
         """Returns the embeddings [T, H] of the token ids, with image features in their places."""
         assert self.embed is not None, "the first stage has it"
         ids, rows = batch.input_ids, batch.embedding_rows
-        exchange = None if self.vocabulary_of_group else batch.exchange
+        exchange = None if self.vocab_is_in_group else batch.exchange
         embedded = self.embed(ids, exchange)
         if rows is not None:
             embedded = rows.put(embedded)

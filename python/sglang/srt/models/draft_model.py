@@ -27,8 +27,8 @@ from sglang.srt.models.assistant_draft import AssistantDraft
 from sglang.srt.models.block_draft import BlockDraft
 from sglang.srt.models.causal_lm import CausalLM, build_block
 from sglang.srt.models.draft_parts import DraftParts, Loadable
-from sglang.srt.models.mtp_by_layer import DepthDraft
-from sglang.srt.models.stream_draft import StreamDraft
+from sglang.srt.models.gated_stream_draft import GatedStreamDraft
+from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
 from sglang.srt.plan.drafts.description import Assistant, Block, ByStream, Concatenated, MTPByLayer, Projected, Streamed
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class ProjectedDraft:
         return self.parts.head(state)
 
 
-class ByStreamDraft:
+class MultiStreamDraft:
     """A draft with several residual streams (`plan.drafts.description.ByStream`). Features are a row's streams, [T, N *
     H]."""
 
@@ -174,7 +174,10 @@ class ByStreamDraft:
         self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
         hidden = parts.model.hidden_size
         self.norms = (parts.norm("embedding_norm"), parts.norm("hidden_norm"))
-        self.of_embedding, self.of_stream = parts.unpacked(hidden, "e_proj"), parts.unpacked(hidden, "h_proj")
+        self.embedding_projection, self.stream_projection = (
+            parts.unpacked(hidden, "e_proj"),
+            parts.unpacked(hidden, "h_proj"),
+        )
         self.layers = [parts.layer(i) for i in range(len(parts.model.layers))]
         self.ending = parts.ending()
 
@@ -188,9 +191,9 @@ class ByStreamDraft:
     def __call__(self, batch: ForwardBatch, features: torch.Tensor | None) -> torch.Tensor:
         assert features is not None
         embedding_norm, stream_norm = self.norms
-        embedded = self.of_embedding(embedding_norm(self.parts.embedding(batch.input_ids), None)[0])
+        embedded = self.embedding_projection(embedding_norm(self.parts.embedding(batch.input_ids), None)[0])
         rows = features.view(len(embedded) * self.streams, -1)
-        streams = self.of_stream(stream_norm(rows, None)[0]).view(len(embedded), self.streams, -1)
+        streams = self.stream_projection(stream_norm(rows, None)[0]).view(len(embedded), self.streams, -1)
         stream = self.parts.residual.resume((streams + embedded[:, None]).flatten(1))
         for layer in self.layers:
             layer(stream, batch)
@@ -233,7 +236,7 @@ class StandaloneDraft:
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
-def build_draft(plan: Plan, target: CausalLM) -> DraftModel | DepthDraft:
+def build_draft(plan: Plan, target: CausalLM) -> DraftModel | MTPByLayerDraft:
     """Builds the planned draft as a part of the target's last stage; its weights are not loaded yet."""
     assert plan.draft is not None
     form = plan.draft.description.form
@@ -242,11 +245,11 @@ def build_draft(plan: Plan, target: CausalLM) -> DraftModel | DepthDraft:
     if isinstance(form, Projected):
         return ProjectedDraft(DraftParts(plan, target), form)
     if isinstance(form, ByStream):
-        return ByStreamDraft(DraftParts(plan, target), form)
+        return MultiStreamDraft(DraftParts(plan, target), form)
     if isinstance(form, MTPByLayer):
-        return DepthDraft(DraftParts(plan, target), form)
+        return MTPByLayerDraft(DraftParts(plan, target), form)
     if isinstance(form, Streamed):
-        return StreamDraft(DraftParts(plan, target), form)
+        return GatedStreamDraft(DraftParts(plan, target), form)
     if isinstance(form, Block):
         return BlockDraft(DraftParts(plan, target), form)
     if isinstance(form, Assistant):

@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.models.causal_lm import RESIDUALS, Around, CausalLM, DecoderLayer, embedding_of
+from sglang.srt.models.causal_lm import RESIDUALS, CausalLM, DecoderLayer, WrapBlock, embedding_of
 from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -104,7 +104,7 @@ class DraftParts:
         assert isinstance(self.head, ReducedHead)
         return self.head.tokens
 
-    def layer(self, i: int, around: Around | None = None) -> DecoderLayer:
+    def layer(self, i: int, around: WrapBlock | None = None) -> DecoderLayer:
         """Builds layer i; `around` wraps its blocks."""
         return DecoderLayer(self.layer_scope(i), self.model.layers[i], self.site(i), self.residual, around)
 
@@ -146,6 +146,7 @@ class DraftParts:
         return [(self, draft_path)] if self.copied is None else [(self, draft_path), (self.copied, target_path)]
 
     def ignored_weight(self, name: str) -> bool:
+        """Returns whether the draft does not load this tensor of its checkpoint."""
         if not name.startswith(self.draft.at) or name in self.scope.on_other_ranks:
             return True
         if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
@@ -200,4 +201,5 @@ class CopiedEmbedding:
         self.embedding = embedding_of(scope, target.description)
 
     def ignored_weight(self, name: str) -> bool:
+        """Returns True: the target's embedding is copied, so no tensor is loaded."""
         return True

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-class DepthDraft:
+class MTPByLayerDraft:
     """The layers of all depths. Features and states are residual streams [T, H] before any final norm, except that the
     first depth's features may be the target's final hidden states.
 
@@ -26,7 +26,7 @@ class DepthDraft:
         self.parts, self.chained, self.final_features = parts, form.chained, form.final_features
         self.aux_layers, self.caches = parts.draft.aux_layers, parts.caches
         self.hidden_size, self.dtype = parts.model.hidden_size, parts.scope.dtype
-        self.depths = [Depth(parts, form, i) for i in range(form.depths)]
+        self.depths = [MTPLayer(parts, form, i) for i in range(form.depths)]
         self.keeps_states = form.keeps_states
         layers = range(1, form.depths if form.keeps_states else 1)
         self.tails = [parts.scope.cache(i, DRAFT_ROWS) for i in layers]
@@ -52,7 +52,7 @@ class DepthDraft:
         return self.parts.head(state if norm is None else norm(state, None)[0])
 
 
-class Depth:
+class MTPLayer:
     """The layer of one depth, with the norms and projection before it and the norm after it."""
 
     def __init__(self, parts: DraftParts, form: MTPByLayer, i: int) -> None:

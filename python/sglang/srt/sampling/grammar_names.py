@@ -10,7 +10,7 @@ MADE_OF = "made_of"
 _BEGINNING = re.compile(rf'\{{"{MADE_OF}":"(json_schema|regex|ebnf|tools)",')
 
 
-def made_of(wanted: str, form: dict[str, Any]) -> dict[str, Any]:
+def tag_of_format(wanted: str, form: dict[str, Any]) -> dict[str, Any]:
     """Returns a tag with the format `form`. `wanted`: the parameter that messages to the client name instead of the
     tag."""
     return {MADE_OF: wanted, "type": "structural_tag", "format": form}

@@ -37,6 +37,6 @@ class HiddenStates:
         self._row_bytes = rows[0].nbytes
         self._bytes += rows.data
 
-    def up_to(self, end: int) -> bytes:
+    def states_before(self, end: int) -> bytes:
         """Returns the collected states of positions below `end`, [N, H] float32."""
         return bytes(self._bytes[: (end - self.start) * self._row_bytes])

@@ -34,7 +34,7 @@ class LogprobRequest:
 
     top_nums: list[int]  # [B]
     token_ids: list[list[int]]  # [B]
-    of_request: np.ndarray | None = None
+    row_requests: np.ndarray | None = None
     """[R] int64, the request (of B) that a row belongs to. None: row r belongs to request r."""
     rows: np.ndarray | None = None
     """[R] int64, rows of the step's [T] tokens that predict `targets` [R] int64; set for prompts, whose tokens are
@@ -43,10 +43,10 @@ class LogprobRequest:
 
     def part(self, rows: range) -> LogprobRequest:
         """Returns the request for some of the R rows, with the width of all."""
-        of_request = (
-            np.arange(rows.start, rows.stop) if self.of_request is None else self.of_request[rows.start : rows.stop]
+        row_requests = (
+            np.arange(rows.start, rows.stop) if self.row_requests is None else self.row_requests[rows.start : rows.stop]
         )
-        return LogprobRequest(self.top_nums, self.token_ids, of_request)
+        return LogprobRequest(self.top_nums, self.token_ids, row_requests)
 
     def no_rows(self, vocab_size: int, device: torch.device | str) -> torch.Tensor:
         """Returns [0, W] int32 packed rows, for a rank that has none."""
@@ -55,17 +55,20 @@ class LogprobRequest:
 
     @property
     def num_top(self) -> int:
+        """Returns the most top tokens that a request wants."""
         return max(self.top_nums)
 
     @property
     def num_ids(self) -> int:
+        """Returns the most named tokens that a request wants."""
         return max(map(len, self.token_ids))
 
     @property
     def width(self) -> int:
+        """Returns the columns of packed results: the token's own value, and ids and values of top and named tokens."""
         return 1 + 2 * self.num_top + self.num_ids
 
-    def ids_on(self, device: torch.device | str) -> torch.Tensor | None:
+    def ids_tensor(self, device: torch.device | str) -> torch.Tensor | None:
         """Returns the named tokens, [B, num_ids] int64, padded with 0; None if no request names tokens."""
         if not self.num_ids:
             return None
@@ -90,9 +93,9 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids
 
 def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobRequest) -> torch.Tensor:
     """Computes packed [R, W] int32 results from raw fp32 logits [R, V] and the tokens [R] int64 sampled from them."""
-    ids = request.ids_on(logits.device)
-    if ids is not None and request.of_request is not None:
-        ids = ids[to_device(request.of_request, logits.device)]
+    ids = request.ids_tensor(logits.device)
+    if ids is not None and request.row_requests is not None:
+        ids = ids[to_device(request.row_requests, logits.device)]
     return token_logprobs(logits, tokens, request.num_top, ids)
 
 
@@ -101,14 +104,14 @@ def prompt_logprobs(
 ) -> torch.Tensor:
     """Computes packed [R, W] int32 results of prompt tokens. hidden: [T, H] of a step, whose rows `request` names;
     `project` maps hidden rows to fp32 logits and is called in chunks that bound the [rows, V] memory."""
-    assert request.rows is not None and request.targets is not None and request.of_request is not None
-    sent = send(hidden.device, rows=request.rows, targets=request.targets, of_request=request.of_request)
-    ids = request.ids_on(hidden.device)
+    assert request.rows is not None and request.targets is not None and request.row_requests is not None
+    sent = send(hidden.device, rows=request.rows, targets=request.targets, row_requests=request.row_requests)
+    ids = request.ids_tensor(hidden.device)
     chunk = max(1, MAX_CHUNK_ELEMENTS // vocab_size)
     blocks = []
     for start in range(0, len(request.rows), chunk):
         part = slice(start, start + chunk)
-        named = None if ids is None else ids[sent["of_request"][part]]
+        named = None if ids is None else ids[sent["row_requests"][part]]
         blocks.append(
             token_logprobs(project(hidden[sent["rows"][part]]), sent["targets"][part], request.num_top, named)
         )

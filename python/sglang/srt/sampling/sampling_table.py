@@ -95,6 +95,7 @@ class SamplingBatch:
 
     @property
     def any_filter(self) -> bool:
+        """Returns whether a request filters by top-k, top-p or min-p."""
         return self.any_top_k or self.any_top_p or self.any_min_p
 
     def count(self, tokens: torch.Tensor) -> None:

@@ -111,7 +111,7 @@ class Drafter(Protocol):
 
 
 @dataclass(slots=True)
-class DrafterElsewhere:
+class RemoteDrafter:
     """The drafter's constants for pipeline stages before the last, which has the real drafter. Implements Drafter."""
 
     num_tokens: int

@@ -24,7 +24,7 @@ import torch
 from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests, compressed_step
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import requests_of_tokens
-from sglang.srt.models.mtp_by_layer import DepthDraft
+from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
 from sglang.srt.speculative.autoregressive_draft import following_rows
 from sglang.srt.speculative.drafter import DraftStep
 
@@ -32,7 +32,7 @@ from sglang.srt.speculative.drafter import DraftStep
 class MultiLayerMTP:
     """Makes a chain of draft tokens, each with the layer of its depth. Implements Drafter."""
 
-    def __init__(self, model: DepthDraft, num_tokens: int, max_requests: int, device: torch.device | str) -> None:
+    def __init__(self, model: MTPByLayerDraft, num_tokens: int, max_requests: int, device: torch.device | str) -> None:
         self.model, self.num_tokens = model, num_tokens
         self.aux_layers, self.caches = model.aux_layers, tuple(model.caches)
         self.num_depths = self.next_tokens_read = len(model.depths)
@@ -86,7 +86,7 @@ class MultiLayerMTP:
     def _compute_rows(self, step: DraftStep) -> torch.Tensor:
         """Computes the step's rows at every depth, keeps the tails, and returns the outputs [T, H] of the first
         depth."""
-        runs = runs_of(step.batch)
+        runs = row_runs(step.batch)
         self.first[runs.slots] = torch.where(self.first[runs.slots] < 0, runs.before, self.first[runs.slots])
         before = self._by_slot(runs.slots, runs.before)
         last = self._by_slot(runs.slots, runs.last)
@@ -142,7 +142,7 @@ class Runs:
     row_slots: torch.Tensor  # [T] int64, the request slot of each row
 
 
-def runs_of(batch: ForwardBatch) -> Runs:
+def row_runs(batch: ForwardBatch) -> Runs:
     """Returns the runs of a step of any kind (decode, verify, prompts)."""
     decode, extend, count = batch.decode, batch.extend, len(batch.positions)
     single = torch.arange(0 if decode is None else len(decode), dtype=torch.int32, device=batch.positions.device)

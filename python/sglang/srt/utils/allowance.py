@@ -28,6 +28,7 @@ class Allowance:
 
     @property
     def exhausted(self) -> bool:
+        """Returns whether no time is left."""
         return self._left_s <= 0
 
     def refill(self) -> None:

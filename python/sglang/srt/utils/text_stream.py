@@ -30,7 +30,8 @@ class TextStream(Protocol):
 class TextDecoder(Protocol):
     """Makes text streams for one tokenizer."""
 
-    def stream(self, skip_special_tokens: bool) -> TextStream: ...
+    def stream(self, skip_special_tokens: bool) -> TextStream:
+        """Returns the decoder of a new sequence. skip_special_tokens: their texts are left out."""
 
     def special_text(self, token_id: int) -> str | None:
         """Returns the spelling of a special token; None for any other token."""
@@ -71,6 +72,7 @@ class SpelledStream:
         return pieces
 
     def finish(self) -> list[TextDelta]:
+        """Returns the rest of the text, with incomplete characters replaced."""
         return [TextDelta(self._stream.finish(), True)]
 
 

@@ -41,6 +41,7 @@ class TokenizerFiles:
 
     @property
     def json_path(self) -> Path:
+        """Returns the path of tokenizer.json, which may not exist."""
         return self.directory / "tokenizer.json"
 
 

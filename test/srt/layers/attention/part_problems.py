@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.part_merge import _weighted, _weights
 from sglang.srt.layers.attention.token_shares import own_rows

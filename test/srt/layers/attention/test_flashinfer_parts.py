@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.dcp import DcpDecode, DcpExtend, GatheredMetadata
 from sglang.srt.layers.attention.token_shares import GatheredTokens
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots

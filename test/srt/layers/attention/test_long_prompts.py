@@ -41,16 +41,16 @@ def prompts(new: list[int], prefix: list[int] | None = None, **changes: Any) -> 
     return ExtendRows(torch.arange(len(new)), lens, (), lens, lens, new, prefix, **known)
 
 
-LEAST = sites.LONG_PROMPTS
+LONG = sites.LONG_PROMPTS
 LONG = {
-    "one prompt": prompts([LEAST]),
-    "several": prompts([200, LEAST - 200], [7, 4999]),
+    "one prompt": prompts([LONG]),
+    "several": prompts([200, LONG - 200], [7, 4999]),
 }
 SHORT = {
-    "too few tokens": prompts([200, LEAST - 201]),
-    "a shared prefix": prompts([LEAST], [5000]),
-    "in a graph": prompts([LEAST], seq_lens_cpu=None),
-    "draft_tokens": prompts([LEAST], draft_tokens=VerifyRows.__new__(VerifyRows)),
+    "too few tokens": prompts([200, LONG - 201]),
+    "a shared prefix": prompts([LONG], [5000]),
+    "in a graph": prompts([LONG], seq_lens_cpu=None),
+    "draft_tokens": prompts([LONG], draft_tokens=VerifyRows.__new__(VerifyRows)),
 }
 
 

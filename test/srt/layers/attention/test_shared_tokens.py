@@ -7,7 +7,7 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.kernels.tiles import MLA_LATENT
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.part_merge import _weighted, _weights

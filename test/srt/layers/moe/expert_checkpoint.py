@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import quantization_of
-from sglang.srt.distributed.parallel_state import groups_of
+from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers import native_ops
@@ -38,7 +38,7 @@ from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
-from srt.distributed.partial_sums import Summands
+from srt.distributed.partial_sums import NoAllReduce
 from srt.models.harness import SEVERAL_FUNCTIONS
 from srt.models.quantized_checkpoints import asymmetric_int4, awq
 
@@ -301,7 +301,7 @@ class Loaded:
         self.held = plan.weights = rank_weights(described, ranks)
         quant = Unquantized() if quantization is None else QuantizedMethod(quantization)
         groups = groups_of(ranks, rank)
-        groups.tp.reduce_with(Summands())  # the test sums what the ranks make
+        groups.tp.reduce_with(NoAllReduce())  # the test sums what the ranks make
         scope = Scope(plan, torch.device(arch.device), dtype, groups, quant, weights)
         self.on_other_ranks = scope.on_other_ranks
         self.weights = weights

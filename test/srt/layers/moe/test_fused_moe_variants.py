@@ -7,7 +7,7 @@ import pytest
 from sglang.ledger.compile import compile_for, variant_hash
 from sglang.ledger.variants import expert_products as product_variants
 from sglang.ledger.variants import experts as variants
-from sglang.srt.configs.quant_scheme import SCHEMES, widening
+from sglang.srt.configs.quant_scheme import SCHEMES, describe_dequantization
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
@@ -37,7 +37,7 @@ def test_instructions_on_sm120(scheme: str, instruction: str, scale_type: str) -
     assert smem <= arch_by_name("sm_120").smem_per_block and spills == 0
     scaled = [line for line in compiled.ptx.splitlines() if "block_scale" in line]
     assert all(scale_type in line for line in scaled) and bool(scaled) == bool(scale_type)
-    assert (instruction == "m16n8k16 bf16") == ("16 bits" in widening(SCHEMES[scheme], SM120))
+    assert (instruction == "m16n8k16 bf16") == ("16 bits" in describe_dequantization(SCHEMES[scheme], SM120))
 
 
 def test_denormals_are_not_flushed() -> None:
@@ -55,7 +55,7 @@ def test_what_is_widened_is_said(features: frozenset[str]) -> None:
         dequantized = product.kind == "planes" or (
             product.kind == "mx" and (mixed or "block_scaled_mma" not in features)
         )
-        assert dequantized == bool(widening(scheme, features)), scheme.name
+        assert dequantized == bool(describe_dequantization(scheme, features)), scheme.name
 
 
 def test_few_tokens_use_wgmma_on_hopper() -> None:

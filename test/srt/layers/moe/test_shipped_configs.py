@@ -69,7 +69,7 @@ def test_few_tiles_a_scheme_and_none_spills() -> None:
         assert isinstance(cost, TileRecord), f"{product}: {cost}"
         assert cost.spills == 0
     assert set(keys) == {shape.scheme for shape in shapes()}
-    assert all(len(tiles) <= model_configs.MOST_TILES for tiles in keys.values())
+    assert all(len(tiles) <= model_configs.MAX_TILES for tiles in keys.values())
 
 
 def test_shipped_tiles_are_launches_for_the_ledger() -> None:

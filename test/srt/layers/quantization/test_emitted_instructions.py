@@ -10,7 +10,7 @@ from pairs import some
 from sglang.ledger.compile import compile_variant
 from sglang.ledger.rules import spill_budget
 from sglang.ledger.variants.quantized import variants
-from sglang.srt.configs.quant_scheme import SCHEMES, widening
+from sglang.srt.configs.quant_scheme import SCHEMES, describe_dequantization
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.conditions import dequantized_in_registers
 from sglang.srt.kernels.scaled_product import product_of
@@ -58,4 +58,4 @@ def test_explain_and_the_kernels_agree(arch: str) -> None:
         kind = product_of(scheme, features).kind
         mixed = scheme.element == "e2m1" and scheme.activation == "mxfp8"
         converted = kind == "mx" and (mixed or "block_scaled_mma" not in features)
-        assert bool(widening(scheme, features)) == (kind == "planes" or converted), scheme.name
+        assert bool(describe_dequantization(scheme, features)) == (kind == "planes" or converted), scheme.name

@@ -12,7 +12,7 @@ from srt.layers.quantization.test_quant_linear import weight_of
 
 from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.layernorm import RMSNorm

@@ -14,8 +14,7 @@ from forked_servers import forked_children
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.prefix_tokens import PrefixTokens
-from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.text_encoder import TextEncoder
 from sglang.srt.managers.front.tokenizer_trial import TokenizerTrial
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -92,14 +91,14 @@ async def test_a_pattern_that_gives_up_on_a_clients_text_refuses_that_text(write
     """Of a tokenizer that has passed: what is asked for is rarer than what is tried."""
     args = write(pre_tokenizer=split("(q+)+$"))
     tokenizer = load_tokenizer(args)
-    manager = TokenizerManager.__new__(TokenizerManager)
     assert tokenizer is not None
-    manager.tokenizer, manager._prefixes = tokenizer, PrefixTokens(tokenizer)
-    assert await manager.encode("hello")
+    encoder = TextEncoder(tokenizer, 1)
+    assert await encoder.encode("hello")
     with pytest.raises(RequestError, match="The model's tokenizer fails on this text: .*retry-limit") as refused:
-        await manager.encode("q" * 40 + "!")
+        await encoder.encode("q" * 40 + "!")
     assert refused.value.status_code == 400
-    assert await manager.encode("hello")
+    assert await encoder.encode("hello")
+    encoder.close()
 
 
 def test_a_decoder_that_panics_prints_a_replacement(write: Write) -> None:

@@ -13,7 +13,7 @@ from srt.mem_cache.storage.test_file_store import KEYS, NAMES, Pages, entry
 
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.storage import directory as directories
-from sglang.srt.mem_cache.storage.directory import KEY_BYTES, others_may_write, own_key, steps_to
+from sglang.srt.mem_cache.storage.directory import KEY_BYTES, is_writable_by_others, steps_to, user_key
 from sglang.srt.mem_cache.storage.entry import HEADER_BYTES, problem, seal
 from sglang.srt.mem_cache.storage.file_store import FileStore
 
@@ -66,7 +66,7 @@ def test_what_another_user_laid_is_refused(temporary: Path, monkeypatch: pytest.
 def test_a_link_of_ones_own_is_followed(temporary: Path) -> None:
     (temporary / "ours").mkdir(mode=0o700)
     (temporary / "link").symlink_to("ours")
-    assert not others_may_write(temporary / "link")
+    assert not is_writable_by_others(temporary / "link")
     (temporary / "round").symlink_to("round")
     with pytest.raises(OSError, match="Too many levels"):
         list(steps_to(temporary / "round"))
@@ -109,7 +109,7 @@ def test_a_key_that_others_have_laid_is_refused(what: str, tmp_path: Path, monke
         path.write_bytes(bytes(KEY_BYTES if what != "short" else 5))
         path.chmod(0o644 if what == "read by others" else 0o600)
     with pytest.raises((UserError, OSError), match=r"remove it|symbolic"):
-        own_key(tmp_path)
+        user_key(tmp_path)
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:

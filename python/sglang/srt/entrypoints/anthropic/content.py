@@ -116,6 +116,7 @@ class SearchResultBlock(Block, tag="search_result"):
     citations: Citations | None = None
 
     def plain(self) -> list[TextBlock | ImageBlock]:
+        """Returns the blocks of text that a template gets in place of this one."""
         return [TextBlock(self.title), TextBlock(self.source), *self.content]
 
 
@@ -125,6 +126,7 @@ class ToolReferenceBlock(Block, tag="tool_reference"):
     tool_name: str
 
     def plain(self) -> list[TextBlock | ImageBlock]:
+        """Returns the block of text that a template gets in place of this one."""
         return [TextBlock(self.tool_name)]
 
 

@@ -28,13 +28,13 @@ Edited = tuple[list[AnyMessage], int]
 
 
 async def apply_edits(
-    body: CountTokensRequest, count: Callable[[], Awaitable[int]], beside: Callable[..., Awaitable[Edited]]
+    body: CountTokensRequest, count: Callable[[], Awaitable[int]], off_event_loop: Callable[..., Awaitable[Edited]]
 ) -> list[dict[str, Any]]:
     """Applies the edits of the request to its messages, and returns those that cleared something, in the answer's form.
-    `count()` returns the request's present tokens; `beside` calls a function outside of the event loop."""
+    `count()` returns the request's present tokens; `off_event_loop` calls a function outside of the event loop."""
     applied: list[dict[str, Any]] = []
     for edit in body.edits:
-        messages, num_cleared = await beside(_edited, edit, body.messages)
+        messages, num_cleared = await off_event_loop(_edited, edit, body.messages)
         if not num_cleared:
             continue
         before = await count()
@@ -42,7 +42,7 @@ async def apply_edits(
             continue
         whole, body.messages = body.messages, messages
         num_tokens = max(before - await count(), 0)
-        if isinstance(edit, ClearToolUses) and num_tokens < edit.least_tokens:
+        if isinstance(edit, ClearToolUses) and num_tokens < edit.min_cleared_tokens:
             body.messages = whole
             continue
         kind, number = _NAMES[type(edit)]

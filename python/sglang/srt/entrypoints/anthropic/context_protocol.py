@@ -57,7 +57,7 @@ class ClearToolUses(Edit, tag="clear_tool_uses_20250919"):
     """True, or the names of tools: the arguments of their calls go as well."""
 
     @property
-    def least_tokens(self) -> int:
+    def min_cleared_tokens(self) -> int:
         """Returns the fewest tokens that must be cleared for the edit to apply."""
         return 0 if self.clear_at_least is None else self.clear_at_least.value
 

@@ -14,6 +14,7 @@ CALL_ID_PREFIX = "toolu_"
 
 
 def text_block(text: str = "") -> dict[str, Any]:
+    """Returns a block of text as Anthropic's API has it."""
     return {"type": "text", "text": text}
 
 

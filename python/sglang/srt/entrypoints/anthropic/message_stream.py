@@ -49,6 +49,7 @@ class MessageStream:
         self._has_calls = False
 
     def write(self, output: GenerateOutput) -> bytes:
+        """Returns the events of a further part of the output."""
         pieces = self._output.push(output)
         events = b""
         if not self._begun:
@@ -64,6 +65,7 @@ class MessageStream:
         return events
 
     def end(self) -> bytes:
+        """Returns no bytes: the last part of the output has ended the message."""
         return b""
 
     def _piece(self, piece: Event) -> bytes:

@@ -21,7 +21,7 @@ from sglang.srt.entrypoints.anthropic.content import (
     ToolReferenceBlock,
 )
 from sglang.srt.entrypoints.anthropic.context_protocol import AnyEdit, ContextManagement
-from sglang.srt.entrypoints.anthropic.tools import Elsewhere, MessageTool
+from sglang.srt.entrypoints.anthropic.tools import AnyHostedToolBlock, MessageTool
 from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.protocol import MAX_MESSAGES, MAX_TOOLS, Int, Name, Positive
@@ -66,10 +66,16 @@ class FallbackBlock(Block, tag="fallback"):
 
 
 TextBlocks = Annotated[list[TextBlock], Meta(max_length=MAX_BLOCKS)]
-UserContent = Annotated[list[Readable | ToolResultBlock | Elsewhere], Meta(max_length=MAX_BLOCKS)]
+UserContent = Annotated[list[Readable | ToolResultBlock | AnyHostedToolBlock], Meta(max_length=MAX_BLOCKS)]
 AssistantContent = Annotated[
     list[
-        TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | CompactionBlock | FallbackBlock | Elsewhere
+        TextBlock
+        | ToolUseBlock
+        | ThinkingBlock
+        | RedactedThinkingBlock
+        | CompactionBlock
+        | FallbackBlock
+        | AnyHostedToolBlock
     ],
     Meta(max_length=MAX_BLOCKS),
 ]
@@ -184,14 +190,17 @@ class CountTokensRequest(Body, kw_only=True):
 
     @property
     def format(self) -> OutputFormat | None:
+        """Returns the wanted format of the output, from `output_config` or `output_format`."""
         return self.output_format if self.output_config is None else self.output_config.format or self.output_format
 
     @property
     def hides_thoughts(self) -> bool:
+        """Returns whether the client wants no text of thoughts."""
         return self.thinking is not None and self.thinking.display == "omitted"
 
     @property
     def edits(self) -> list[AnyEdit]:
+        """Returns the requested edits of the context."""
         return [] if self.context_management is None else self.context_management.edits or []
 
     @property

@@ -19,7 +19,7 @@ from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
-from sglang.srt.entrypoints.openai.serving import OpenAIService, beside, collect
+from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, off_event_loop
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
@@ -32,7 +32,7 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
     rules = parts.EndingRules(body.max_tokens, body.stop_sequences)
     shows_thoughts = not body.hides_thoughts
     preparation = _prepare_call(service, body, body_bytes(request), rid)
-    del body  # nothing may hold it once the call is submitted (`held_body.lets_go`)
+    del body  # nothing may hold it once the call is submitted (`held_body.releases_body`)
     call, formats, edit_report = await until_disconnect(request, preparation)
     choice = ChoiceOutput(formats, service.tokenizer)
 
@@ -61,7 +61,7 @@ async def _prepare_call(
     call, the formats of its outputs, and the answer's field that reports the edits ({} if none were asked for)."""
     edit_report = await _edit_messages(service, body, num_bytes)
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    chat = await beside(service, num_bytes, chat_request, body)
+    chat = await off_event_loop(service, num_bytes, chat_request, body)
     return *await chat_call(service, chat, num_bytes, rid, budget, folds=True), edit_report
 
 
@@ -70,14 +70,16 @@ async def _edit_messages(service: OpenAIService, body: CountTokensRequest, num_b
     {} if the client asked for no edits."""
     if body.context_management is None:
         return {}
-    off_event_loop = partial(beside, service, num_bytes)
-    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), off_event_loop)
+    in_thread = partial(off_event_loop, service, num_bytes)
+    applied = await apply_edits(body, lambda: _count(service, body, num_bytes), in_thread)
     return {"context_management": {"applied_edits": applied}}
 
 
 async def _count(service: OpenAIService, body: CountTokensRequest, num_bytes: int) -> int:
     """Returns the number of prompt tokens of the conversation as it is now."""
-    return await count_prompt(service, await beside(service, num_bytes, chat_request, body), num_bytes, folds=True)
+    return await count_prompt(
+        service, await off_event_loop(service, num_bytes, chat_request, body), num_bytes, folds=True
+    )
 
 
 def _content_blocks(

@@ -98,10 +98,12 @@ class MessageTool(msgspec.Struct):
 
     @property
     def shown_description(self) -> str | None:
+        """Returns the description that the model sees; of a known tool, the server's own."""
         return self.description if self.kind is None else _KNOWN[self.kind][0]
 
     @property
     def schema(self) -> dict[str, Any]:
+        """Returns the JSON schema of the arguments; of a known tool, the server's own."""
         return self.input_schema or {} if self.kind is None else _KNOWN[self.kind][1]
 
 
@@ -119,55 +121,55 @@ def _log_left_out(kind: str) -> None:
     logger.warning("Tools of type %s run at Anthropic's servers, not here: models are not offered them.", kind)
 
 
-class ElsewhereBlock(Block):
+class HostedToolBlock(Block):
     """What another server did, and what came of it. The model does not see it."""
 
 
-class ServerToolUse(ElsewhereBlock, tag="server_tool_use"):
+class ServerToolUse(HostedToolBlock, tag="server_tool_use"):
     pass
 
 
-class WebSearchResult(ElsewhereBlock, tag="web_search_tool_result"):
+class WebSearchResult(HostedToolBlock, tag="web_search_tool_result"):
     pass
 
 
-class WebFetchResult(ElsewhereBlock, tag="web_fetch_tool_result"):
+class WebFetchResult(HostedToolBlock, tag="web_fetch_tool_result"):
     pass
 
 
-class CodeExecutionResult(ElsewhereBlock, tag="code_execution_tool_result"):
+class CodeExecutionResult(HostedToolBlock, tag="code_execution_tool_result"):
     pass
 
 
-class BashExecutionResult(ElsewhereBlock, tag="bash_code_execution_tool_result"):
+class BashExecutionResult(HostedToolBlock, tag="bash_code_execution_tool_result"):
     pass
 
 
-class EditorExecutionResult(ElsewhereBlock, tag="text_editor_code_execution_tool_result"):
+class EditorExecutionResult(HostedToolBlock, tag="text_editor_code_execution_tool_result"):
     pass
 
 
-class ToolSearchResult(ElsewhereBlock, tag="tool_search_tool_result"):
+class ToolSearchResult(HostedToolBlock, tag="tool_search_tool_result"):
     pass
 
 
-class AdvisorResult(ElsewhereBlock, tag="advisor_tool_result"):
+class AdvisorResult(HostedToolBlock, tag="advisor_tool_result"):
     pass
 
 
-class McpToolUse(ElsewhereBlock, tag="mcp_tool_use"):
+class McpToolUse(HostedToolBlock, tag="mcp_tool_use"):
     pass
 
 
-class McpToolResult(ElsewhereBlock, tag="mcp_tool_result"):
+class McpToolResult(HostedToolBlock, tag="mcp_tool_result"):
     pass
 
 
-class McpToolListing(ElsewhereBlock, tag="mcp_tool_listing"):
+class McpToolListing(HostedToolBlock, tag="mcp_tool_listing"):
     pass
 
 
-Elsewhere = (
+AnyHostedToolBlock = (
     ServerToolUse
     | WebSearchResult
     | WebFetchResult

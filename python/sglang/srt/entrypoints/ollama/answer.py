@@ -34,12 +34,14 @@ class AnswerWriter:
         """Time when the first output came."""
 
     def write(self, output: GenerateOutput) -> bytes:
+        """Returns the lines of a further part of the output."""
         lines = [self._line(piece) for piece in self._pieces(output)]
         if output.finish is not None:
             lines.append(self._line({}, **self._ending(output.finish, output.meta)))
         return b"".join(lines)
 
     def end(self) -> bytes:
+        """Returns no bytes: the last line has ended the answer."""
         return b""
 
     async def whole(self, outputs: GenerationStream) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.embeddings.serving_embeddings import collect_complete, encoded_embeddings
-from sglang.srt.entrypoints.held_body import body_bytes, lets_go
+from sglang.srt.entrypoints.held_body import body_bytes, releases_body
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import NDJSON, until_disconnect
@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
-from sglang.srt.entrypoints.openai.serving import OpenAIService, beside
+from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
@@ -60,7 +60,7 @@ async def _chat_call(
     service: OpenAIService, body: OllamaChatRequest | OllamaGenerateRequest, request: Request
 ) -> tuple[GenerateRequest, ChatFormats]:
     num_bytes = body_bytes(request)
-    chat = await beside(service, num_bytes, chat_request, body, service.formats)
+    chat = await off_event_loop(service, num_bytes, chat_request, body, service.formats)
     return await chat_call(service, chat, num_bytes, rid_of(request))
 
 
@@ -97,7 +97,7 @@ async def _answer(
     if call.stream:
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"", form=NDJSON)
     call.stream = True  # the answer reports when its first token came
-    lets_go(request, call)
+    releases_body(request, call)
 
     async def work() -> dict[str, Any]:
         async with await service.manager.submit(call) as stream:

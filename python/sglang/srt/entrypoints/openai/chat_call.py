@@ -14,10 +14,10 @@ from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.message_order import fitted_messages
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, NamedToolChoice
 from sglang.srt.entrypoints.openai.sampling import sampling_dict
-from sglang.srt.entrypoints.openai.serving import OpenAIService, beside
+from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
 from sglang.srt.function_call.names import check_argument_names, check_function_names, tagged_names
 from sglang.srt.managers.front.generate_request import GenerateRequest
-from sglang.srt.managers.front.tokenizer_manager import LONG_WORK
+from sglang.srt.managers.front.text_encoder import LONG_WORK
 
 MAX_THOUGHTS = 1 << 31
 """More tokens than any context has."""
@@ -36,15 +36,15 @@ async def chat_call(
     """Returns the call, and the formats of its outputs. `num_bytes`: approximate size of the conversation. `target`:
     tokens after which thoughts are ended if the model's format allows it. `folds`: see `_fitted`. Raises ApiError
     400."""
-    body = await beside(service, num_bytes, _fitted, service, folds, body)
-    media = await beside(service, num_bytes, media_of, body.messages)
+    body = await off_event_loop(service, num_bytes, _fitted, service, folds, body)
+    media = await off_event_loop(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)
     if body.input_ids is None:
         prompt = await rendered_prompt(service, body, num_bytes)
     else:
         prompt = None
-        await beside(service, num_bytes, check_tools, service.formats.calls_name, body)
-    call, formats = await beside(service, num_bytes, _with_formats, service, rid, prompt, body)
+        await off_event_loop(service, num_bytes, check_tools, service.formats.calls_name, body)
+    call, formats = await off_event_loop(service, num_bytes, _with_formats, service, rid, prompt, body)
     call.media = [media] if media else None
     _limit_thoughts(service, body, formats, call, target)
     return call, formats
@@ -98,7 +98,7 @@ async def rendered_prompt(service: OpenAIService, body: ChatCompletionRequest, n
         check_tools(service.formats.calls_name, body)
         body.messages = with_ids_of_format(body.messages, service.formats)
 
-    await beside(service, num_bytes, checked, body)
+    await off_event_loop(service, num_bytes, checked, body)
     (prompt,) = await service.chat_template.render([body], num_bytes >= LONG_WORK)
     return prompt
 
@@ -111,8 +111,8 @@ async def count_prompt(
     folds: bool = False,
 ) -> int:
     """Counts the tokens of the conversation, with images; stops at `enough`. `folds`: see `_fitted`."""
-    body = await beside(service, num_bytes, _fitted, service, folds, body)
-    media = await beside(service, num_bytes, media_of, body.messages)
+    body = await off_event_loop(service, num_bytes, _fitted, service, folds, body)
+    media = await off_event_loop(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)
     try:
         prompt = await rendered_prompt(service, body, num_bytes)
@@ -121,7 +121,7 @@ async def count_prompt(
             raise
         return int(enough) + 1
     if not media:
-        return await service.manager.count_tokens(prompt, enough)
+        return await service.manager.text.count_tokens(prompt, enough)
     return len(await service.manager.ids_with_media(prompt, media))
 
 

@@ -27,7 +27,7 @@ from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.function_call.registry import NUMBERED_IDS, SHORT_ID, SHORT_IDS
 from sglang.srt.managers.front.generate_request import GenerateOutput
-from sglang.srt.sampling.grammar_names import made_of
+from sglang.srt.sampling.grammar_names import tag_of_format
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -60,7 +60,7 @@ class ChatFormats:
             if messages is not None:
                 self._start = _start_behind(prompt, messages, reasoning)
             if isinstance(reasoning, ReasoningFormat):
-                prompt = reasoning.last_mark(str(body.messages[-1].get("content")))
+                prompt = reasoning.end_mark_after(str(body.messages[-1].get("content")))
         self._prompt_end = prompt.rstrip()[-PROMPT_END_CHARS:]
         self.tools = tool_schemas(body.tools) if formats.calls is not None and body.tool_choice != "none" else {}
         self._calls_before = _num_calls(body.messages)
@@ -93,7 +93,7 @@ class ChatFormats:
         reasoning = self._formats.reasoning
         if reasoning is None or (isinstance(reasoning, MessageFormat) and not self._is_constrained):
             return None
-        begin, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.around_thoughts)
+        begin, end = (tokenizer.encode(mark, add_special_tokens=False) for mark in reasoning.thought_marks)
         return ThinkingBudget(num_tokens, begin, end, self._inside)
 
     def new_parser(self) -> OutputParser:
@@ -139,7 +139,7 @@ class ChatFormats:
             self.thinks_first = self._is_constrained and may_think(*behind)
             tag = after_thoughts(answer, *behind)
             params.pop(given or "", None)
-            params["structural_tag"] = encoded_tag(made_of(given or "tools", tag))
+            params["structural_tag"] = encoded_tag(tag_of_format(given or "tools", tag))
 
     def _with_calls(self, given: str | None, answer: Format | None) -> Format | None:
         """Returns the format of an output with the calls that `tool_choice` requires or allows. Raises ApiError, and

@@ -95,7 +95,7 @@ class ChatTemplate:
         self._defaults = defaults or {}
         self._max_chars = max_chars
         probes = {
-            name: functools.partial(self._plainly, name, tools=None, add_generation_prompt=False)
+            name: functools.partial(self._render_bare, name, tools=None, add_generation_prompt=False)
             for name in self._templates
         }
         self._call_forms = {name: call_form(probe) for name, probe in probes.items()}
@@ -154,14 +154,14 @@ class ChatTemplate:
         ValueError if the template refuses."""
         try:
             name = self._pick(tools)
-            return self._plainly(name, self._messages(name, messages), tools, add_generation_prompt)
+            return self._render_bare(name, self._messages(name, messages), tools, add_generation_prompt)
         except Exception as error:
             raise ValueError(f"the chat template failed: {error}") from error
 
     def _rendered_probe(self, name: str, render: Callable[..., str], messages: list[dict[str, Any]]) -> str:
         return render(self._messages(name, messages))
 
-    def _plainly(
+    def _render_bare(
         self, name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> str:
         variables: dict[str, Any] = {**self._special_tokens, "messages": messages, "tools": tools}

@@ -59,14 +59,17 @@ class ChatChunks(ChunkWriter):
         super().__init__("chat.completion.chunk", response_id, created, model)
 
     def role(self, index: int, usage: bytes = _NULL) -> bytes:
+        """Returns the first event of a choice."""
         delta = b'"delta":{"role":"assistant","content":"","reasoning_content":null}'
         return self._event(index, delta, _NULL, _RUNNING, usage)
 
     def text(self, index: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL) -> bytes:
+        """Returns an event with text of the answer. logprobs, usage: JSON."""
         delta = b'"delta":{"content":' + encode(text) + b',"reasoning_content":null}'
         return self._event(index, delta, logprobs, _RUNNING, usage)
 
     def reasoning(self, index: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL) -> bytes:
+        """Returns an event with text of thoughts. logprobs, usage: JSON."""
         delta = b'"delta":{"content":null,"reasoning_content":' + encode(text) + b"}"
         return self._event(index, delta, logprobs, _RUNNING, usage)
 
@@ -79,6 +82,7 @@ class ChatChunks(ChunkWriter):
         return self._tool_calls(index, call, logprobs, usage)
 
     def arguments(self, index: int, number: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL) -> bytes:
+        """Returns an event with text of a call's arguments. number: of the call in the choice."""
         return self._tool_calls(index, {"index": number, "function": {"arguments": text}}, logprobs, usage)
 
     def _tool_calls(self, index: int, call: dict[str, Any], logprobs: bytes, usage: bytes) -> bytes:
@@ -86,6 +90,7 @@ class ChatChunks(ChunkWriter):
         return self._event(index, delta, logprobs, _RUNNING, usage)
 
     def finish(self, index: int, reason: str, matched: int | str | None, usage: bytes = _NULL) -> bytes:
+        """Returns the last event of a choice. matched: the stop string or token that ended it."""
         delta = b'"delta":{"content":null,"reasoning_content":null}'
         return self._event(index, delta, _NULL, finish_fields(reason, matched), usage)
 
@@ -100,4 +105,5 @@ class CompletionChunks(ChunkWriter):
     def text(
         self, index: int, text: str, logprobs: bytes = _NULL, usage: bytes = _NULL, finish: bytes = _RUNNING
     ) -> bytes:
+        """Returns an event with text. logprobs, usage and finish: JSON."""
         return self._event(index, b'"text":' + encode(text), logprobs, finish, usage)

@@ -10,9 +10,11 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs, TokenLogprob
 class TokenTexts(Protocol):
     """The methods of a tokenizer that name single tokens."""
 
-    def token_text(self, token_id: int) -> str: ...
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of a token."""
 
-    def token_bytes(self, token_id: int) -> bytes: ...
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes of a token, which may be a part of a character."""
 
 
 def _entry(tokens: TokenTexts, token: TokenLogprob) -> dict[str, Any]:
@@ -45,6 +47,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def output(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+        """Returns the `logprobs` object of new tokens."""
         tops: list[list[TokenLogprob]] = logprobs.output_top or [[] for _ in logprobs.output]
         return self._piece(list(logprobs.output), list(tops))
 

@@ -43,4 +43,5 @@ def image_part(url: str, detail: str | None = None) -> dict[str, Any]:
 
 
 def base64_part(data: str, media_type: str = "image/*") -> dict[str, Any]:
+    """Returns a content part with an image in base64."""
     return image_part(f"data:{media_type};base64,{data}")

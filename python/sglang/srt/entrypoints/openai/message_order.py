@@ -61,26 +61,29 @@ _LATER_PLACES = (
 def message_rules(render: Render) -> MessageRules:
     """Finds out what a template accepts by rendering probes. One that shows no conversation at all gets no
     restrictions."""
-    if not _shows(render, [_QUESTION, _ANSWER, _NEXT]):
+    if not _template_prints(render, [_QUESTION, _ANSWER, _NEXT]):
         return MessageRules()
-    takes_system = _shows(render, [_SYSTEM, _QUESTION])
+    takes_system = _template_prints(render, [_SYSTEM, _QUESTION])
     takes_later = takes_system and not any(
-        _shows(render, [message for message in messages if message is not _LATER]) and not _shows(render, messages)
+        _template_prints(render, [message for message in messages if message is not _LATER])
+        and not _template_prints(render, messages)
         for messages in _LATER_PLACES
     )
     return MessageRules(takes_system, takes_later, frozenset(_refused_pairs(render)))
 
 
 def _refused_pairs(render: Render) -> Iterator[tuple[str, str]]:
-    if not _shows(render, [_QUESTION, _NEXT]):
+    if not _template_prints(render, [_QUESTION, _NEXT]):
         yield "user", "user"
-    if not _shows(render, [_QUESTION, _ANSWER, _MORE, _NEXT]):
+    if not _template_prints(render, [_QUESTION, _ANSWER, _MORE, _NEXT]):
         yield "assistant", "assistant"
-    if _shows(render, [_QUESTION, _CALL, _RESULT]) and not _shows(render, [_QUESTION, _CALL, _RESULT, _NEXT]):
+    if _template_prints(render, [_QUESTION, _CALL, _RESULT]) and not _template_prints(
+        render, [_QUESTION, _CALL, _RESULT, _NEXT]
+    ):
         yield "tool", "user"
 
 
-def _shows(render: Render, messages: list[Message]) -> bool:
+def _template_prints(render: Render, messages: list[Message]) -> bool:
     """Returns whether the template takes these messages and prints the text of each."""
     try:
         text = render(messages)

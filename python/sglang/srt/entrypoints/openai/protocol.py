@@ -115,20 +115,24 @@ class SamplingFields(Body, kw_only=True):
 
     @property
     def keep_s(self) -> float:
+        """Returns the seconds for which the prompt should stay cached; 0: as usual."""
         options = self.prompt_cache_options
         wanted = [self.prompt_cache_retention, None if options is None else options.ttl]
         return max(RETENTION_S.get(ttl, 0.0) if isinstance(ttl, str) else 0.0 for ttl in wanted)
 
     @property
     def num_choices(self) -> int:
+        """Returns the number of choices of each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def include_usage(self) -> bool:
+        """Returns whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
+        """Returns whether every chunk of a stream has token counts."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
@@ -326,6 +330,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def hides_thoughts(self) -> bool:
+        """Returns whether the client wants no text of thoughts."""
         return self.include_reasoning is False or (self.reasoning is not None and bool(self.reasoning.exclude))
 
     @property

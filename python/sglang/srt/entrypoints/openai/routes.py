@@ -113,7 +113,7 @@ async def post_detokenize(request: Request) -> Response:
             raise ApiError(400, f"token id {wrong} is not in the vocabulary (0..{vocab_size - 1})", param="tokens")
         return engine.tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens)
 
-    decoding = engine.manager.in_thread(count, lambda: [decode(ids) for ids in sequences])
+    decoding = engine.manager.text.in_thread(count, lambda: [decode(ids) for ids in sequences])
     texts = await until_disconnect(request, decoding)
     return json_response({"text": texts[0] if single else texts})
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from sglang.srt.entrypoints.held_body import lets_go
+from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
@@ -18,7 +18,8 @@ from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.tokenizer_manager import LONG_TEXT, TokenizerManager
+from sglang.srt.managers.front.text_encoder import LONG_TEXT
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -42,9 +43,9 @@ class OpenAIService:
         return self.manager.tokenizer
 
 
-async def beside(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
+async def off_event_loop(service: OpenAIService, num_bytes: int, work: Callable[..., T], *args: Any) -> T:
     """Calls `work` for a conversation of about `num_bytes` outside of the event loop, unless it is short."""
-    return work(*args) if num_bytes < LONG_TEXT else await service.manager.in_thread(num_bytes, work, *args)
+    return work(*args) if num_bytes < LONG_TEXT else await service.manager.text.in_thread(num_bytes, work, *args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ async def collect(
 ) -> tuple[GenerationStream, list[GenerateOutput]]:
     """Returns all complete outputs of `call`, releasing the request's body; aborts the call when the client
     disconnects."""
-    lets_go(request, call)
+    releases_body(request, call)
 
     async def work() -> tuple[GenerationStream, list[GenerateOutput]]:
         async with await service.manager.submit(call) as stream:

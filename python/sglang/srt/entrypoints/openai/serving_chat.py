@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.openai.serving import (
     collect,
     new_head,
 )
-from sglang.srt.entrypoints.openai.usage import ToldUsage, UsageCounter
+from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
@@ -34,7 +34,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
     """Answers `POST /v1/chat/completions`, whole or as a stream."""
     head, rid = new_head("chatcmpl-", body, service, request)
-    told, shows = ToldUsage.of(body), not body.hides_thoughts
+    told, shows = UsageOptions.of(body), not body.hides_thoughts
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     rendering = chat_call(service, body, body_bytes(request), rid, body.wanted_thoughts)
     del body  # the answer needs no more of it
@@ -120,7 +120,7 @@ class _ChatWriter:
         service: OpenAIService,
         formats: ChatFormats,
         shows_thoughts: bool,
-        told: ToldUsage,
+        told: UsageOptions,
         head: ResponseHead,
         usage: UsageCounter,
     ) -> None:

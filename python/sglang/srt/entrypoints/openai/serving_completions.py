@@ -19,7 +19,7 @@ from sglang.srt.entrypoints.openai.serving import (
     collect,
     new_head,
 )
-from sglang.srt.entrypoints.openai.usage import ToldUsage, UsageCounter
+from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -33,7 +33,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
     _ = service.tokenizer  # without a tokenizer the answer would be an empty text
     head, rid = new_head("cmpl-", body, service, request)
     call = _generate_request(body, rid)
-    echoes, told = bool(body.echo), ToldUsage.of(body)
+    echoes, told = bool(body.echo), UsageOptions.of(body)
     usage = UsageCounter(body.num_choices, service.report_cached_tokens)
     del body  # the answer needs no more of it
     if call.stream:
@@ -141,7 +141,7 @@ def _choice(echo: _Echo, output: GenerateOutput) -> dict[str, Any]:
 
 
 class _CompletionWriter:
-    def __init__(self, echo: _Echo, told: ToldUsage, head: ResponseHead, usage: UsageCounter) -> None:
+    def __init__(self, echo: _Echo, told: UsageOptions, head: ResponseHead, usage: UsageCounter) -> None:
         self._echo = echo
         self._chunks = CompletionChunks(head.id, head.created, head.model)
         self._usage = usage

@@ -9,7 +9,7 @@ from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.openai.chat_call import rendered_prompt
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, TokenizeRequest
-from sglang.srt.entrypoints.openai.serving import OpenAIService, beside
+from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
 
 MAX_TOKENIZE_CHARS = 1 << 21
 
@@ -34,7 +34,7 @@ async def tokenize(service: OpenAIService, body: TokenizeRequest, num_bytes: int
         def texts_of() -> list[list[str]]:
             return [list(map(tokenizer.token_text, ids)) for ids in sequences]
 
-        texts = await service.manager.in_thread(sum(counts), texts_of)
+        texts = await service.manager.text.in_thread(sum(counts), texts_of)
         answer["token_strs"] = texts[0] if single else texts
     return answer
 
@@ -44,7 +44,7 @@ async def _texts(service: OpenAIService, given: str | list[str], special: bool) 
     _refuse_long(sum(map(len, prompts)), "prompt")
     tokens = []
     for prompt in prompts:
-        tokens.append(await service.manager.encode(prompt, special))
+        tokens.append(await service.manager.text.encode(prompt, special))
         await asyncio.sleep(0)  # many short texts must not block the event loop either
     return tokens
 
@@ -53,13 +53,13 @@ async def _conversation(
     service: OpenAIService, chat: ChatCompletionRequest, num_bytes: int, special: bool
 ) -> list[int]:
     """Returns the ids of the rendered conversation, with all placeholders of its images."""
-    media = await beside(service, num_bytes, media_of, chat.messages)
+    media = await off_event_loop(service, num_bytes, media_of, chat.messages)
     service.manager.preparer.require_media(media)
     text = await rendered_prompt(service, chat, num_bytes)
     _refuse_long(len(text), "messages")
     if media:
         return await service.manager.ids_with_media(text, media)
-    return await service.manager.encode(text, special)
+    return await service.manager.text.encode(text, special)
 
 
 def _refuse_long(num_chars: int, field: str) -> None:

@@ -34,8 +34,8 @@ from sglang.srt.entrypoints.openai.template_process import (
 )
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded, end_all
-from sglang.srt.managers.front.lanes import Lanes
 from sglang.srt.managers.front.request_preparation import CHARS_PER_TOKEN_BOUND
+from sglang.srt.managers.front.worker_threads import WorkerThreads
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -96,12 +96,12 @@ class TemplatePool:
         self._ready = [False] * len(self._processes)
         self._rules = (MessageRules(), MessageRules())
         self._decoder = msgspec.msgpack.Decoder(Reply)
-        self._lanes = Lanes(len(self._processes), "template", num_short=1, first=self._start)
+        self._threads = WorkerThreads(len(self._processes), "template", num_short=1, first=self._start)
 
     def wait_ready(self) -> None:
         """Blocks until the template is compiled. Raises UserError if it cannot be within the limits."""
         try:
-            self._lanes.submit(True, self._wait_ready).result()
+            self._threads.submit(True, self._wait_ready).result()
         except ApiError as error:
             raise UserError(
                 f"{error.message} (chat_template of the model's tokenizer, or --chat-template, which gives another one)"
@@ -115,6 +115,7 @@ class TemplatePool:
 
     @property
     def process_ids(self) -> list[int]:
+        """Returns the ids of the running processes."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def render(self, bodies: Sequence[ChatCompletionRequest], is_long: bool) -> list[str]:
@@ -122,7 +123,7 @@ class TemplatePool:
         limits, 503 if it might succeed when no others wait."""
         job = _Job(b"")
         try:  # the future gets no name: a cycle future - error - this frame would stay
-            return await asyncio.wrap_future(self._lanes.submit(is_long, partial(self._render, job, bodies)))
+            return await asyncio.wrap_future(self._threads.submit(is_long, partial(self._render, job, bodies)))
         except asyncio.CancelledError:
             job.abandoned = True
             raise
@@ -132,14 +133,14 @@ class TemplatePool:
     ) -> str:
         """Renders like `ChatTemplate.render_probe`; blocks."""
         job = _Job(packed(Probe(messages, tools, add_generation_prompt)))
-        future: Future[list[str]] = self._lanes.submit(True, partial(self._ask, job))
+        future: Future[list[str]] = self._threads.submit(True, partial(self._ask, job))
         try:
             return future.result()[0]
         except ApiError as error:
             raise ValueError(error.message) from None
 
     def close(self) -> None:
-        self._lanes.close()
+        self._threads.close()
         end_all(self._processes)
 
     # --- in the threads -----------------------------------------------------------------------------------------------
@@ -171,13 +172,13 @@ class TemplatePool:
         limits = self._limits
         crowded = False
 
-        def gives_up(seconds: float) -> bool:
+        def should_stop(seconds: float) -> bool:
             nonlocal crowded
-            crowded = seconds >= limits.contended_seconds and self._lanes.has_waiting(number)
+            crowded = seconds >= limits.contended_seconds and self._threads.has_waiting(number)
             return crowded or seconds >= limits.seconds or job.abandoned
 
         try:
-            return self._decoder.decode(self._processes[number].ask(job.message, gives_up))
+            return self._decoder.decode(self._processes[number].ask(job.message, should_stop))
         except ProcessEnded as error:
             self._start(number)
             if not error.is_late:

@@ -9,7 +9,7 @@ from sglang.srt.managers.front.draft_details import draft_details
 from sglang.srt.managers.wire.io_struct import TokenMeta
 
 
-class ToldUsage(NamedTuple):
+class UsageOptions(NamedTuple):
     """Which counts the client gets: in each chunk, after the last one, and those of draft tokens."""
 
     continuous: bool
@@ -17,7 +17,8 @@ class ToldUsage(NamedTuple):
     extension: bool
 
     @classmethod
-    def of(cls, body: SamplingFields) -> ToldUsage:
+    def of(cls, body: SamplingFields) -> UsageOptions:
+        """Returns the options of a request."""
         return cls(body.continuous_usage, body.include_usage, bool(body.return_spec_tokens_details))
 
 
@@ -30,6 +31,7 @@ class UsageCounter:
         self._meta: dict[int, TokenMeta] = {}
 
     def update(self, index: int, meta: TokenMeta) -> None:
+        """Notes the latest counts of a sequence."""
         self._meta[index] = meta
 
     def extension(self) -> dict[str, Any]:
@@ -40,6 +42,7 @@ class UsageCounter:
         return {"spec_tokens_details": details[0] if len(details) == 1 else details}
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the `usage` object of all sequences; each prompt counts once."""
         firsts = [meta for index, meta in self._meta.items() if index % self._num_choices == 0]
         prompt_tokens = sum(meta.prompt_tokens for meta in firsts)
         completion_tokens = sum(meta.completion_tokens for meta in self._meta.values())

@@ -114,6 +114,7 @@ class ResultItem(Item):
     """The result of a call: `result` returns its id and its content."""
 
     def result(self) -> tuple[str | None, Content]:
+        """Returns the id of the call and its result."""
         raise NotImplementedError
 
 
@@ -124,6 +125,7 @@ class FunctionCallItem(CallItem, tag="function_call"):
     namespace: str | None = None
 
     def call(self) -> tuple[str | None, str, str]:
+        """Returns the call's id, the function's name as it was offered to the model, and the arguments as JSON."""
         return self.call_id, offered_name(self.name, self.namespace), self.arguments
 
 
@@ -252,7 +254,7 @@ ConversationItem = (
     | ReasoningItem
 )
 ITEMS = get_args(ConversationItem)
-ELSEWHERE = frozenset(
+HOSTED_CALLS = frozenset(
     "web_search_call file_search_call code_interpreter_call image_generation_call mcp_list_tools mcp_call "
     "mcp_approval_request mcp_approval_response program program_output".split()
 )
@@ -409,7 +411,7 @@ class ResponsesRequest(ResponseContext, kw_only=True):
 def read_items(items: list[dict[str, Any]]) -> list[ConversationItem]:
     """Returns the items. Raises ApiError 400 for an unknown or incomplete item. Skips those about calls that OpenAI's
     servers ran."""
-    typed = [{"type": "message", **item} for item in items if item.get("type") not in ELSEWHERE]
+    typed = [{"type": "message", **item} for item in items if item.get("type") not in HOSTED_CALLS]
     try:
         return msgspec.convert(typed, list[ConversationItem], strict=False)
     except msgspec.ValidationError as error:

@@ -19,14 +19,17 @@ def item_id(prefix: str) -> str:
 
 
 def text_part(text: str = "") -> dict[str, Any]:
+    """Returns a content part with text of the answer."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
 def thought_part(text: str = "") -> dict[str, Any]:
+    """Returns a content part with text of thoughts."""
     return {"type": "reasoning_text", "text": text}
 
 
 def message_item(status: str, *content: dict[str, Any]) -> dict[str, Any]:
+    """Returns an output item with a message of the model."""
     return {"id": item_id("msg"), "type": "message", "role": "assistant", "status": status, "content": list(content)}
 
 
@@ -47,6 +50,7 @@ def typed_item(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def usage(meta: TokenMeta, reports_cached: bool) -> dict[str, Any]:
+    """Returns the `usage` object. reports_cached: with the number of cached tokens."""
     return {
         "input_tokens": meta.prompt_tokens,
         "input_tokens_details": {

@@ -34,10 +34,12 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes that the entry takes."""
         return len(self.response) + len(self.conversation) + self.num_waiting_bytes
 
     @property
     def is_running(self) -> bool:
+        """Returns whether the response is still being generated."""
         return self.task is not None and not self.task.done()
 
     def items(self) -> list[dict[str, Any]]:
@@ -60,10 +62,12 @@ class HeldInput:
 
     @classmethod
     def of(cls, items: list[dict[str, Any]]) -> HeldInput:
+        """Returns the input items, encoded."""
         return cls(msgspec.json.encode(items), len(items))
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes that the items take; 0 once they were dropped."""
         return 0 if self.items is None else len(self.items)
 
     def conversation(self, output: list[dict[str, Any]]) -> bytes:
@@ -97,6 +101,7 @@ class ResponseStore:
 
     @property
     def num_running(self) -> int:
+        """Returns the number of responses that are still being generated."""
         return sum(entry.is_running for entry in self._entries.values())
 
     def has_room(self, entry: StoredResponse) -> bool:
@@ -105,6 +110,7 @@ class ResponseStore:
         return len(running) < self._max_responses and sum(running) + entry.num_bytes <= self._max_bytes
 
     def get(self, response_id: str) -> StoredResponse | None:
+        """Returns a stored response; None if there is none with this id."""
         return self._entries.get(response_id)
 
     def put(self, response_id: str, entry: StoredResponse) -> None:

@@ -43,6 +43,7 @@ class ResponseStream:
         """The pieces of the item that is open, which is the last one; None: none is."""
 
     def write(self, output: GenerateOutput) -> bytes:
+        """Returns the events of a further part of the output."""
         pieces = self._output.push(output)
         events = b"" if self._num_events else self._begin()
         for piece in pieces:
@@ -57,6 +58,7 @@ class ResponseStream:
         return events + self._sse(f"response.{response['status']}", response=response)
 
     def end(self) -> bytes:
+        """Returns no bytes: the last part of the output has ended the response."""
         return b""
 
     def fail(self, error: ApiError) -> bytes:

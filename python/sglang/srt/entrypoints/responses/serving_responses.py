@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.held_body import body_bytes, lets_go
+from sglang.srt.entrypoints.held_body import body_bytes, releases_body
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
@@ -21,7 +21,7 @@ from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.serving import OpenAIService, beside, collect
+from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, off_event_loop
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.conversation import chat_request, tool_catalog
@@ -109,7 +109,7 @@ async def count_tokens(
 async def _count(service: OpenAIService, store: ResponseStore, body: ResponseContext, num_bytes: int) -> int:
     previous = _previous(store, body)
     num_bytes += 0 if previous is None else previous.num_bytes
-    chat = await beside(service, num_bytes, lambda: _translated(body, previous).request)
+    chat = await off_event_loop(service, num_bytes, lambda: _translated(body, previous).request)
     return await count_prompt(service, chat, num_bytes, folds=True)
 
 
@@ -119,9 +119,9 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
     num_bytes = body_bytes(http) + (0 if previous is None else previous.num_bytes)
     if body.background and num_bytes > MAX_BACKGROUND_BYTES:
         raise ApiError(413, f"a conversation answered in the background may have {MAX_BACKGROUND_BYTES} bytes")
-    items, request, catalog = await beside(service, num_bytes, _translated, body, previous)
+    items, request, catalog = await off_event_loop(service, num_bytes, _translated, body, previous)
     if body.truncation == "auto":
-        if await beside(service, num_bytes, media_of, request.messages):
+        if await off_event_loop(service, num_bytes, media_of, request.messages):
             raise ApiError(400, "truncation auto is not supported with images; leave it out", param="truncation")
         context_len = service.manager.model_config.context_len
         await fit_context(
@@ -138,7 +138,7 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
         service.report_cached_tokens,
     )
     call.kept_bytes += len(msgspec.json.encode(head.state("queued")))
-    waiting = None if body.store is False else await beside(service, num_bytes, _held, items)
+    waiting = None if body.store is False else await off_event_loop(service, num_bytes, _held, items)
     if waiting is not None and not body.background:
         store.hold(waiting)
     return _Answer(service, store, head, waiting, call, formats, num_bytes)
@@ -199,7 +199,7 @@ def _start(answer: _Answer, request: Request) -> dict[str, Any]:
         raise ApiError(
             503, "the conversations of responses in the background leave no room for another; try again later"
         )
-    lets_go(request, answer.call)
+    releases_body(request, answer.call)
     entry.task = asyncio.create_task(_compute(answer))
     answer.store.put(answer.head.id, entry)
     return response

@@ -68,6 +68,7 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
 
     @property
     def runs_at_client(self) -> bool:
+        """Returns whether the client runs the tool; others run at OpenAI's servers and are not offered."""
         if self.type == "tool_search":
             return self.execution == "client"
         if self.type == "shell":

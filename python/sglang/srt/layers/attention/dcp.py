@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 import torch
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.metadata import AttentionBackend, DecodeBuilder, ExtendBuilder, ExtendMetadata
 from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.layers.attention.token_shares import (
@@ -52,14 +52,17 @@ class PartBuilder(Protocol):
     plans_on_host: bool
     in_graphs: bool
 
-    def build(self, rows: DecodeRows) -> PartMetadata: ...
+    def build(self, rows: DecodeRows) -> PartMetadata:
+        """Returns the metadata of a step that is launched kernel by kernel."""
 
-    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None: ...
+    def prepare_graphs(self, batch_sizes: tuple[int, ...]) -> None:
+        """Allocates what graphs of these batch sizes need."""
 
     def build_in_graph(self, rows: DecodeRows) -> PartMetadata:
         """Builds metadata inside a graph. Builders that plan on the host get no table of this rank's tokens here."""
 
-    def refresh(self, rows: DecodeRows) -> None: ...
+    def refresh(self, rows: DecodeRows) -> None:
+        """Plans a step again on the host before its graph is replayed."""
 
 
 class PartBackend(AttentionBackend, Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.distributed.parallel_state import ALONE, Group
+from sglang.srt.distributed.groups import ALONE, Group
 from sglang.srt.layers.attention.token_shares import GatheredTokens, Tokens
 
 

@@ -104,9 +104,11 @@ class AttentionBackend(Protocol):
     """Creates builders. Built once per model runner with (plan, device). Sites that can share a step's computations get
     the same builder."""
 
-    def decode_builder(self, site: AttentionSite) -> DecodeBuilder: ...
+    def decode_builder(self, site: AttentionSite) -> DecodeBuilder:
+        """Returns the builder of a site's metadata for requests that decode."""
 
-    def extend_builder(self, site: AttentionSite) -> ExtendBuilder: ...
+    def extend_builder(self, site: AttentionSite) -> ExtendBuilder:
+        """Returns the builder of a site's metadata for prompts."""
 
 
 class LongPromptBackend(Protocol):
@@ -164,8 +166,10 @@ class SiteMetadata:
 
     @property
     def decodes_sparsely(self) -> bool:
+        """Returns whether decoding rows attend to selected entries only."""
         return self.sparse is not None and self.sparse.with_decodes
 
     @property
     def extends_sparsely(self) -> bool:
+        """Returns whether rows of prompts attend to selected entries only."""
         return self.sparse is not None and self.sparse.with_prompts

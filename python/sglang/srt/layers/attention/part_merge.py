@@ -16,7 +16,7 @@ import torch
 
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 
 if TYPE_CHECKING:
     from sglang.srt.layers.ops import MergePartsOp, PackPartsOp

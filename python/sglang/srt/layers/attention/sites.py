@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import ALONE
 from sglang.srt.layers.attention.dcp import builders_of
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.metadata import (
@@ -154,7 +155,7 @@ class AttentionSites:
         if rows.seq_lens_cpu is None or not spec.expanding_pays(rows.prefix_lens_cpu, rows.new_lens_cpu):
             return None
         table = rows.token_slots[0].req_to_token
-        context = parallel_state.groups().context if site.dcp_size > 1 else parallel_state.ALONE
+        context = parallel_state.groups().context if site.dcp_size > 1 else ALONE
         return cut_prefixes(table, rows.req_pool_indices, rows.prefix_lens_cpu, self._chunk_tokens, context)
 
     def refresh(self, rows: DecodeRows | None) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.step_rows import DecodeRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CacheStore
 

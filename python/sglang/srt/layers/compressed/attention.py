@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.compressor import Compressor

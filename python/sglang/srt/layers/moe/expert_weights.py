@@ -77,6 +77,7 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
+        """Returns the number of experts that this rank holds."""
         return self.data.shape[0]
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.configs.activation import Activation
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.mlp import GatedMLP

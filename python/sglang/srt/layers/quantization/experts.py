@@ -16,7 +16,7 @@ import torch
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.configs.stored_form import STACKED_FP8
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Scope, TensorPart, WeightShard, constant, random_codes

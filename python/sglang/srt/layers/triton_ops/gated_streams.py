@@ -105,6 +105,7 @@ def mix_streams_of_gates_kernel(
 
 
 def bend_launch(width: int) -> dict[str, int]:
+    """Returns the launch for rows of `width` columns."""
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": max(1, min(8, block // 128))}
 

@@ -276,6 +276,7 @@ def join_streams_kernel(
 
 
 def mix_tile(num_tokens: int) -> dict[str, int]:
+    """Returns the tile for this number of tokens."""
     return FEW_TILE if num_tokens <= FEW_TOKENS else MANY_TILE
 
 

@@ -239,6 +239,7 @@ def _max_idle_tokens(kind: str, row: LinearTile, num_cols: int, arch: ArchTraits
 
 
 def few_tile(product: ScaledProduct, bits: int) -> PairTile:
+    """Returns the tile of products with few rows. bits: of a weight's code."""
     return FEW_TILES["pairs" if product.in_pairs else product.kind, bits]
 
 

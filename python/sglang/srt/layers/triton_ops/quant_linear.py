@@ -258,6 +258,8 @@ def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfig
 
 
 def packed_linear(matrix: PackedWeight, configs: TileConfigs) -> Apply:
+    """Returns a function that multiplies activations [T, K] by a packed matrix, with tiles by number of tokens: it
+    takes (x, bias, out_dtype) and returns [T, N]."""
     op = f"linear/{matrix.weight.scheme.name}"
     fallbacks = {
         config.max_tokens: fallbacks_of(op, config, __name__, scaled_dot.__name__)

@@ -344,6 +344,8 @@ def topk_constants(num_experts: int, top_k: int, groups: tuple[int, int], with_s
 
 
 def choice_constants(top_k: int, with_shared: bool) -> dict[str, Any]:
+    """Returns the constants of kernels that choose `top_k` experts. with_shared: a column follows for the shared
+    expert."""
     return {"K": top_k, "K_BLOCK": triton.next_power_of_2(top_k), "COLUMNS": top_k + with_shared}
 
 

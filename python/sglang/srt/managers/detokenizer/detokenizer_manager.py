@@ -81,6 +81,7 @@ class Detokenizer:
 
     @property
     def num_sequences(self) -> int:
+        """Returns the number of sequences that have not ended."""
         return len(self._sequences)
 
     def handle(self, message: SchedulerOutput) -> DetokenizerOutput:

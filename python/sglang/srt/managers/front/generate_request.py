@@ -93,13 +93,14 @@ class GenerateRequest:
             return not isinstance(self.text, str)
         return isinstance(self.input_ids, list) and bool(self.input_ids) and not isinstance(self.input_ids[0], int)
 
-    def let_go(self) -> None:
+    def release_inputs(self) -> None:
         """Releases what the sequences hold themselves by now, or no longer need."""
         self.text = self.input_ids = self.media = self.sampling_params = self.token_ids_logprob = None
         self.media_items = []
 
     @property
     def num_prompts(self) -> int:
+        """Returns the number of prompts in the call."""
         prompts: Any = self.text if self.text is not None else self.input_ids
         return len(prompts) if self.is_batch else 1
 

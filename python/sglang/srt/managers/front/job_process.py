@@ -48,6 +48,7 @@ class JobProcess:
 
     @property
     def pid(self) -> int | None:
+        """Returns the id of the running process; None if there is none."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -93,7 +94,7 @@ class JobProcess:
             with suppress(OSError):
                 self._pipe.close()
 
-    def ask(self, message: bytes, gives_up: Callable[[float], bool]) -> bytes:
+    def ask(self, message: bytes, should_stop: Callable[[float], bool]) -> bytes:
         """Returns the answer to a message. Raises ProcessEnded, after which there is no process."""
         if self._pipe is None:
             self._fail(False)
@@ -101,16 +102,17 @@ class JobProcess:
             self._pipe.send_bytes(message)
         except OSError:
             self._fail(False)
-        return self.receive(gives_up)
+        return self.receive(should_stop)
 
-    def receive(self, gives_up: Callable[[float], bool]) -> bytes:
-        """Returns the next message. gives_up(seconds so far) returns whether to stop waiting. Raises ProcessEnded."""
+    def receive(self, should_stop: Callable[[float], bool]) -> bytes:
+        """Returns the next message. should_stop(seconds so far) returns whether to stop waiting. Raises
+        ProcessEnded."""
         if self._pipe is None:
             self._fail(False)
         started = time.monotonic()
         try:
             while not self._pipe.poll(POLL_S):
-                if gives_up(time.monotonic() - started):
+                if should_stop(time.monotonic() - started):
                     self._fail(True)
             return self._pipe.recv_bytes()
         except (OSError, EOFError):

@@ -92,6 +92,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
+        """Counts a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
@@ -195,11 +196,11 @@ class Metrics(Collector):
         serving = [(i, stats.host_cache) for i, stats in enumerate(self.stats) if i not in self.lost]
         kept = [(i, host) for i, host in serving if host is not None]
         stored = [(i, host.storage) for i, host in kept if host.storage is not None]
-        yield from self._family_each(_HOST_GAUGES, GaugeMetricFamily, kept)
-        yield from self._family_each(_HOST_COUNTERS, CounterMetricFamily, kept)
-        yield from self._family_each(_STORAGE_COUNTERS, CounterMetricFamily, stored)
+        yield from self._families(_HOST_GAUGES, GaugeMetricFamily, kept)
+        yield from self._families(_HOST_COUNTERS, CounterMetricFamily, kept)
+        yield from self._families(_STORAGE_COUNTERS, CounterMetricFamily, stored)
 
-    def _family_each(
+    def _families(
         self,
         names: Mapping[str, str],
         kind: type[GaugeMetricFamily | CounterMetricFamily],

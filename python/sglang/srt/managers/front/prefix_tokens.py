@@ -62,6 +62,7 @@ class PrefixTokens:
         return [*before, *ids, *after]
 
     def clear(self) -> None:
+        """Forgets all prefixes."""
         with self._lock:
             self._pieces.clear()
             self._num_tokens = 0
@@ -72,11 +73,11 @@ class PrefixTokens:
         return self._num_tokens
 
     def _cuts(self, text: str) -> list[_Cut]:
-        cuts, least = [], MIN_PIECE_CHARS
+        cuts, minimum = [], MIN_PIECE_CHARS
         for match in self._pattern.finditer(text):
-            if match.end() >= least:
+            if match.end() >= minimum:
                 cuts.append(_Cut(*match.span()))
-                least = match.end() + MIN_PIECE_CHARS
+                minimum = match.end() + MIN_PIECE_CHARS
         return cuts
 
     def _known(self, keys: list[bytes]) -> list[array[int]]:

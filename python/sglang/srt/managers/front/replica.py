@@ -11,7 +11,7 @@ from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     ArrayPart,
-    ArraysGone,
+    ArraysReleased,
     ControlReply,
     ControlReq,
     SchedulerStats,
@@ -35,7 +35,7 @@ class Replica:
         """Control calls without an answer so far, by id."""
         self.aborts: dict[str, None] = {}
         """Sequences to abort, in order, that did not fit into the channel yet."""
-        self.arrays_gone: list[str] = []
+        self.arrays_released: list[str] = []
         """Names of shared arrays that its machines have and nothing needs, which it has not been told yet."""
 
     def refuse_when_lost(self) -> None:
@@ -63,9 +63,9 @@ class Replica:
             if self.aborts:
                 self.outbox.try_send(AbortReq(list(self.aborts)))
                 self.aborts.clear()
-            if self.arrays_gone:
-                self.outbox.try_send(ArraysGone(self.arrays_gone))
-                self.arrays_gone = []
+            if self.arrays_released:
+                self.outbox.try_send(ArraysReleased(self.arrays_released))
+                self.arrays_released = []
         except ipc.ChannelFull:
             return False
         return True

@@ -27,12 +27,12 @@ from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.utils.media_item import MediaItem
 
 PAGE_TOKENS = 32
-MOST_PAGES = 2048
+MAX_PAGES = 2048
 """Pages of a prompt that are hashed, at 20 us per thousand tokens on the event loop; later pages hardly affect the
 choice."""
 REMEMBERED_PAGES = 1 << 17
 """Most pages remembered for a replica, about 15 MB."""
-MOST_TIMES_LEAST = 2
+MAX_LOAD_RATIO = 2
 """A replica is chosen for its prefix while it has at most this many times the tokens of the least loaded one."""
 
 
@@ -51,9 +51,9 @@ def page_hashes(ids: Sequence[int] | Ids, namespace: str | None = None, media: S
     shown: dict[int, list[bytes]] = {}
     for item in media:
         for first, last in item.spans:
-            for page in range(first // PAGE_TOKENS, min((last - 1) // PAGE_TOKENS + 1, MOST_PAGES)):
+            for page in range(first // PAGE_TOKENS, min((last - 1) // PAGE_TOKENS + 1, MAX_PAGES)):
                 shown.setdefault(page, []).append(item.digest)
-    tokens = memoryview(np.array(ids[: MOST_PAGES * PAGE_TOKENS], np.int32).tobytes())
+    tokens = memoryview(np.array(ids[: MAX_PAGES * PAGE_TOKENS], np.int32).tobytes())
     size = PAGE_TOKENS * 4
     value, hashes = hash(namespace), []
     for page, end in enumerate(range(size, len(tokens) + 1, size)):
@@ -85,6 +85,7 @@ class RecentPages:
             self._pages.popitem(last=False)
 
     def clear(self) -> None:
+        """Forgets all pages."""
         self._pages.clear()
 
 
@@ -127,14 +128,14 @@ class ReplicaRouter:
         return index
 
     def _chosen(self, loads: Sequence[ReplicaLoad], hashes: Sequence[int], num_tokens: int) -> ReplicaLoad:
-        least = min(loads, key=self._load)
+        minimum = min(loads, key=self._load)
         if not hashes:
-            return least
+            return minimum
         matched = {load.index: self._pages[load.index].matched(hashes) for load in loads}
         longest = max(matched.values())
         nearest = min((load for load in loads if matched[load.index] == longest), key=self._load)
-        bound = MOST_TIMES_LEAST * (least.num_tokens + num_tokens)
-        return nearest if nearest.num_tokens <= bound else least
+        bound = MAX_LOAD_RATIO * (minimum.num_tokens + num_tokens)
+        return nearest if nearest.num_tokens <= bound else minimum
 
     def _load(self, load: ReplicaLoad) -> tuple[int, int]:
         if self._method == ROUND_ROBIN:

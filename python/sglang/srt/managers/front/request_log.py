@@ -45,6 +45,7 @@ class RequestLog:
         """Number of characters of an output that `finished` wants."""
 
     def received(self, request: TokenizedGenerateReq, prompt_text: str | None) -> None:
+        """Logs an accepted sequence; how much of it depends on --log-requests-level."""
         fields: dict[str, Any] = {"rid": request.rid, "prompt_tokens": len(request.input_ids)}
         if self._level >= 1:
             fields["sampling_params"] = self._parameters(request)

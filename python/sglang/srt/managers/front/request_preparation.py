@@ -40,7 +40,7 @@ MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
-MOST_KEPT_S = 86_400.0
+MAX_KEPT_S = 86_400.0
 """Most seconds for which a prompt may stay cached before others."""
 MAX_LOGPROBS = 1 << 24
 """Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
@@ -136,13 +136,13 @@ class RequestPreparer:
         _bound_parameters(num_samples * sum(p.num_bytes for p, _ in params))
         priority = self._priority(req.priority)
         options = zip(
-            _spread("return_logprob", req.return_logprob, count, bool),
-            _spread("logprob_start_len", req.logprob_start_len, count, int),
-            _spread("top_logprobs_num", req.top_logprobs_num, count, int),
+            _one_per_prompt("return_logprob", req.return_logprob, count, bool),
+            _one_per_prompt("logprob_start_len", req.logprob_start_len, count, int),
+            _one_per_prompt("top_logprobs_num", req.top_logprobs_num, count, int),
             _spread_ids(req.token_ids_logprob, count),
             _spread_keys("cache_salt", req.cache_salt, count),
             _spread_keys("extra_key", req.extra_key, count),
-            _spread("return_hidden_states", req.return_hidden_states, count, bool),
+            _one_per_prompt("return_hidden_states", req.return_hidden_states, count, bool),
             strict=True,
         )
         requests: list[TokenizedGenerateReq] = []
@@ -179,7 +179,7 @@ class RequestPreparer:
                 thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
                 received=received,
-                keep_s=min(req.keep_s, MOST_KEPT_S),
+                keep_s=min(req.keep_s, MAX_KEPT_S),
                 media=items,
             )
             self._check_logprobs(request)
@@ -374,9 +374,9 @@ class RequestPreparer:
                 f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got "
                 f"{request.logprob_start_len}."
             )
-        most = min(self._vocab_size, MAX_TOP_LOGPROBS)
-        if not 0 <= top <= most:
-            raise RequestError(f"top_logprobs_num must be in [0, {most}], got {top}.")
+        maximum = min(self._vocab_size, MAX_TOP_LOGPROBS)
+        if not 0 <= top <= maximum:
+            raise RequestError(f"top_logprobs_num must be in [0, {maximum}], got {top}.")
         if len(wanted) > MAX_TOKEN_IDS_LOGPROB:
             raise RequestError(
                 f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} token ids, got {len(wanted)}."
@@ -392,9 +392,9 @@ class RequestPreparer:
             return 0
         width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
         num_inputs = 0 if request.logprob_start_len < 0 else len(request.input_ids) - request.logprob_start_len
-        most = room // width - num_inputs
-        length = self._longest_output(request, explicit_length, most)
-        if length > most:
+        maximum = room // width - num_inputs
+        length = self._longest_output(request, explicit_length, maximum)
+        if length > maximum:
             raise RequestError(
                 f"{num_inputs} tokens of the prompt and {length} of the output with {width} log probabilities each are "
                 f"more than a call may have, {MAX_LOGPROBS} for all its prompts and samples; ask for fewer."
@@ -419,14 +419,14 @@ class RequestPreparer:
             )
         return states
 
-    def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, most: int) -> int:
-        """Returns how many tokens the output may have. Shrinks a default length to `most`, if that is at least 1."""
+    def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, maximum: int) -> int:
+        """Returns how many tokens the output may have. Shrinks a default length to `maximum`, if that is at least 1."""
         params = request.sampling_params
         length = self._context_len - len(request.input_ids)
         length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
-        if length > most and not explicit_length and most > 0:
-            length = most
-            shorter = {"max_new_tokens": most, "min_new_tokens": min(most, params.min_new_tokens)}
+        if length > maximum and not explicit_length and maximum > 0:
+            length = maximum
+            shorter = {"max_new_tokens": maximum, "min_new_tokens": min(maximum, params.min_new_tokens)}
             request.sampling_params = msgspec.structs.replace(params, **shorter)
         return length
 
@@ -476,7 +476,7 @@ def _bound_parameters(num_bytes: int) -> None:
         )
 
 
-def _spread(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
+def _one_per_prompt(name: str, value: Any, count: int, kind: type[T]) -> list[T]:
     """Returns one value for each prompt, from one value for all or a list."""
     values = value if isinstance(value, list) else [value] * count
     if len(values) != count:
@@ -491,7 +491,7 @@ def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
         return [None] * count
     if isinstance(value, list) and all(type(entry) is int for entry in value):
         return [value] * count
-    values = _spread("token_ids_logprob", value, count, list)
+    values = _one_per_prompt("token_ids_logprob", value, count, list)
     if any(type(entry) is not int for ids in values for entry in ids):
         raise RequestError("token_ids_logprob must hold integers.")
     return list(values)

@@ -30,6 +30,7 @@ class EndedRequest(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Returns the seconds from arrival to the end."""
         return self.end_time - self.created_time
 
     @property

@@ -17,32 +17,31 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.speculative import NGRAM
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
-from sglang.srt.managers.front.lanes import Lanes, num_long_lanes
 from sglang.srt.managers.front.media.array_transfers import ArrayTransfers
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.front.media.served_media import ServedMedia
 from sglang.srt.managers.front.metrics import Metrics
-from sglang.srt.managers.front.prefix_tokens import PrefixTokens
 from sglang.srt.managers.front.replica import Replica
 from sglang.srt.managers.front.replica_router import ReplicaRouter
 from sglang.srt.managers.front.request_log import RequestLog
-from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer, pieces
+from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
 from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.front.request_trace import RequestTracer
+from sglang.srt.managers.front.sequence_table import ActiveSequence, SequenceTable
+from sglang.srt.managers.front.text_encoder import TextEncoder
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     BatchStrOut,
@@ -57,18 +56,11 @@ from sglang.srt.managers.wire.io_struct import (
 )
 from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import Tokenizer, TokenizerError
+from sglang.srt.utils.hf_tokenizer import Tokenizer
 from sglang.srt.utils.media_item import MediaItem
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-LONG_TEXT = 4096
-"""Characters from which a text is tokenized in a thread, so that the event loop goes on."""
-LONG_WORK = 1 << 16
-"""Characters from which a text counts as long work for the threads, and for the processes of chat templates."""
-EXACT_COUNT_CHARS = 1 << 21
-"""Longest text in characters whose tokens are counted exactly, in one call."""
 SEND_BATCH_TOKENS = 1 << 18
 """Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
 ENDINGS_RETRY_S = 0.05
@@ -86,46 +78,6 @@ class ServerStatus(enum.Enum):
     UP = "up"
     UNHEALTHY = "unhealthy"
     SHUTTING_DOWN = "shutting down"
-
-
-class _Sequence:
-    """One sequence that a scheduler owes a finish message."""
-
-    __slots__ = (
-        "first_time",
-        "groups",
-        "index",
-        "kept_text",
-        "last_time",
-        "meta",
-        "num_kept",
-        "num_tokens",
-        "replica",
-        "sent_time",
-        "stream",
-        "trace",
-    )
-
-    def __init__(self, stream: GenerationStream, index: int, groups: set[str]) -> None:
-        self.stream = stream
-        self.index = index
-        self.groups = groups
-        """The public ids that it ends with: the request's, shared by the samples of a prompt, and the batch's."""
-        self.replica: Replica | None = None
-        """None: no scheduler knows it yet."""
-        self.meta = TokenMeta(0, 0)
-        """That of its last message."""
-        self.num_tokens = 0
-        """Tokens that it has been counted with in the load of its replica."""
-        self.sent_time = 0.0
-        """time.monotonic(), as all times here."""
-        self.first_time = 0.0
-        self.last_time = 0.0
-        self.kept_text: list[str] = []
-        """Parts of the output that the log wants to keep."""
-        self.num_kept = 0
-        self.trace: Any = None
-        """The client's trace."""
 
 
 class TokenizerManager:
@@ -152,29 +104,24 @@ class TokenizerManager:
         self.metrics = Metrics(args.served_model_name or args.model_path, len(ports)) if args.enable_metrics else None
         self._log = RequestLog(args) if args.log_requests else None
         self._tracer = RequestTracer.from_args(args)
-        self._threads = Lanes(1 + num_long_lanes(args.dp_size), "tokenize", num_short=1)
-        self._prefixes = None if tokenizer is None else PrefixTokens(tokenizer)
-        if tokenizer is not None:
-            tokenizer.copy_for_event_loop()
+        self.text = TextEncoder(tokenizer, args.dp_size)
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
-            self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.encode)
+            self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.text.encode)
         self._transfers: ArrayTransfers | None = None
         """Where ranks do not share this machine's memory."""
         if self.media is not None and (args.nnodes > 1 or args.use_ray):
             self._transfers = ArrayTransfers(self.media.files, self.replicas, self._send_endings)
-        encode = None if tokenizer is None else self.encode
+        encode = None if tokenizer is None else self.text.encode
         self.preparer = RequestPreparer(args, model_config, encode, self.media)
-        self._sequences: dict[str, _Sequence] = {}
-        self._groups: dict[str, dict[str, None]] = {}
-        """Public id of a request or a batch -> the unfinished sequences behind it, in order."""
+        self._sequences = SequenceTable(None if self.media is None else self.media.files)
         self._endings_retry: asyncio.TimerHandle | None = None
         self.corpora: ExternalCorpora | None = None
         """External corpora; only for n-gram drafts."""
         if args.speculative_algorithm == NGRAM:
-            longest, most = args.speculative_ngram_max_trie_depth, args.speculative_ngram_external_corpus_max_tokens
-            self.corpora = ExternalCorpora(self.encode, self.control, Path(ports[0].root), longest, most)
+            longest, maximum = args.speculative_ngram_max_trie_depth, args.speculative_ngram_external_corpus_max_tokens
+            self.corpora = ExternalCorpora(self.text.encode, self.control, Path(ports[0].root), longest, maximum)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -196,6 +143,7 @@ class TokenizerManager:
             await self.corpora.add(Path(path).name, await asyncio.to_thread(read_documents, path))
 
     def mark_up(self) -> None:
+        """Marks the server as ready, unless it was found unhealthy meanwhile."""
         if self.status is ServerStatus.STARTING:
             self.status = ServerStatus.UP
 
@@ -213,10 +161,9 @@ class TokenizerManager:
             "Replica %d is taken out, %d of %d serve on.", index, len(self.serving_replicas), len(self.replicas)
         )
         error = RequestError(f"Replica {index} of the server has failed ({message}); send the request again.", 503)
-        for rid, sequence in list(self._sequences.items()):
-            if sequence.replica is lost:
-                self._forget(rid, sequence)
-                sequence.stream.fail(error)
+        for rid, sequence in self._sequences.on_replica(lost):
+            self._sequences.remove(rid, sequence)
+            sequence.stream.fail(error)
         lost.fail_replies(error)
         return True
 
@@ -229,12 +176,11 @@ class TokenizerManager:
 
     def fail_all(self, error: RequestError) -> None:
         """Ends every call with `error`, now, without telling the scheduler."""
-        sequences, self._sequences, self._groups = self._sequences, {}, {}
-        for sequence in sequences.values():
+        for sequence in self._sequences.take_all():
             sequence.stream.fail(error)
         for replica in self.replicas:
             replica.aborts.clear()
-            replica.arrays_gone.clear()
+            replica.arrays_released.clear()
             replica.fail_replies(error)
 
     def begin_shutdown(self) -> None:
@@ -257,7 +203,7 @@ class TokenizerManager:
             self._endings_retry.cancel()
         for replica in self.replicas:
             replica.close()
-        self._threads.close()
+        self.text.close()
         if self._transfers is not None:
             self._transfers.close()
         if self.media is not None:
@@ -292,19 +238,22 @@ class TokenizerManager:
         finally:
             self.preparer.release(call)  # the sequences hold them by now
         if req.on_submitted is not None:
-            req.let_go()
+            req.release_inputs()
             req.on_submitted(req.kept_bytes + stream.kept_bytes)
         return stream
 
     async def _submit(self, req: GenerateRequest, call: PreparedCall, created: float) -> GenerationStream:
         self._refuse_when_down()
         batch_rid = req.rid if isinstance(req.rid, str) else None
-        self._refuse_taken_ids(call, batch_rid)
+        self._sequences.refuse_taken_ids(call, batch_rid)
         texts: list[str | None] = call.prompt_texts if req.keeps_texts else [None] * len(call.prompt_texts)
         stream = GenerationStream(call.requests, texts, call.num_samples, self._on_close)
         stream.is_batch = req.is_batch
         stream.created_time = created
-        self._register(call, stream, batch_rid)
+        self._sequences.add(call, stream, batch_rid, None if self._tracer is None else self._tracer.parent())
+        if self._log is not None:
+            for index, request in enumerate(call.requests):
+                self._log.received(request, call.prompt_texts[index // call.num_samples])
         try:
             await self._send_sequences(stream, req.replica)
         except BaseException as error:  # after any error, also a cancelled caller, nothing may stay registered
@@ -319,13 +268,13 @@ class TokenizerManager:
     def abort(self, rid: str) -> bool:
         """Ends a request and all its samples; also takes the id of one sample's output, or that of a batch. Returns
         False if there is no such request."""
-        rids = list(self._groups.get(rid) or {rid} & self._sequences.keys())  # a copy, because some end at once
+        rids = self._sequences.rids_behind(rid)
         self._abort_sequences(rids)
         return bool(rids)
 
     def abort_all(self) -> None:
         """Ends every request."""
-        self._abort_sequences(list(self._sequences))
+        self._abort_sequences(self._sequences.rids())
 
     async def control(
         self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0, undo: str | None = None
@@ -336,8 +285,7 @@ class TokenizerManager:
         replies = await self.control_each(kind, args, timeout)
         if kind == FLUSH_CACHE and any(reply.ok for reply in replies.values()):
             self._router.forget_prefixes()
-            if self._prefixes is not None:
-                self._prefixes.clear()
+            self.text.forget_prefixes()
         refused = next(((index, reply) for index, reply in replies.items() if not reply.ok), None)
         if refused is None:
             return next(iter(replies.values()))
@@ -388,43 +336,12 @@ class TokenizerManager:
             for replica in self.replicas
         ]
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the token ids of `text`. Raises RequestError without a tokenizer."""
-        if self.tokenizer is None or self._prefixes is None:
-            raise RequestError("The server runs with --skip-tokenizer-init.")
-        try:
-            if len(text) < LONG_TEXT:
-                return self.tokenizer.encode(text, add_special_tokens)
-            return await self.in_thread(len(text), self._prefixes.encode, text, add_special_tokens)
-        except (UnicodeEncodeError, TypeError):
-            raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
-        except TokenizerError as error:
-            raise RequestError(f"The model's tokenizer fails on this text: {error}") from None
-
-    async def count_tokens(self, text: str, enough: float = math.inf) -> int:
-        """Counts the tokens of a text without special ones. The count is exact up to EXACT_COUNT_CHARS; beyond it, it
-        may be a few too high for each separately tokenized piece, and stops at `enough`. Raises RequestError like
-        `encode`."""
-        if len(text) <= EXACT_COUNT_CHARS:
-            return len(await self.encode(text, add_special_tokens=False))
-        count = 0
-        for piece in pieces(text):
-            count += len(await self.encode(piece, add_special_tokens=False))
-            if count > enough:
-                break
-        return count
-
     async def ids_with_media(self, text: str, media: Sequence[MediaSource]) -> list[int]:
         """Returns the token ids of a rendered prompt with these images and videos. Raises RequestError."""
         ids, items = await self.preparer.placed(text, media)
         if self.media is not None:
             self.media.files.release(items)
         return ids
-
-    async def in_thread(self, size: int, function: Callable[..., T], *args: Any) -> T:
-        """Calls `function` in a worker thread. size: about how many characters it handles; calls with few pass those
-        with many."""
-        return await asyncio.wrap_future(self._threads.submit(size >= LONG_WORK, lambda _: function(*args)))
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
@@ -433,27 +350,6 @@ class TokenizerManager:
             raise RequestError("The server is shutting down.", 503)
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
-
-    def _refuse_taken_ids(self, call: PreparedCall, batch_rid: str | None) -> None:
-        """Raises RequestError for ids in use. `batch_rid`: the one id that the caller gave, from which those of a
-        batch's prompts are made."""
-        taken = next((rid for rid in (batch_rid, *call.rids) if rid in self._groups), None)
-        taken = taken or next((r.rid for r in call.requests if r.rid in self._sequences), None)
-        if taken is not None:
-            raise RequestError(f"A request with rid {taken!r} is already running.")
-
-    def _register(self, call: PreparedCall, stream: GenerationStream, batch_rid: str | None) -> None:
-        trace = None if self._tracer is None else self._tracer.parent()
-        for index, request in enumerate(call.requests):
-            groups = {call.rids[index // call.num_samples]} | ({batch_rid} if batch_rid else set())
-            sequence = self._sequences[request.rid] = _Sequence(stream, index, groups)
-            sequence.trace = trace
-            if self.media is not None:
-                self.media.files.hold(request.media)
-            for group in groups:
-                self._groups.setdefault(group, {})[request.rid] = None
-            if self._log is not None:
-                self._log.received(request, call.prompt_texts[index // call.num_samples])
 
     def replica_for(self, ids: Sequence[int], wanted: int | None) -> int:
         """Returns the index of the replica for a sequence: `wanted`, as long as that one serves."""
@@ -472,12 +368,12 @@ class TokenizerManager:
         replica serves any more, ipc.ChannelFull, or the error for a value that cannot be encoded."""
         num_tokens = 0
         for request in stream.requests:
-            if self._sequence(request, stream) is None:  # it was aborted meanwhile
+            if self._sequences.find(request, stream) is None:  # it was aborted meanwhile
                 continue
             replica = self._replica_of(request, wanted)
             if request.media and self._transfers is not None:
-                await self._transfers.bring(replica, request.media)
-            sequence = self._sequence(request, stream)
+                await self._transfers.send_to_machines(replica, request.media)
+            sequence = self._sequences.find(request, stream)
             if sequence is None:
                 continue
             self._send(request, sequence, replica)
@@ -486,16 +382,12 @@ class TokenizerManager:
                 num_tokens = 0
                 await asyncio.sleep(0)
 
-    def _sequence(self, request: TokenizedGenerateReq, stream: GenerationStream) -> _Sequence | None:
-        sequence = self._sequences.get(request.rid)
-        return sequence if sequence is not None and sequence.stream is stream else None
-
     def _replica_of(self, request: TokenizedGenerateReq, wanted: int | None) -> Replica:
         if wanted is not None:
             return self.replicas[wanted]
         return self._choose(request.input_ids, request.cache_namespace, request.media)
 
-    def _send(self, request: TokenizedGenerateReq, sequence: _Sequence, replica: Replica) -> None:
+    def _send(self, request: TokenizedGenerateReq, sequence: ActiveSequence, replica: Replica) -> None:
         ids = request.input_ids
         replica.refuse_when_lost()
         replica.outbox.try_send(request)
@@ -512,7 +404,7 @@ class TokenizerManager:
             if sequence.replica is not None:
                 sequence.replica.aborts[rid] = None
                 continue
-            self._forget(rid, sequence)
+            self._sequences.remove(rid, sequence)
             request = sequence.stream.requests[sequence.index]
             finish = FinishReason("abort", message="Aborted", status_code=CLIENT_CLOSED_REQUEST)
             meta = TokenMeta(len(request.input_ids), 0)
@@ -532,27 +424,14 @@ class TokenizerManager:
     def _on_close(self, stream: GenerationStream) -> None:
         """Aborts what still runs, because the reader is done or gone."""
         for request in stream.requests:
-            sequence = self._sequence(request, stream)
+            sequence = self._sequences.find(request, stream)
             if sequence is None:
                 continue
             if sequence.replica is not None:
                 sequence.replica.aborts[request.rid] = None
             else:
-                self._forget(request.rid, sequence)
+                self._sequences.remove(request.rid, sequence)
         self._send_endings()
-
-    def _forget(self, rid: str, sequence: _Sequence) -> None:
-        del self._sequences[rid]
-        if self.media is not None:
-            self.media.files.release(sequence.stream.requests[sequence.index].media)
-        if sequence.replica is not None:
-            sequence.replica.aborts.pop(rid, None)
-            sequence.replica.load.num_requests -= 1
-            sequence.replica.load.num_tokens -= sequence.num_tokens
-        for name in sequence.groups:
-            del self._groups[name][rid]
-            if not self._groups[name]:
-                del self._groups[name]
 
     # --- receiving ----------------------------------------------------------------------------------------------------
 
@@ -595,8 +474,8 @@ class TokenizerManager:
             text = batch.new_text[i]
             stream.push(GenerateOutput(sequence.index, text, ids, finish, meta, log_probabilities[i], hidden))
 
-    def _finish(self, rid: str, sequence: _Sequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
-        self._forget(rid, sequence)
+    def _finish(self, rid: str, sequence: ActiveSequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
+        self._sequences.remove(rid, sequence)
         ended = EndedRequest(
             request=sequence.stream.requests[sequence.index],
             meta=meta,
@@ -612,7 +491,7 @@ class TokenizerManager:
             if observer is not None:
                 observer.finished(ended)
 
-    def _observe(self, sequence: _Sequence, num_tokens: int, first_token_time: float, now: float) -> None:
+    def _observe(self, sequence: ActiveSequence, num_tokens: int, first_token_time: float, now: float) -> None:
         """Counts tokens that came. `first_token_time`: when a whole answer, which these tokens are, began; 0 for
         streamed tokens."""
         num_later = num_tokens  # tokens after the first, at known times

@@ -91,7 +91,7 @@ def run_trial(path: str, working_bytes: int, connection: Connection) -> None:
     with suppress(OSError):  # nobody waits any more
         try:
             rust = tokenizers.Tokenizer.from_file(path)
-            texts = [*_runs(), *_own_texts(path)]
+            texts = [*_runs(), *_replacement_texts(path)]
             for key, work in _stages(rust):
                 connection.send_bytes(f"stage:{key}".encode())
                 for text in texts:
@@ -135,7 +135,7 @@ def _runs() -> Iterator[str]:
         yield first * _RUN + second
 
 
-def _own_texts(path: str) -> Iterator[str]:
+def _replacement_texts(path: str) -> Iterator[str]:
     """Yields runs of the texts that the file's own replacements match."""
 
     def patterns(value: Any) -> Iterator[str]:

@@ -80,7 +80,7 @@ class RayCluster:
         environment = _environment()
         fronts: list[Ports] = []
         replicas = []
-        with _said_by_ray():
+        with _ray_errors():
             actors = [[_actor(demand, group, index) for index in range(demand.machines)] for group in groups]
             end = time.monotonic() + ACTOR_S
             for group, machines, one, ports, name in zip(groups, actors, each_args, each_ports, names, strict=True):
@@ -92,7 +92,7 @@ class RayCluster:
                 _check_releases(addresses, [version for version, _ in facts])
                 meeting_port, *channel_ports = facts[0][1]
                 meeting = args.dist_init_addr or f"{addresses[0]}:{meeting_port}"
-                front, keys = ports.between_machines(addresses[0], channel_ports)
+                front, keys = ports.with_tcp_addresses(addresses[0], channel_ports)
                 same = (front, keys, name, environment)
                 meeting_address = meeting if demand.machines > 1 else None
                 calls = [
@@ -211,7 +211,7 @@ def _environment() -> Mapping[str, str]:
 
 
 @contextlib.contextmanager
-def _said_by_ray() -> Iterator[None]:
+def _ray_errors() -> Iterator[None]:
     """Converts Ray's errors about nodes to UserError."""
     try:
         yield

@@ -32,15 +32,15 @@ NUM_PORTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the processes of a machine have ended, as plain values. of_user: the user can correct the cause."""
+    """Why the processes of a machine have ended, as plain values. is_user_error: the user can correct the cause."""
 
     message: str
     details: str = ""
-    of_user: bool = False
+    is_user_error: bool = False
 
     def error(self) -> UserError | EngineError:
         """Returns the exception for this failure."""
-        return UserError(self.message) if self.of_user else EngineError(self.message, self.details)
+        return UserError(self.message) if self.is_user_error else EngineError(self.message, self.details)
 
 
 class Machine:
@@ -67,7 +67,7 @@ class Machine:
                 return
             self._ports = ports.on_other_machine(keys)
             self._alive = _remove_with_us(self._ports)
-            with _light_main():
+            with _without_main_module():
                 self._processes = start_processes(args, self._ports, name, self._notify)
             self._processes.watch()
 
@@ -118,7 +118,7 @@ def _remove_with_us(ports: Ports) -> int:
 
 
 @contextlib.contextmanager
-def _light_main() -> Iterator[None]:
+def _without_main_module() -> Iterator[None]:
     """Keeps children from importing the program of Ray's worker, which they do not need."""
     main = sys.modules["__main__"]
     file = main.__dict__.pop("__file__", None)

@@ -113,10 +113,10 @@ def _max_replicas(counts: Sequence[int], each: int, machines: int) -> int:
     """Returns the most replicas of `machines` different nodes each. r of them fit if the nodes have r * machines
     bundles, counting at most r of each node, since no node serves a replica twice."""
     slots = [count // each for count in counts]
-    most = 0
-    while sum(min(slot, most + 1) for slot in slots) >= (most + 1) * machines:
-        most += 1
-    return most
+    maximum = 0
+    while sum(min(slot, maximum + 1) for slot in slots) >= (maximum + 1) * machines:
+        maximum += 1
+    return maximum
 
 
 def _numbers_of_machines(demand: Demand, counts: Sequence[int]) -> list[int]:

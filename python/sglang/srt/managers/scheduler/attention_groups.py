@@ -26,7 +26,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import AbortReq, BatchTokenIDOut, FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
-from sglang.srt.mem_cache.storage.others import OthersStorage
+from sglang.srt.mem_cache.storage.other_group import OtherGroupStorage
 from sglang.srt.model_executor.step import GroupSteps
 from sglang.srt.sampling.sampling_table import takes_largest
 from sglang.srt.server_args import ServerArgs
@@ -51,7 +51,7 @@ class _NoTable:
         pass
 
 
-class _OthersCopies:
+class _OtherGroupCopies:
     """Stands for the copies of a group whose caches other ranks hold. Implements CopyEngine. Always reports success:
     the minimum over all ranks counts, so the ranks of the group decide."""
 
@@ -67,10 +67,10 @@ class _OthersCopies:
     def start(self) -> None:
         pass
 
-    def submit(self, moves: Sequence[PageMoves], to_host: bool) -> _OthersCopies:
+    def submit(self, moves: Sequence[PageMoves], to_host: bool) -> _OtherGroupCopies:
         return self
 
-    def submit_layers(self, moves: Sequence[PageMoves]) -> _OthersCopies:
+    def submit_layers(self, moves: Sequence[PageMoves]) -> _OtherGroupCopies:
         raise AssertionError("no rank loads layer by layer where one cannot")
 
     def pace(self, rate: float | None) -> None:
@@ -86,13 +86,13 @@ class _GroupRunner:
         self.next_tokens_read = runner.next_tokens_read
         self.decodes_in_graph, self.launches = runner.decodes_in_graph, runner.launches
         self.sampling_table: Any = runner.sampling_table if is_own else _NoTable()
-        self.media = runner.media if is_own or runner.media is None else runner.media.twin()
+        self.media = runner.media if is_own or runner.media is None else runner.media.empty_copy()
         self.copies: CopyEngine | None = runner.copies
         if runner.copies is not None and not is_own:
-            self.copies = _OthersCopies(runner.copies.page_bytes)
+            self.copies = _OtherGroupCopies(runner.copies.page_bytes)
         self.storage: StorageJobs | None = runner.storage
         if runner.storage is not None and not is_own:
-            self.storage = OthersStorage(runner.storage)
+            self.storage = OtherGroupStorage(runner.storage)
         self._runner = runner if is_own else None
 
     def begin(self, slot: int, tokens: list[int], position_delta: int) -> None:
@@ -154,7 +154,7 @@ class AttentionGroups:
     def step(self) -> None:
         """Launches the next batches of all groups as one step, then reads back those of the step before."""
         if self.depth is not None:
-            self.depth.choose(max(len(scheduler.running.now) for scheduler in self.schedulers))
+            self.depth.choose(max(len(scheduler.running.microbatch_reqs) for scheduler in self.schedulers))
         for scheduler in self.schedulers:
             scheduler.end_copies()
         self.interval.begin(max(len(scheduler.running) for scheduler in self.schedulers))
@@ -251,10 +251,12 @@ class AttentionGroups:
 
     @property
     def paused(self) -> bool:
+        """Returns whether generation is paused, which is so in all groups or in none."""
         return self.schedulers[0].paused
 
     @paused.setter
     def paused(self, paused: bool) -> None:
+        """Returns whether generation is paused, which is so in all groups or in none."""
         for scheduler in self.schedulers:
             scheduler.paused = paused
 
@@ -274,10 +276,12 @@ class AttentionGroups:
 
     @property
     def waiting(self) -> Iterator[Req]:
+        """Yields the waiting requests of all groups."""
         return (req for scheduler in self.schedulers for req in scheduler.waiting)
 
     @property
     def compiling(self) -> dict[str, tuple[Req, PendingGrammar]]:
+        """Returns the requests of all groups that wait for a grammar, by request id."""
         return {rid: entry for scheduler in self.schedulers for rid, entry in scheduler.compiling.items()}
 
     @property
@@ -304,7 +308,7 @@ class AttentionGroups:
     def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:
         """Attaches a store to the tiers of all groups. storage: jobs of this rank's group."""
         for group, tier in enumerate(self.host_tiers):
-            tier.attach(config, storage if group == self.group else OthersStorage(storage))
+            tier.attach(config, storage if group == self.group else OtherGroupStorage(storage))
 
     # --- sizes -------------------------------------------------------------------------------------------------------
 

@@ -127,7 +127,7 @@ def build_step(
     if any(req.return_logprob for req in batch.watched):
         step.logprobs = _logprobs(sampled)
         if step.width > 1:
-            step.logprobs.of_request = np.repeat(np.arange(len(sampled)), step.width)
+            step.logprobs.row_requests = np.repeat(np.arange(len(sampled)), step.width)
     if any(req.hidden is not None for req in (*batch.watched, *(req for req, _ in chosen))):
         rows = np.arange(len(reqs)) * step.width if step.prompts is None else np.cumsum(counts) - counts
         _ask_hidden(batch, reqs, starts, counts, rows)
@@ -135,8 +135,8 @@ def build_step(
     return batch
 
 
-def _joined(of_decodes: Lengths, of_prompts: list[int]) -> Lengths:
-    return np.concatenate((of_decodes, np.array(of_prompts, np.int32)))
+def _joined(decodes: Lengths, prompts: list[int]) -> Lengths:
+    return np.concatenate((decodes, np.array(prompts, np.int32)))
 
 
 def _reserved(req: Req, end: int, ahead: int) -> int:
@@ -237,6 +237,6 @@ def _ask_prompt_logprobs(
         return None
     request = _logprobs([req for req, _, _ in batch.prompt_logprob_spans])
     counts = [end - first for _, first, end in batch.prompt_logprob_spans]
-    request.of_request = np.repeat(np.arange(len(counts)), counts)
+    request.row_requests = np.repeat(np.arange(len(counts)), counts)
     request.rows, request.targets = np.concatenate(rows).astype(np.int64), np.array(targets, np.int64)
     return request

@@ -81,9 +81,10 @@ class DraftStats:
             totals.add(len(drafted), proposed, correct)
         self._watched_steps += 1
         if self._watched_steps == WATCHED_STEPS:
-            self._look()
+            self._warn_if_useless()
 
     def close_interval(self) -> None:
+        """Ends the interval: its totals become `last_interval`, and a new one begins."""
         self.last_interval, self._interval = self._interval, DraftTotals()
 
     @property
@@ -99,7 +100,7 @@ class DraftStats:
         recent = self._interval
         return f"accept len: {recent.accept_length:.2f}, accept rate: {recent.accept_rate:.2f}, "
 
-    def _look(self) -> None:
+    def _warn_if_useless(self) -> None:
         watched, self._watched, self._watched_steps = self._watched, DraftTotals(), 0
         if watched.accept_length >= LOW_LENGTH:
             return

@@ -41,7 +41,7 @@ class GrammarQueue:
     def decisions(self) -> list[LeaderDecision]:
         """Returns the leader's new decisions about grammars that are being verified."""
         compiling = self._scheduler.compiling
-        if not compiling or not self._grammars.has_news(next(iter(compiling.values()))[1]):
+        if not compiling or not self._grammars.has_new_verdicts(next(iter(compiling.values()))[1]):
             return []
         decisions: list[LeaderDecision] = []
         for rid, (_, pending) in compiling.items():

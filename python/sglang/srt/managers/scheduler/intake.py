@@ -75,9 +75,9 @@ class Intake:
 
     def _too_much(self, req: Req, num_queued: int, held_hidden: int, held_parameters: int) -> str:
         """Returns which limit of the server one more request would exceed; empty: none."""
-        most = self.max_queued or MAX_QUEUED_REQUESTS
-        if num_queued >= most:
-            return f"The queue is full ({most} requests)."
+        maximum = self.max_queued or MAX_QUEUED_REQUESTS
+        if num_queued >= maximum:
+            return f"The queue is full ({maximum} requests)."
         if self.prompts.num_tokens > MAX_PROMPT_TOKENS and len(self.reqs):
             return f"The prompts that run or wait have {MAX_PROMPT_TOKENS:,} tokens; send this one again later."
         if req.parameter_bytes and held_parameters + req.parameter_bytes > MAX_PARAMETER_BYTES:

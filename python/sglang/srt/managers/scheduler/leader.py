@@ -26,8 +26,8 @@ class GrammarVerified(msgspec.Struct, tag=True, omit_defaults=True):
     """Seconds that compiling took."""
 
 
-class Beat(msgspec.Struct, tag=True):
+class Heartbeat(msgspec.Struct, tag=True):
     """A message during silence that every rank answers, so that a lost machine is noticed."""
 
 
-LeaderDecision = EndReq | GrammarVerified | Beat
+LeaderDecision = EndReq | GrammarVerified | Heartbeat

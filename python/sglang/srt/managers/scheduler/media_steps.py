@@ -84,7 +84,7 @@ class MediaSteps:
         if req.media is None or self.features is None:
             return count
         decoding = self._num_decodes > 0
-        count = self._short_enough(req.media, begin, req.media.whole_end(begin, begin + count) - begin)
+        count = self._short_enough(req.media, begin, req.media.uncut_end(begin, begin + count) - begin)
         items = self._fitting(req.media, begin, begin + count)
         further = [rows.item for rows in req.media.needed(begin, begin + count)[len(items) :]]
         end = req.media.first_token(further[0], begin) if further else begin + count
@@ -97,8 +97,8 @@ class MediaSteps:
             if self._was_busy:
                 return 0
             self._was_busy = decoding
-            if not self.features.under_way:
-                self.features.begin(missing[: _leading(missing)], self._num_decodes)
+            if not self.features.is_encoding:
+                self.features.begin(missing[: _num_fitting(missing)], self._num_decodes)
                 if decoding:
                     return 0  # the patches are copied to the device while others decode
             self.features.advance(whole=not decoding)
@@ -106,7 +106,7 @@ class MediaSteps:
             missing = [item for item in missing if item not in self.features]
         if waits:
             return 0
-        count = req.media.whole_end(begin, end) - begin
+        count = req.media.uncut_end(begin, end) - begin
         self._has_chunk = self._has_chunk or bool(items)
         if self._tokens_left is not None:
             self._tokens_left -= count
@@ -132,7 +132,7 @@ class MediaSteps:
         fewer = max(self._page * untouched, self._tokens_left // self._page * self._page)
         if fewer <= 0:
             return 0
-        end = media.whole_end(begin, begin + min(fewer, count))
+        end = media.uncut_end(begin, begin + min(fewer, count))
         if end == begin and untouched:
             end = media.run_end(begin)
         return end - begin
@@ -154,7 +154,7 @@ class MediaSteps:
         return items
 
 
-def _leading(items: list[MediaItem]) -> int:
+def _num_fitting(items: list[MediaItem]) -> int:
     """Returns how many of the items fit one encoder step."""
     patches = 0
     for number, item in enumerate(items):

@@ -156,6 +156,6 @@ def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) 
     )
     for req, length in zip(reqs, lengths, strict=True):
         if req.hidden is not None and req.finish is not None:
-            out.hidden[req.rid] = req.hidden.up_to(num_states(req.prompt_len, req.prompt_len + length))
+            out.hidden[req.rid] = req.hidden.states_before(num_states(req.prompt_len, req.prompt_len + length))
         req.num_unsent, req.first_message, req.meta_changed = len(req.output) - length, False, False
     return out

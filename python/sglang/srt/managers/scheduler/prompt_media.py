@@ -118,7 +118,7 @@ class PromptMedia:
                 needed.append(ItemRows(item, np.arange(first, last), tokens[first:last] - begin))
         return needed
 
-    def whole_end(self, begin: int, end: int) -> int:
+    def uncut_end(self, begin: int, end: int) -> int:
         """Returns where a chunk from `begin` to `end` must end in order not to cut a run of placeholders that attend to
         one another: `begin` if such a run comes first."""
         if not self.both_ways:

@@ -62,6 +62,7 @@ class PromptTable:
         return prompt
 
     def give_back(self, prompt: Prompt) -> None:
+        """Ends one use of a prompt that `take` returned; the last one frees it."""
         prompt.num_users -= 1
         if prompt.num_users:
             return

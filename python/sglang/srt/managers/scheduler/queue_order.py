@@ -13,10 +13,10 @@ from sglang.srt.managers.scheduler.waiting_queue import Rank, WaitingQueue
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
 
-MOST_ORDERED = 128
+MAX_ORDERED = 128
 """Waiting requests that a policy orders in each step; more would cost more than the order gains. With `dfs-weight` and
 `random` the others follow these; with `lpm` a longer queue is FCFS."""
-MOST_MATCHED = 16
+MAX_MATCHED = 16
 """Number of these that a step matches with the prefix tree, in rotation. The others keep their last result; the order
 is made anew after the last one, or if others are among the first."""
 
@@ -75,21 +75,22 @@ class QueueOrder:
         """Places of the first requests by rid, as ordered last."""
 
     def new_queue(self) -> WaitingQueue:
+        """Returns an empty queue, sorted by what does not change while a request waits."""
         ranks = [] if self._priorities is None else [self._priorities.rank]
         return WaitingQueue(*ranks, *(_RANKS[name] for name in [self._policy] if name in _RANKS))
 
-    def came(self, req: Req) -> None:
+    def enqueued(self, req: Req) -> None:
         """Notes that a request has entered the queue."""
         if self._by_prefix is not None:
             self._kv.match(req)
 
-    def of(self, queue: WaitingQueue) -> Iterable[Req]:
+    def ordered(self, queue: WaitingQueue) -> Iterable[Req]:
         """Returns the waiting requests in the order in which they enter. The queue must not change while the result is
         read."""
-        first = list(islice(queue, MOST_ORDERED))
+        first = list(islice(queue, MAX_ORDERED))
         if self._policy == "random":  # all ranks have the same seed
             first = random.Random(len(queue)).sample(first, len(first))
-        elif self._by_prefix is not None and (self._policy != "lpm" or len(queue) <= MOST_ORDERED):
+        elif self._by_prefix is not None and (self._policy != "lpm" or len(queue) <= MAX_ORDERED):
             all_matched = self._match_some(first)
             if all_matched or any(req.rid not in self._places for req in first):
                 ordered = self._by_prefix(first, self._kv.tree.root)
@@ -99,13 +100,13 @@ class QueueOrder:
             return queue
         if self._priorities is not None:
             first.sort(key=self._priorities.rank)
-        return chain(first, islice(queue, MOST_ORDERED, None))
+        return chain(first, islice(queue, MAX_ORDERED, None))
 
     def _match_some(self, reqs: list[Req]) -> bool:
         """Matches the next ones with the prefix tree. Returns whether the last one was among them."""
         if self._turn >= len(reqs):
             self._turn = 0
-        for req in reqs[self._turn : self._turn + MOST_MATCHED]:
+        for req in reqs[self._turn : self._turn + MAX_MATCHED]:
             self._kv.match(req)
-        self._turn += MOST_MATCHED
+        self._turn += MAX_MATCHED
         return self._turn >= len(reqs)

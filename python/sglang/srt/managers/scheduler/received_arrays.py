@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from sglang.srt.distributed import parallel_state
-from sglang.srt.managers.wire.io_struct import ArrayPart, ArraysGone, ControlReply
+from sglang.srt.managers.wire.io_struct import ArrayPart, ArraysReleased, ControlReply
 from sglang.srt.plan.layout import asked_node
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import shared_array
@@ -35,10 +35,10 @@ class ReceivedArrays:
             taken, reason = False, f"{NO_ROOM} ({error})"
         else:
             taken = True
-        everywhere = parallel_state.all_ranks_say(taken)
+        everywhere = parallel_state.all_ranks_agree(taken)
         return ControlReply(part.id, everywhere, "" if everywhere else reason)
 
-    def remove(self, gone: ArraysGone) -> None:
+    def remove(self, gone: ArraysReleased) -> None:
         if self._writes:
             for name in gone.names:
                 shared_array.remove_named(self._directory, name)

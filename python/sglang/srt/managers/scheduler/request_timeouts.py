@@ -32,10 +32,12 @@ class RequestTimeouts:
 
     @classmethod
     def from_environment(cls) -> RequestTimeouts:
+        """Returns the limits that the SGLANG_REQ_*_TIMEOUT variables set."""
         return cls(envs.SGLANG_REQ_WAITING_TIMEOUT, envs.SGLANG_REQ_RUNNING_TIMEOUT)
 
     @property
     def enabled(self) -> bool:
+        """Returns whether there is any limit."""
         return self._waiting_s > 0 or self._running_s > 0
 
     def overdue(self, scheduler: Scheduler | AttentionGroups) -> list[AbortReq]:

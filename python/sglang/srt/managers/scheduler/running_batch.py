@@ -37,6 +37,7 @@ class RunningBatch:
         return len(self.reqs)
 
     def clear(self) -> None:
+        """Removes all requests."""
         self.reqs: list[Req] = []
         self.slots = np.empty(0, np.int64)
         self.limits, self.max_widths = np.empty(0, np.int32), np.empty(0, np.int32)
@@ -102,7 +103,7 @@ class RunningBatch:
             counts[longest], counts[empty] = counts[longest] - len(moving), len(moving)
 
     def _select(self) -> None:
-        self.now: list[Req] = self.reqs
+        self.microbatch_reqs: list[Req] = self.reqs
         """Requests whose turn it is; `in_microbatch` says which of all requests they are."""
         self.in_microbatch = np.ones(len(self.reqs), np.bool_)
         if self.num_microbatches == 1 or not self.reqs:
@@ -111,7 +112,7 @@ class RunningBatch:
         while not counts[self.microbatch]:
             self.microbatch = (self.microbatch + 1) % self.num_microbatches
         self.in_microbatch = np.fromiter((r.microbatch == self.microbatch for r in self.reqs), np.bool_, len(self.reqs))
-        self.now = [r for r in self.reqs if r.microbatch == self.microbatch]
+        self.microbatch_reqs = [r for r in self.reqs if r.microbatch == self.microbatch]
 
     # --- lengths, an entry a request ----------------------------------------------------------------------------------
 

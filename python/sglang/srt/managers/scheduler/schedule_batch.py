@@ -235,7 +235,7 @@ class Req:
         return self.thoughts is not None and self.thoughts.may_end_within(unknown)
 
     @property
-    def goes_on(self) -> bool:
+    def may_continue(self) -> bool:
         """Returns whether no end of it is known, here or on its way to all ranks."""
         return self.finish is None and self.pending_finish is None
 
@@ -249,10 +249,12 @@ class Req:
 
     @property
     def output_len(self) -> int:
+        """Returns the number of tokens generated so far."""
         return len(self.output)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
+        """Returns whether log probabilities of prompt tokens were requested."""
         return self.logprob_start < self.prompt_len
 
     @property
@@ -341,6 +343,7 @@ class ScheduleBatch:
 
     @property
     def needs_mask(self) -> bool:
+        """Returns whether a sampled row has a grammar."""
         return any(req.needs_mask for req in self.limited)
 
     def read(self, counters: Counters, stops: StopTokens) -> SampledTokens:

@@ -28,6 +28,7 @@ class Priorities:
 
     @classmethod
     def from_args(cls, args: ServerArgs) -> Priorities | None:
+        """Returns the policy of the --priority flags; None without --enable-priority-scheduling."""
         if not args.enable_priority_scheduling:
             return None
         preempts = not args.disable_priority_preemption

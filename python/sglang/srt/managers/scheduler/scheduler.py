@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Set
-from functools import partial
-from itertools import islice
+from collections import deque
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +21,8 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.counters import CHECKED, Counters
 from sglang.srt.managers.scheduler.intake import Intake
-from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, output_message, rejected_token
+from sglang.srt.managers.scheduler.prompt_choice import PromptChoice
 from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
 from sglang.srt.managers.scheduler.running_batch import RunningBatch
@@ -32,7 +30,6 @@ from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
     DecodeInterval,
     NewTokenRatio,
-    PrefillBudget,
     Priorities,
     leaves_room_for_prompts,
 )
@@ -45,9 +42,8 @@ from sglang.srt.managers.wire.io_struct import (
     FinishReason,
     TokenizedGenerateReq,
 )
-from sglang.srt.mem_cache.host_tier import Admission, HostTier
+from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
-from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.depth import AdaptiveDepth
@@ -59,13 +55,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-
-SHARED_PREFIX = 64
-"""Two new requests that begin with this many equal, uncached tokens do not enter the same step: the second waits a step
-and finds the first one's KV in the cache. If a model has states, it waits only if it begins with everything that the
-first computes, because there is a state only at its end."""
-MOST_LOOKED_AT = 128
-"""Queued requests that a step examines, as some may wait for others, for their images or for a prefix."""
 
 _NAN_LOGITS = FinishReason(
     "abort",
@@ -107,13 +96,14 @@ class Scheduler:
         turns = max(1, self.steps_in_flight)
         self.running = RunningBatch(counters, runner.tokens_per_step, runner.lookahead_slots, turns)
         self.masks = MaskFiller()
-        self.media = MediaSteps(runner.media, self._min_prompt_tokens, self.plan.page_size)
+        self.choice = PromptChoice(
+            runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size == 1
+        )
+        self.media = self.choice.media
         self.in_flight: deque[ScheduleBatch] = deque()
         """Launched and not read back, the oldest first."""
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
-        self._single_attention_group = args.attn_dp_size == 1
-        """Steps are not computed together with those of other groups."""
         self.reqs: dict[str, Req] = {}
         self.prompts, self.stops = PromptTable(), StopTokens(self.plan.model.vocab_size)
         self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts, counters)
@@ -125,7 +115,6 @@ class Scheduler:
         """Bytes of their parameters."""
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
-        self._chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
         self._prompts_turn = False
         """True if it is the prompts' turn: where chunks are too small for both, prompts and tokens that decode take
@@ -239,11 +228,11 @@ class Scheduler:
         # Decoding in the same step reads the weights only once.
         widths = self.running.widths(1)
         num_decodes = int(widths.sum())
-        if num_decodes and not leaves_room_for_prompts(self._chunk, self.kv.page_size, num_decodes):
+        if num_decodes and not leaves_room_for_prompts(self.choice.chunk, self.kv.page_size, num_decodes):
             if was_prompts_turn:
                 return None
             num_decodes, self._prompts_turn = 0, True
-        chosen = self._admit(self._budget(num_decodes))
+        chosen = self.choice.admit(self.choice.budget(num_decodes), self.chunked, bool(self.in_flight))
         if not chosen:
             return None
         if not num_decodes or not self._can_grow(widths, sum(n + self.running.lookahead_slots for _, n in chosen)):
@@ -277,121 +266,20 @@ class Scheduler:
         if self.host_tier is not None:
             self.host_tier.host.tree.expire(now)
 
-    def _admit(self, budget: PrefillBudget) -> list[tuple[Req, int]]:
-        """Returns the requests of a prefill step with the number of tokens that each computes. Admitted ones have a
-        request slot and hold a lock on their cached prefix."""
-        chosen: list[tuple[Req, int]] = []
-        self.media.begin(len(self.running))
-        for req in self.chunked:
-            take = budget.take(req, req.kv_len)
-            take = self.media.ready(req, req.kv_len, take)
-            if not take:
-                return chosen
-            chosen.append((req, take))
-        entered: list[Req] = []
-        leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
-        """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
-        for req in islice(self._queue(), MOST_LOOKED_AT):
-            if not self.kv.num_free_rows() or (chosen and budget.chunk is not None and budget.chunk <= 0):
-                break
-            prefix = self.kv.match(req)
-            start = (req.namespace, req.cache_keys(min(SHARED_PREFIX, len(req.tokens))).tobytes())
-            if prefix.length < SHARED_PREFIX and any(map(req.may_reuse_prefix, leave[start])):
-                continue
-            self.kv.lock(prefix.node)
-            if self.host_tier is not None:
-                has_room = partial(budget.has_room_to_load, req, prefix.length)
-                is_first, others_wait = (
-                    self._single_attention_group and not chosen,
-                    bool(self.running.reqs or self.in_flight),
-                )
-                admission = self.host_tier.admission(req, prefix.length, has_room, is_first, others_wait)
-                if admission is not Admission.NOW:
-                    self.kv.unlock(prefix.node)
-                if admission is Admission.LATER:
-                    continue
-                if admission is Admission.LONGER:
-                    prefix = self.kv.match(req)
-                    self.kv.lock(prefix.node)
-            take = budget.take(req, prefix.length)
-            if not take:
-                self.kv.unlock(prefix.node)
-                break
-            take = self.media.ready(req, prefix.length, take)
-            if not take:
-                self.kv.unlock(prefix.node)
-                continue
-            leave[start] += self._leaves(req, prefix.length + take)
-            self._place(req, prefix.node)
-            chosen.append((req, take))
-            entered.append(req)
-            if budget.short:
-                break
-        self.waiting.remove(entered)
-        return chosen
-
-    def _min_prompt_tokens(self) -> int:
-        """Returns how many tokens the first prompt of a step can always compute."""
-        rooms = [window.max_solo_tokens() for window in self.kv.windows]
-        chunk = [] if self._chunk is None else [-(-self._chunk // 2)]
-        return min([*rooms, *chunk, self.plan.context_len])
-
-    def _queue(self) -> Iterable[Req]:
-        """Returns the waiting requests in the order in which they enter."""
-        return self.order.of(self.waiting)
-
-    def _leaves(self, req: Req, end: int) -> list[np.ndarray]:
-        """Returns the keys from which other requests can go on once a request is computed up to `end`: one entry, or
-        none."""
-        if self.kv.checkpoints is None:
-            end = -(-SHARED_PREFIX // self.kv.page_size) * self.kv.page_size
-        useful = self.kv.tree.enabled and SHARED_PREFIX <= end <= len(req.tokens) and end % self.kv.page_size == 0
-        return [req.cache_keys(end)] if useful else []
-
-    def _budget(self, num_decodes: int) -> PrefillBudget:
-        limits = self.plan.max_prefill_tokens, self._chunk, num_decodes
-        return PrefillBudget(self.kv, self.running, self.ratio.value, *limits)
-
     def _preempt(self, priorities: Priorities) -> None:
         """Sends running requests back to the queue until the next waiting one fits."""
         self.running.drop_finished()
         if priorities.victim(self.running.reqs, self.waiting[0]) is None:
             return
-        first = next(iter(self._queue()))  # the policy orders requests of equal importance
-        if self._fits(first):
+        first = next(iter(self.choice.queue()))  # the policy orders requests of equal importance
+        if self.choice.fits(first):
             return
         self.sync()
         self.running.drop_finished()
-        while (victim := priorities.victim(self.running.reqs, first)) is not None and not self._fits(first):
+        while (victim := priorities.victim(self.running.reqs, first)) is not None and not self.choice.fits(first):
             self.running.remove(victim)
             self._requeue(victim)
             logger.info("Request %s makes room for %s, which has a higher priority", victim.rid, first.rid)
-
-    def _fits(self, req: Req) -> bool:
-        if not self.kv.num_free_rows():
-            return False
-        prefix = self.kv.match(req)
-        self.kv.lock(prefix.node)
-        take = self._budget(0).take(req, prefix.length)
-        self.kv.unlock(prefix.node)
-        return take > 0
-
-    def _place(self, req: Req, node: Node) -> None:
-        self.kv.place(req, node)
-        if self.host_tier is not None:
-            self.host_tier.placed(req)
-            if not req.admitted:
-                req.host_len = min(req.num_loaded, req.num_cached)
-                if self.host_tier.storage is not None:
-                    req.stored_len = min(req.num_stored, req.host_len)
-        if not req.admitted:
-            req.hit_len, req.admitted = req.num_cached, True
-            req.started_time = time.monotonic()
-        self.runner.sampling_table.set(
-            req.slot, req.params, req.seed, req.tokens[: req.prompt_len], req.tokens[req.prompt_len :], req.stop_ids
-        )
-        req.begin()
-        self.runner.begin(req.slot, req.tokens, 0 if req.media is None else req.media.delta)
 
     def pick_decode(self) -> ScheduleBatch | None:
         """Returns a batch of decoding requests; None if none can decode now."""
@@ -415,7 +303,7 @@ class Scheduler:
         """Returns how many tokens each request may bring to the next step."""
         if self.depth is None:
             return self.running.tokens_per_step
-        return self.depth.next_width(len(self.running.now))
+        return self.depth.next_width(len(self.running.microbatch_reqs))
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -440,7 +328,11 @@ class Scheduler:
     def _free_chunks(self) -> None:
         """Resolves a deadlock of unfinished prompts that together fill the cache: if nothing else runs and the first
         one finds no room, the last one goes back to the queue."""
-        if len(self.chunked) < 2 or self.running.reqs or self._budget(0).take(self.chunked[0], self.chunked[0].kv_len):
+        if (
+            len(self.chunked) < 2
+            or self.running.reqs
+            or self.choice.budget(0).take(self.chunked[0], self.chunked[0].kv_len)
+        ):
             return
         last = self.chunked.pop()
         self._requeue(last)
@@ -484,7 +376,7 @@ class Scheduler:
             if reason is not None:
                 self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
                 continue
-            if req.stream and req.num_unsent >= interval and req.goes_on:
+            if req.stream and req.num_unsent >= interval and req.may_continue:
                 report.append(req)
             req.decide_handling(interval, self.running.tokens_per_step > 1)
         if report or streamed.rids:
@@ -584,7 +476,7 @@ class Scheduler:
         self.held_hidden += req.max_hidden_rows
         self.held_parameters += req.parameter_bytes
         self.waiting.append(req)
-        self.order.came(req)
+        self.order.enqueued(req)
         if self.host_tier is not None:
             self.host_tier.queued(req)
         return req
@@ -646,6 +538,7 @@ class Scheduler:
 
     @property
     def host_tiers(self) -> list[HostTier]:
+        """Returns the host tier in a list; an empty list if there is none."""
         return [] if self.host_tier is None else [self.host_tier]
 
     def attach_storage(self, config: StorageConfig, storage: StorageEngine) -> None:

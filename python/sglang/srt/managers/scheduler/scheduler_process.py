@@ -30,7 +30,7 @@ from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.leader import Beat, EndReq, GrammarVerified, LeaderDecision
+from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
@@ -38,12 +38,12 @@ from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, Req
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_depth, create_plan, load_runner
 from sglang.srt.managers.scheduler.scheduler_stats import Load
-from sglang.srt.managers.watchdog import Watchdog, beat_seconds
+from sglang.srt.managers.watchdog import Watchdog, heartbeat_seconds
 from sglang.srt.managers.wire import ipc, token_ids
 from sglang.srt.managers.wire.io_struct import (
     AbortReq,
     ArrayPart,
-    ArraysGone,
+    ArraysReleased,
     ControlReply,
     ControlReq,
     SchedulerInput,
@@ -105,14 +105,14 @@ class SchedulerProcess:
         self.timeouts = RequestTimeouts.from_environment()
         self._idle_load: Load | None = None
         """The load that was told last, while the scheduler is idle."""
-        self.beat_s = beat_seconds(args.watchdog_timeout) if args.nnodes > 1 else None
+        self.heartbeat_s = heartbeat_seconds(args.watchdog_timeout) if args.nnodes > 1 else None
         """Seconds of silence behind which the ranks of several machines tell one another that they are there."""
 
     def run_forever(self) -> None:
         """Runs one step after the other; sleeps in `receive` while there is nothing to do."""
         with Watchdog(self.args.watchdog_timeout) as watchdog:
             while True:
-                if self.beat_s is None or self.leader:  # shows other machines that the leader lives
+                if self.heartbeat_s is None or self.leader:  # shows other machines that the leader lives
                     watchdog.idle()
                 messages = self.receive()
                 watchdog.busy()
@@ -130,7 +130,7 @@ class SchedulerProcess:
         messages: list[SchedulerInput | LeaderDecision] = []
         if self.inbox is not None:
             if not self.decisions and not self._sleep_while_idle(self.inbox):
-                messages.append(Beat())
+                messages.append(Heartbeat())
             messages += [*self.decisions, *self.grammar_queue.decisions()]
             self.decisions.clear()
             while len(messages) < RECV_LIMIT and (message := self.inbox.recv_nowait()) is not None:
@@ -148,15 +148,15 @@ class SchedulerProcess:
         load = self.scheduler.load() if idle else None
         if load is not None and load != self._idle_load:  # requests come and go during a pause too
             if self._idle_load is None:
-                self.scheduler.stats.went_idle()
-            self.tell(self.scheduler.stats.snapshot())
+                self.scheduler.stats.restart_interval()
+            self.send_output(self.scheduler.stats.snapshot())
         self._idle_load = load
         if idle and self.scheduler.compiling:
             inbox.poll(GRAMMAR_POLL_S)
         elif idle and self.scheduler.reqs and self.timeouts.enabled:  # a pause, in which requests may become overdue
             inbox.poll(CHECK_INTERVAL_S)
-        elif idle and self.beat_s is not None:
-            return inbox.poll(self.beat_s)
+        elif idle and self.heartbeat_s is not None:
+            return inbox.poll(self.heartbeat_s)
         elif idle:
             while not inbox.poll(IDLE_POLL_S):
                 pass
@@ -170,18 +170,18 @@ class SchedulerProcess:
             self.scheduler.end_named(message.rid, message.reason)
         elif isinstance(message, GrammarVerified):
             self.grammar_queue.build(message)
-        elif isinstance(message, Beat):
-            parallel_state.answer_beat()
+        elif isinstance(message, Heartbeat):
+            parallel_state.answer_heartbeat()
         elif isinstance(message, ArrayPart):
-            self.tell(self.arrays.add(message))
-        elif isinstance(message, ArraysGone):
+            self.send_output(self.arrays.add(message))
+        elif isinstance(message, ArraysReleased):
             self.arrays.remove(message)
         elif isinstance(message, AbortReq):
             self.scheduler.abort(message)
         else:
             reply = self.control(message)
             self.send()
-            self.tell(reply)
+            self.send_output(reply)
 
     def add(self, msg: TokenizedGenerateReq) -> None:
         """Queues a request, with the server's seed and stop tokens if it has none."""
@@ -197,7 +197,7 @@ class SchedulerProcess:
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
-    def tell(self, message: SchedulerOutput) -> None:
+    def send_output(self, message: SchedulerOutput) -> None:
         """Sends a message, on the leader."""
         if self.outbox is not None:
             self.outbox.send(message)
@@ -206,9 +206,9 @@ class SchedulerProcess:
         """Sends the queued messages and, when they are due, statistics."""
         messages, self.scheduler.outbox = self.scheduler.outbox, []
         for message in messages:
-            self.tell(message)
+            self.send_output(message)
         if not self.scheduler.idle and (stats := self.scheduler.stats.due()) is not None:
-            self.tell(stats)
+            self.send_output(stats)
 
     # --- control -----------------------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ def run_scheduler(args: ServerArgs, ports: ipc.Ports, rank: int, start_pipe: Chi
     process = SchedulerProcess(args, runner, load_tokenizer(args), ports, grammars)
     if runner.copies is not None:  # otherwise the first requests would wait for it
         runner.copies.wait_prepared(PAGE_LOCK_LIMIT_S)
-    process.tell(SchedulerReady(info=runner.plan.describe()))
+    process.send_output(SchedulerReady(info=runner.plan.describe()))
     gc.freeze()  # keeps collections in the middle of steps from scanning all objects of start-up
     gc.set_threshold(*COLLECTIONS)
     start_pipe.send_bytes(READY)

@@ -24,7 +24,7 @@ from sglang.srt.hardware.arch import (
     gpus_reach_one_another,
     pci_address,
 )
-from sglang.srt.hardware.numa import free_bytes_of, node_of, stay_near
+from sglang.srt.hardware.numa import bind_to_numa_node, free_bytes_of, node_of
 from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, ranges_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
@@ -68,7 +68,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         check_gpus(args, device_count())
         torch.cuda.set_device(gpu)
         if (address := pci_address(gpu)) is not None:
-            stay_near(address)  # must come before NCCL starts its threads
+            bind_to_numa_node(address)  # must come before NCCL starts its threads
     if ranks.world_size > 1:
         assert rendezvous is not None
         if args.nnodes > 1:
@@ -81,13 +81,15 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     arch = agreed.arch
     links = None
     if on_gpu and args.tp_size > 1:
-        links = with_way_of_library(_connect_gpus(args, model, description.hidden_size, arch, node, gpu), node.devices)
-        links = of_all_ranks(links)
-    available = parallel_state.least(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
-    host = parallel_state.least(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
+        links = with_library_topology(
+            _connect_gpus(args, model, description.hidden_size, arch, node, gpu), node.devices
+        )
+        links = slowest_links(links)
+    available = parallel_state.min_over_ranks(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
+    host = parallel_state.min_over_ranks(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
     unasked = False
     if on_gpu and host is not None:
-        near = parallel_state.least(_near_memory(node, host, args.dp_size))
+        near = parallel_state.min_over_ranks(_numa_memory(node, host, args.dp_size))
         if unasked := keeps_unasked(args, arch, near):
             args, host = replace(args, enable_hierarchical_cache=True), near
     probe = _library_probe(arch)
@@ -107,7 +109,7 @@ def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:
     return f"{name}, machine {args.node_rank}" if args.nnodes > 1 else name
 
 
-def of_all_ranks(links: PeerLinks) -> PeerLinks:
+def slowest_links(links: PeerLinks) -> PeerLinks:
     """Returns the slowest kind of link on any rank; machines may differ."""
     ways = tuple(Topology)
     places = [ways.index(links.topology), ways.index(links.library_topology)]
@@ -115,14 +117,14 @@ def of_all_ranks(links: PeerLinks) -> PeerLinks:
     return replace(links, topology=topology, library=library)
 
 
-def with_way_of_library(links: PeerLinks, devices: Sequence[int]) -> PeerLinks:
+def with_library_topology(links: PeerLinks, devices: Sequence[int]) -> PeerLinks:
     """Returns the links of these GPUs with the kind of path that NCCL's all-reduce takes."""
     addresses = [pci_address(device) for device in devices]
     reach = gpus_reach_one_another(devices)
     return replace(links, library=library_topology(links.topology, addresses, os.environ, reach))
 
 
-def _near_memory(node: Node, free: int, replicas: int) -> int:
+def _numa_memory(node: Node, free: int, replicas: int) -> int:
     """Returns the free main memory of this machine; if each rank takes the same amount from the NUMA node of its GPU,
     only what all of them can get."""
     addresses = [pci_address(gpu) for gpu in node.devices]

@@ -109,7 +109,7 @@ class StatsLogger:
             req.rid, req.output_len,
         )  # fmt: skip
 
-    def went_idle(self) -> None:
+    def restart_interval(self) -> None:
         """Restarts the throughput interval, as waiting for work is not part of the throughput."""
         self._tokens, self._tokens_since = 0, time.perf_counter()
         self.gen_throughput = 0.0
@@ -141,8 +141,8 @@ class StatsLogger:
             spec_confidence_cuts=drafts.confidence_cuts,
             prompt_steps=self.launches.prompt_steps,
             prompt_launch_seconds=self.launches.prompt_launch_seconds,
-            halved_steps=self.launches.halved_steps,
-            halved_tokens=self.launches.halved_tokens,
+            halved_steps=self.launches.two_batch_steps,
+            halved_tokens=self.launches.two_batch_tokens,
             host_cache=_summed([_host_cache(tier) for tier in self._host_tiers]),
         )
 

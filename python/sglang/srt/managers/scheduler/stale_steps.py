@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.host_tier import MOST_LOADS
+from sglang.srt.mem_cache.host_tier import MAX_LOADS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
@@ -41,6 +41,6 @@ def _requeue(scheduler: Any, req: Req) -> None:
     scheduler.media.end(req)
     req.drop_draft_tokens()
     scheduler.kv.release(req, keep=False)
-    req.num_loads, req.num_loaded = MOST_LOADS, 0
+    req.num_loads, req.num_loaded = MAX_LOADS, 0
     req.admitted = req.admitted and req.num_retractions > 0
     scheduler.waiting.appendleft(req)

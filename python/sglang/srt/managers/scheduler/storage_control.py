@@ -35,7 +35,7 @@ def describe(scheduler: Scheduler | AttentionGroups) -> dict[str, Any]:
 
 def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> str:
     """Attaches a store. Returns why that fails on some rank; "" on success. A collective."""
-    problem = _not_now(scheduler)
+    problem = _refusal_while_busy(scheduler)
     if problem:
         return problem
     tiers = scheduler.host_tiers
@@ -68,14 +68,14 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
 
 def detach(scheduler: Scheduler | AttentionGroups) -> str:
     """Detaches the store. Returns why that fails; "" on success, or if there was none. A collective."""
-    problem = _not_now(scheduler)
+    problem = _refusal_while_busy(scheduler)
     if not problem:
         for tier in scheduler.host_tiers:
             tier.detach()
     return problem
 
 
-def _not_now(scheduler: Scheduler | AttentionGroups) -> str:
+def _refusal_while_busy(scheduler: Scheduler | AttentionGroups) -> str:
     if not scheduler.host_tiers:
         return NO_TIER
     scheduler.sync()

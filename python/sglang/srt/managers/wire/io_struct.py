@@ -99,13 +99,13 @@ class ArrayPart(msgspec.Struct, tag=True):
     data: bytes
 
 
-class ArraysGone(msgspec.Struct, tag=True):
+class ArraysReleased(msgspec.Struct, tag=True):
     """Names of shared arrays that are no longer needed and of which parts were sent. Not answered."""
 
     names: list[str]
 
 
-SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq | ArrayPart | ArraysGone
+SchedulerInput = TokenizedGenerateReq | AbortReq | ControlReq | ArrayPart | ArraysReleased
 
 # --- scheduler -> detokenizer -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Every channel has one reader, which binds, and any number of writers, which connect. The sockets are in a directory that
 only the user may enter. A full channel exerts back-pressure instead of taking memory: `send` waits, `try_send` refuses.
 
-If a replica runs on another machine than the front (`Ports.between_machines`), its two channels from and to the front
+If a replica runs on another machine than the front (`Ports.with_tcp_addresses`), its two channels from and to the front
 are TCP sockets that the replica binds, encrypted by CURVE. A peer needs the replica's public key to talk to it, and
 only the front gets that key.
 """
@@ -33,7 +33,7 @@ HIGH_WATER_MARK = 16_384
 SEND_TIMEOUT_S = 60.0
 LINGER_MS = 1_000
 _MEMORY_FILES = "/dev/shm"
-LEAST_MEMORY_FILES = 1 << 30
+MIN_MEMORY_FILES = 1 << 30
 DRAIN_BATCH = 256
 """Messages handled in one run before the event loop may run other callbacks."""
 
@@ -108,7 +108,7 @@ class Ports:
             for each in directories
         ]
 
-    def between_machines(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
+    def with_tcp_addresses(self, host: str, ports: Sequence[int]) -> tuple[Ports, Keys]:
         """Returns the front's ports of a replica at `host`, given two unused ports there, and the keys for the
         replica."""
         public, secret = (key.decode() for key in zmq.curve_keypair())
@@ -156,7 +156,7 @@ def _memory_files() -> str | None:
     if not os.access(_MEMORY_FILES, os.W_OK | os.X_OK):
         return None
     system = os.statvfs(_MEMORY_FILES)
-    return _MEMORY_FILES if system.f_blocks * system.f_frsize >= LEAST_MEMORY_FILES else None
+    return _MEMORY_FILES if system.f_blocks * system.f_frsize >= MIN_MEMORY_FILES else None
 
 
 class Sender(Generic[T]):
@@ -277,6 +277,7 @@ class Receiver(Generic[T]):
                 self._loop.call_soon(self._deliver)
 
     def detach(self) -> None:
+        """Removes the handler from the event loop."""
         if self._loop is not None:
             self._loop.remove_reader(int(self._socket.getsockopt(zmq.FD)))
             self._loop = self._handler = None
@@ -290,24 +291,30 @@ class Receiver(Generic[T]):
 
 
 def scheduler_inbox(ports: Ports) -> Receiver[SchedulerInput]:
+    """Opens the leader's end of the channel from the front. Other ranks get its messages from the leader."""
     return Receiver(ports.scheduler_input, SchedulerInput, ports.keys)
 
 
 def scheduler_outbox(ports: Ports) -> Sender[SchedulerOutput]:
+    """Opens the leader's end of the channel to the detokenizer."""
     return Sender(ports.detokenizer_input)
 
 
 def detokenizer_inbox(ports: Ports) -> Receiver[SchedulerOutput]:
+    """Opens the detokenizer's end of the channel from the scheduler."""
     return Receiver(ports.detokenizer_input, SchedulerOutput)
 
 
 def detokenizer_outbox(ports: Ports) -> Sender[DetokenizerOutput]:
+    """Opens the detokenizer's end of the channel to the front."""
     return Sender(ports.tokenizer_input, keys=ports.keys)
 
 
 def tokenizer_inbox(ports: Ports) -> Receiver[DetokenizerOutput]:
+    """Opens the front's end of the channel from a replica's detokenizer."""
     return Receiver(ports.tokenizer_input, DetokenizerOutput, ports.keys)
 
 
 def tokenizer_outbox(ports: Ports) -> Sender[SchedulerInput]:
+    """Opens the front's end of the channel to a replica's scheduler."""
     return Sender(ports.scheduler_input, keys=ports.keys)

@@ -17,7 +17,7 @@ from pathlib import Path
 from sglang.srt.errors import UserError
 
 KEY_BYTES = 32
-MOST_LINKS = 40
+MAX_LINKS = 40
 """Linux's own limit of links followed."""
 _WRITE_OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _KEY_POLLS, _KEY_POLL_S = 40, 0.05
@@ -25,6 +25,7 @@ _KEY_POLLS, _KEY_POLL_S = 40, 0.05
 
 
 def lstat(path: Path) -> os.stat_result:
+    """Returns the state of the path itself, not of what a link leads to. Tests replace it."""
     return path.lstat()
 
 
@@ -41,14 +42,14 @@ def steps_to(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
             here = step
             continue
         links += 1
-        if links > MOST_LINKS:
+        if links > MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target = Path(os.readlink(step))
         here = Path("/") if target.is_absolute() else here
         rest = [*target.parts[target.is_absolute() :], *rest]
 
 
-def others_may_write(directory: Path) -> bool:
+def is_writable_by_others(directory: Path) -> bool:
     """Returns whether users other than this one and root may change a directory's content or replace the directory.
     Raises UserError if another user has put it, or a link to it, into a directory that everybody may write; raises
     OSError."""
@@ -63,7 +64,7 @@ def others_may_write(directory: Path) -> bool:
     return shared
 
 
-def own_key(directory: Path) -> bytes:
+def user_key(directory: Path) -> bytes:
     """Returns the key of this user's entries in a directory, which nobody else can read; creates it the first time.
     Raises UserError if the file belongs to another user, and OSError."""
     path = directory / f".key-{os.getuid()}"

@@ -138,12 +138,14 @@ class StorageJobs(Protocol):
     def writes(self) -> bool:
         """Returns whether the store is written; for a while after a failed write it is not."""
 
-    def submit(self, job: StorageJob) -> None: ...
+    def submit(self, job: StorageJob) -> None:
+        """Queues a job; its fields show the progress."""
 
-    def distrust(self) -> None:
+    def stop_reading(self) -> None:
         """Stops reading the store for good, because it has entries that must not be used."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends all jobs and the threads."""
 
 
 class StoreFailed(Exception):
@@ -186,11 +188,12 @@ class StorageEngine:
 
     @property
     def writes(self) -> bool:
+        """Returns whether entries are written: not for a while after writes have failed."""
         return time.monotonic() >= self._off_until["written"]
 
     def submit(self, job: StorageJob) -> None:
-        """Queues a job. The tier bounds the queues: at most MOST_PREFETCHES look-ups and reads, one write and
-        MOST_REMOVED_TOKENS of removals are under way."""
+        """Queues a job. The tier bounds the queues: at most MAX_PREFETCHES look-ups and reads, one write and
+        MAX_REMOVED_TOKENS of removals are under way."""
         (self._reads if isinstance(job, Lookup | Read) else self._writes).put(job)
 
     def close(self) -> None:
@@ -215,10 +218,10 @@ class StorageEngine:
 
     def _failed(self, job: StorageJob) -> None:
         if isinstance(job, Removal):
-            self.distrust()
+            self.stop_reading()
         job.state = CopyState.FAILED
 
-    def distrust(self) -> None:
+    def stop_reading(self) -> None:
         self._off_until["read"] = float("inf")
         self._warn("removal", "Entries that must not be used cannot be removed: the store is not read any more")
 

@@ -25,7 +25,7 @@ STALE_S = 600.0
 """Seconds after which a temporary file counts as left by a crash."""
 RESCAN_S = 600.0
 """Seconds after which a scan is too old, as other processes write and remove entries too."""
-MOST_CANDIDATES = 1 << 16
+MAX_CANDIDATES = 1 << 16
 """Entries that a scan remembers for eviction: the least recently used ones."""
 GIVES_WAY = 4
 """Most bytes that are evicted for each byte written when other programs fill the disk. Beyond that nothing is evicted
@@ -57,7 +57,7 @@ class DirectorySpace:
         """Last use in ns, size and path of what the last scan found, the least recently used at the end. What has been
         used or written since is newer than all of it."""
         self._scanned = -RESCAN_S
-        self._most = 0
+        self._largest_total = 0
         """The most bytes of entries that this process has seen."""
 
     def make_room(self, size: int) -> None:
@@ -92,7 +92,7 @@ class DirectorySpace:
             total.subtract(size)
 
     def _make_room_below(self, limit: int, size: int, total: _Total) -> None:
-        if total.value is None or not self._most:
+        if total.value is None or not self._largest_total:
             self._scan(total)
         assert total.value is not None
         if total.value + size <= limit:
@@ -105,12 +105,12 @@ class DirectorySpace:
             raise OSError(f"an entry of {size:,} bytes does not fit into {limit:,} bytes")
 
     def _make_room_on_disk(self, missing: int, size: int, total: _Total) -> None:
-        if total.value is None or not self._most:
+        if total.value is None or not self._largest_total:
             self._scan(total)
         assert total.value is not None
-        self._most = max(self._most, total.value)
+        self._largest_total = max(self._largest_total, total.value)
         exchanges = missing <= size
-        if exchanges or missing <= min(GIVES_WAY * size, total.value - self._most // 2):
+        if exchanges or missing <= min(GIVES_WAY * size, total.value - self._largest_total // 2):
             self._evict(missing, total)
         if shutil.disk_usage(self.directory).free < self.min_free + size:
             raise OSError(f"fewer than {self.min_free:,} bytes would stay free on the file system")
@@ -118,8 +118,8 @@ class DirectorySpace:
     def _evict(self, num_bytes: int, total: _Total) -> None:
         """Removes at least `num_bytes` bytes of entries, if there are that many."""
         assert total.value is not None
-        least, scanned = total.value - num_bytes, False
-        while total.value > least:
+        minimum, scanned = total.value - num_bytes, False
+        while total.value > minimum:
             if not self._oldest:
                 if scanned:
                     return
@@ -141,9 +141,9 @@ class DirectorySpace:
                 count += entry[1]
                 yield entry
 
-        self._oldest = heapq.nsmallest(MOST_CANDIDATES, entries())[::-1]
+        self._oldest = heapq.nsmallest(MAX_CANDIDATES, entries())[::-1]
         self._scanned = time.monotonic()
-        total.value, self._most = count, max(self._most, count, 1)
+        total.value, self._largest_total = count, max(self._largest_total, count, 1)
 
     def _files(self) -> Iterator[tuple[int, int, str]]:
         """Yields last use in ns, size and path of every entry. Removes temporary files left by a crash; ignores other

@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang.srt.environ import envs, parse_bytes
 from sglang.srt.errors import UserError
-from sglang.srt.mem_cache.storage.directory import others_may_write, own_key
+from sglang.srt.mem_cache.storage.directory import is_writable_by_others, user_key
 from sglang.srt.mem_cache.storage.file_sizes import NAME, TEMPORARY, DirectorySpace
 
 GIB = 1 << 30
@@ -76,13 +76,14 @@ class FileStore:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.listdir(self.directory)
-            self.key = own_key(self.directory) if others_may_write(self.directory) else b""
+            self.key = user_key(self.directory) if is_writable_by_others(self.directory) else b""
         except (OSError, UserError) as error:
             raise UserError(f"{where} cannot be used: {error}. {advice}") from None
 
     # --- PrefixStore --------------------------------------------------------------------------------------------------
 
     def contains(self, names: Sequence[str]) -> list[bool]:
+        """Returns which entries exist, and counts those as used now."""
         now, there = time.time_ns(), []
         for index, name in enumerate(names):
             there.append(self._touch(self._path(name), now - index * USE_STEP_NS))
@@ -117,6 +118,7 @@ class FileStore:
         return data
 
     def write(self, name: str, data: bytearray) -> None:
+        """Writes an entry by renaming a complete file. Raises OSError."""
         path = self._path(name)
         temporary = path.with_name(f"{TEMPORARY}{self._writer}-{next(self._numbers)}")
         path.parent.mkdir(mode=0o700, exist_ok=True)

@@ -10,12 +10,12 @@ import hashlib
 
 from sglang.srt.mem_cache.radix_node import Keys
 
-LEAST_BLOCK = 64
+MIN_BLOCK = 64
 
 
 def block_tokens(page_size: int) -> int:
     """Returns the tokens of an entry: a multiple of the page size."""
-    return -(-LEAST_BLOCK // page_size) * page_size
+    return -(-MIN_BLOCK // page_size) * page_size
 
 
 class PrefixNames:

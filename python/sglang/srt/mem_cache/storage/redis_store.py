@@ -18,9 +18,9 @@ from sglang.srt.errors import UserError
 
 DEFAULT_PREFIX = "sglang:kv:"
 DEFAULT_TIMEOUT_S = 5.0
-MOST_COMMANDS = 512
+MAX_COMMANDS = 512
 """Commands of one pipeline; the Redis server answers other clients between two pipelines."""
-MOST_ENTRY_BYTES = 512 << 20
+MAX_ENTRY_BYTES = 512 << 20
 """Redis's own limit of a value."""
 FLAG = "--hicache-storage-backend-extra-config"
 
@@ -48,9 +48,9 @@ class RedisStore:
         last."""
         there: list[bool] = []
         backwards = list(names)[::-1]
-        for first in range(0, len(backwards), MOST_COMMANDS):
+        for first in range(0, len(backwards), MAX_COMMANDS):
             pipeline = self._client.pipeline(transaction=False)
-            for name in backwards[first : first + MOST_COMMANDS]:
+            for name in backwards[first : first + MAX_COMMANDS]:
                 if self.ttl is None:
                     pipeline.touch(self.prefix + name)
                 else:
@@ -63,8 +63,9 @@ class RedisStore:
         return data
 
     def write(self, name: str, data: bytearray) -> None:
-        if len(data) > MOST_ENTRY_BYTES:
-            raise ValueError(f"an entry of {len(data):,} bytes: Redis holds values of {MOST_ENTRY_BYTES:,} at most")
+        """Writes an entry. Raises ValueError if it is larger than Redis allows, and the client's errors."""
+        if len(data) > MAX_ENTRY_BYTES:
+            raise ValueError(f"an entry of {len(data):,} bytes: Redis holds values of {MAX_ENTRY_BYTES:,} at most")
         self._client.set(self.prefix + name, memoryview(data), ex=self.ttl)
 
     def delete(self, name: str) -> None:

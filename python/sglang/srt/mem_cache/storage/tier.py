@@ -30,11 +30,11 @@ from sglang.srt.mem_cache.cache_tier import (
 from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.mem_cache.storage.engine import READERS, Lookup, PrefixPages, Read, Removal, StorageJobs, Write
 
-MOST_PREFETCHES = 16
+MAX_PREFETCHES = 16
 """Look-ups and reads at a time; other requests are looked up when one of them has ended."""
-MOST_OFFERS = 1024
+MAX_OFFERS = 1024
 """Prefixes that wait to be written; beyond that the oldest is dropped."""
-MOST_REMOVED_TOKENS = 1 << 24
+MAX_REMOVED_TOKENS = 1 << 24
 """Tokens of all removals under way (128 MiB of keys). Beyond that the store is not read any more."""
 GRACE_S = 0.25
 """Seconds that a stopped job gets to end. After that it is given up."""
@@ -59,13 +59,15 @@ class StoredRequest(Protocol):
     def finish(self) -> object:
         """Returns None until the request has ended."""
 
-    def cache_keys(self, length: int) -> Keys: ...
+    def cache_keys(self, length: int) -> Keys:
+        """Returns the keys of the first `length` tokens."""
 
-    def matchable_len(self) -> int: ...
+    def matchable_len(self) -> int:
+        """Returns how many leading tokens may come from a cache."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Patience:
+class WatchedJob:
     """Watches a job that may never end: it is stopped when it is late, and given up soon after."""
 
     job: Lookup | Read | Write
@@ -102,7 +104,7 @@ class Patience:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Prefetch(Patience):
+class Prefetch(WatchedJob):
     """A look-up, or the read that follows it."""
 
     job: Lookup | Read
@@ -115,7 +117,7 @@ class Prefetch(Patience):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Backup(Patience):
+class Backup(WatchedJob):
     """A write under way."""
 
     job: Write
@@ -171,20 +173,20 @@ class StorageTier:
         page = self._host.page_size
         keys = req.cache_keys(req.matchable_len() // page * page)
         host, device = self._host.prefix(keys, req.namespace), self._device.prefix(keys, req.namespace)
-        least = resumable_end(host, device, 0) + self.config.prefetch_threshold - 1
-        if len(keys) <= least:
+        minimum = resumable_end(host, device, 0) + self.config.prefetch_threshold - 1
+        if len(keys) <= minimum:
             req.looked_up = True
             return
         for prefetch in self._prefetches:
             job = prefetch.job
-            if job.namespace == req.namespace and common_length(job.keys, keys) > least and not job.stopping:
+            if job.namespace == req.namespace and common_length(job.keys, keys) > minimum and not job.stopping:
                 self._wait_for(prefetch, req)
                 return
-        if len(self._prefetches) >= MOST_PREFETCHES:
+        if len(self._prefetches) >= MAX_PREFETCHES:
             return
         start = host.length // self.engine.block * self.engine.block
-        lookup = Lookup(keys, req.namespace, start=start, least=least)
-        prefetch = Prefetch(job=lookup, deadline=self._deadline(lookup.begun, 0), least=least)
+        lookup = Lookup(keys, req.namespace, start=start, least=minimum)
+        prefetch = Prefetch(job=lookup, deadline=self._deadline(lookup.begun, 0), least=minimum)
         self._prefetches.append(prefetch)
         self._wait_for(prefetch, req)
         self.engine.submit(lookup)
@@ -213,7 +215,7 @@ class StorageTier:
             prefetch.stop()
         return True
 
-    def _let_go(self, prefetch: Prefetch) -> None:
+    def _forget_waiters(self, prefetch: Prefetch) -> None:
         """Forgets the requests that wait for a job."""
         for req in prefetch.reqs:
             self._awaited.pop(req.rid, None)
@@ -228,7 +230,7 @@ class StorageTier:
         elif end > prefetch.least and not job.stopping and self._begin_read(prefetch, job, end):
             return
         self._prefetches.remove(prefetch)
-        self._let_go(prefetch)
+        self._forget_waiters(prefetch)
 
     def _begin_read(self, prefetch: Prefetch, lookup: Lookup, end: int) -> bool:
         """Begins to read what the look-up found. Returns False if main memory has no room."""
@@ -284,7 +286,7 @@ class StorageTier:
         if not node.depth:
             return
         self._offers[node] = None
-        if len(self._offers) > MOST_OFFERS:
+        if len(self._offers) > MAX_OFFERS:
             self._drop(next(iter(self._offers)))
 
     def _drop(self, node: Node) -> None:
@@ -335,8 +337,8 @@ class StorageTier:
     def remove(self, keys: Keys, namespace: str | None) -> None:
         """Removes the entries of these tokens, which must not be read again. Look-ups pause until that is done."""
         self.drain()
-        if sum(len(removal.keys) for removal in self._removals) + len(keys) > MOST_REMOVED_TOKENS:
-            self.engine.distrust()
+        if sum(len(removal.keys) for removal in self._removals) + len(keys) > MAX_REMOVED_TOKENS:
+            self.engine.stop_reading()
             return
         removal = Removal(keys, namespace)
         self._removals.append(removal)
@@ -346,9 +348,10 @@ class StorageTier:
 
     @property
     def busy(self) -> bool:
+        """Returns whether any job runs or waits."""
         return bool(self._prefetches or self._backup or self._offers or self._removals)
 
-    def _waits(self) -> list[Patience]:
+    def _waits(self) -> list[WatchedJob]:
         return [*self._prefetches, *([] if self._backup is None else [self._backup])]
 
     def finish(self) -> None:
@@ -366,7 +369,7 @@ class StorageTier:
         for wait, outcome in zip(waits, outcomes, strict=True):
             self._finish_wait(wait, *outcome)
 
-    def _finish_wait(self, wait: Patience, state: int, progress: int, num_bytes: int, lateness: int) -> None:
+    def _finish_wait(self, wait: WatchedJob, state: int, progress: int, num_bytes: int, lateness: int) -> None:
         is_wanted = not isinstance(wait, Prefetch) or any(req.finish is None for req in wait.reqs)
         if lateness == OVERDUE or not is_wanted:
             wait.stop()
@@ -395,7 +398,7 @@ class StorageTier:
             self.wait()
             self.finish()
         if self._removals:
-            self.engine.distrust()
+            self.engine.stop_reading()
         self.engine.close()
 
     @staticmethod

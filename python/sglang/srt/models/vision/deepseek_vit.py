@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_
+from sglang.srt.models.vision.encoder import Heads, PatchAttention, PatchPart, Pieces, VisionEncoder, gelu_
 from sglang.srt.models.vision.patch_places import ROW_BY_ROW, Grid, frame_starts, longest_frame, num_patches
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.deepseek_vit import ALIGNER, END, NEW_LINE, START, TOWER, DeepseekVitTower
@@ -30,7 +30,7 @@ class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
     def _encoded(self, part: PatchPart, cuts: Cuts) -> Pieces[torch.Tensor]:
         tower = self.tower
         x = self._linear(TOWER + "patch_embed.proj", part.pixels.to(self.dtype))
-        sight = Sight(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
+        sight = PatchAttention(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{TOWER}blocks.{i}.", x, sight)
@@ -39,7 +39,7 @@ class DeepseekVitEncoder(VisionEncoder[DeepseekVitTower]):
         frames = zip(x.split([num_patches([grid]) for grid in part.grids]), part.grids, strict=True)
         return torch.cat([self._span(patches, grid) for patches, grid in frames])
 
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+    def _block(self, name: str, x: torch.Tensor, sight: PatchAttention) -> Pieces[torch.Tensor]:
         eps = self.tower.norm_eps
 
         def project(rows: slice) -> Heads:

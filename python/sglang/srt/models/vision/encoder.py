@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.distributed.parallel_state import ALONE, groups
+from sglang.srt.distributed.groups import ALONE
+from sglang.srt.distributed.parallel_state import groups
 from sglang.srt.layers.parameter import Init, Param, TensorPart
 from sglang.srt.models.vision.patch_places import Grid, num_patches, rows_and_columns
 from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, parts_of, shares
@@ -46,7 +47,7 @@ class PatchPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class PatchAttention:
     """How the patches of a part attend: `rotate` for queries and keys; `starts` [groups + 1], the first patch of each
     group that attends to itself, and P; `longest`: patches of the largest group; `cuts`: how layers are split."""
 
@@ -176,7 +177,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
     def _weight(self, name: str, leaf: str) -> torch.Tensor:
         return self.params[f"{name}.{leaf}"].tensor
 
-    def _split(self, qkv: torch.Tensor, sight: Sight, rows: slice) -> Heads:
+    def _split(self, qkv: torch.Tensor, sight: PatchAttention, rows: slice) -> Heads:
         """Returns queries, keys and values of qkv [N, 3 * hidden] for a slice of the patches and this rank's heads,
         rotated."""
         heads = qkv.view(-1, 3, self.tower.rank_heads, self.tower.head_dim)
@@ -184,7 +185,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return heads.unbind(1)
 
     def _plain_block(
-        self, names: BlockNames, name: str, x: torch.Tensor, sight: Sight, eps: float
+        self, names: BlockNames, name: str, x: torch.Tensor, sight: PatchAttention, eps: float
     ) -> Pieces[torch.Tensor]:
         """Computes a layer with norms before attention and before a GELU block of two linear layers, with separate
         projections of q, k and v. Overwrites and returns x [P, hidden]."""
@@ -210,7 +211,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         return x
 
     def _attended(
-        self, project: Callable[[slice], Heads], count: int, sight: Sight, scale: float | None = None
+        self, project: Callable[[slice], Heads], count: int, sight: PatchAttention, scale: float | None = None
     ) -> Pieces[torch.Tensor]:
         """Returns attention [P, hidden] of `count` patches; yields after every slice of projections and every share of
         queries. project: returns the rotated queries, keys and values of a slice. `scale` None: 1 / sqrt(head_dim)."""
@@ -226,7 +227,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
             yield
         return out.view(len(out), -1)
 
-    def _row_by_row(self, compute: Callable[[slice], object], count: int, sight: Sight) -> Pieces[None]:
+    def _row_by_row(self, compute: Callable[[slice], object], count: int, sight: PatchAttention) -> Pieces[None]:
         """Calls `compute` for slices of the patches, for work that each patch does alone; yields between slices."""
         for number, rows in enumerate(shares(count, sight.cuts.rows)):
             if number:
@@ -239,7 +240,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         k: torch.Tensor,
         v: torch.Tensor,
         out: torch.Tensor,
-        sight: Sight,
+        sight: PatchAttention,
         scale: float | None,
         share: tuple[int, int],
     ) -> None:

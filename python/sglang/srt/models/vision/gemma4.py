@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, cos_sin, gelu_
+from sglang.srt.models.vision.encoder import Heads, PatchAttention, PatchPart, Pieces, VisionEncoder, cos_sin, gelu_
 from sglang.srt.models.vision.patch_places import (
     ROW_BY_ROW,
     Grid,
@@ -37,7 +37,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         x = self._linear(prefix + "patch_embedder.input_proj", (2 * part.pixels - 1).to(self.dtype))
         of_column, of_row = self._weight(prefix + "patch_embedder", "position_embedding_table")
         x = x + of_column[places["columns"]] + of_row[places["rows"]]
-        sight = Sight(self._rotate(places), places["starts"], longest_frame(part.grids), cuts)
+        sight = PatchAttention(self._rotate(places), places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}encoder.layers.{i}.", x, sight)
@@ -50,7 +50,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         normed = F.rms_norm(pooled.to(self.dtype).float(), (tower.hidden_size,), eps=tower.norm_eps)
         return self._linear(projector + "embedding_projection", normed.to(self.dtype))
 
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+    def _block(self, name: str, x: torch.Tensor, sight: PatchAttention) -> Pieces[torch.Tensor]:
         eps, mlp = self.tower.norm_eps, name + "mlp."
 
         def project(rows: slice) -> Heads:
@@ -70,7 +70,7 @@ class Gemma4Encoder(VisionEncoder[Gemma4Tower]):
         yield from self._row_by_row(rest, len(x), sight)
         return x
 
-    def _heads(self, name: str, x: torch.Tensor, sight: Sight, rows: slice) -> Heads:
+    def _heads(self, name: str, x: torch.Tensor, sight: PatchAttention, rows: slice) -> Heads:
         """Returns queries, keys and values of x [N, hidden], a slice of the patches."""
         heads, eps = (self.tower.rank_heads, self.tower.head_dim), self.tower.norm_eps
         q, k, v = (self._bounded(f"{name}{part}_proj", x).unflatten(-1, heads) for part in "qkv")

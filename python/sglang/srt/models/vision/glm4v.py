@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, interpolation
+from sglang.srt.models.vision.encoder import Heads, PatchAttention, PatchPart, Pieces, VisionEncoder, interpolation
 from sglang.srt.models.vision.patch_places import Grid, cubic, frame_starts, longest_frame
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.glm4v import Glm4vTower
@@ -32,14 +32,14 @@ class Glm4vEncoder(VisionEncoder[Glm4vTower]):
             x = self._rms_norm(prefix + "post_conv_layernorm", x, tower.norm_eps)
             positions = self._weight(prefix + "embeddings.position_embedding", "weight")
             x = x + self._interpolated(positions, part.places)
-        sight = Sight(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
+        sight = PatchAttention(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}blocks.{i}.", x, sight)
             yield
         return self._merged(prefix, self._rms_norm(prefix + "post_layernorm", x, tower.norm_eps))
 
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+    def _block(self, name: str, x: torch.Tensor, sight: PatchAttention) -> Pieces[torch.Tensor]:
         def project(rows: slice) -> Heads:
             qkv = self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x[rows], self.tower.norm_eps))
             if self.tower.head_norms:

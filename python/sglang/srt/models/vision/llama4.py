@@ -13,9 +13,9 @@ import torch
 
 from sglang.srt.models.vision.encoder import (
     BlockNames,
+    PatchAttention,
     PatchPart,
     Pieces,
-    Sight,
     VisionEncoder,
     cos_sin,
     gelu_,
@@ -50,7 +50,7 @@ class Llama4Encoder(VisionEncoder[Llama4Tower]):
         x = torch.cat((patches, last), dim=1) + self.params[prefix + "positional_embedding_vlm"].tensor
         x = self._norm(prefix + "layernorm_pre", x.flatten(0, 1), NORM_EPS)
         rotate = partial(rotate_interleaved, cos=places["cos"], sin=places["sin"])
-        sight = Sight(rotate, places["starts"], tower.side**2 + 1, cuts)
+        sight = PatchAttention(rotate, places["starts"], tower.side**2 + 1, cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._plain_block(_BLOCK, f"{prefix}model.layers.{i}.", x, sight, NORM_EPS)

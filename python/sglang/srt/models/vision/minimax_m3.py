@@ -13,9 +13,9 @@ import torch
 
 from sglang.srt.models.vision.encoder import (
     BlockNames,
+    PatchAttention,
     PatchPart,
     Pieces,
-    Sight,
     VisionEncoder,
     cos_sin,
     gelu_,
@@ -43,7 +43,7 @@ class MiniMaxM3Encoder(VisionEncoder[MiniMaxM3Tower]):
         x = self._linear(prefix + "embeddings.patch_embedding", part.pixels.to(self.dtype))
         x = self._norm(prefix + "pre_layrnorm", x, tower.norm_eps)
         rotate = partial(_rotate_front, cos=places["cos"], sin=places["sin"])
-        sight = Sight(rotate, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
+        sight = PatchAttention(rotate, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._plain_block(_BLOCK, f"{prefix}encoder.layers.{i}.", x, sight, tower.norm_eps)

@@ -14,9 +14,9 @@ import torch
 
 from sglang.srt.models.vision.encoder import (
     Heads,
+    PatchAttention,
     PatchPart,
     Pieces,
-    Sight,
     VisionEncoder,
     cos_sin,
     gelu_,
@@ -56,7 +56,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         if "frames" in places:
             x = x + self._times()[places["frames"]]
         rotate = partial(rotate_interleaved, cos=places["cos"], sin=places["sin"])
-        sight = Sight(rotate, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
+        sight = PatchAttention(rotate, places["starts"], max(num_patches([grid]) for grid in part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}encoder.blocks.{i}.", x, sight)
@@ -75,7 +75,7 @@ class MoonViTEncoder(VisionEncoder[MoonViTTower]):
         table = np.concatenate((np.sin(angles), np.cos(angles)), axis=1).astype(np.float32)
         return self._on_device(np.concatenate((np.zeros_like(table[:1]), table))).to(self.dtype)
 
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+    def _block(self, name: str, x: torch.Tensor, sight: PatchAttention) -> Pieces[torch.Tensor]:
         def project(rows: slice) -> Heads:
             return self._split(
                 self._linear(name + "wqkv", self._norm(name + "norm0", x[rows], self.tower.norm_eps)), sight, rows

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 from sglang.srt.models.vision.encoder import (
     BlockNames,
+    PatchAttention,
     PatchPart,
     Pieces,
-    Sight,
     VisionEncoder,
     cos_sin,
     gelu_,
@@ -68,8 +68,8 @@ class MuseGlimmerEncoder(VisionEncoder[MuseGlimmerTower]):
         x = self._norm(prefix + "ln_pre", x, tower.norm_eps)
         rotate = self._rotate(places)
         of_windows, of_frames = (
-            Sight(rotate, places["window_starts"], tower.side**2, replace(cuts, queries=1)),
-            Sight(rotate, places["starts"], longest_frame(part.grids), cuts),
+            PatchAttention(rotate, places["window_starts"], tower.side**2, replace(cuts, queries=1)),
+            PatchAttention(rotate, places["starts"], longest_frame(part.grids), cuts),
         )
         yield
         for i in range(tower.num_layers):

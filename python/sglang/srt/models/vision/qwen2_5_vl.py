@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_
+from sglang.srt.models.vision.encoder import Heads, PatchAttention, PatchPart, Pieces, VisionEncoder, gelu_
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, longest_frame, windows
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.qwen2_5_vl import NORM_EPS, ROTARY_THETA, Qwen2_5VLTower
@@ -30,8 +30,10 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
         x = self._linear(prefix + "patch_embed.proj", self._squares(part.pixels.to(self.dtype), by_window))
         rotate = self._rotate(places)
         of_windows, of_frames = (
-            Sight(rotate, places["window_starts"], (tower.window * tower.merge) ** 2, replace(cuts, queries=1)),
-            Sight(rotate, places["starts"], longest_frame(part.grids), cuts),
+            PatchAttention(
+                rotate, places["window_starts"], (tower.window * tower.merge) ** 2, replace(cuts, queries=1)
+            ),
+            PatchAttention(rotate, places["starts"], longest_frame(part.grids), cuts),
         )
         yield
         for i in range(tower.num_layers):
@@ -44,7 +46,7 @@ class Qwen2_5VLEncoder(VisionEncoder[Qwen2_5VLTower]):
         merged[by_window] = x
         return merged
 
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+    def _block(self, name: str, x: torch.Tensor, sight: PatchAttention) -> Pieces[torch.Tensor]:
         def project(rows: slice) -> Heads:
             return self._split(
                 self._linear(name + "attn.qkv", self._rms_norm(name + "norm1", x[rows], NORM_EPS)), sight, rows

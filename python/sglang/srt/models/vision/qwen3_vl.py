@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import Heads, PatchPart, Pieces, Sight, VisionEncoder, gelu_, interpolation
+from sglang.srt.models.vision.encoder import (
+    Heads,
+    PatchAttention,
+    PatchPart,
+    Pieces,
+    VisionEncoder,
+    gelu_,
+    interpolation,
+)
 from sglang.srt.models.vision.patch_places import Grid, frame_starts, interpolated, longest_frame
 from sglang.srt.models.vision.pieces import Cuts
 from sglang.srt.plan.towers.qwen3_vl import NORM_EPS, Qwen3VLTower
@@ -25,7 +33,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
         tower, prefix = self.tower, self.tower.prefixes[0]
         x = self._linear(prefix + "patch_embed.proj", part.pixels.to(self.dtype))
         x = x + self._interpolated(self._weight(prefix + "pos_embed", "weight"), part.places)
-        sight = Sight(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
+        sight = PatchAttention(self._rotate(part.places), part.places["starts"], longest_frame(part.grids), cuts)
         features = []
         yield
         for i in range(tower.num_layers):
@@ -36,7 +44,7 @@ class Qwen3VLEncoder(VisionEncoder[Qwen3VLTower]):
             yield
         return torch.cat((self._merged(prefix + "merger.", x, wide_norm=False), *features), dim=-1)
 
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+    def _block(self, name: str, x: torch.Tensor, sight: PatchAttention) -> Pieces[torch.Tensor]:
         def project(rows: slice) -> Heads:
             return self._split(
                 self._linear(name + "attn.qkv", self._norm(name + "norm1", x[rows], NORM_EPS)), sight, rows

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.models.vision.encoder import VisionEncoder
 from sglang.srt.models.vision.patch_places import Grid, clips, num_patches
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 
 from sglang.srt.models.vision.encoder import (
     Heads,
+    PatchAttention,
     PatchPart,
     Pieces,
-    Sight,
     VisionEncoder,
     cos_sin,
     interpolation,
@@ -45,7 +45,7 @@ class Step3Encoder(VisionEncoder[Step3Tower]):
         x = x + self._interpolated(self.params[prefix + "positional_embedding"].tensor, places)
         x = self._norm(prefix + "ln_pre", x, tower.norm_eps)
         rotate = partial(rotate_interleaved, cos=places["cos"], sin=places["sin"])
-        sight = Sight(rotate, places["starts"], longest_frame(part.grids), cuts)
+        sight = PatchAttention(rotate, places["starts"], longest_frame(part.grids), cuts)
         yield
         for i in range(tower.num_layers):
             x = yield from self._block(f"{prefix}transformer.resblocks.{i}.", x, sight)
@@ -65,7 +65,7 @@ class Step3Encoder(VisionEncoder[Step3Tower]):
             x = self.group.all_reduce(x.contiguous()) if adds_up else x
         return x.flatten(2).transpose(1, 2).flatten(0, 1)
 
-    def _block(self, name: str, x: torch.Tensor, sight: Sight) -> Pieces[torch.Tensor]:
+    def _block(self, name: str, x: torch.Tensor, sight: PatchAttention) -> Pieces[torch.Tensor]:
         eps, attention = self.tower.norm_eps, name + "attn"
 
         def project(rows: slice) -> Heads:

@@ -223,6 +223,7 @@ def ngram_rows(
 
 
 def rows_launch(dim: int) -> dict[str, int]:
+    """Returns the launch of a kernel that has a program for each row of `dim` columns."""
     return {"COLS": triton.next_power_of_2(dim), "num_warps": 1}
 
 

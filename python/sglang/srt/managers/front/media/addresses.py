@@ -46,7 +46,7 @@ def is_public(address: str) -> bool:
     >>> [is_public(text) for text in ("8.8.8.8", "10.0.0.1", "::ffff:127.0.0.1", "169.254.169.254")]
     [True, False, False, False]
     """
-    return _is_public(_meant(ipaddress.ip_address(address.partition("%")[0])))
+    return _is_public(_embedded_ipv4(ipaddress.ip_address(address.partition("%")[0])))
 
 
 def _is_public(address: Address) -> bool:
@@ -55,7 +55,7 @@ def _is_public(address: Address) -> bool:
     return address in _UNICAST and not any(address in network for network in _NOT_PUBLIC_V6)
 
 
-def _meant(address: Address) -> Address:
+def _embedded_ipv4(address: Address) -> Address:
     """Returns the IPv4 address that an IPv6 address stands for, if it does."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:

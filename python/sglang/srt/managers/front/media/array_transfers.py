@@ -28,7 +28,7 @@ class ArrayTransfers:
     """Sends shared arrays to the replicas of other machines."""
 
     def __init__(self, files: MediaFiles, replicas: Sequence[Replica], tell: Callable[[], None]) -> None:
-        """tell(): sends the replicas their lists `arrays_gone`."""
+        """tell(): sends the replicas their lists `arrays_released`."""
         self._files, self._replicas, self._tell = files, replicas, tell
         self._locks = [asyncio.Lock() for _ in replicas]
         self._sent: dict[str, dict[int, asyncio.Task[None]]] = {}
@@ -40,7 +40,7 @@ class ArrayTransfers:
         for task in self._under_way:
             task.cancel()
 
-    async def bring(self, replica: Replica, items: Sequence[MediaItem]) -> None:
+    async def send_to_machines(self, replica: Replica, items: Sequence[MediaItem]) -> None:
         """Returns when all machines of the replica have the pixels of the items, which the caller holds. Raises
         RequestError 503."""
         for array in [item.pixels for item in items]:
@@ -75,7 +75,7 @@ class ArrayTransfers:
             raise
 
     def _forget(self, replica: Replica, name: str) -> None:
-        """Has the replica drop the parts that it got; the next `bring` sends them again."""
+        """Has the replica drop the parts that it got; the next `send_to_machines` sends them again."""
         of_array = self._sent.get(name, {})
         if of_array.pop(replica.index, None) is not None:
             self._end([replica], name)
@@ -86,7 +86,7 @@ class ArrayTransfers:
     def _end(self, replicas: Sequence[Replica], name: str) -> None:
         told = [replica for replica in replicas if replica.failure is None]
         for replica in told:
-            replica.arrays_gone.append(name)
+            replica.arrays_released.append(name)
         if told:
             self._tell()
 

@@ -53,9 +53,9 @@ def fitted(size: Size, frames: int, settings: Mapping[str, Any]) -> Canvas:
     side = settings["patch_size"] * settings["merge_size"] * settings["patch_expand_factor"]
     counted = max(together, round(frames / together) * together)
     pixels_of_a_token = together * side**2
-    least = settings["min_image_tokens"] * pixels_of_a_token
-    most = settings["max_image_tokens"] * pixels_of_a_token
-    most = min(most, counted * PATCHES_A_STEP * settings["patch_size"] ** 2)
+    minimum = settings["min_image_tokens"] * pixels_of_a_token
+    maximum = settings["max_image_tokens"] * pixels_of_a_token
+    maximum = min(maximum, counted * PATCHES_A_STEP * settings["patch_size"] ** 2)
 
     def whole(wide: int, high: int) -> Size:
         return -(-wide // side) * side, -(-high // side) * side
@@ -67,16 +67,16 @@ def fitted(size: Size, frames: int, settings: Mapping[str, Any]) -> Canvas:
         return whole(max(1, math.floor(width * high / height)), high)
 
     canvas = whole(width, height)
-    if pixels(canvas) < least:
-        grow = math.sqrt(least / (frames * height * width))
+    if pixels(canvas) < minimum:
+        grow = math.sqrt(minimum / (frames * height * width))
         canvas = whole(math.ceil(width * grow), math.ceil(height * grow))
-    if pixels(canvas) > most:
-        if counted * side**2 > most:
+    if pixels(canvas) > maximum:
+        if counted * side**2 > maximum:
             raise MediaError(f"a video has {frames} frames, more than there may be tokens")
-        fitting = bisect.bisect_right(range(1, height + 1), most, key=lambda high: pixels(size_for_height(high)))
+        fitting = bisect.bisect_right(range(1, height + 1), maximum, key=lambda high: pixels(size_for_height(high)))
         canvas = size_for_height(fitting) if fitting else (side, side)
     scale = min(canvas[0] / width, canvas[1] / height)
-    if frames * height * width >= least:
+    if frames * height * width >= minimum:
         scale = min(1.0, scale)
     content = (max(1, min(canvas[0], math.floor(width * scale))), max(1, min(canvas[1], math.floor(height * scale))))
     return Canvas(canvas, content)

@@ -32,10 +32,10 @@ Shape = tuple[int, int]
 """Rows and columns of tiles."""
 
 
-def canvases(most: int) -> list[Shape]:
-    """Returns the shapes with at most `most` tiles, grouped by aspect ratio, the largest first."""
+def canvases(maximum: int) -> list[Shape]:
+    """Returns the shapes with at most `maximum` tiles, grouped by aspect ratio, the largest first."""
     by_ratio: dict[float, list[Shape]] = {}
-    for count in range(most, 0, -1):
+    for count in range(maximum, 0, -1):
         for rows in range(1, count + 1):
             if count % rows == 0:
                 by_ratio.setdefault(rows / (count // rows), []).append((rows, count // rows))
@@ -99,10 +99,10 @@ class CanvasProcessor:
         if height != width or not isinstance(height, int) or height % (_MERGE * self._patch):
             raise MediaError(f"tiles of {height} x {width} pixels are no squares of whole tokens")
         self._tile: int = height
-        most = PATCHES_A_STEP // (height // self._patch) ** 2 - 1
-        if most < 1:
+        maximum = PATCHES_A_STEP // (height // self._patch) ** 2 - 1
+        if maximum < 1:
             raise MediaError(f"tiles of {height} pixels a side have more patches than an encoder step")
-        self._shapes, self._levels = canvases(min(int(words["max_patches"]), most)), as_type(_levels(words), dtype)
+        self._shapes, self._levels = canvases(min(int(words["max_patches"]), maximum)), as_type(_levels(words), dtype)
 
     def __call__(self, image: Image.Image) -> tuple[Shape, Patches]:
         rows, columns = best_canvas(image.size, self._tile, self._shapes, self._largest)

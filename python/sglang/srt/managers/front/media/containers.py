@@ -51,7 +51,7 @@ class Container(Video):
                 "a video is in a container (MP4, WebM, MKV or MOV), which this server does not read: it needs PyAV (pip"
                 " install 'sm120-sglang[video]'); or send its frames as data:video/jpeg;base64,FRAME,FRAME,..."
             )
-        with _damage_is_named():
+        with _media_errors():
             self._file: Any = av.open(io.BytesIO(data), format=form, options=_OPTIONS)
             self._stream = _moving_picture(self._file)
             self._times, self._keys = _times(self._file, self._stream)
@@ -62,6 +62,7 @@ class Container(Video):
         super().__init__(len(self._times), self._rate(), _upright(frame).size, MAX_FRAMES)
 
     def frames(self, indices: list[int]) -> Iterator[Image.Image]:
+        """Yields the frames with these numbers, which must ascend, as RGB pictures. Raises MediaError."""
         decoded: Iterator[Any] = iter(())
         here, shown = -1, None
         for index in indices:
@@ -79,7 +80,7 @@ class Container(Video):
 
     def _decoded(self, time: int) -> Iterator[Any]:
         """Yields the frames from the last key frame at or before `time` on."""
-        with _damage_is_named():
+        with _media_errors():
             self._file.seek(time, stream=self._stream, backward=True)
             for frame in self._file.decode(self._stream):
                 check_size((frame.width, frame.height))
@@ -137,7 +138,7 @@ def _upright(frame: Any) -> Image.Image:
 
 
 @contextmanager
-def _damage_is_named() -> Iterator[None]:
+def _media_errors() -> Iterator[None]:
     """Converts FFmpeg's errors about a file to MediaError."""
     try:
         yield

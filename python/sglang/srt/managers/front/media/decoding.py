@@ -125,14 +125,15 @@ class Video:
 
     is_sampled: bool
 
-    def __init__(self, num_frames: int, fps: float, size: tuple[int, int], most: int = MAX_FRAMES) -> None:
-        """most: limit of the frames. Raises MediaError."""
-        if not 1 <= num_frames <= most:
-            raise MediaError(f"a video has {num_frames} frames; 1 to {most} are read")
+    def __init__(self, num_frames: int, fps: float, size: tuple[int, int], maximum: int = MAX_FRAMES) -> None:
+        """maximum: limit of the frames. Raises MediaError."""
+        if not 1 <= num_frames <= maximum:
+            raise MediaError(f"a video has {num_frames} frames; 1 to {maximum} are read")
         check_size(size)
         self.num_frames, self.fps, self.size = num_frames, fps, size
 
     def frames(self, indices: list[int]) -> Iterator[Image.Image]:
+        """Yields the frames with these numbers, which must ascend, as RGB pictures. Raises MediaError."""
         raise NotImplementedError
 
 

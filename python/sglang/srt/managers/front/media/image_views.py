@@ -29,10 +29,10 @@ class Views:
     parts: list[str | int]
 
 
-SeeImage = Callable[[Image.Image], Views]
+MakeViews = Callable[[Image.Image], Views]
 
 
-def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
+def image_views(files: ProcessorFiles, dtype: str) -> MakeViews:
     """Returns the function that prepares the model's images, with patches of a type that `patch_types.as_type`
     names."""
     if files.family == "step3p7":
@@ -49,7 +49,7 @@ def image_views(files: ProcessorFiles, dtype: str) -> SeeImage:
     return see
 
 
-def _in_tiles(process: TiledProcessor) -> SeeImage:
+def _in_tiles(process: TiledProcessor) -> MakeViews:
     """Returns the function for Step-3.7: each tile and the whole picture have a run between marks; another mark follows
     each row of tiles except the last."""
 
@@ -66,7 +66,7 @@ def _in_tiles(process: TiledProcessor) -> SeeImage:
     return see
 
 
-def _on_a_canvas(process: CanvasProcessor) -> SeeImage:
+def _on_a_canvas(process: CanvasProcessor) -> MakeViews:
     """Returns the function for Llama 4: each tile has a run; one mark separates the tiles of a row, another follows
     each row, and one precedes the whole picture."""
 

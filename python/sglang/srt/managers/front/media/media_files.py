@@ -34,6 +34,7 @@ class MediaFiles:
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes of all arrays that are held."""
         return self._num_bytes
 
     def __contains__(self, name: str) -> bool:

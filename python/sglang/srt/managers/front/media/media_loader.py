@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from sglang.srt.managers.front.generate_request import RequestError
-from sglang.srt.managers.front.lanes import Lanes
 from sglang.srt.managers.front.media import sources
 from sglang.srt.managers.front.media.expansion import PlacedMedia, expand
 from sglang.srt.managers.front.media.media_files import MediaFiles
@@ -19,6 +18,7 @@ from sglang.srt.managers.front.media.pool import MediaPool
 from sglang.srt.managers.front.media.served_media import ServedMedia
 from sglang.srt.managers.front.media.sources import SourceRules
 from sglang.srt.managers.front.media.worker import WorkerSettings
+from sglang.srt.managers.front.worker_threads import WorkerThreads
 from sglang.srt.managers.wire.io_struct import MediaItem
 from sglang.srt.server_args import ServerArgs
 
@@ -46,7 +46,7 @@ class MediaLoader:
             local_directory=args.allowed_local_media_path,
         )
         self.files = MediaFiles(Path(directory))
-        self._threads = Lanes(1 + args.mm_io_worker_num, "media-fetch", num_short=1)
+        self._threads = WorkerThreads(1 + args.mm_io_worker_num, "media-fetch", num_short=1)
         settings = WorkerSettings(directory, served.files, max_bytes, pixel_dtype=served.pixel_dtype)
         self.pool = MediaPool(settings, args.mm_processor_worker_num, args.mm_per_request_timeout)
 

@@ -36,6 +36,7 @@ class Decoded(msgspec.Struct, tag=True, kw_only=True):
     parts: list[str | int]
 
     def arrays(self) -> list[SharedArray]:
+        """Returns the shared arrays of the items' pixels."""
         return [item.pixels for item in self.items]
 
 

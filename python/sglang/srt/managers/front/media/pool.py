@@ -15,9 +15,9 @@ import msgspec
 
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.job_process import JobProcess, ProcessEnded, end_all
-from sglang.srt.managers.front.lanes import Lanes
 from sglang.srt.managers.front.media.messages import Decoded, MediaJob, Ready, Refused, Reply
 from sglang.srt.managers.front.media.worker import WorkerSettings, run_worker
+from sglang.srt.managers.front.worker_threads import WorkerThreads
 from sglang.srt.utils import shared_array
 
 START_LIMIT_S = 180.0
@@ -31,13 +31,15 @@ class MediaPool:
         waits for a video. limit_s: most seconds of a job."""
         self._directory, self._limit_s = Path(settings.directory), limit_s
         self._workers = [_Worker(settings) for _ in range(num_workers)]
-        start = lambda number: self._workers[number].start()  # noqa: E731
-        self._lanes = Lanes(num_workers, "media", num_short=min(1, num_workers - 1), first=start)
+        self._threads = WorkerThreads(num_workers, "media", num_short=min(1, num_workers - 1), first=self._start)
+
+    def _start(self, number: int) -> None:
+        self._workers[number].start()
 
     async def decode(self, job: MediaJob) -> Decoded:
         """Decodes an image or video. Raises RequestError: 400 for a file that is refused, 503 if the server has no
         room."""
-        future = self._lanes.submit(job.kind == "video", partial(self._run, job))
+        future = self._threads.submit(job.kind == "video", partial(self._run, job))
         try:
             reply = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -48,7 +50,7 @@ class MediaPool:
         return reply
 
     def close(self) -> None:
-        self._lanes.close()
+        self._threads.close()
         end_all(worker.process for worker in self._workers)
 
     @property

@@ -40,10 +40,10 @@ def read_processor_files(
     """Reads the settings. `mm_process_config`: the flag's JSON, which takes precedence. `config`: the whole
     config.json, which has the settings of models without such files. Raises UserError."""
     both = _optional(directory / _BOTH_FILE)
-    image = _usual_words(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
+    image = _transformers_keys(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
     if not image and family in _IN_CONFIG:
         image = dict(_part(config or {}, "vision_config"))
-    video = _usual_words(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
+    video = _transformers_keys(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
     if not image:
         raise UserError(
             f"{directory} has no {_IMAGE_FILE}, which says how images are prepared for the model; add it, or serve "
@@ -71,7 +71,7 @@ _IN_CONFIG = ("deepseek_v41",)
 """Families whose vision_config contains the settings of their processors."""
 
 
-def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _transformers_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings, with the keys of published Kimi K2.5 checkpoints renamed to those of transformers."""
     published = _part(settings, _OF_KIMI)
     if not published:
@@ -90,14 +90,14 @@ def _usual_words(settings: Mapping[str, Any]) -> dict[str, Any]:
     return usual if side is None else {**usual, "size": {"max_height": side, "max_width": side}}
 
 
-_LEAST_TOKENS = 4
+_MIN_TOKENS = 4
 """Tokens of the smallest image of DeepSeek-V4.1: one of its patches, and those around it."""
 
 
 def _check_tokens(settings: Mapping[str, Any]) -> None:
-    most = settings.get("max_image_tokens", _LEAST_TOKENS)
-    if type(most) is not int or most < _LEAST_TOKENS:
-        raise UserError(f"max_image_tokens must be a whole number from {_LEAST_TOKENS} on; got {most!r}.")
+    maximum = settings.get("max_image_tokens", _MIN_TOKENS)
+    if type(maximum) is not int or maximum < _MIN_TOKENS:
+        raise UserError(f"max_image_tokens must be a whole number from {_MIN_TOKENS} on; got {maximum!r}.")
     if "max_pixels" in settings:
         raise UserError("This model limits an image by its tokens; use max_image_tokens in place of max_pixels.")
 
@@ -113,8 +113,10 @@ def _no_larger_than_a_step(settings: dict[str, Any], family: str) -> dict[str, A
     size, patch = settings.get("size"), settings.get("patch_size")
     if not isinstance(size, dict) or not isinstance(patch, int) or "longest_edge" not in size:
         return settings
-    most = PATCHES_A_STEP * patch**2 * (settings.get("temporal_patch_size", 2) if family in _COUNTED_PER_FRAME else 1)
-    return {**settings, "size": {**size, "longest_edge": min(size["longest_edge"], most)}}
+    maximum = (
+        PATCHES_A_STEP * patch**2 * (settings.get("temporal_patch_size", 2) if family in _COUNTED_PER_FRAME else 1)
+    )
+    return {**settings, "size": {**size, "longest_edge": min(size["longest_edge"], maximum)}}
 
 
 def _with_pixels(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:

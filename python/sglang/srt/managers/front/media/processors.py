@@ -149,20 +149,20 @@ def _pooled(settings: Settings, dtype: str) -> ImageProcessor:
 def _native_size(settings: Settings, dtype: str) -> ImageProcessor:
     """Makes Kimi K2.5's processor: a picture is never enlarged; black is added below and right up to whole squares of
     patches."""
-    most = int(settings.get("max_patches", 16384))
+    maximum = int(settings.get("max_patches", 16384))
 
     def process(image: Image.Image) -> Patches:
-        return padded_patches(resized(image, never_enlarged(image.size, settings, most)), settings, dtype)
+        return padded_patches(resized(image, never_enlarged(image.size, settings, maximum)), settings, dtype)
 
     return process
 
 
-def never_enlarged(size: tuple[int, int], settings: Settings, most: int) -> tuple[int, int]:
-    """Returns the width and height within `most` patches and the limit of each side."""
+def never_enlarged(size: tuple[int, int], settings: Settings, maximum: int) -> tuple[int, int]:
+    """Returns the width and height within `maximum` patches and the limit of each side."""
     patch, (width, height) = int(settings.get("patch_size", 14)), size
     side = int(_size(settings).get("max_height", 512)) * patch
     fitting = max(1, width // patch) * max(1, height // patch)
-    scale = min(1.0, math.sqrt(most / fitting), side / width, side / height)
+    scale = min(1.0, math.sqrt(maximum / fitting), side / width, side / height)
     return min(side, max(1, int(width * scale))), min(side, max(1, int(height * scale)))
 
 
@@ -192,11 +192,11 @@ def _within_a_budget(settings: Settings, dtype: str) -> ImageProcessor:
     words = {**OF_M3, **given(settings)}
     patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
     limits = {"shortest_edge": 4 * 28**2, "longest_edge": 672**2, **_size(settings)}
-    least, most = limits["shortest_edge"], min(limits["longest_edge"], PATCHES_A_STEP * patch**2)
+    minimum, maximum = limits["shortest_edge"], min(limits["longest_edge"], PATCHES_A_STEP * patch**2)
     levels = as_type(levels_of(words), dtype)
 
     def process(image: Image.Image) -> Patches:
-        picture = resized(image, within(image.size, patch * merge, least, most))
+        picture = resized(image, within(image.size, patch * merge, minimum, maximum))
         rows, columns = picture.shape[0] // patch, picture.shape[1] // patch
         return Patches(cut(picture, levels, patch, merge, frames), (1, rows, columns), rows * columns // merge**2)
 
@@ -210,10 +210,10 @@ def _nearest_shape_processor(settings: Settings, dtype: str) -> ImageProcessor:
     """Makes Muse-Glimmer's processor: patches row by row, with the colours of a frame together."""
     words = {**OF_MUSE, "max_image_tokens": 4096, **given(settings)}
     patch, merge, frames = (int(words[key]) for key in ("patch_size", "merge_size", "temporal_patch_size"))
-    most, levels = min(int(words["max_image_tokens"]), PATCHES_A_STEP // merge**2), as_type(levels_of(words), dtype)
+    maximum, levels = min(int(words["max_image_tokens"]), PATCHES_A_STEP // merge**2), as_type(levels_of(words), dtype)
 
     def process(image: Image.Image) -> Patches:
-        picture = resized(image, nearest_shape(image.size, patch * merge, most), Image.Resampling.LANCZOS)
+        picture = resized(image, nearest_shape(image.size, patch * merge, maximum), Image.Resampling.LANCZOS)
         rows, columns = picture.shape[0] // patch, picture.shape[1] // patch
         pixels = cut(picture, levels, patch, 1, frames, colours_first=False)
         return Patches(pixels, (1, rows, columns), rows * columns // merge**2)
@@ -235,10 +235,10 @@ def _beyond_the_edges(settings: Settings, dtype: str) -> ImageProcessor:
     words = {**OF_INKLING, **given(settings)}
     side = int(_size(words).get("height", _INKLING_SIDE))
     levels = as_type(levels_of(words, range(-1, 256)), dtype)
-    share, most = words.get("rescale_image_frac"), words["rescale_image_max_upscaled_long_edge"]
+    share, maximum = words.get("rescale_image_frac"), words["rescale_image_max_upscaled_long_edge"]
 
     def process(image: Image.Image) -> Patches:
-        picture = resized(image, scaled(image.size, share, most), Image.Resampling.LANCZOS)
+        picture = resized(image, scaled(image.size, share, maximum), Image.Resampling.LANCZOS)
         rows, columns = -(-picture.shape[0] // side), picture.shape[1] // side + 1
         if rows * columns > PATCHES_A_STEP:
             raise MediaError(f"{rows * columns:,} patches are more than an encoder step has ({PATCHES_A_STEP:,})")
@@ -253,13 +253,13 @@ def _beyond_the_edges(settings: Settings, dtype: str) -> ImageProcessor:
     return process
 
 
-def scaled(size: tuple[int, int], share: float | None, most: int | None) -> tuple[int, int]:
+def scaled(size: tuple[int, int], share: float | None, maximum: int | None) -> tuple[int, int]:
     """Returns the width and height of a picture whose longer side is multiplied by `share`, and which is enlarged to at
-    most `most` pixels."""
+    most `maximum` pixels."""
     longer = max(size)
     wanted = longer * (1.0 if share is None else share)
-    if most is not None:
-        wanted = min(wanted, max(most, longer))
+    if maximum is not None:
+        wanted = min(wanted, max(maximum, longer))
     width, height = (max(1, math.floor(side * (wanted / longer) + 0.5)) for side in size)
     return width, height
 
@@ -270,11 +270,11 @@ def _in_rows(settings: Settings, dtype: str) -> ImageProcessor:
     words, limits = given(settings), {"shortest_edge": 544**2, "longest_edge": 1024, **_size(settings)}
     patch, merge = int(words.get("patch_size", 14)), int(words.get("downsample_ratio", 3))
     tokens = words.get("max_image_tokens", limits["longest_edge"])
-    least, most = words.get("min_pixels", limits["shortest_edge"]), min(tokens, PATCHES_A_STEP // merge**2)
+    minimum, maximum = words.get("min_pixels", limits["shortest_edge"]), min(tokens, PATCHES_A_STEP // merge**2)
     longest, levels = words.get("max_wh_ratio"), as_type(levels_of(words), dtype)
 
     def process(image: Image.Image) -> Patches:
-        size = within_rows_of_tokens(image.size, patch, merge, least, most, longest)
+        size = within_rows_of_tokens(image.size, patch, merge, minimum, maximum, longest)
         if longest is not None and image.width >= longest * image.height:
             picture = image.resize(size)
         else:

@@ -39,10 +39,12 @@ class Tiling:
 
     @property
     def columns(self) -> int:
+        """Returns the number of columns of tiles; 0 if the picture is not cut."""
         return -(-self.cut[0] // self.window) if self.window else 0
 
     @property
     def rows(self) -> int:
+        """Returns the number of rows of tiles; 0 if the picture is not cut."""
         return -(-self.cut[1] // self.window) if self.window else 0
 
 
@@ -56,7 +58,7 @@ def tiling(size: Size, square: int, tile: int) -> Tiling:
         window = min(short, tile) if long / short > _STRIP_ASPECT else tile
     if not window:
         return Tiling(size, size, 0)
-    tiles = Tiling(size, (_snapped(size[0], window), _snapped(size[1], window)), window)
+    tiles = Tiling(size, (_num_windows(size[0], window), _num_windows(size[1], window)), window)
     if tiles.rows * tiles.columns > MAX_TILES:
         raise MediaError(
             f"a picture of {size[0]} x {size[1]} pixels is seen in {tiles.rows * tiles.columns} tiles; {MAX_TILES} are"
@@ -65,7 +67,7 @@ def tiling(size: Size, square: int, tile: int) -> Tiling:
     return tiles
 
 
-def _snapped(side: int, window: int) -> int:
+def _num_windows(side: int, window: int) -> int:
     """Returns a whole number of windows; a remainder of more than a fifth counts as one."""
     return side if side < window else window * (side // window + (side % window > 0.2 * window))
 
@@ -78,28 +80,28 @@ class TiledProcessor:
         words = {**_DEFAULTS, **{key: value for key, value in settings.items() if value is not None}}
         size = words.get("size")
         self._square = int(size["height"]) if isinstance(size, Mapping) else 728
-        self._tile, self._most = int(words["patch_size"]), int(words["max_image_size"])
+        self._tile, self._max_tiles = int(words["patch_size"]), int(words["max_image_size"])
         self._patch, self._levels = int(words["vision_patch_size"]), as_type(levels_of(words), dtype)
         for side in (self._square, self._tile):
             if side % (4 * self._patch) or (side // self._patch) ** 2 > PATCHES_A_STEP:
                 raise MediaError(f"views of {side} pixels a side are no whole tokens, or more than an encoder step")
 
     def __call__(self, image: Image.Image) -> tuple[Tiling, list[Patches]]:
-        image = self._on_a_square(image)
+        image = self._padded_strip(image)
         width, height = image.size
-        if max(image.size) > self._most:
-            scale = self._most / max(image.size)
+        if max(image.size) > self._max_tiles:
+            scale = self._max_tiles / max(image.size)
             width, height = int(width * scale), int(height * scale)
         tiles = tiling((width, height), self._square, self._tile)
         whole = _resized(_resized(image, tiles.whole), (self._square, self._square))
         return tiles, [*self._tiles(image, tiles), self._patches([whole])]
 
-    def _on_a_square(self, image: Image.Image) -> Image.Image:
+    def _padded_strip(self, image: Image.Image) -> Image.Image:
         short, long = min(image.size), max(image.size)
         if short >= _STRIP_SIDE or long / short <= _STRIP_ASPECT:
             return image
-        if long > self._most:  # a square of the whole length would not fit in memory
-            scale = self._most / long
+        if long > self._max_tiles:  # a square of the whole length would not fit in memory
+            scale = self._max_tiles / long
             image = _resized(image, (max(1, int(image.width * scale)), max(1, int(image.height * scale))))
         square = Image.new("RGB", (max(image.size),) * 2)
         square.paste(image)

@@ -110,8 +110,8 @@ def _spread_by_rate(video: Video, settings: Settings) -> list[int]:
 def _steps_by_rate(video: Video, settings: Settings) -> list[int]:
     """Selects frames for Qwen2.5-VL: as many pairs as `fps` gives, in equal steps from the first on."""
     together, total = settings["temporal_patch_size"], video.num_frames
-    most = min(settings["max_frames"], total) // together * together
-    count = min(max(total / video.fps * settings["fps"], settings["min_frames"]), most, total)
+    maximum = min(settings["max_frames"], total) // together * together
+    count = min(max(total / video.fps * settings["fps"], settings["min_frames"]), maximum, total)
     return _steps(total, max(1, math.floor(count / together) * together))
 
 
@@ -170,7 +170,7 @@ def _by_length(video: Video, settings: Settings) -> list[int]:
     """Selects frames for GLM-4.6V: the longer a video, the fewer frames a second."""
     counted = min(video.num_frames / video.fps, _MAX_SECONDS)
     rate = settings["temporal_patch_size"] * next(rate for seconds, rate in _RATES if counted <= seconds)
-    return _as_they_are_due(video, rate, min(int(counted * rate), _MAX_SAMPLED))
+    return _by_interval(video, rate, min(int(counted * rate), _MAX_SAMPLED))
 
 
 def _by_rate_and_time(video: Video, settings: Settings) -> list[int]:
@@ -179,10 +179,10 @@ def _by_rate_and_time(video: Video, settings: Settings) -> list[int]:
     rate, counted = settings["fps"], video.num_frames / video.fps
     if settings["max_duration"] > 0:
         counted = min(counted, settings["max_duration"])
-    return _as_they_are_due(video, rate, min(int(counted * rate), settings["max_frames"]))
+    return _by_interval(video, rate, min(int(counted * rate), settings["max_frames"]))
 
 
-def _as_they_are_due(video: Video, rate: float, count: int) -> list[int]:
+def _by_interval(video: Video, rate: float, count: int) -> list[int]:
     """Returns the first frame of every 1 / `rate` seconds; if these are not `count`, `count` frames in equal steps."""
     total, duration = video.num_frames, video.num_frames / video.fps
     indices: list[int] = []
@@ -222,17 +222,17 @@ def _merged_size(video: Video, count: int, settings: Settings) -> tuple[int, int
             f"a video is {width} x {height} pixels: a side is more than {MAX_SCALED_ASPECT} times the other"
         )
     columns, rows = round(width / factor) * factor, round(height / factor) * factor
-    frames, least, most = round(count / together) * together, settings["min_pixels"], settings["max_pixels"]
+    frames, minimum, maximum = round(count / together) * together, settings["min_pixels"], settings["max_pixels"]
     if "max_pixels_of_all" in settings:
         share = settings["max_pixels_of_all"] * together // count
-        most, frames, count = max(min(most, share), int(least * 1.05)), 1, 1
-    most = min(most, frames * PATCHES_A_STEP * settings["patch_size"] ** 2)
-    if frames * rows * columns > most:
-        shrink = math.sqrt(count * height * width / most)
+        maximum, frames, count = max(min(maximum, share), int(minimum * 1.05)), 1, 1
+    maximum = min(maximum, frames * PATCHES_A_STEP * settings["patch_size"] ** 2)
+    if frames * rows * columns > maximum:
+        shrink = math.sqrt(count * height * width / maximum)
         rows = max(factor, math.floor(height / shrink / factor) * factor)
         columns = max(factor, math.floor(width / shrink / factor) * factor)
-    elif frames * rows * columns < least:
-        grow = math.sqrt(least / (count * height * width))
+    elif frames * rows * columns < minimum:
+        grow = math.sqrt(minimum / (count * height * width))
         rows, columns = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return columns, rows
 
@@ -241,8 +241,8 @@ def _size_of_each(video: Video, count: int, settings: Settings) -> tuple[int, in
     """Returns the size for MiniMax-M3: `max_pixels` is a limit of each frame; frames that attend to one another fit an
     encoder step."""
     patch = settings["patch_size"]
-    most = min(settings["max_pixels"], PATCHES_A_STEP // _CLIP_FRAMES * patch**2)
-    return within(video.size, patch * settings["merge_size"], settings["min_pixels"], most)
+    maximum = min(settings["max_pixels"], PATCHES_A_STEP // _CLIP_FRAMES * patch**2)
+    return within(video.size, patch * settings["merge_size"], settings["min_pixels"], maximum)
 
 
 def _merged_patches(frames: np.ndarray, settings: Settings) -> Patches:
@@ -260,21 +260,21 @@ def _merged_patches(frames: np.ndarray, settings: Settings) -> Patches:
 def _nearest_shape(video: Video, count: int, settings: Settings) -> tuple[int, int]:
     """Returns the size for Muse-Glimmer: `max_video_frame_tokens` is a limit of each frame."""
     merge = settings["merge_size"]
-    most = min(settings["max_video_frame_tokens"], PATCHES_A_STEP // merge**2)
-    return nearest_shape(video.size, settings["patch_size"] * merge, most)
+    maximum = min(settings["max_video_frame_tokens"], PATCHES_A_STEP // merge**2)
+    return nearest_shape(video.size, settings["patch_size"] * merge, maximum)
 
 
 def _pooled_size(video: Video, count: int, settings: Settings) -> tuple[int, int]:
     """Returns the size for Gemma 4: the largest of the same aspect ratio whose pooled patches are within
     `max_soft_tokens`."""
-    (width, height), most = video.size, settings["max_soft_tokens"]
+    (width, height), maximum = video.size, settings["max_soft_tokens"]
     side = settings["patch_size"] * settings["pooling_kernel_size"]
-    scale = math.sqrt(most * side**2 / (width * height))
+    scale = math.sqrt(maximum * side**2 / (width * height))
     columns, rows = math.floor(scale * width / side), math.floor(scale * height / side)
     if not columns and not rows:
         raise MediaError(f"a video is {width} x {height} pixels, of which nothing would be left")
     if not columns or not rows:  # one row, or one column
-        long = min(max(width, height) // min(width, height), most)
+        long = min(max(width, height) // min(width, height), maximum)
         columns, rows = (1, long) if not columns else (long, 1)
     return columns * side, rows * side
 
@@ -282,8 +282,8 @@ def _pooled_size(video: Video, count: int, settings: Settings) -> tuple[int, int
 def _size_without_padding(video: Video, count: int, settings: Settings) -> tuple[int, int]:
     """Returns the size for Kimi K2.5: as for images, with fewer patches; whole squares of patches are filled up with
     black."""
-    most = settings.get("in_patch_limit_each_frame") or settings.get("max_patches", PATCHES_A_STEP)
-    return never_enlarged(video.size, settings, min(most, PATCHES_A_STEP // _CLIP_FRAMES))
+    maximum = settings.get("in_patch_limit_each_frame") or settings.get("max_patches", PATCHES_A_STEP)
+    return never_enlarged(video.size, settings, min(maximum, PATCHES_A_STEP // _CLIP_FRAMES))
 
 
 def _padded_patches(frames: np.ndarray, settings: Settings) -> Patches:
@@ -465,9 +465,9 @@ class VideoProcessor:
     def _indices(self, video: Video) -> list[int]:
         if not video.is_sampled:
             return self._form.frames(video, self._settings)
-        most = self._settings["max_frames"]
-        if video.num_frames > most:
-            raise MediaError(f"a video has {video.num_frames} frames; the model takes {most}")
+        maximum = self._settings["max_frames"]
+        if video.num_frames > maximum:
+            raise MediaError(f"a video has {video.num_frames} frames; the model takes {maximum}")
         return list(range(video.num_frames))
 
 

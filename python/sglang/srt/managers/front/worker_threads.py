@@ -15,14 +15,14 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
-MOST_LONG_LANES = 4
+MAX_LONG_THREADS = 4
 """Limit of the threads for long work with one replica."""
 
 
-def num_long_lanes(num_replicas: int) -> int:
+def num_long_threads(num_replicas: int) -> int:
     """Returns how many threads may take a server's long work: at least one a replica, more on large machines."""
     processors = os.cpu_count() or 1
-    return max(1, min(processors, max(num_replicas, min(MOST_LONG_LANES, processors // 4))))
+    return max(1, min(processors, max(num_replicas, min(MAX_LONG_THREADS, processors // 4))))
 
 
 class _Job(NamedTuple):
@@ -30,7 +30,7 @@ class _Job(NamedTuple):
     outcome: Future[Any]
 
 
-class Lanes:
+class WorkerThreads:
     """Numbered worker threads. The first `num_short` take short work only; the others take long work first.
 
     They are daemon threads, so a call that hangs in one does not keep the program from exiting.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from sglang.srt.mem_cache.cache_tier import CopyState
 from sglang.srt.mem_cache.storage.engine import Lookup, Read, StorageEngine, StorageJob, Write
 
-AS_MUCH_AS_ANY = 1 << 62
+UNLIMITED = 1 << 62
 """More tokens and bytes than any job has."""
 
 
-class OthersStorage:
+class OtherGroupStorage:
     """Reports every job as fully done at once, without doing anything. The minimum over all ranks counts, so the ranks
     that hold the caches decide. Implements StorageJobs."""
 
@@ -22,14 +22,14 @@ class OthersStorage:
 
     def submit(self, job: StorageJob) -> None:
         if isinstance(job, Lookup | Read):
-            job.end = AS_MUCH_AS_ANY
+            job.end = UNLIMITED
         if isinstance(job, Read | Write):
-            job.num_bytes = AS_MUCH_AS_ANY
+            job.num_bytes = UNLIMITED
         if isinstance(job, Write):
-            job.num_tokens = AS_MUCH_AS_ANY
+            job.num_tokens = UNLIMITED
         job.state = CopyState.DONE
 
-    def distrust(self) -> None:
+    def stop_reading(self) -> None:
         pass
 
     def close(self) -> None:

@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Prompts as two halves and sums in eight bits, each without and with the other, on several GPUs. About four minutes.
+"""Prompts as two microbatches and sums in eight bits, each without and with the other, on several GPUs. About four
+minutes.
 
-    python lab/parallel/halves.py [--shapes glm,dense] [--tokens 8192] [--device cuda] [--links host,peers]
+    python lab/parallel/two_batch_overlap.py [--shapes glm,dense] [--tokens 8192] [--device cuda] [--links host,peers]
         [--ranks 2] [--kernels] [--skip-tokens]
 
-For each way between the GPUs (host: NCCL without peer-to-peer copies, as a stand-in for PCIe cards that have none):
-the embedded model's greedy tokens in all four settings, then the time of a prompt of a few layers of GLM-4.7-FP8 and of
-a dense FP8 model of Qwen3-32B's shapes with random weights. Beside it stands what the time of the same prompt without
-sums and the time of a sum predict (`sglang.tuning.two_batch_overlap.in_turns`), and how long the host takes to launch
-it: what is not shorter than the whole is bound by the host. `--kernels` adds the kernels whose time differs most
-between the prompt whole and in halves, without sums. Ends with status 1 if halves change more answers of the embedded
-model than roundings explain. `--device cpu` shows over gloo that it runs, with small shapes and times that do not
-count.
+For each way between the GPUs (host: NCCL without peer-to-peer copies, as a stand-in for PCIe cards that have none): the
+embedded model's greedy tokens in all four settings, then the time of a prompt of a few layers of GLM-4.7-FP8 and of a
+dense FP8 model of Qwen3-32B's shapes with random weights. Beside it stands what the time of the same prompt without
+sums and the time of a sum predict (`sglang.tuning.two_batch_overlap.alternating_seconds`), and how long the host takes
+to launch it: what is not shorter than the whole is bound by the host. `--kernels` adds the kernels whose time differs
+most between the prompt whole and in microbatches, without sums. Ends with status 1 if microbatches change more answers
+of the embedded model than roundings explain. `--device cpu` shows over gloo that it runs, with small shapes and times
+that do not count.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from sglang.srt.mem_cache.kv_table import KVTable  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils.log import configure_logging  # noqa: E402
-from sglang.tuning.two_batch_overlap import SLOWDOWN, TURN_S, Stretch, in_turns  # noqa: E402
+from sglang.tuning.two_batch_overlap import LAUNCH_S, SLOWDOWN, Stretch, alternating_seconds  # noqa: E402
 
 CONFIGS = ROOT / "test" / "srt" / "kernels" / "configs"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -64,7 +65,7 @@ LINKS = {
     "host": ({"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}, {"disable_custom_all_reduce": True}),
     "peers": ({}, {}),
 }
-LEAST, TIMES, NEW_TOKENS, LIMIT_S = 1024, 5, 24, 280
+MIN_TOKENS, TIMES, NEW_TOKENS, LIMIT_S = 1024, 5, 24, 280
 KERNELS_SHOWN = 14
 SAME_ANSWERS = 0.6
 """In bf16: a prompt that is cut attends to its first part in the cache, so that sums of another order decide ties."""
@@ -72,21 +73,21 @@ SAME_ANSWERS = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Of both a server may leave sums of halves as they are; `always`: in eight bits anyway."""
+    """Of both a server may leave sums of microbatches as they are; `always`: in eight bits anyway."""
 
-    halves: bool
+    microbatches: bool
     eight_bits: bool
     always: bool = False
 
     def __str__(self) -> str:
         if self.always:
             return "always both"
-        return {(False, False): "neither", (False, True): "eight bits", (True, False): "halves"}.get(
-            (self.halves, self.eight_bits), "both"
+        return {(False, False): "neither", (False, True): "eight bits", (True, False): "microbatches"}.get(
+            (self.microbatches, self.eight_bits), "both"
         )
 
 
-SETTINGS = [Setting(halves, eight_bits) for eight_bits in (False, True) for halves in (False, True)]
+SETTINGS = [Setting(microbatches, eight_bits) for eight_bits in (False, True) for microbatches in (False, True)]
 SETTINGS.append(Setting(True, True, always=True))
 
 
@@ -97,15 +98,15 @@ def applied(runner: ModelRunner, setting: Setting, least: int) -> Iterator[None]
     for group in groups if not setting.eight_bits else ():
         group._quantized = None
     assert runner.two_batch_overlap is not None
-    turns, exact = runner.two_batch_overlap.ping_pong, runner.two_batch_overlap.ping_pong.exact
-    turns.exact = exact and not setting.always
+    ping_pong, exact = runner.two_batch_overlap.ping_pong, runner.two_batch_overlap.ping_pong.exact
+    ping_pong.exact = exact and not setting.always
     try:
-        with runner.with_overlap_from(least if setting.halves else None):
+        with runner.with_min_overlap_tokens(least if setting.microbatches else None):
             yield
     finally:
         for group, sums in zip(groups, quantized, strict=True):
             group._quantized = sums
-        turns.exact = exact
+        ping_pong.exact = exact
 
 
 @contextmanager
@@ -198,14 +199,14 @@ def time_prompt(runner: ModelRunner, num_tokens: int, kernels: bool) -> dict[str
     found: dict[str, Any] = {"measured": {}, "sums": {}, "launched": {}, "blocks": 2 * len(runner.model.layers)}
     found["exact"] = runner.two_batch_overlap is not None and runner.two_batch_overlap.ping_pong.exact
     for setting in SETTINGS:
-        with applied(runner, setting, LEAST):
+        with applied(runner, setting, MIN_TOKENS):
             found["measured"][str(setting)] = median_ms(prompt.compute)
             found["launched"][str(setting)] = prompt.launch_ms()
-            rows = num_tokens // 2 if setting.halves else num_tokens
+            rows = num_tokens // 2 if setting.microbatches else num_tokens
             x = torch.zeros((rows, hidden), dtype=runner.model.dtype, device=runner.device)
             found["sums"][str(setting)] = median_ms(lambda x=x: group.all_reduce(x))
     for setting in SETTINGS[:2]:
-        with applied(runner, setting, LEAST), without_sums():
+        with applied(runner, setting, MIN_TOKENS), without_sums():
             found["sums"][f"{setting} without"] = median_ms(prompt.compute)
             found["launched"][f"{setting} without"] = prompt.launch_ms()
             if kernels and torch.cuda.is_available():
@@ -217,11 +218,11 @@ def predicted_ms(found: dict[str, Any], setting: Setting) -> float:
     """Of the times without sums, in as many equal stretches as there are blocks, and of a sum."""
     blocks, sums = found["blocks"], found["sums"]
     alone, as_they_are = sums["neither without"], found["exact"] and not setting.always
-    if not setting.halves:
+    if not setting.microbatches:
         return float(alone + blocks * sums[str(setting)])
-    each = sums["halves" if as_they_are else str(setting)]
-    half = [Stretch(alone / 2 / blocks, each)] * blocks + [Stretch(0.0, 0.0)]
-    return in_turns(half, half, SLOWDOWN, 1e3 * TURN_S)
+    each = sums["microbatches" if as_they_are else str(setting)]
+    microbatch = [Stretch(alone / 2 / blocks, each)] * blocks + [Stretch(0.0, 0.0)]
+    return alternating_seconds(microbatch, microbatch, SLOWDOWN, 1e3 * LAUNCH_S)
 
 
 def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, output: Path, kernels: bool) -> None:
@@ -234,7 +235,7 @@ def rank_process(rank: int, args: ServerArgs, num_tokens: int, meeting: str, out
             found = compare_tokens(runner, runner.plan.model.vocab_size)
     if rank == 0:
         output.write_text(json.dumps(found))
-    parallel_state.meet()
+    parallel_state.wait_for_all_ranks()
     parallel_state.shutdown()
 
 
@@ -249,7 +250,7 @@ def run(
         skip_server_warmup=True, chunked_prefill_size=max(num_tokens, 512), max_running_requests=8,
         context_length=num_tokens + 64 if num_tokens else None,
         attention_backend="torch_native" if device == "cpu" else "triton", disable_cuda_graph=True,
-        enable_two_batch_overlap=True, two_batch_overlap_min_tokens=LEAST, enable_quantized_all_reduce="prefill",
+        enable_two_batch_overlap=True, two_batch_overlap_min_tokens=MIN_TOKENS, enable_quantized_all_reduce="prefill",
         quantized_all_reduce_min_bytes=0, device=device, random_seed=1, **flags, **small,
     )  # fmt: skip
     output = folder / f"{config.name}.{links}.json"
@@ -286,9 +287,9 @@ def write_config(name: str, device: str, folder: Path) -> Path:
 
 
 def show_tokens(found: dict[str, Any], links: str, least: float) -> bool:
-    """Whether halves leave so much of the answers as they are, beside exact sums and beside those in eight bits."""
+    """Prints how many answers microbatches leave equal, with exact sums and with eight bits; returns whether enough."""
     tokens, right = found["tokens"], True
-    for one, other in (("neither", "halves"), ("eight bits", "always both"), ("neither", "eight bits")):
+    for one, other in (("neither", "microbatches"), ("eight bits", "always both"), ("neither", "eight bits")):
         pairs = list(zip(tokens[one], tokens[other], strict=True))
         alike = sum(a == b for a, b in pairs)
         right &= other == "eight bits" or alike >= least * len(pairs)
@@ -306,22 +307,22 @@ def show_times(found: dict[str, Any], name: str, links: str) -> None:
             f" | {neither / measured:5.2f} | {found['sums'][str(setting)]:7.3f}",
             flush=True,
         )
-    whole, halves = (found["sums"][f"{setting} without"] for setting in SETTINGS[:2])
+    whole, microbatches = (found["sums"][f"{setting} without"] for setting in SETTINGS[:2])
     launched = (found["launched"][f"{setting} without"] for setting in SETTINGS[:2])
-    print(f"without sums | {whole:9.2f} whole, {halves:9.2f} in halves", flush=True)
-    print("    launched | {:9.2f} whole, {:9.2f} in halves".format(*launched), flush=True)
+    print(f"without sums | {whole:9.2f} whole, {microbatches:9.2f} in microbatches", flush=True)
+    print("    launched | {:9.2f} whole, {:9.2f} in microbatches".format(*launched), flush=True)
     if "kernels" in found:
         show_kernels(found["kernels"])
 
 
 def show_kernels(found: dict[str, dict[str, tuple[float, int]]]) -> None:
-    whole, halves = (found[str(setting)] for setting in SETTINGS[:2])
-    totals = [sum(ms for ms, _ in kernels.values()) for kernels in (whole, halves)]
-    print("     kernels | {:9.2f} whole, {:9.2f} in halves".format(*totals), flush=True)
+    whole, microbatches = (found[str(setting)] for setting in SETTINGS[:2])
+    totals = [sum(ms for ms, _ in kernels.values()) for kernels in (whole, microbatches)]
+    print("     kernels | {:9.2f} whole, {:9.2f} in microbatches".format(*totals), flush=True)
     none = (0.0, 0)
-    more = {name: halves.get(name, none)[0] - whole.get(name, none)[0] for name in whole | halves}
+    more = {name: microbatches.get(name, none)[0] - whole.get(name, none)[0] for name in whole | microbatches}
     for name in sorted(more, key=lambda name: -abs(more[name]))[:KERNELS_SHOWN]:
-        (one, count), (other, times) = whole.get(name, none), halves.get(name, none)
+        (one, count), (other, times) = whole.get(name, none), microbatches.get(name, none)
         print(f"{one:9.2f} ms in {count:4}, {other:9.2f} ms in {times:4}: {name[:90]}", flush=True)
 
 
@@ -338,7 +339,7 @@ def main() -> int:
     adopt_environment()
     right = True
     num_tokens = min(options.tokens, 2048) if options.device == "cpu" else options.tokens
-    with tempfile.TemporaryDirectory(prefix="halves-") as directory:
+    with tempfile.TemporaryDirectory(prefix="microbatches-") as directory:
         folder = Path(directory)
         for links in options.links.split(","):
             if not options.skip_tokens:

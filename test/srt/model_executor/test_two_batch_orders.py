@@ -2,9 +2,10 @@
 for every kind of model and layout: the hidden states of every token and everything that the ranks keep of requests
 (keys, latents, states, tables) are those of the whole step.
 
-A block that reads what is kept of a request before a collective and writes it behind that one gives the second half
-what was there before the step: this test is there to notice it. The orders are all those in which the second half
-comes to no place before the first one has been there, from one half behind the other to turns at every collective.
+A block that reads what is kept of a request before a collective and writes it behind that one gives the second
+microbatch what was there before the step: this test is there to notice it. The orders are all those in which the second
+microbatch comes to no place before the first one has been there, from one microbatch behind the other to turns at every
+collective.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from matrix import FEATURES, LAYOUTS, cells, kinds, save_kind
 from rank_processes import run_ranks
 
-from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.parallel_state import Group
+from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.layers import embedding
 from sglang.srt.layers.ngrams.kernels import NgramKernels
@@ -38,51 +39,39 @@ from sglang.srt.model_executor.two_batch_overlap import Cut
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, request, run_to_end
-from srt.managers.test_attention_groups import MODELS
-from srt.models.harness import random_tokens, save_tiny
+from srt.models.harness import random_tokens
 from srt.models.v41_drafts import save_v41_draft
 
 V41 = "hashed n-grams"
-KINDS = MODELS | {
-    "small n-grams": ("qwen4_exp_small", {}),
-    "shared selections": ("glm_moe_dsa", {}),
-    "norms over heads": ("minimax_m2", {}),
-    "gated heads": ("laguna", {}),
-    "windows and sinks": ("mimo_v2", {}),
-    "windows of chunks": ("muse_glimmer", {}),
-    "Mamba-2": ("nemotron_h", {}),
-}
-NAMES = (*MODELS, V41)
-LAYOUTS = {
-    "TP2": (RankLayout(2), (*KINDS, V41)),
-    "DP2": (RankLayout(2, attn_dp_size=2), NAMES),
-    "EP2": (RankLayout(2, 2), ("experts", "latents", "selected latents", "blocks", "states", "biases")),
-    "TP4 x DP2": (RankLayout(4, attn_dp_size=2), NAMES),
-}
+NAMES = (*kinds(lacking="repeats, cut heads"), "n-grams, 2 layers")
+CELLS = [
+    *cells(NAMES, ("TP2", "DP2", "EP2", "TP4 x DP2"), "two-batch overlap"),
+    *((layout, V41) for layout in ("TP2", "DP2", "TP4 x DP2")),
+]
 ORDERS = 3
 """Cuts and orders that each step is tried with."""
 ATOL, RTOL = 2e-4, 2e-3
 
 
-class DrawnTurns(PingPong):
-    """The first half may run ahead by any number of collectives, the second one never."""
+class RandomPingPong(PingPong):
+    """The first microbatch may run ahead by any number of collectives, the second one never."""
 
     random: ClassVar = random.Random()
     seen: ClassVar[Counter[str]] = Counter()
 
-    def _yield_to_other(self, turn: int) -> None:
-        mine, other = len(self._sent[turn]), len(self._sent[1 - turn])
-        if (turn == 1 and mine == other) or self.random.random() < 0.5:
-            super()._yield_to_other(turn)
+    def _yield_to_other(self, microbatch: int) -> None:
+        mine, other = len(self._sent[microbatch]), len(self._sent[1 - microbatch])
+        if (microbatch == 1 and mine == other) or self.random.random() < 0.5:
+            super()._yield_to_other(microbatch)
         else:
-            self.seen["ahead" if turn == 0 else "catching up"] += not self._ended[1 - turn]
+            self.seen["ahead" if microbatch == 0 else "catching up"] += not self._ended[1 - microbatch]
 
 
 def drawn_cut(step: StepInput) -> Cut | None:
     """Anywhere between two prompt tokens."""
     if step.prompts is None or step.prompts.media is not None or len(step.prompts.input_ids) < 2:
         return None
-    count = DrawnTurns.random.randrange(1, len(step.prompts.input_ids))
+    count = RandomPingPong.random.randrange(1, len(step.prompts.input_ids))
     prompts = 0
     for length in step.prompts.extend_lens.tolist():
         if count < length:
@@ -104,7 +93,7 @@ def kept_by(runner: ModelRunner) -> Kept:
 
 
 class Compared:
-    """Runs every step with prompts whole and as halves, from the same caches, and compares what comes of it."""
+    """Runs every step with prompts whole and as microbatches, from the same caches, and compares what comes of it."""
 
     def __init__(self, runner: ModelRunner, orders: int) -> None:
         self.runner, self.orders, self.whole = runner, orders, runner.forward
@@ -116,10 +105,10 @@ class Compared:
         assert self.runner.two_batch_overlap is not None
         kept = kept_by(self.runner)
         before = {name: tensor.clone() for name, tensor in kept.items()}
-        with self.runner.with_overlap_from(None):
+        with self.runner.with_min_overlap_tokens(None):
             launched = self.whole(step)
-        halves = self.runner.two_batch_overlap.split_step(step)
-        if halves is None:
+        microbatches = self.runner.two_batch_overlap.split_step(step)
+        if microbatches is None:
             return launched
         self.seen["steps"] += 1
         assert launched.output.hidden is not None
@@ -134,9 +123,9 @@ class Compared:
                 order == self.orders
             )  # the last one; before it threads, in drawn orders
             self.seen["by block"] += order == self.orders
-            halved = self.whole(step).output.hidden
-            assert halved is not None
-            self._compare("hidden states", halved[:num_tokens], hidden, before=None)
+            split = self.whole(step).output.hidden
+            assert split is not None
+            self._compare("hidden states", split[:num_tokens], hidden, before=None)
             for name, tensor in kept.items():
                 self._compare(name, tensor, after[name], before[name])
         self.runner.model.defers_all_reduce = by_block
@@ -181,25 +170,25 @@ def _rank(
     embedding.FEWEST_SHARDED_ROWS = 2
     results: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(two_batch_overlap, "PingPong", DrawnTurns)
+        patch.setattr(two_batch_overlap, "PingPong", RandomPingPong)
         patch.setattr(two_batch_overlap, "choose_cut", drawn_cut)
         if fault is not None:
             FAULTS[fault](patch)
         for number, (name, folder) in enumerate(folders.items()):
-            DrawnTurns.random = random.Random(number)
-            DrawnTurns.seen.clear()
+            RandomPingPong.random = random.Random(number)
+            RandomPingPong.seen.clear()
             args = ServerArgs.from_kwargs(
                 model_path=folder, device="cpu", skip_tokenizer_init=True, skip_server_warmup=True, random_seed=3,
                 max_total_tokens=512, max_running_requests=8, chunked_prefill_size=32 * ranks.attn_dp_size,
                 tp_size=ranks.tp_size, ep_size=ranks.ep_size, attn_dp_size=ranks.attn_dp_size,
-                enable_two_batch_overlap=True, two_batch_overlap_min_tokens=2,
+                **FEATURES["two-batch overlap"].flags,
             )  # fmt: skip
             runner = create_runner(args, rank, f"file://{out}/meet.{name}")
             compared = Compared(runner, orders)
             patch.setattr(runner, "forward", compared.forward)
             create = AttentionGroups if ranks.attn_dp_size > 1 else Scheduler
             play(create(args, runner, StopChecker(None)), number)
-            results[name] = {"wrong": compared.wrong, **compared.seen, **DrawnTurns.seen}
+            results[name] = {"wrong": compared.wrong, **compared.seen, **RandomPingPong.seen}
             parallel_state.shutdown()
     (out / f"{rank}.json").write_text(json.dumps(results))
 
@@ -214,11 +203,8 @@ def compared(
         if name == V41:
             Path(folders[name]).mkdir()
             save_v41_draft(Path(folders[name]))
-        elif name == "embedded":
-            folders[name] = str(DEFAULT_MODEL_PATH)
         else:
-            tiny, changes = KINDS[name]
-            save_tiny(tiny, Path(folders[name]), **changes)
+            folders[name] = str(save_kind(name, folder / name, ranks))
     run_ranks(_rank, (ranks, folders, folder, orders, fault), ranks.world_size)
     every = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks.world_size)]
     for other in every[1:]:
@@ -235,17 +221,15 @@ def check(results: dict[str, dict[str, Any]]) -> None:
     assert not wrong, wrong
 
 
-def test_halves_in_any_order(tmp_path: Path) -> None:
+def test_two_batch_orders(tmp_path: Path) -> None:
     """Of a model with n-grams, states of a recurrence, and selected blocks."""
-    check(compared(LAYOUTS["TP2"][0], ("small n-grams",), tmp_path, orders=1))
+    check(compared(LAYOUTS["TP2"], ("n-grams, 2 layers",), tmp_path, orders=1))
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("layout", "name"), [(layout, name) for layout, (_, names) in LAYOUTS.items() for name in names]
-)
-def test_halves_in_any_order_of_every_model(layout: str, name: str, tmp_path: Path) -> None:
-    check(compared(LAYOUTS[layout][0], (name,), tmp_path))
+@pytest.mark.parametrize(("layout", "name"), CELLS)
+def test_two_batch_orders_of_every_model(layout: str, name: str, tmp_path: Path) -> None:
+    check(compared(LAYOUTS[layout], (name,), tmp_path))
 
 
 def late_texts(patch: pytest.MonkeyPatch) -> None:
@@ -272,5 +256,5 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {"late texts": late_te
 
 
 def test_a_state_that_goes_on_behind_a_collective_is_noticed(tmp_path: Path) -> None:
-    result = compared(LAYOUTS["TP2"][0], (V41,), tmp_path, fault="late texts")[V41]
+    result = compared(LAYOUTS["TP2"], (V41,), tmp_path, fault="late texts")[V41]
     assert any("ngrams" in what or "hidden" in what for what in result["wrong"]), result

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-class StreamDraft:
+class GatedStreamDraft:
     """Implements DraftModel; features and states are residual streams [T, N * H]."""
 
     shifted = True
