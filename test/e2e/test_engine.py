@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import multiprocessing
 import subprocess
 import sys
 import threading
@@ -193,6 +194,18 @@ def test_a_plain_script(tmp_path: Path) -> None:
     assert done.stdout == "[3, 3]\n"
     assert "Traceback" not in done.stderr
     assert "leaked" not in done.stderr
+
+
+def test_a_start_that_fails_late_leaves_nothing_behind(tmp_path: Path) -> None:
+    threads, children = set(threading.enumerate()), multiprocessing.active_children()
+    flags: dict[str, Any] = {
+        "speculative_algorithm": "NGRAM",
+        "speculative_ngram_external_corpus_path": str(tmp_path / "missing.txt"),
+    }
+    with forked_children(), pytest.raises(UserError, match=r"missing\.txt"):
+        sglang.Engine(model_path=DEFAULT_MODEL_PATH, max_total_tokens=8192, **flags)
+    assert set(multiprocessing.active_children()) == set(children)
+    assert not any(thread.name == "engine-loop" for thread in set(threading.enumerate()) - threads)
 
 
 def test_flags_are_checked() -> None:

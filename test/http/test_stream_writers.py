@@ -28,10 +28,14 @@ class Application:
     """Answers every request with the stream of one sequence."""
 
     def __init__(self) -> None:
-        request = TokenizedGenerateReq(rid="r", input_ids=np.array([1], np.int32), sampling_params=SamplingParams())
         self.closed = asyncio.Event()
-        self.stream = GenerationStream([request], [None], 1, lambda stream: self.closed.set())
         self.num_events = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Answers later requests with a new sequence."""
+        request = TokenizedGenerateReq(rid="r", input_ids=np.array([1], np.int32), sampling_params=SamplingParams())
+        self.stream = GenerationStream([request], [None], 1, lambda stream: self.closed.set())
 
     def write(self, output: GenerateOutput) -> bytes:
         self.num_events += 1
@@ -86,6 +90,26 @@ def test_a_client_that_reads_late_gets_all_of_it(protocol: type[HttpToolsProtoco
                 parts.append(part)
             assert b"".join(parts) == "".join(texts).encode() + b"done"
             assert 1 < application.num_events < NUM_OUTPUTS
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_nothing_comes_between_two_answers_of_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client reads the end of an answer after the connection was to be kept alive."""
+    monkeypatch.setenv("SGLANG_SSE_KEEP_ALIVE", "0.05")
+
+    async def main() -> None:
+        application = Application()
+        async with connection(application, HttpProtocol) as (reader, writer):
+            assert b"chunked" in await reader.readuntil(b"\r\n\r\n")
+            application.push("x" * OUTPUT_CHARS * NUM_OUTPUTS, last=True)
+            await asyncio.sleep(0.3)
+            while await chunk(reader):
+                pass
+            application.begin()
+            application.push("only", last=True)
+            writer.write(b"GET /generate HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 

@@ -99,3 +99,21 @@ def test_a_session_that_changed_meanwhile_is_not_gone_on_from() -> None:
 
     first, second = asyncio.run(two())
     assert isinstance(first, Turn) and isinstance(second, RequestError)
+
+
+@pytest.mark.parametrize("reason", ["context length", "capacity_of_str_len"])
+def test_what_would_be_replaced_stays_after_a_refusal(reason: str) -> None:
+    """Later turns are dropped, and those that run aborted, only for a request that is accepted."""
+    front, (store, session_id) = Front(), session_with(BOS, 5)
+    aborted: list[str] = []
+    front.abort = aborted.append  # type: ignore[attr-defined]
+    store.begin(session_id, Turn("later", "first", np.array([BOS, 5, 6], np.int32), 3))
+    store._sessions[session_id].capacity = 1 << 20 if reason == "context length" else 10
+    params = SessionParams(session_id, "first", replace=True)
+    with pytest.raises(RequestError, match=reason):
+        begin(front, store, params, input_ids=[7] * (CONTEXT - 1 if reason == "context length" else 9))
+    assert store.turn(session_id, "later") is not None and not aborted
+    assert begin(front, store, params, input_ids=[7]) == [BOS, 5, 7]
+    assert aborted == ["later"]
+    with pytest.raises(RequestError, match="no request"):
+        store.turn(session_id, "later")

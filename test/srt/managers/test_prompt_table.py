@@ -64,6 +64,20 @@ def test_samples_that_wait_share_their_prompt() -> None:
     assert scheduler.prompts.num_tokens == 0 and len(scheduler.prompts) == 0
 
 
+def test_parameters_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_PARAMETER_BYTES", 100, raising=False)
+    scheduler, collector = make_scheduler(FakeRunner(4096, 1, 1024, 4, 64)), Collector()
+    for rid, length in (("first", 60), ("second", 60), ("third", 40), ("none", 0)):
+        add(scheduler, request(rid, [5, 6], 4, ignore_eos=True, stop=["x" * length] if length else []))
+    run_to_end(scheduler, collector)
+    refused = collector.finish["second"]
+    assert refused.status_code == 503 and "send this one again later" in refused.message
+    assert all(collector.finish[rid].type == "length" for rid in ("first", "third", "none"))
+    add(scheduler, request("later", [5, 6], 4, ignore_eos=True, stop=["x" * 100]))
+    run_to_end(scheduler, collector)
+    assert collector.finish["later"].type == "length"
+
+
 def test_prompts_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 100)
     scheduler, collector = make_scheduler(FakeRunner(4096, 1, 1024, 4, 64)), Collector()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import sys
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.entrypoints.exit_guard import END_LIMIT_S
+from sglang.srt.entrypoints.http_server import PROCESSES_END_S
 from sglang.srt.errors import UserError
 from sglang.srt.managers.launch import launch_engine
 from sglang.srt.managers.ray_cluster.placement import ClusterNode, Demand, check_room, demand_of
@@ -121,3 +125,27 @@ def test_ray_that_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, device="cpu", use_ray=True)
     with pytest.raises(UserError, match=r"--use-ray needs ray on every node: pip install 'sm120-sglang\[ray\]'"):
         launch_engine(args)
+
+
+def test_nodes_that_do_not_answer_hold_up_the_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of all replicas takes less time than `exit_guard` grants, by a clock that only ray's waits move."""
+    now, killed = 100.0, list[Any]()
+
+    def wait(refs: Sequence[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        nonlocal now
+        now += timeout
+        return [], list(refs)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(wait=wait, kill=killed.append))
+    spec = importlib.util.find_spec("sglang.srt.managers.ray_cluster.placed_replica")
+    assert spec is not None and spec.loader is not None
+    placed_replica = importlib.util.module_from_spec(spec)  # not kept, because it has imported this stand-in for ray
+    spec.loader.exec_module(placed_replica)
+    monkeypatch.setattr(placed_replica, "time", SimpleNamespace(monotonic=lambda: now))
+    machine = SimpleNamespace(end=SimpleNamespace(remote=lambda limit_s: "never"))
+    replicas = [placed_replica.PlacedReplica([machine], ["10.0.0.1"], [()], lambda: None) for _ in range(3)]
+    for replica in replicas:
+        replica.tell_end(PROCESSES_END_S)
+    for replica in replicas:
+        replica.end(max(0.0, 100.0 + PROCESSES_END_S - now))
+    assert now - 100.0 < END_LIMIT_S - 1.0 and killed == [machine] * 3

@@ -165,3 +165,23 @@ def test_a_refusal_says_whose_it_is() -> None:
         assert not reply.ok and reply.message == "Replica 1: busy"
 
     play(test)
+
+
+def test_what_some_replicas_did_is_undone_where_others_refuse() -> None:
+    async def test(pair: Pair) -> None:
+        attach = asyncio.ensure_future(
+            pair.manager.control("attach_storage", {"backend": "file"}, undo="detach_storage")
+        )
+        for replica, ok in ((0, True), (1, False)):
+            question = await pair.received(replica)
+            assert isinstance(question, ControlReq) and question.kind == "attach_storage"
+            pair.outboxes[replica].send(ControlReply(question.id, ok, "" if ok else "it is busy"))
+        question = await pair.received(0)
+        assert isinstance(question, ControlReq) and question.kind == "detach_storage" and not attach.done()
+        pair.outboxes[0].send(ControlReply(question.id))
+        reply = await attach
+        assert not reply.ok and reply.message == "Replica 1: it is busy"
+        await asyncio.sleep(0.03)
+        assert pair.inboxes[1].recv_nowait() is None
+
+    play(test)

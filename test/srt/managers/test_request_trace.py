@@ -14,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from sglang.srt.errors import UserError
+from sglang.srt.managers.front import request_trace
 from sglang.srt.managers.front.request_trace import RequestTracer, phases, trace_headers
 from sglang.srt.managers.wire.io_struct import FinishReason
 from sglang.srt.server_args import ServerArgs
@@ -108,6 +109,21 @@ def test_a_broken_header_begins_a_trace_of_its_own(header: str) -> None:
     finally:
         trace_headers.reset(token)
     assert spans_of(ended(trace_parent=parent))[-1].parent is None
+
+
+def test_a_collector_that_never_answers_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_trace, "CLOSE_LIMIT_S", 0.01, raising=False)
+    answers, ended = threading.Event(), list[int]()
+
+    class Hanging(SimpleSpanProcessor):
+        def shutdown(self) -> None:
+            answers.wait(10)
+            ended.append(1)
+
+    tracer = RequestTracer(Hanging(InMemorySpanExporter()), "sglang", "tiny")
+    tracer.close()
+    assert not ended
+    answers.set()
 
 
 def test_it_is_off_unless_asked_for() -> None:

@@ -27,7 +27,8 @@ def test_tokens_are_bounded_and_counted() -> None:
     store = SessionStore(max_tokens=100)
     for name in ("a", "b"):
         store.open(1000, name)
-        store.begin(name, turn("r", 40))
+        store.begin(name, first := turn("r", 40))
+        store.end(name, first, [])
     assert store.num_tokens == 80
     last = turn("s", 30, "r")
     store.begin("b", last)
@@ -74,6 +75,46 @@ def test_one_session_does_not_grow_without_end(bounds: dict[str, int]) -> None:
     store.begin("a", turn("4", 10))
     store.close("a")
     assert store.num_tokens == 0
+
+
+@pytest.mark.parametrize("bounds", [{"max_turns": 3}, {"max_tokens": 30}])
+def test_a_refused_turn_closes_no_other_session(bounds: dict[str, int]) -> None:
+    store = SessionStore(**bounds)
+    for name in ("a", "b"):
+        store.open(1000, name)
+        ended = turn("0", 10)
+        store.begin(name, ended)
+        store.end(name, ended, [])
+    store.begin("a", turn("1", 10))
+    if "max_tokens" in bounds:
+        with pytest.raises(RequestError, match="replace"):
+            store.begin("b", turn("1", 21))
+    assert len(store) == 2 and store.num_tokens == 30
+    with pytest.raises(RequestError, match="whose requests run") as refused:
+        store.begin("b", turn("1", 10))  # no session can be closed for it
+    assert refused.value.status_code == 503
+    assert len(store) == 2 and store.num_tokens == 30
+    store.begin("b", turn("1", 10), replaces=True)
+    assert store.num_tokens == 30
+
+
+def test_a_session_whose_request_runs_stays_open() -> None:
+    store = SessionStore(max_sessions=2)
+    running = turn("r", 3)
+    for name in ("runs", "idle"):
+        store.open(10, name)
+    store.begin("runs", running)
+    store.turn("idle", None)
+    store.open(10, "new")
+    assert len(store) == 2 and store.turn("runs", "r") is running
+    store.begin("new", turn("r", 3))
+    with pytest.raises(RequestError, match="requests of all of them run") as refused:
+        store.open(10, "one too many")
+    assert refused.value.status_code == 503 and len(store) == 2
+    store.end("runs", running, [1])
+    store.open(10, "fits")
+    with pytest.raises(RequestError, match="no session"):
+        store.turn("runs", None)
 
 
 class Clock:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -736,3 +737,44 @@ def test_whole_outputs_are_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     assert asyncio.run(output_formats.parse_calls(bench.manager, ModelFormats(), body)) == whole
     assert len(pieces) == -(-len(body.text) // 17)
     bench.manager.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"token_ids_logprob": list(range(500)), "return_logprob": True},
+        {"sampling_params": {"max_new_tokens": 1, "json_schema": '{"description": "' + "x" * 10_000 + '"}'}},
+    ],
+)
+def test_many_short_prompts_let_others_run(options: dict[str, Any]) -> None:
+    """While a call of many sequences is prepared and sent, other callbacks run every few of them."""
+
+    async def test(bench: Bench) -> None:
+        turns, counts = 0, list[int]()
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        running = asyncio.ensure_future(others())
+        prepare, send = bench.manager.preparer.prepare, bench.manager._send_sequences
+
+        async def counted(work: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+            before = turns
+            result = await work(*args)
+            counts.append(turns - before)
+            return result
+
+        bench.manager.preparer.prepare = partial(counted, prepare)  # type: ignore[method-assign]
+        bench.manager._send_sequences = partial(counted, send)  # type: ignore[method-assign]
+        params = {"sampling_params": {"max_new_tokens": 1}} | options
+        stream = await bench.manager.submit(GenerateRequest(input_ids=[[5]] * 640, **params))
+        running.cancel()
+        assert len(counts) == 2 and min(counts) >= 9
+        bench.manager.fail_all(RequestError("the test is over"))
+        await stream.aclose()
+
+    play(test)

@@ -148,6 +148,36 @@ def test_who_copies_windows_before_they_go_looks_at_few(length: int, monkeypatch
     assert [int((node.windows[0] != 0).sum()) for node in oldest[:3]] == [0, kept[1] - 1, kept[2]]
 
 
+def test_windows_in_use_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eviction after eviction looks at the windows of running requests, which are the oldest, only the first time. Once
+    the requests have ended, their windows can be evicted."""
+    kv = KVTable(PoolSizes(10_000, 1, 110, 64, (WindowSize(16, 10_000),)))
+    running = [admit(kv, [number] * 8) for number in range(50)]
+    for seq in running:
+        compute(kv, seq, 8)
+        kv.commit(seq)
+    for number in range(50, 100):
+        seq = admit(kv, [number] * 8)
+        compute(kv, seq, 8)
+        kv.release(seq)
+    window, looked = kv.windows[0], list[int]()
+    unused = WindowTable._unused
+    monkeypatch.setattr(WindowTable, "_unused", lambda self, slots: (looked.append(1), unused(self, slots))[1])
+    window.before_eviction = lambda nodes: told.append(list(nodes))
+    told, counts = list[list[Node]](), list[int]()
+    for _ in range(20):
+        looked.clear()
+        assert window.evict(8) == 8
+        counts.append(len(looked))
+        kv.check(running)
+    assert counts == [102] + [2] * 19  # by `before_eviction` and by the eviction
+    assert [len(nodes) for nodes in told] == [1] * 20
+    for seq in running:
+        kv.release(seq)
+    assert window.evict(640) == 640 and kv.usage()["free"] < 10_000
+    kv.check()
+
+
 def test_what_was_evicted_is_not_kept_for_the_eviction_of_windows() -> None:
     """A window's table as large as that of all tokens never evicts anything by itself."""
     kv = KVTable(PoolSizes(64, 1, 3, 32, (WindowSize(8, 64),)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
+from sglang.srt.utils.tokenizer_files import TokenizerFiles
 
 TEXT = "Hello wörld 😀 <|im_start|>user\n 1 + 1 = 2"
 
@@ -160,3 +162,38 @@ def test_a_file_that_is_no_text_or_too_large_is_refused_by_its_name(directory: P
 
 def test_no_tokenizer_wanted() -> None:
     assert load_tokenizer(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, skip_tokenizer_init=True)) is None
+
+
+class PythonTokenizer:
+    """Encodes a long text only after `RELEASED`."""
+
+    all_special_ids: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return 10
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if text == "long":
+            STARTED.set()
+            assert RELEASED.wait(20)
+        return [len(text)]
+
+    def decode(self, ids: list[int], **_: object) -> str:
+        return "x" * len(ids)
+
+
+STARTED, RELEASED = threading.Event(), threading.Event()
+
+
+def test_the_event_loop_does_not_wait_for_a_thread_with_a_long_text() -> None:
+    tokenizer = Tokenizer(TokenizerFiles(Path(), {}, {}, None), None, PythonTokenizer())
+    tokenizer.copy_for_event_loop()
+
+    async def main() -> None:
+        long = asyncio.ensure_future(asyncio.to_thread(tokenizer.encode, "long"))
+        assert await asyncio.to_thread(STARTED.wait, 20)
+        assert tokenizer.encode("ab") == [2] and tokenizer.decode([1, 2]) == "xx" and not long.done()
+        RELEASED.set()
+        assert await long == [4]
+
+    asyncio.run(main())

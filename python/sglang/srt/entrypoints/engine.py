@@ -44,7 +44,7 @@ class Engine:
         """Starts the engine, and returns when requests can be served. Takes flags (`model_path=...`) or complete
         `server_args`.
 
-        Raises UserError for a wrong flag or model, EngineError if a process fails.
+        Raises UserError for a wrong flag, model or file, EngineError if a process fails; no process is left then.
         """
         if server_args is not None and flags:
             raise TypeError(f"give server_args or single flags, not both: {', '.join(flags)}")
@@ -57,14 +57,18 @@ class Engine:
         """What knows the formats of outputs; created when a request first asks for them."""
         self._handle = launch_engine(self.server_args)
         self._manager: TokenizerManager = self._handle.manager
-        self._handle.wait_ready()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-loop", daemon=True)
         self._thread.start()
-        self._loop.call_soon_threadsafe(self._manager.attach)
-        self._run(self._manager.load_corpus_file())
-        self._loop.call_soon_threadsafe(self._manager.mark_up)
-        self._handle.watch(self._engine_failed)
+        try:
+            self._handle.wait_ready()
+            self._loop.call_soon_threadsafe(self._manager.attach)
+            self._run(self._manager.load_corpus_file())
+            self._loop.call_soon_threadsafe(self._manager.mark_up)
+            self._handle.watch(self._engine_failed)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def generate(
         self,

@@ -19,7 +19,8 @@ _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0
 
 
 class ChunkWriter:
-    """BodyWriter of a response with chunked transfer encoding, as all responses without a length have."""
+    """BodyWriter of a response with chunked transfer encoding, as all responses without a length have. Writes nothing
+    behind the end of the response: the connection may be used for another one by then."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -27,15 +28,19 @@ class ChunkWriter:
     def write(self, body: bytes) -> bool:
         """Writes a chunk. Returns False if the client reads too slowly: then wait for `drain`."""
         cycle = self._cycle
-        if cycle.disconnected:
+        if self._is_over:
             return True
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return not cycle.flow.write_paused
 
     async def drain(self) -> None:
         """Waits until the client has read enough, or has gone."""
-        if not self._cycle.disconnected:
+        if not self._is_over:
             await self._cycle.flow.drain()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._cycle.disconnected or self._cycle.response_complete
 
 
 class HttpProtocol(HttpToolsProtocol):

@@ -180,8 +180,8 @@ class _Server:
             await asyncio.gather(serving, return_exceptions=True)
             self.state.close()
             if self.handle is not None:
-                self.handle.manager.close()
                 self.handle.shutdown(PROCESSES_END_S)
+                self.handle.manager.close()
 
     async def _live(self) -> int:
         try:

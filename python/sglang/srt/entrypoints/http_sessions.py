@@ -140,26 +140,25 @@ async def _begun(
     new: list[int],
     new_media: list[MediaItem],
 ) -> Turn:
-    if _previous(store, params) is not previous:
-        raise RequestError(f"The session {params.id!r} went on meanwhile; send this again.")
-    if params.replace:
-        if previous is not None and not previous.ended:
-            manager.abort(previous.rid)
-        for rid in store.drop(params.id, params.rid):
-            manager.abort(rid)
     kept = np.empty(0, np.int32)
     if previous is not None:
         kept = previous.tokens[: previous.prompt_len] if params.drop_previous_output else previous.tokens
         kept = kept[: params.offset or None]
     old_media = [] if previous is None else whole_items(previous.media, len(kept))
     call.text, call.input_ids = None, await manager.preparer.input_ids([*kept.tolist(), *new])
+    if _previous(store, params) is not previous:
+        raise RequestError(f"The session {params.id!r} went on meanwhile; send this again.")
     call.media, call.media_items = None, [*old_media, *moved(new_media, len(kept))]
     rid = call.rid = str(call.rid or uuid.uuid4().hex)
     parent = None if previous is None else previous.rid
     turn = Turn(rid, parent, np.array(call.input_ids, np.int32), len(call.input_ids), media=call.media_items)
     call.replica = manager.replica_for(call.input_ids, store.replica(params.id))
+    dropped = store.begin(params.id, turn, replaces=bool(params.replace))
     store.bind(params.id, call.replica)
-    store.begin(params.id, turn)
+    if params.replace and previous is not None and not previous.ended:
+        dropped.append(previous.rid)
+    for each in dropped:
+        manager.abort(each)
     return turn
 
 

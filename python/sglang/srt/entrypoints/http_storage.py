@@ -35,8 +35,10 @@ class StorageBackendBody(Body, kw_only=True):
 BODIES = (StorageBackendBody,)
 
 
-async def _ask(request: Request, kind: str, args: dict[str, Any] | None = None) -> dict[str, Any]:
-    reply = await engine_of(request).manager.control(kind, args, ATTACH_LIMIT_S)
+async def _ask(
+    request: Request, kind: str, args: dict[str, Any] | None = None, undo: str | None = None
+) -> dict[str, Any]:
+    reply = await engine_of(request).manager.control(kind, args, ATTACH_LIMIT_S, undo)
     if not reply.ok:
         raise bad_request(reply.message)
     return reply.data
@@ -82,6 +84,7 @@ async def attach_storage_backend(request: Request) -> Response:
             "prefetch_policy": body.hicache_storage_prefetch_policy,
             "write_policy": body.hicache_write_policy,
         },
+        undo="detach_storage",  # all replicas attach it or none
     )
     return json_response({"success": True, "message": f"The store {body.hicache_storage_backend} is attached."})
 

@@ -6,12 +6,17 @@ from a cached prefix only where a copy of the state was kept. The device makes t
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.mem_cache.radix_node import Node, NodesCallback
 
 StateSlots = npt.NDArray[np.int64]
+
+MAX_STALE = 64
+"""Entries that the queue may have beyond two a node; with more, it is rebuilt."""
 
 
 class CheckpointTable:
@@ -27,6 +32,10 @@ class CheckpointTable:
         self._rows = range(first_row, first_row + size)
         self._free = list(reversed(self._rows))
         self._nodes: dict[int, Node] = {}
+        self._queue: list[tuple[int, int, int, Node]] = []
+        """A heap of these nodes by the time of last use and depth. An entry may be earlier than its node's time by now,
+        or its node may have lost its row; neither is changed before it comes."""
+        self._entries = 0  # breaks ties, so that nodes are never compared
         self._decoding: dict[int, tuple[int, int]] = {}
         """Request slot -> the row that it has, and how many tokens the state there stands for."""
         self._sources: dict[int, int] = {}
@@ -73,8 +82,7 @@ class CheckpointTable:
     def _take(self) -> int:
         """Returns a row that is free now; 0 if there is none."""
         if not self._free:
-            unpinned = (node for row, node in self._nodes.items() if row not in self._pinned)
-            node = min(unpinned, key=lambda n: (n.last_access, n.depth), default=None)
+            node = self._pop_oldest()
             if node is not None:
                 if self.before_eviction is not None:
                     self.before_eviction([node])
@@ -84,6 +92,40 @@ class CheckpointTable:
     def _give(self, node: Node, row: int) -> None:
         node.checkpoint = row
         self._nodes[row] = node
+        self._push(node)
+
+    def _push(self, node: Node) -> None:
+        if len(self._queue) > 2 * len(self._nodes) + MAX_STALE:
+            self._queue = [self._entry(cached) for cached in self._nodes.values()]
+            heapq.heapify(self._queue)
+        heapq.heappush(self._queue, self._entry(node))
+
+    def _entry(self, node: Node) -> tuple[int, int, int, Node]:
+        self._entries += 1
+        return node.last_access, node.depth, self._entries, node
+
+    def reinsert(self, node: Node) -> None:
+        """Notes that the node's time of last use has become earlier."""
+        if node.checkpoint:
+            self._push(node)
+
+    def _pop_oldest(self) -> Node | None:
+        """Takes the least recently used node whose row no copy reads from the queue; None if there is none."""
+        pinned, oldest = [], None
+        while self._queue and oldest is None:
+            entry = heapq.heappop(self._queue)
+            queued_at, _, _, node = entry
+            if not node.checkpoint:
+                continue
+            if node.last_access != queued_at:
+                self._push(node)
+            elif node.checkpoint in self._pinned:
+                pinned.append(entry)
+            else:
+                oldest = node
+        for entry in pinned:
+            heapq.heappush(self._queue, entry)
+        return oldest
 
     def restore(self, node: Node, slot: int) -> None:
         """Copies the state of `node` to the slot of a request that begins there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -28,12 +28,12 @@ from sglang.srt.mem_cache.cache_tier import (
     resumable_end,
 )
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
+from sglang.srt.mem_cache.copies_under_way import CopiesUnderWay, Copy, CopyHandle, LoadingRequest
 from sglang.srt.mem_cache.kv_table import CachedRequest, KVTable
-from sglang.srt.mem_cache.layerwise_load import LayerwiseLoad
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.mem_cache.storage.engine import StorageJobs
-from sglang.srt.mem_cache.storage.tier import StorageTier, StoredRequest
+from sglang.srt.mem_cache.storage.tier import StorageTier
 from sglang.srt.mem_cache.window_table import WindowTable
 from sglang.srt.plan.host_cache import HostCachePlan
 from sglang.srt.plan.pool_sizes import PoolSizes
@@ -63,18 +63,6 @@ class Admission(Enum):
     NOW = "now"
     LATER = "later"
     LONGER = "now, behind a longer prefix than was matched before"
-
-
-class CopyHandle(Protocol):
-    """State of a submitted copy; `layers` is set for a load layer by layer."""
-
-    @property
-    def state(self) -> CopyState:
-        """Returns whether the copy is running, done or failed."""
-
-    @property
-    def layers(self) -> LayerwiseLoad | None:
-        """Returns what steps wait for if the copy goes layer by layer; None if it does not."""
 
 
 class CopyEngine(Protocol):
@@ -107,33 +95,6 @@ class CopyEngine(Protocol):
 
     def pace(self, rate: float | None) -> None:
         """Limits copies to `rate` bytes a second from now on; None: no limit."""
-
-
-class LoadingRequest(CachedRequest, StoredRequest, Protocol):
-    """The fields of a request that the tier reads and writes."""
-
-    @property
-    def may_be_stale(self) -> bool:
-        """Returns whether its steps may be computed again if a load fails."""
-
-    num_loads: int
-    """Loads that were begun for it since it entered the queue."""
-    num_loaded: int
-    """Tokens that the last load brought."""
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    """A transfer that was begun. `req`: the request that waits for a load; None for a save."""
-
-    transfer: Transfer
-    req: LoadingRequest | None
-    keep_until: float = 0.0
-    """The time of the offer from which a save was made."""
-    begun: float = field(default_factory=time.monotonic)
-    handle: CopyHandle | None = None
-    by_layer: bool = False
-    """The tree has the loaded nodes already; steps wait for them layer by layer."""
 
 
 @dataclass(slots=True)
@@ -190,7 +151,7 @@ class HostTier:
         self._offers: dict[Node, float] = {}
         """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first, and until when they are to be
         kept there before others; 0: they are not."""
-        self._copies: list[Copy] = []
+        self._copies = CopiesUnderWay(self.device.page_size)
         """Begun and not ended. Those without a handle wait for the step to be launched."""
         self._wrong: list[Transfer] = []
         """Loads that have failed, though steps read what they were to bring."""
@@ -275,15 +236,19 @@ class HostTier:
         the prefix from main memory if that pays. has_room: whether the request could enter the next step while a load
         takes this many tokens of each window. is_first: no other request enters before it in the next step, and nothing
         else may read that step's beginning. others_wait: other requests get tokens in the next step."""
+        own = self._copies.load_of(req)
+        if own is not None and not own.by_layer:
+            return Admission.LATER
         keys = req.cache_keys(req.matchable_len() // self.device.page_size * self.device.page_size)
-        if any(self._overlap(copy, req, keys) > copy.transfer.arrival.had for copy in self.layered):
+        shared = [(copy, common_length(copy.transfer.keys, keys)) for copy in self._copies.loads_like(req, keys)]
+        if any(copy.by_layer and common > copy.transfer.arrival.had for copy, common in shared):
             return Admission.NOW if req.may_be_stale else Admission.LATER
         minimum = length + max(MIN_GAIN, self.device.page_size) - 1
         if len(keys) <= minimum or not self._ready:
             return Admission.NOW
         if self.storage is not None and self.storage.waits(req):
             return Admission.LATER
-        if any(self._overlap(copy, req, keys) > minimum for copy in self._copies if copy.req is not None):
+        if any(common > minimum for _, common in shared):
             return Admission.LATER
         if req.num_loads >= MAX_LOADS:
             return Admission.NOW
@@ -292,7 +257,7 @@ class HostTier:
             return Admission.NOW
         req.num_loads += 1
         copy = Copy(transfer, req)
-        self._copies.append(copy)
+        self._copies.add(copy)
         may = is_first and req.may_be_stale and self._loads_layers and transfer.arrival.can_be_revoked
         if not may or not self._layers_pay(transfer, req.matchable_len() + 1 - len(transfer.keys), others_wait):
             return Admission.LATER
@@ -301,10 +266,6 @@ class HostTier:
         req.num_loaded = transfer.num_tokens
         self.counts.layered_loads += 1
         return Admission.LONGER
-
-    @staticmethod
-    def _overlap(copy: Copy, req: CachedRequest, keys: Keys) -> int:
-        return common_length(copy.transfer.keys, keys) if copy.transfer.namespace == req.namespace else 0
 
     def _begin_load(
         self, req: LoadingRequest, keys: Keys, minimum: int, has_room: Callable[[Sequence[int]], bool]
@@ -423,7 +384,7 @@ class HostTier:
             else:
                 if end < len(keys):
                     self._offers = {node: until, **self._offers}
-                self._copies.append(Copy(transfer, None, until))
+                self._copies.add(Copy(transfer, None, until))
                 return
 
     def _both(self, node: Node) -> tuple[CachedPrefix, CachedPrefix, Keys, str | None]:
@@ -466,8 +427,9 @@ class HostTier:
         if transfer.is_empty:
             transfer.end(False)
             return None
-        self._copies.append(Copy(transfer, None))
-        return self._copies[-1]
+        copy = Copy(transfer, None)
+        self._copies.add(copy)
+        return copy
 
     def _keep_in_host(self, node: Node, until: float) -> None:
         if until and node.depth:

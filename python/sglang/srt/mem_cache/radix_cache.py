@@ -64,6 +64,8 @@ class RadixCache:
         self.enabled = enabled
         self.before_eviction: NodesCallback | None = None
         """Is told of nodes that are about to lose tokens."""
+        for window in windows:
+            window.now = lambda: self._clock
         self._start()
 
     def _start(self) -> None:
@@ -253,6 +255,8 @@ class RadixCache:
             self._evictions.add(node)
         for window in self.windows:
             window.reinsert(node)
+        if self.checkpoints is not None:
+            self.checkpoints.reinsert(node)
 
     def path(self, node: Node) -> list[Node]:
         """Returns the nodes from `node` up to the child of the root."""

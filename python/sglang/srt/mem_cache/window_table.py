@@ -8,6 +8,7 @@ window, because a match that ends there needs no more; then whole windows, the l
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,8 @@ class WindowTable:
         self._num_gone = 0  # heap entries of nodes that have left the tree
         self.before_eviction: NodesCallback | None = None
         """Is told of nodes whose last windows are about to lose pages."""
+        self.now: Callable[[], int] = int
+        """Returns the time of the tree's latest use, which the tree sets."""
 
     # --- sizes in tokens ----------------------------------------------------------------------------------------------
 
@@ -203,9 +206,12 @@ class WindowTable:
         if not node.in_window_heap >> self.index & 1:
             if tier is None:
                 tier = BEFORE_THE_WINDOW if self._num_before_window(node) else IN_THE_WINDOW
-            node.in_window_heap |= 1 << self.index
-            self._entries += 1
-            heapq.heappush(self._heap, (tier, node.last_access, self._entries, node))
+            self._push(node, tier, node.last_access)
+
+    def _push(self, node: Node, tier: int, queued_at: int) -> None:
+        node.in_window_heap |= 1 << self.index
+        self._entries += 1
+        heapq.heappush(self._heap, (tier, queued_at, self._entries, node))
 
     def reinsert(self, node: Node) -> None:
         """Adds a second entry that comes before the first one, because the node's time of last use has become
@@ -223,11 +229,15 @@ class WindowTable:
             self._num_gone = 0
 
     def evict(self, num_tokens: int) -> int:
-        """Frees at least `num_tokens` tokens, if that many are evictable. Returns the number of tokens freed."""
+        """Frees at least `num_tokens` tokens, if that many are evictable. Returns the number of tokens freed.
+
+        A node whose remaining pages rows use is queued as if it had been used just now: its rows probably go on, and
+        otherwise each later eviction would look at it again.
+        """
         if self.before_eviction is not None and num_tokens > 0:
             self.before_eviction(self._next_evicted(-(-num_tokens // self.page_size)))
         missing = min(-(-num_tokens // self.page_size), self._num_evictable)
-        freed, in_use = 0, []
+        freed, in_use, partly_evicted = 0, list[Node](), list[Node]()
         while freed < missing:
             tier, queued_at, _, node = heapq.heappop(self._heap)
             node.in_window_heap &= ~(1 << self.index)
@@ -245,8 +255,10 @@ class WindowTable:
             if tier == BEFORE_THE_WINDOW:
                 self.queue(node, IN_THE_WINDOW)
             elif slots.any():
-                in_use.append(node)
+                (in_use if freed < missing else partly_evicted).append(node)
         for node in in_use:
+            self._push(node, IN_THE_WINDOW, max(self.now(), node.last_access))
+        for node in partly_evicted:
             self.queue(node)
         return freed * self.page_size
 

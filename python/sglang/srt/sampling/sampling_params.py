@@ -68,7 +68,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     def num_bytes(self) -> int:
         """Returns about how many bytes a process needs for the client's texts in these parameters."""
         texts = (*self.stop, *self.stop_regex, *(getattr(self, name) or "" for name in _GRAMMARS))
-        return sum(map(len, texts)) + _ID_BYTES * len(self.stop_token_ids) + _BIAS_BYTES * len(self.logit_bias)
+        return sum(map(len, texts)) + ID_BYTES * len(self.stop_token_ids) + _BIAS_BYTES * len(self.logit_bias)
 
     def verify(self, vocab_size: int) -> None:
         """Raises ValueError for the first value that is out of range."""
@@ -135,7 +135,7 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (  # name, low, high, whet
     ("repetition_penalty", 0, 2, True),
     ("n", 1, MAX_SAMPLES, False),
 )
-_ID_BYTES, _BIAS_BYTES = 40, 200
+ID_BYTES, _BIAS_BYTES = 40, 200
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _LISTS = ("stop", "stop_regex")
 _NULLABLE = ("max_new_tokens",)

@@ -3,6 +3,8 @@ transformers (and with it torch) costs every process seconds; otherwise loads it
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import logging
 import re
@@ -39,6 +41,8 @@ class Tokenizer:
         self._rust = rust
         self._hf = hf
         self._hf_lock = threading.Lock()
+        self._hf_of_loop: Any | None = None
+        """A copy of `hf` for the event loop."""
         self._byte_level: ByteLevelDecoder | None = None
         if rust is not None and _is_byte_level(rust):
             self._byte_level = ByteLevelDecoder(rust.id_to_token, _special_ids(rust))
@@ -55,8 +59,8 @@ class Tokenizer:
                 (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             ids: list[int] = encoding.ids
             return ids
-        with self._hf_lock:
-            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        with self._own_hf() as hf:
+            return list(hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; ids outside of the vocabulary print nothing, those on which the tokenizer fails
@@ -68,11 +72,28 @@ class Tokenizer:
             except TokenizerError:
                 return REPLACEMENT
             return text
-        with self._hf_lock:
-            known = [i for i in ids if 0 <= i < len(self.hf)]
-            return str(
-                self.hf.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
-            )
+        with self._own_hf() as hf:
+            known = [i for i in ids if 0 <= i < len(hf)]
+            return str(hf.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
+    def copy_for_event_loop(self) -> None:
+        """Copies a tokenizer written in Python, which one thread at a time may use, so that this process's event loop
+        never waits for a thread that tokenizes a long text."""
+        if self._rust is not None:
+            return
+        try:
+            self._hf_of_loop = copy.deepcopy(self.hf)
+        except Exception:  # the model's own code may hold what cannot be copied
+            logger.warning("The tokenizer cannot be copied: long texts hold up all others", exc_info=True)
+
+    @contextmanager
+    def _own_hf(self) -> Iterator[Any]:
+        """Yields the transformers tokenizer for the caller alone."""
+        if self._hf_of_loop is not None and _is_on_event_loop():
+            yield self._hf_of_loop
+        else:
+            with self._hf_lock:
+                yield self.hf
 
     def text_decoder(self) -> TextDecoder:
         """Returns a decoder for growing sequences."""
@@ -161,6 +182,14 @@ class Tokenizer:
 
 class TokenizerError(ValueError):
     """Raised when a tokenizer's own rules fail on a text, for example when a pattern exceeds its limits."""
+
+
+def _is_on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

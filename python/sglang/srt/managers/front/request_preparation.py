@@ -53,6 +53,8 @@ PIECE_SLACK = 64
 """Tokens that each cut of a text into pieces may add."""
 YIELD_CHARS = 16_384
 """Characters that are tokenized before the event loop gets to run other callbacks."""
+SEQUENCE_CHARS, BYTES_A_CHAR = 256, 8
+"""Characters that count for a sequence by itself, and bytes of its parameters that count as one character."""
 CHARS_PER_TOKEN_BOUND = 512
 """A text with more characters per token of context than this is refused before it is tokenized: no vocabulary has
 tokens that long, so it cannot fit."""
@@ -149,7 +151,8 @@ class RequestPreparer:
         for prompt, sources, rid, (p, explicit_length), wanted in zip(
             prompts, media, rids, params, options, strict=True
         ):
-            num_chars += len(prompt)
+            num_chars += len(prompt) + num_samples * (SEQUENCE_CHARS + p.num_bytes // BYTES_A_CHAR)
+            num_chars += num_samples * len(wanted[3] or ())
             if num_chars >= YIELD_CHARS:
                 num_chars = 0
                 await asyncio.sleep(0)

@@ -8,6 +8,7 @@ span a part of the client's trace. A thread of OpenTelemetry sends them, and dro
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -22,6 +23,8 @@ trace_headers: ContextVar[dict[str, str] | None] = ContextVar("trace_headers", d
 """`traceparent` and `tracestate` of the HTTP request that is being answered."""
 
 EXPORT_TIMEOUT_S = 5
+CLOSE_LIMIT_S = 1.0
+"""Seconds for the last spans at the end of the server; those that the collector has not taken by then are dropped."""
 _INSTALL = '--enable-trace needs OpenTelemetry: pip install "sm120-sglang[trace]"'
 
 
@@ -84,8 +87,10 @@ class RequestTracer:
         span.end(end)
 
     def close(self) -> None:
-        """Sends pending spans; takes as long as an export may take."""
-        self._provider.shutdown()
+        """Sends pending spans, for at most CLOSE_LIMIT_S."""
+        thread = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        thread.start()
+        thread.join(CLOSE_LIMIT_S)
 
     def _attributes(self, ended: EndedRequest) -> dict[str, Any]:
         """Returns attributes, named by OpenTelemetry's conventions for generative models where these have a name."""

@@ -3,7 +3,7 @@
 A session is a tree of requests. Each has its prompt and, once it has ended, its output; a later one continues any of
 them. A streaming session is a list: each request continues the last one that ended well, which is all that is kept.
 Sessions are kept in memory, bounded in number and tokens: the least recently used is closed first, and one with a
-timeout when it has been idle that long.
+timeout when it has been idle that long. A session whose request runs is never closed for another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,6 +44,34 @@ class Turn:
 
 
 @dataclass(slots=True)
+class Held:
+    """What turns hold."""
+
+    tokens: int = 0
+    turns: int = 0
+    media_bytes: int = 0
+
+    def add(self, other: Held) -> None:
+        self.tokens += other.tokens
+        self.turns += other.turns
+        self.media_bytes += other.media_bytes
+
+    def subtract(self, other: Held) -> None:
+        self.add(Held(-other.tokens, -other.turns, -other.media_bytes))
+
+    def exceeds(self, limits: Held) -> bool:
+        return self.tokens > limits.tokens or self.turns > limits.turns or self.media_bytes > limits.media_bytes
+
+
+def held_by(turns: Iterable[Turn]) -> Held:
+    """Returns what these turns hold together."""
+    held = Held()
+    for turn in turns:
+        held.add(Held(len(turn.tokens), 1, media_bytes(turn.media)))
+    return held
+
+
+@dataclass(slots=True)
 class Session:
     """One session. `capacity`: the longest sequence, in tokens. `timeout`: idle seconds after which it is closed."""
 
@@ -55,15 +83,20 @@ class Session:
     replica: int | None = None
     """The replica that has its KV."""
     turns: dict[str, Turn] = field(default_factory=dict)
+    held: Held = field(default_factory=Held)
+    num_running: int = 0
+    """Turns that have not ended."""
 
     def is_overdue(self, now: float) -> bool:
         """Returns whether the session has been idle beyond its timeout."""
         if self.timeout is None or now - self.last_used <= self.timeout:
             return False
-        return all(turn.ended for turn in self.turns.values())
+        return not self.num_running
 
-    def branch(self, rid: str) -> list[str]:
-        """Returns this turn and all turns that continue it, directly or indirectly."""
+    def branch(self, rid: str | None) -> list[str]:
+        """Returns all turns that continue this one, directly or indirectly; None: all of the session."""
+        if rid is None:
+            return list(self.turns)
         children: defaultdict[str | None, list[str]] = defaultdict(list)
         for turn in self.turns.values():
             children[turn.parent].append(turn.rid)
@@ -86,12 +119,8 @@ class SessionStore:
     ) -> None:
         self._clock = clock
         self._max_sessions = max_sessions
-        self._max_tokens = max_tokens
-        self._max_turns = max_turns
-        self._max_media_bytes = max_media_bytes
-        self._num_tokens = 0
-        self._num_turns = 0
-        self._num_media_bytes = 0
+        self._limits = Held(max_tokens, max_turns, max_media_bytes)
+        self._held = Held()
         self.media_files: MediaFiles | None = None
         """The files that hold the images of the turns."""
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -101,16 +130,20 @@ class SessionStore:
 
     @property
     def num_tokens(self) -> int:
-        return self._num_tokens
+        return self._held.tokens
 
     def open(self, capacity: int, session_id: str | None, streaming: bool = False, timeout: float | None = None) -> str:
-        """Opens a session. Raises RequestError if the id is in use."""
+        """Opens a session. Raises RequestError if the id is in use, or if requests of all other sessions run and there
+        are as many as may be."""
         self._close_overdue()
         session_id = session_id or uuid.uuid4().hex
         if len(session_id) > MAX_ID_LENGTH:
             raise RequestError(f"session_id may have at most {MAX_ID_LENGTH} characters.")
         if session_id in self._sessions:
             raise RequestError(f"There is a session {session_id!r} already; close it, or leave the id out.")
+        if len(self._sessions) >= self._max_sessions and self._oldest_idle(session_id) is None:
+            message = f"{self._max_sessions} sessions are open, and requests of all of them run; try again later."
+            raise RequestError(message, 503)
         self._sessions[session_id] = Session(capacity, streaming, timeout, self._clock())
         self._make_room(session_id)
         return session_id
@@ -158,38 +191,60 @@ class SessionStore:
     def drop(self, session_id: str, parent: str | None) -> list[str]:
         """Forgets all turns after `parent`, or all of the session. Returns the rids of those that still run."""
         session = self._session(session_id)
-        dropped = list(session.turns) if parent is None else session.branch(parent)
+        dropped = session.branch(parent)
         running = [rid for rid in dropped if not session.turns[rid].ended]
         for rid in dropped:
             self.forget(session_id, rid)
         return running
 
-    def begin(self, session_id: str, turn: Turn) -> None:
-        """Adds a turn. Raises RequestError for a sequence that is too long, a rid that the session has already, and a
-        session that alone reaches the limits of all."""
+    def begin(self, session_id: str, turn: Turn, replaces: bool = False) -> list[str]:
+        """Adds a turn. replaces: after all turns that follow its parent have been dropped, of which the rids of those
+        that still run are returned. Raises RequestError, without a change, for a sequence that is too long, a rid that
+        the session has already, and a session that alone, or together with those whose requests run, would exceed the
+        limits of all."""
         session = self._session(session_id)
-        if turn.rid in session.turns:
+        dropped = session.branch(turn.parent) if replaces else []
+        if turn.rid in session.turns and turn.rid not in dropped:
             raise RequestError(f"The session {session_id!r} has a request {turn.rid!r} already.")
         if len(turn.tokens) > session.capacity:
             raise RequestError(
                 f"The sequence of {len(turn.tokens)} tokens is longer than the session's capacity_of_str_len of "
                 f"{session.capacity}."
             )
+        added = held_by([turn])
+        added.subtract(held_by(session.turns[rid] for rid in dropped))
+        self._refuse_too_much(session_id, session, added)
+        running = self.drop(session_id, turn.parent) if replaces else []
         session.last_used = self._clock()
         session.turns[turn.rid] = turn
-        self._num_tokens += len(turn.tokens)
-        self._num_turns += 1
-        self._num_media_bytes += media_bytes(turn.media)
+        session.num_running += 1
+        self._count(session, held_by([turn]))
         if self.media_files is not None:
             self.media_files.hold(turn.media)
         self._make_room(session_id)
-        if self._is_full:
-            self.forget(session_id, turn.rid)
+        return running
+
+    def _refuse_too_much(self, session_id: str, session: Session, added: Held) -> None:
+        """Raises RequestError if there is no room for `added`, whatever other sessions are closed."""
+        needed = Held()
+        needed.add(session.held)
+        needed.add(added)
+        if needed.exceeds(self._limits):
             raise RequestError(
-                f"The session {session_id!r} holds {self._num_turns} requests with {self._num_tokens} tokens and "
-                f"{self._num_media_bytes >> 20} MiB of images, and more "
+                f"The session {session_id!r} would hold {needed.turns} requests with {needed.tokens} tokens and "
+                f"{needed.media_bytes >> 20} MiB of images, and more than {self._limits.turns} requests, "
+                f"{self._limits.tokens} tokens or {self._limits.media_bytes >> 20} MiB "
                 'are not kept; go on with "replace": true, or open another one.'
             )
+        for other in self._sessions.values():
+            if other.num_running and other is not session:
+                needed.add(other.held)
+        if needed.exceeds(self._limits):
+            raise RequestError("The sessions whose requests run hold as much as is kept; try again later.", 503)
+
+    def _count(self, session: Session, added: Held) -> None:
+        session.held.add(added)
+        self._held.add(added)
 
     def end(self, session_id: str, turn: Turn, output_ids: list[int]) -> None:
         """Adds the output, unless the session or turn is gone. A streaming session forgets earlier turns."""
@@ -199,7 +254,8 @@ class SessionStore:
         turn.tokens = np.concatenate((turn.tokens, np.array(output_ids, np.int32)))
         turn.ended = True
         session.last_used = self._clock()
-        self._num_tokens += len(output_ids)
+        session.num_running -= 1
+        self._count(session, Held(tokens=len(output_ids)))
         if session.streaming:
             for rid in session.turns.keys() - {turn.rid}:
                 self.forget(session_id, rid)
@@ -209,18 +265,12 @@ class SessionStore:
         """Removes a turn, if it exists."""
         session = self._sessions.get(session_id)
         turn = None if session is None else session.turns.pop(rid, None)
-        if turn is not None:
-            self._num_tokens -= len(turn.tokens)
-            self._num_turns -= 1
-            self._num_media_bytes -= media_bytes(turn.media)
+        if session is not None and turn is not None:
+            session.num_running -= not turn.ended
+            for counted in (session.held, self._held):
+                counted.subtract(held_by([turn]))
             if self.media_files is not None:
                 self.media_files.release(turn.media)
-
-    @property
-    def _is_full(self) -> bool:
-        if self._num_media_bytes > self._max_media_bytes:
-            return True
-        return self._num_tokens > self._max_tokens or self._num_turns > self._max_turns
 
     def _close_overdue(self) -> None:
         now = self._clock()
@@ -233,9 +283,13 @@ class SessionStore:
         return self._sessions[session_id]
 
     def _make_room(self, kept: str) -> None:
-        """Closes the least recently used sessions, except `kept`."""
-        while len(self._sessions) > self._max_sessions or self._is_full:
-            oldest = next((session_id for session_id in self._sessions if session_id != kept), None)
+        """Closes the least recently used sessions, except `kept` and those whose requests run."""
+        while len(self._sessions) > self._max_sessions or self._held.exceeds(self._limits):
+            oldest = self._oldest_idle(kept)
             if oldest is None:
                 break
             self.close(oldest)
+
+    def _oldest_idle(self, kept: str) -> str | None:
+        idle = (name for name, session in self._sessions.items() if name != kept and not session.num_running)
+        return next(idle, None)

@@ -30,6 +30,8 @@ class TextEncoder:
         """tokenizer: None with --skip-tokenizer-init."""
         self._tokenizer = tokenizer
         self._prefixes = None if tokenizer is None else PrefixTokens(tokenizer)
+        if tokenizer is not None:
+            tokenizer.copy_for_event_loop()
         self._threads = WorkerThreads(1 + num_long_threads(num_replicas), "tokenize", num_short=1)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -65,6 +65,8 @@ SEND_BATCH_TOKENS = 1 << 18
 """Prompt tokens that are encoded and sent before the event loop gets to run other callbacks."""
 ENDINGS_RETRY_S = 0.05
 """Seconds after which aborts and names of gone arrays are sent again when a channel was full."""
+SEQUENCE_TOKENS, BYTES_A_TOKEN = 4096, 8
+"""Prompt tokens that count for a sequence by itself, and bytes of its parameters that count as one token."""
 DRAIN_POLL_S = 0.02
 FLUSH_CACHE = "flush_cache"
 
@@ -274,9 +276,12 @@ class TokenizerManager:
         """Ends every request."""
         self._abort_sequences(self._sequences.rids())
 
-    async def control(self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0) -> ControlReply:
+    async def control(
+        self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0, undo: str | None = None
+    ) -> ControlReply:
         """Asks the schedulers of all replicas; `kind` is one of ControlReq's. Returns the first refusal, or else an
-        approval. Raises RequestError if there is no answer in time."""
+        approval. undo: the kind that is sent to those that approved where others refuse. Raises RequestError if there
+        is no answer in time."""
         replies = await self.control_each(kind, args, timeout)
         if kind == FLUSH_CACHE and any(reply.ok for reply in replies.values()):
             self._router.forget_prefixes()
@@ -285,15 +290,25 @@ class TokenizerManager:
         if refused is None:
             return next(iter(replies.values()))
         index, reply = refused
+        approved = [
+            replica for replica in self.serving_replicas if replica.index in replies and replies[replica.index].ok
+        ]
+        if undo is not None and approved:
+            await self.control_each(undo, timeout=timeout, asked=approved)
         return reply if len(self.replicas) == 1 else ControlReply(reply.id, False, f"Replica {index}: {reply.message}")
 
     async def control_each(
-        self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0
+        self,
+        kind: str,
+        args: dict[str, Any] | None = None,
+        timeout: float = 60.0,
+        asked: Sequence[Replica] | None = None,
     ) -> dict[int, ControlReply]:
-        """Asks like `control`. Returns the replies by replica, without those of replicas that end meanwhile."""
+        """Asks like `control`; asked: these replicas alone. Returns the replies by replica, without those of replicas
+        that end meanwhile."""
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(self.status_message, 503)
-        asked = self.serving_replicas
+        asked = self.serving_replicas if asked is None else asked
         if not asked:
             raise RequestError(self.status_message, 503)
         message = ControlReq(uuid.uuid4().hex, kind, args or {})
@@ -362,7 +377,7 @@ class TokenizerManager:
             if sequence is None:
                 continue
             self._send(request, sequence, replica)
-            num_tokens += len(request.input_ids)
+            num_tokens += len(request.input_ids) + SEQUENCE_TOKENS + request.parameter_bytes // BYTES_A_TOKEN
             if num_tokens >= SEND_BATCH_TOKENS:
                 num_tokens = 0
                 await asyncio.sleep(0)

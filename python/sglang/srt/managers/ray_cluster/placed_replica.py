@@ -21,8 +21,9 @@ POLL_S = 1.0
 OTHERS_S, NODE_S = 2.0, 10.0
 """Seconds for other machines to report after one has failed: for the rest of them, and for Ray's report of a lost node
 if the only known failures are ranks' lost connections."""
-KILL_S = 5.0
-"""Seconds that an actor may need beyond the time limit of its processes."""
+KILL_S = 1.5
+"""Seconds that an actor may need beyond the time limit of its processes. Replicas are told at the same time, so this
+passes once, and before `entrypoints.exit_guard` ends the program. Processes of an actor that is killed end with it."""
 
 
 class PlacedReplica:
@@ -39,6 +40,8 @@ class PlacedReplica:
         self._closing = self._ended = False
         self._ends: list[Any] = []
         """What the actors return once their processes have ended."""
+        self._end_by = float("inf")
+        """time.monotonic() at which the actors are killed."""
         self._end_lock = threading.Lock()
 
     @property
@@ -58,6 +61,7 @@ class PlacedReplica:
         if self._closing:
             return
         self._closing = True
+        self._end_by = time.monotonic() + limit_s + KILL_S
         with contextlib.suppress(Exception):  # an actor, its node or the cluster may be gone
             self._ends = [machine.end.remote(limit_s) for machine in self._machines]
 
@@ -67,8 +71,9 @@ class PlacedReplica:
                 return
             self._ended = True
             self._tell_end(limit_s)
+            left = max(0.0, min(limit_s + KILL_S, self._end_by - time.monotonic()))
             with contextlib.suppress(Exception):
-                ray.wait(self._ends, num_returns=len(self._ends), timeout=limit_s + KILL_S)
+                ray.wait(self._ends, num_returns=len(self._ends), timeout=left)
             for machine in self._machines:
                 with contextlib.suppress(Exception):
                     ray.kill(machine)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MAX_QUEUED_REQUESTS = 1 << 16
 """Limit of the queue without --max-queued-requests; every queue is bounded."""
+MAX_PARAMETER_BYTES = 512 << 20
+"""Limit of the grammars, stop strings and other parameters of all requests that run or wait, on each rank: every sample
+of a prompt has its own copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +38,17 @@ class Intake:
     counters: Counters
 
     def request_of(
-        self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int], num_queued: int, held_hidden: int
+        self,
+        msg: TokenizedGenerateReq,
+        seed: int,
+        stop_ids: frozenset[int],
+        num_queued: int,
+        held_hidden: int,
+        held_parameters: int,
     ) -> tuple[Req, FinishReason | None]:
         """Returns the request of a message, and why it is refused (the caller must then give its prompt back to
         `prompts`); None: it may enter the queue, which has `num_queued`. seed: used if the request has none.
-        held_hidden: hidden states that the other requests may reach."""
+        held_hidden: hidden states that the other requests may reach. held_parameters: bytes of their parameters."""
         wanted, length = msg.sampling_params.max_new_tokens, len(msg.input_ids)
         # Draft tokens may lie beyond the end.
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)
@@ -60,17 +69,22 @@ class Intake:
             message = f"A request with rid {msg.rid!r} is running."
         if message:
             return req, FinishReason("abort", message=message, status_code=400)
-        if message := self._too_much(req, num_queued, held_hidden):
+        if message := self._too_much(req, num_queued, held_hidden, held_parameters):
             return req, FinishReason("abort", message=message, status_code=503)
         return req, None
 
-    def _too_much(self, req: Req, num_queued: int, held_hidden: int) -> str:
+    def _too_much(self, req: Req, num_queued: int, held_hidden: int, held_parameters: int) -> str:
         """Returns which limit of the server one more request would exceed; empty: none."""
         maximum = self.max_queued or MAX_QUEUED_REQUESTS
         if num_queued >= maximum:
             return f"The queue is full ({maximum} requests)."
         if self.prompts.num_tokens > MAX_PROMPT_TOKENS and len(self.reqs):
             return f"The prompts that run or wait have {MAX_PROMPT_TOKENS:,} tokens; send this one again later."
+        if req.parameter_bytes and held_parameters + req.parameter_bytes > MAX_PARAMETER_BYTES:
+            return (
+                "The grammars, stop strings, stop_token_ids and logit_bias of the requests that run or wait may have"
+                f" {MAX_PARAMETER_BYTES >> 20} MiB; send this one again later."
+            )
         if not req.max_hidden_rows:
             return ""
         values = (held_hidden + req.max_hidden_rows) * self.runner.plan.description.hidden_size

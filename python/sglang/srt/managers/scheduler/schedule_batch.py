@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.prompt_media import PromptMedia
     from sglang.srt.managers.scheduler.stop_tokens import StopTokens
     from sglang.srt.managers.scheduler.text_stop import TextStop
-    from sglang.srt.mem_cache.host_tier import Copy
+    from sglang.srt.mem_cache.copies_under_way import Copy
 
 
 class Req:
@@ -81,6 +81,7 @@ class Req:
         "num_stored",
         "num_unsent",
         "output",
+        "parameter_bytes",
         "params",
         "pending_finish",
         "pending_logprobs",
@@ -125,6 +126,7 @@ class Req:
         """counters: those of its scheduler's requests, used while it has a slot."""
         self.rid = msg.rid
         self.params = msg.sampling_params
+        self.parameter_bytes = msg.parameter_bytes
         self.stream = msg.stream
         self.priority = msg.priority
         self.keep_until = msg.received + msg.keep_s if msg.keep_s else 0.0

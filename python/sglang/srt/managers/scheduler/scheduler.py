@@ -111,6 +111,8 @@ class Scheduler:
         """Of these, with their output so far."""
         self.held_hidden = 0
         """Hidden states that these may come to hold."""
+        self.held_parameters = 0
+        """Bytes of their parameters."""
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
@@ -440,6 +442,7 @@ class Scheduler:
         self.prompts.give_back(req.prompt)
         self.stops.remove(req.stop_ids)
         self.held_hidden -= req.max_hidden_rows
+        self.held_parameters -= req.parameter_bytes
         req.handling = CHECKED
         self.media.end(req)
         if req in self.chunked:
@@ -461,7 +464,8 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queues a request and returns it; or refuses it with a message to the client and returns None."""
         self._expire(msg.received)
-        req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, self.held_hidden)
+        held = self.held_hidden, self.held_parameters
+        req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, *held)
         if refusal is not None:
             self.prompts.give_back(req.prompt)
             self.refuse(req, refusal)
@@ -470,6 +474,7 @@ class Scheduler:
         self.held_tokens += req.prompt_len
         self.stops.add(req.stop_ids)
         self.held_hidden += req.max_hidden_rows
+        self.held_parameters += req.parameter_bytes
         self.waiting.append(req)
         self.order.enqueued(req)
         if self.host_tier is not None:

@@ -16,7 +16,7 @@ import msgspec
 
 from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import ID_BYTES, SamplingParams
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.utils.media_item import MediaItem
 from sglang.srt.utils.shared_array import SharedArray
@@ -61,6 +61,11 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     """Seconds for which the prompt stays cached before others; 0: it does not."""
     media: list[MediaItem] = []
     """Images and videos, in the order of their spans; `input_ids` hold the family's placeholder token there."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Returns about how many bytes a process needs for what the client sent besides the prompt."""
+        return self.sampling_params.num_bytes + ID_BYTES * len(self.token_ids_logprob or ())
 
 
 class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):

@@ -46,7 +46,7 @@ class MediaLoader:
             local_directory=args.allowed_local_media_path,
         )
         self.files = MediaFiles(Path(directory))
-        self._threads = WorkerThreads(args.mm_io_worker_num, "media-fetch")
+        self._threads = WorkerThreads(1 + args.mm_io_worker_num, "media-fetch", num_short=1)
         settings = WorkerSettings(directory, served.files, max_bytes, pixel_dtype=served.pixel_dtype)
         self.pool = MediaPool(settings, args.mm_processor_worker_num, args.mm_per_request_timeout)
 
@@ -98,8 +98,9 @@ class MediaLoader:
             self._num_under_way -= len(media)
 
     async def _load_one(self, source: MediaSource) -> PlacedMedia:
+        is_long = not sources.is_inline(source.source)
         payload = await asyncio.wrap_future(
-            self._threads.submit(True, lambda _: sources.load(source.source, self._rules))
+            self._threads.submit(is_long, lambda _: sources.load(source.source, self._rules))
         )
         job = MediaJob(
             name=uuid.uuid4().hex,

@@ -27,15 +27,19 @@ class MediaPool:
     """Decodes media in several processes."""
 
     def __init__(self, settings: WorkerSettings, num_workers: int, limit_s: float) -> None:
-        """Starts the processes without waiting for them. limit_s: most seconds of a job."""
+        """Starts the processes without waiting for them; the first of several decodes images only, so that no image
+        waits for a video. limit_s: most seconds of a job."""
         self._directory, self._limit_s = Path(settings.directory), limit_s
         self._workers = [_Worker(settings) for _ in range(num_workers)]
-        self._threads = WorkerThreads(num_workers, "media", first=lambda number: self._workers[number].start())
+        self._threads = WorkerThreads(num_workers, "media", num_short=min(1, num_workers - 1), first=self._start)
+
+    def _start(self, number: int) -> None:
+        self._workers[number].start()
 
     async def decode(self, job: MediaJob) -> Decoded:
         """Decodes an image or video. Raises RequestError: 400 for a file that is refused, 503 if the server has no
         room."""
-        future = self._threads.submit(True, partial(self._run, job))
+        future = self._threads.submit(job.kind == "video", partial(self._run, job))
         try:
             reply = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

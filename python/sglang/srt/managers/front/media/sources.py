@@ -69,6 +69,12 @@ def load(source: str, rules: SourceRules) -> Payload:
     )
 
 
+def is_inline(source: str) -> bool:
+    """Returns whether the source is the data itself, so that `load` waits for nobody."""
+    scheme, colon, _ = source[:16].partition(":")
+    return not colon or scheme.lower() == "data"
+
+
 def _shown(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "...")
 
