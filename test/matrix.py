@@ -77,7 +77,7 @@ KINDS: Mapping[str, Kind] = {
     "sinks": Kind("gpt_oss", "sinks", "experts, own sums"),
     "sinks, KV head": Kind("gpt_oss", "sinks", "one KV head, cut heads, experts, own sums, for ranks", **KV_HEAD),
     "sinks of windows": Kind("mimo_v2", "sinks", "experts, heads of 24 dims"),
-    "relative biases": Kind("inkling", "relative biases", "experts, states, own sums", **OWN),
+    "relative biases": Kind("inkling", "relative biases", "experts, states", **OWN),
     "latents": Kind("deepseek_v3", "latents", "plain, one KV head, experts", **ALIKE),
     "selected latents": Kind("deepseek_v32", "selected latents", "plain, one KV head, experts", **ALIKE),
     "shared selection": Kind("glm_moe_dsa", "selected latents", "one KV head, experts", **ALIKE, stages=2),

@@ -26,7 +26,9 @@ from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.queue_order import POLICIES
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
+from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.model_executor.step import StepInput, StepResult
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
@@ -114,6 +116,24 @@ def groups_of(scheduler: Scheduler, count: int = 4) -> Callable[[], object]:
     return lambda: AttentionGroups.loads(groups)  # type: ignore[arg-type]
 
 
+def matching_with_draft(count: int = 32, length: int = 100_000, turns: int = 50) -> Callable[[], object]:
+    """Matches long prompts that wait, with a draft whose cache entries depend on the next token too."""
+    kv, page = KVTable(PoolSizes(4 * length, 64, 40, 1 << 17), next_tokens_read=1), 64
+    keys = np.random.default_rng(0).integers(0, 1 << 17, length).astype(np.int64)
+    for end in range(length // turns // page * page, length + 1, length // turns // page * page):
+        match = kv.tree.match_prefix(keys[:end])
+        begins = np.array([kv.tree.slots_to(match.node)[-1] if match.length else 0])
+        slots = kv.allocator.alloc([match.length], [end], begins)
+        kv.tree.lock(match.node)
+        everything = np.concatenate((kv.tree.slots_to(match.node), slots))
+        kv.tree.unlock(kv.tree.commit(keys[:end], everything, match.node, match.length).node)
+    waiting = [
+        SimpleNamespace(namespace=None, node=None, cache_keys=lambda num: keys[:num], matchable_len=lambda: length - 1)
+        for _ in range(count)
+    ]
+    return lambda: [kv.match(req) for req in waiting]  # type: ignore[arg-type]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=60)
@@ -127,7 +147,11 @@ def main() -> None:
         scheduler = full_scheduler(policy, **flags)
         best, median = times_of(step_of(scheduler), args.repeats)
         print(f"{name:<40} {best:>8.2f} {median:>8.2f}")
-    for name, step in (("keep a prompt", keeping(scheduler)), ("choose a group", groups_of(scheduler))):
+    for name, step in (
+        ("keep a prompt", keeping(scheduler)),
+        ("choose a group", groups_of(scheduler)),
+        ("match 32 long prompts, with a draft", matching_with_draft()),
+    ):
         best, median = times_of(step, args.repeats)
         print(f"{name:<40} {best:>8.2f} {median:>8.2f}")
 

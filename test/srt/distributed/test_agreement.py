@@ -18,7 +18,13 @@ from rank_processes import run_ranks
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import agreement, parallel_state
-from sglang.srt.distributed.agreement import AgreedGpus, agree_on_gpus, agreed_plan, refuse_difference
+from sglang.srt.distributed.agreement import (
+    AgreedGpus,
+    agree_on_gpus,
+    agreed_plan,
+    refuse_difference,
+    refuse_unlike_tiles,
+)
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU, ArchTraits, arch_by_name
 from sglang.srt.hardware.topology import Topology
@@ -181,6 +187,31 @@ def _raise(message: str) -> Plan:
 
 def test_a_rank_without_a_plan_ends_all_with_its_reason(tmp_path: Path) -> None:
     run_ranks(_problem, (str(tmp_path),), 2)
+
+
+def _tiles(rank: int, folder: Path, stages: int) -> None:
+    parallel_state.init(RankLayout(2 // stages, pp_size=stages), rank, "gloo", f"file://{folder}/rendezvous")
+    used = {"extend, planned with tile M128": ("M128", "M64")[rank], "decode, planned with tile M16": "M16"}
+    own = {f"kernel of rank {rank} alone": "M32"}
+    said = ""
+    try:
+        refuse_unlike_tiles("sm_120", rank * (stages - 1), used | own)
+    except UserError as error:
+        said = str(error)
+    (folder / f"{rank}.txt").write_text(said)
+    parallel_state.shutdown()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_of_a_stage_that_go_on_with_different_tiles_are_refused(stages: int, tmp_path: Path) -> None:
+    run_ranks(_tiles, (tmp_path, stages), 2)
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert first == second
+    if stages == 2:
+        assert not first, "stages compute for themselves"
+    else:
+        assert first.startswith("rank 0 (sm_120) and rank 1 (sm_120) compute with different tiles")
+        assert "start the server again): extend, planned with tile M128: M128 and M64. All" in first
 
 
 # --- ranks that serve ------------------------------------------------------------------------------------------------

@@ -26,7 +26,12 @@ class OutOfResources(Exception):
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(launch, "_step_downs", [])
+    monkeypatch.setattr(launch, "_in_use", {})
     return tmp_path
+
+
+class PTXASError(Exception):
+    """Named as Triton's."""
 
 
 class Gpu:
@@ -141,6 +146,30 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(
     assert "not remembered for later processes" in caplog.text and len(step_downs()) == 1
 
 
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_compiler_that_was_killed_says_nothing_of_the_tile_to_later_processes(code: int, fresh: Path) -> None:
+    def attempt(tile: Tile) -> int:
+        if tile == BIG:
+            raise PTXASError(f"`ptxas` failed with error code {code}\n`ptxas` stderr:\n")
+        return tile["BLOCK_M"]
+
+    assert fallbacks().run(attempt) == 64
+    assert [step["used"] for step in step_downs()] == ["M64 N32 w4 s2"], "this process goes on with it"
+    assert not list(fresh.iterdir())
+    assert fallbacks().tile == BIG
+
+
+def test_the_tiles_in_use_are_told_by_op_and_first_tile() -> None:
+    assert launch.tiles_in_use() == {}
+    fallbacks("decode_attention").run(Gpu(128))
+    fallbacks().run(Gpu(64))
+    fallbacks().run(Gpu(64))
+    assert launch.tiles_in_use() == {
+        "decode_attention, planned with tile M128 N32 w4 s2": "M128 N32 w4 s2",
+        "extend_attention, planned with tile M128 N32 w4 s2": "M64 N32 w4 s2",
+    }
+
+
 def test_no_tile_left_raises_the_launch_error() -> None:
     with pytest.raises(OutOfResources, match="101376"):
         fallbacks().run(Gpu(16))
@@ -247,6 +276,10 @@ def test_the_attention_backend_heals_itself(monkeypatch: pytest.MonkeyPatch) -> 
         ("decode", small_decode),
         ("decode", small_decode),
     ]
+    counted: list[Tile] = []
+    monkeypatch.setattr(triton_backend, "count_parts", lambda *sizes: counted.append(sizes[-1]) or 2)
+    assert extend.num_parts([16], [8192]) == 2
+    assert counted == [BIG], "all ranks decide by the planned tile which steps run in graphs"
     workspace = decode.workspaces[1]
     assert workspace is not first_workspace
     assert decode._replaced == [{1: first_workspace}], "graphs that were captured before write there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from sglang.srt.constrained.compile_process import Verdict
 from sglang.srt.constrained.grammar import Grammar, GrammarKey
 from sglang.srt.constrained.grammar_manager import WAIT_LIMIT_S, GrammarManager
 from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.leader import EndReq
+from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified
 from sglang.srt.managers.wire.io_struct import AbortReq, FinishReason
 from srt.managers.fake_runner import Collector, FakeRunner, add, assert_clean, make_scheduler, request
 
@@ -202,3 +204,46 @@ def test_two_grammars_in_one_request(ranks: Ranks) -> None:
     ranks.add("r", regex="a", ebnf="b")
     ranks.turn()
     assert [end.status_code for end in ranks.ends("r")] == [400, 400]
+
+
+class _Held:
+    """Schedulers of attention groups whose dicts of held requests count whole passes over them."""
+
+    def __init__(self, deadlines: list[float]) -> None:
+        self.passes = 0
+        self.groups: Any = object.__new__(AttentionGroups)
+        self.groups.schedulers = [make_scheduler(FakeRunner(64, 1, 64, 4, 64)) for _ in deadlines]
+        held = self
+
+        class Counted(dict[str, Any]):
+            def items(self) -> Any:
+                held.passes += 1
+                return super().items()
+
+        for group, (scheduler, deadline) in enumerate(zip(self.groups.schedulers, deadlines, strict=True)):
+            scheduler.compiling = Counted()
+            for number in range(3):
+                rid = f"{group}-{number}"
+                pending = SimpleNamespace(deadline=deadline + number, build=None, digest=b"")
+                req = SimpleNamespace(rid=rid)
+                scheduler.compiling[rid] = (req, pending)
+                scheduler.reqs[rid] = req
+
+
+def test_a_message_about_one_grammar_passes_over_none_of_the_others() -> None:
+    held, built = _Held([5.0, 3.0]), list[float]()
+    grammars: Any = SimpleNamespace(build=lambda pending, seconds: built.append(pending.deadline))
+    queue = GrammarQueue(held.groups, grammars)
+    for rid in ("0-0", "1-2", "gone"):
+        queue.build(GrammarVerified(rid, 0.1))
+    assert built == [5.0, 5.0] and held.passes == 0
+
+
+def test_the_grammar_with_the_earliest_deadline_of_all_groups_counts() -> None:
+    held, asked = _Held([5.0, 3.0]), list[float]()
+    grammars: Any = SimpleNamespace(has_new_verdicts=lambda oldest: asked.append(oldest.deadline))
+    assert GrammarQueue(held.groups, grammars).decisions() == []
+    assert asked == [3.0] and held.passes == 0
+    for scheduler in held.groups.schedulers:
+        scheduler.compiling.clear()
+    assert GrammarQueue(held.groups, grammars).decisions() == [] and asked == [3.0]

@@ -65,6 +65,31 @@ def test_the_device_hears_of_prompts_and_enters_decoded_tokens_itself(page: int)
     kv.check()
 
 
+def test_a_waiting_prompt_is_not_compared_again_for_a_draft_that_reads_the_next_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every step that it waits, only the end of its match is compared."""
+    kv = KVTable(PoolSizes(4096, 4, 3, 2048), next_tokens_read=1)
+    first = admit(kv, list(range(1600)))
+    for turn in range(200, 1601, 200):
+        compute(kv, first, turn)
+        kv.commit(first)
+    waiting, compared = Sequence(list(range(1600)) + [7] * 50), list[int]()
+    common_length = type(kv.tree)._common_length
+
+    def counted(tree: Any, key: np.ndarray, tokens: np.ndarray) -> int:
+        compared.append(min(key.size, tokens.size))
+        return common_length(tree, key, tokens)
+
+    monkeypatch.setattr(type(kv.tree), "_common_length", counted)
+    length = kv.match(waiting).length
+    assert length == 1596 and sum(compared) >= 1596
+    compared.clear()
+    assert kv.match(waiting).length == length
+    assert sum(compared) <= 2 * kv.page_size
+    kv.check()
+
+
 @pytest.mark.parametrize("page", [1, 4])
 def test_a_second_request_begins_with_what_the_first_left(page: int) -> None:
     kv = KVTable(PoolSizes(64, page, 3, 32))

@@ -18,10 +18,11 @@ from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.drafts.draft_plan import layout_of_draft
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout
-from sglang.srt.plan.memory import GATHER_BYTES, Sizes, _attention_sizes, activation_bytes, graph_bytes
+from sglang.srt.plan.memory import GATHER_BYTES, _attention_sizes, activation_bytes, graph_bytes
 from sglang.srt.plan.pool_sizes import CacheCost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.sizes import Sizes
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 from srt.models.harness import plan_for, save_tiny

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.plan.caches import CacheGroup, group_caches
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
-from sglang.srt.plan.memory import MemoryPlan, Sizes
+from sglang.srt.plan.memory import MemoryPlan
 from sglang.srt.plan.pool_sizes import (
     CacheCost,
     Pools,
@@ -22,6 +22,7 @@ from sglang.srt.plan.pool_sizes import (
     window_tokens,
 )
 from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.sizes import Sizes
 
 
 def kv(heads: int, window: int = 0) -> CacheSpec:

@@ -117,6 +117,16 @@ class SpeculativeSettings:
         return self.num_draft_tokens - 1
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The numbers of tokens per request that a step may bring, ascending. They are few, because each has graphs of
+        its own."""
+        if self.adaptive is None:
+            return (self.num_draft_tokens,)
+        steps = self.adaptive.candidate_steps or (1, 3, 5)
+        shorter = (step + 1 for step in steps if step < self.num_draft_tokens)
+        return tuple(sorted({1, self.num_draft_tokens, *shorter}))
+
+    @property
     def lookahead_slots(self) -> int:
         """Number of positions, from the last sampled token on, for which the drafter keeps keys and values of its
         own."""

@@ -42,6 +42,10 @@ VARIABLES = (
 )
 """Variables of the environment that must be equal, because ranks decide by them, NCCL's protocols among them. Others
 may differ: those of interfaces and directories; what a directory of tuning files holds is compared with the tiles."""
+_OTHER_TILES = (
+    "compute with different tiles, as where a compiler on one of them has no main memory left (free some, and start the"
+    " server again)"
+)
 MAX_NAMED = 5
 """Differences that a message names."""
 
@@ -51,6 +55,12 @@ class _Named(msgspec.Struct):
 
     name: str
     items: Items
+
+
+class _Tiles(_Named):
+    """The tiles in use on a rank."""
+
+    stage: int
 
 
 class _Summary(msgspec.Struct):
@@ -96,6 +106,21 @@ def refuse_unlike_ranks(name: str, items: Items, what: str) -> tuple[str, ...]:
     names = tuple(each.name for each in from_all)
     refuse_difference(names, dict(enumerate(each.items for each in from_all)), what)
     return names
+
+
+def refuse_unlike_tiles(gpu: str, stage: int, tiles: Items) -> None:
+    """Refuses ranks of one pipeline stage whose kernels go on with different tiles: what each rank computes for itself
+    would differ. gpu: name of this rank's; stage: this rank's; tiles: the tile in use of each call site that was used,
+    of which those are compared that all ranks of the stage used. Collective. Raises UserError on every rank."""
+    if parallel_state.num_ranks() == 1:
+        return
+    mine = msgspec.json.encode(_Tiles(gpu, tiles, stage))
+    from_all = [msgspec.json.decode(data, type=_Tiles) for data in gather_from_ranks(mine)]
+    for stage_now in range(1 + max(each.stage for each in from_all)):
+        stage_items = {rank: each.items for rank, each in enumerate(from_all) if each.stage == stage_now}
+        common = set.intersection(*(set(items) for items in stage_items.values()))
+        compared = {rank: {name: items[name] for name in common} for rank, items in stage_items.items()}
+        refuse_difference([each.name for each in from_all], compared, _OTHER_TILES)
 
 
 def facts_that_must_be_alike(arch: ArchTraits) -> Items:

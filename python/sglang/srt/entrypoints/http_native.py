@@ -385,7 +385,7 @@ async def continue_generation(request: Request) -> Response:
 
 @router.post("/start_profile", openapi_extra=body_schema(ProfileBody, required=False))
 async def start_profile(request: Request) -> Response:
-    """Trace the schedulers until /stop_profile; files go to $SGLANG_TORCH_PROFILER_DIR."""
+    """Trace the schedulers for at most 500 steps, until /stop_profile; files go to $SGLANG_TORCH_PROFILER_DIR."""
     await read_optional_body(request, ProfileBody)
     return await _control(request, "start_profile", "Profiling.")
 

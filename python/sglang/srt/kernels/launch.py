@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,12 +42,19 @@ class StepDown:
 
 
 _step_downs: list[StepDown] = []
+_in_use: dict[str, str] = {}
+"""The tile that each op and first tile goes on with, of the call sites that were used."""
 
 
 def step_downs() -> list[dict[str, str]]:
     """Returns all fallbacks to smaller tiles of this process, including those remembered from earlier ones, for
     /server_info."""
     return [asdict(s) for s in _step_downs]
+
+
+def tiles_in_use() -> dict[str, str]:
+    """Returns the tile in use for each op and first tile of this process."""
+    return dict(_in_use)
 
 
 class FallbackTiles(Generic[T]):
@@ -65,6 +73,7 @@ class FallbackTiles(Generic[T]):
         self.tiles = tuple(tiles)
         self._modules = modules
         self._keys = [key(tile) for tile in self.tiles]
+        self._name = f"{op}, planned with tile {self._keys[0]}"
         self._at = 0
         self._recalled = False
 
@@ -91,9 +100,11 @@ class FallbackTiles(Generic[T]):
         failed, used = self._keys[self._at], self._keys[self._at + 1]
         logger.warning("%s: tile %s does not launch (%s); using tile %s from now on", self.op, failed, reason, used)
         self._at += 1
+        _in_use[self._name] = used
         step = StepDown(self.op, failed, used, reason)
         _step_downs.append(step)
-        _remember(_cache_key(*self._modules), step)
+        if not _KILLED.search(reason):
+            _remember(_cache_key(*self._modules), step)
 
     def _recall(self) -> None:
         self._recalled = True
@@ -107,6 +118,7 @@ class FallbackTiles(Generic[T]):
                 logger.warning(
                     "%s: using tile %s, as %s failed before (%s)", step.op, step.used, step.failed, step.reason
                 )
+        _in_use.setdefault(self._name, self._keys[self._at])
 
 
 _fallbacks: dict[tuple[str, tuple[str, ...]], FallbackTiles[Tiles]] = {}
@@ -122,6 +134,8 @@ def fallbacks_of(op: str, config: TileConfig, *modules: str) -> FallbackTiles[Ti
 
 
 _TILE_ERRORS = frozenset({"OutOfResources", "CompilationError", "PTXASError"})
+_KILLED = re.compile(r"error code (-9|137)\b")
+"""Part of Triton's message where ptxas was killed, as Linux does without free memory: no fact about the tile."""
 
 
 def _is_for_the_tile(error: BaseException) -> bool:

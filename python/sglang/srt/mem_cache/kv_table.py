@@ -165,7 +165,10 @@ class KVTable:
         result = self.tree.match_prefix(req.cache_keys(req.matchable_len()), req.namespace, req.node)
         if self._next_tokens_read and result.length:
             whole = max(0, result.length - self._next_tokens_read)
-            result = self.tree.match_prefix(req.cache_keys(whole), req.namespace)
+            known = result.node
+            while known.depth > whole and known.parent is not None:
+                known = known.parent
+            result = self.tree.match_prefix(req.cache_keys(whole), req.namespace, known)
         req.node = result.node
         return result
 

@@ -98,6 +98,7 @@ class MediaFeatures:
         self._entries: OrderedDict[bytes, _CachedItem] = OrderedDict()
         """The least recently used first."""
         self.used = 0
+        """Bytes of the cached items and of those that the encoder step in progress computes."""
         self.num_encoded = 0
         """Items that were encoded since the start."""
 
@@ -149,8 +150,12 @@ class MediaFeatures:
         return self._under_way is not None
 
     def begin(self, items: Sequence[MediaItem], num_decodes: int = 0) -> None:
-        """Begins an encoder step over items that are not cached: their patches are sent to the device, and `advance`
-        computes them. num_decodes: requests that decode meanwhile; with more of them a step is cut into more slices."""
+        """Begins an encoder step over items that are not cached: others are evicted, so that there is room for the
+        features before any are computed, the patches are sent to the device, and `advance` computes them.
+        num_decodes: requests that decode meanwhile; with more of them a step is cut into more slices."""
+        size = sum(map(self.size_of, items))
+        self._make_room(size)
+        self.used += size
         tower, grids = self.description.tower, [item.grid for item in items]
         slices = self.pace.slices(tower, grids, num_decodes) if self._sliced and num_decodes else WHOLE
         self._under_way = _EncoderStep(items, deque(slices.pieces), self._pieces_of(items, slices.cuts))
@@ -158,7 +163,7 @@ class MediaFeatures:
     @torch.inference_mode()
     def advance(self, whole: bool) -> None:
         """Launches the next slice of the encoder step, or with `whole` all of its rest. After the last slice the items
-        are cached and others evicted. All ranks count slices alike, those without encoder included."""
+        are cached. All ranks count slices alike, those without encoder included."""
         step = self._under_way
         assert step is not None
         count = step.slices.popleft()
@@ -168,11 +173,8 @@ class MediaFeatures:
             return
         self._under_way = None
         computed = self._computed(step.items) if sliced is None else sliced
-        size = sum(map(self.size_of, step.items))
-        self._make_room(size)
         for item, features in zip(step.items, computed, strict=True):
             self._entries[item.digest] = _CachedItem(self.size_of(item), features)
-        self.used += size
         self.num_encoded += len(step.items)
 
     def rows(self, item: MediaItem, index: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,11 @@ from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.drafts.draft_plan import DraftPlan
 from sglang.srt.plan.kernel_choice import KernelChoices
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.memory import MemoryPlan, Sizes
+from sglang.srt.plan.memory import MemoryPlan
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import WindowSize
 from sglang.srt.plan.rank_weights import RankWeights
+from sglang.srt.plan.sizes import Sizes
 from sglang.srt.plan.stages import Stage
 
 

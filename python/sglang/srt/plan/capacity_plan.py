@@ -20,7 +20,6 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import (
     CPU_KV_TOKENS,
     FixedMemory,
-    Sizes,
     cache_room,
     cpu_cache_room,
     fixed_memory,
@@ -32,7 +31,8 @@ from sglang.srt.plan.pool_checks import smaller_sizes
 from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized_cost
 from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
-from sglang.srt.plan.speculation import ngram_bytes, uncertain_slots_of, verified_tokens
+from sglang.srt.plan.sizes import Sizes
+from sglang.srt.plan.speculation import ngram_bytes, step_widths, uncertain_slots_of
 from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
@@ -116,7 +116,7 @@ def _capacity(
         uncertain_slots = uncertain_slots_of(args, model.architecture)
         sizes = replace(
             sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, uncertain_slots=uncertain_slots,
-            verified_tokens=verified_tokens(args, model.architecture), copy_bytes=copy_bytes(args, arch),
+            widths=step_widths(args, model.architecture), copy_bytes=copy_bytes(args, arch),
         )  # fmt: skip
         cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, uncertain_slots)
         positions = num_positions(context_len, sizes.tokens_per_step, lambda: pool_tokens(sizes, cost))

@@ -11,6 +11,7 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
@@ -21,6 +22,7 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.sizes import Sizes
 
 MIB = 1024**2
 GIB = 1024**3
@@ -44,6 +46,7 @@ OWN_SLOT_BYTES = 8
 """Bytes of a DCP rank's own slot number and of the shared slot number that it is computed from."""
 GATHER_BYTES = 32
 """Bytes of a token's place, owner and order where DCP ranks gather the tokens of a prefix."""
+SLOT_BYTES = 4
 PREFILL_GRAPH_PROMPTS = 16
 """Number of prompts whose last tokens a prefill graph makes logits of; a test holds it to the graphs'."""
 
@@ -51,42 +54,6 @@ PREFILL_GRAPH_PROMPTS = 16
 class DoesNotFit(UserError):
     """Raised where there is no room for the weights, or none for a cache besides them. The message is one clause,
     without advice."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Limits of what a rank runs at once: requests, tokens, graphs, table rows."""
-
-    max_running_requests: int
-    context_len: int
-    tokens_per_step: int
-    graph_batch_sizes: tuple[int, ...]
-    page_size: int
-    ranks: RankLayout
-    prefill_graph_tokens: tuple[int, ...] = ()
-    row_tables: int = 1
-    checkpoints: int = 0
-    uncertain_slots: int = 1
-    """As PoolSizes.growing."""
-    verified_tokens: int = 1
-    """Most tokens of a decoding request in one step."""
-    ngram_bytes: int = 0
-    """Bytes of the tables in which n-gram drafts are looked up."""
-    num_positions: int = 0
-    """Rows of rotary tables, which no request outgrows (`plan.positions`)."""
-    copy_bytes: int = 0
-    """Bytes of the staging buffers of cached prefixes on their way to main memory and back."""
-
-    @property
-    def state_rows(self) -> int:
-        """Rows of states: one for each request slot, of which 0 is padding, and the checkpoints."""
-        return self.max_running_requests + 1 + self.checkpoints
-
-    @property
-    def token_rows(self) -> int:
-        """Most tokens of a step that attend one by one with DCP: draft tokens, and those of prefill graphs."""
-        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.uncertain_slots
-        return max(verified, *self.prefill_graph_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +112,9 @@ def patch_buffer_bytes(model: ModelDescription, dtype: str) -> int:
 
 
 def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
-    """Returns the bytes of kept image and video features, of the largest encoder step, and of the queries, keys, values
-    and outputs of `num_tokens` image tokens that attend once more (`attention.metadata.WithImages`)."""
+    """Returns the bytes of kept image and video features, of the largest encoder step, of the rows of features that a
+    chunk of `num_tokens` tokens gathers, and of the queries, keys, values and outputs of as many image tokens that
+    attend once more (`attention.metadata.WithImages`)."""
     if model.media is None:
         return 0
     encoding = PATCHES_A_STEP * model.media.tower.activation_size() if model.encodes_media else 0
@@ -155,7 +123,9 @@ def media_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: Ran
         site.shape for site in attention_sites(model, ranks.attn_tp_size) if site.window and model.media.both_ways
     ]
     sizes = [(shape.num_heads + shape.num_kv_heads) * (shape.head_dim + shape.v_head_dim) for shape in windows]
-    return FEATURE_BYTES + pixels + (encoding + num_tokens * max(sizes, default=0)) * KV_DTYPE_BYTES[dtype]
+    gathered = model.hidden_size * (1 + model.media.deepstack_levels) if model.encodes_media else 0
+    of_chunk = num_tokens * (gathered + max(sizes, default=0))
+    return FEATURE_BYTES + pixels + (encoding + of_chunk) * KV_DTYPE_BYTES[dtype]
 
 
 def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks: RankLayout) -> int:
@@ -190,7 +160,7 @@ def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     kept = [mixer.verified_elements(sizes.ranks.attn_tp_size) for mixer in mixers]
     of_token = sum(elements * KV_DTYPE_BYTES[dtype] + 4 * wide for elements, wide in kept)
     of_token += KV_DTYPE_BYTES[dtype] * sum(_convolved(layer, sizes.ranks.attn_tp_size) for layer in model.layers)
-    return sizes.max_running_requests * sizes.verified_tokens * of_token
+    return sizes.decode_rows * of_token
 
 
 def _convolved(layer: LayerSpec, tp_size: int) -> int:
@@ -209,9 +179,19 @@ def _selected_slots(mixer: Mixer, tp_size: int) -> int:
     return 0
 
 
+def selection_bytes(model: ModelDescription, num_tokens: int, context_len: int) -> int:
+    """Returns the bytes of the selections of all compressed entries that a step of `num_tokens` tokens keeps for its
+    layers, one for each rate, and of the mask with which one is made."""
+    mixers = {layer.mixer for layer in model.layers}
+    rates = {m.rate for m in mixers if isinstance(m, CompressedSparse) and m.rate and m.indexer is None}
+    entries = [context_len // rate for rate in rates]
+    return num_tokens * (SLOT_BYTES * sum(entries) + max(entries, default=0))
+
+
 def logits_bytes(model: ModelDescription, rows: int, ranks: RankLayout) -> int:
-    """Returns the bytes of the logits of a step of `rows` requests. With DP attention a rank computes its vocabulary
-    columns for the requests of all groups and exchanges them for whole rows of its own."""
+    """Returns the bytes of the logits of a step with `rows` rows of logits: one for each token of a decoding request.
+    With DP attention a rank computes its vocabulary columns for the rows of all groups and exchanges them for whole
+    rows of its own."""
     columns = 2 * ranks.attn_dp_size * -(-model.vocab_size // ranks.tp_size) if ranks.attn_dp_size > 1 else 0
     return rows * (model.vocab_size * _LOGITS_COPIES + columns) * 4
 
@@ -242,24 +222,25 @@ def graph_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     """Returns the bytes of the launch records of all CUDA graphs, and of the results and activations of the largest
     graph of each kind.
 
-    Decode graphs have logits [B, V] fp32. Prefill graphs have hidden states [T, H] and the logits of decoding requests
-    and of some prompts' last tokens. Each exists once in the graphs' memory and once where results are read. Pipeline
-    stages add their inputs and outputs, and models with images add the rows of features.
+    Decode graphs have logits [B * width, V] fp32. Prefill graphs have hidden states [T, H] and the logits of decoding
+    requests and of some prompts' last tokens. Each exists once in the graphs' memory and once where results are read.
+    Pipeline stages add their inputs and outputs, and models with images add the rows of features.
     """
-    decode, prefill = sizes.graph_batch_sizes, sizes.prefill_graph_tokens
-    if not decode:
+    prefill = sizes.prefill_graph_tokens
+    if not sizes.graph_batch_sizes:
         return 0
     mixed = _mixed_graphs(sizes)
-    records = (len(decode) + len(mixed)) * (_GRAPH_BASE + len(model.layers) * _GRAPH_PER_LAYER)
-    rows, tokens = decode[-1], max(prefill, default=0)
+    records = (sizes.num_decode_graphs + len(mixed)) * (_GRAPH_BASE + len(model.layers) * _GRAPH_PER_LAYER)
+    rows, tokens = sizes.graph_rows, max(prefill, default=0)
     if prefill:
         rows += PREFILL_GRAPH_PROMPTS + max(decodes for _, decodes in mixed)
     item = KV_DTYPE_BYTES[dtype]
     rows *= sizes.ranks.attn_dp_size if sizes.ranks.dp_lm_head is False else 1
     results = 2 * (rows * model.vocab_size * 4 + tokens * model.hidden_size * item)
-    results += 2 * (decode[-1] + tokens) * _stream_width(model) * item if sizes.ranks.pp_size > 1 else 0
+    results += 2 * (sizes.graph_rows + tokens) * _stream_width(model) * item if sizes.ranks.pp_size > 1 else 0
     results += feature_row_bytes(model, dtype, tokens)
-    return records + results + activation_bytes(model, dtype, decode[-1] + tokens, sizes.ranks)
+    results += selection_bytes(model, sizes.graph_rows + tokens, sizes.context_len)
+    return records + results + activation_bytes(model, dtype, sizes.graph_rows + tokens, sizes.ranks)
 
 
 def feature_row_bytes(model: ModelDescription, dtype: str, num_tokens: int) -> int:
@@ -273,7 +254,7 @@ def feature_row_bytes(model: ModelDescription, dtype: str, num_tokens: int) -> i
 def draft_graph_bytes(layers: int, num_tokens: int, sizes: Sizes) -> int:
     """Returns the bytes of the launch records that a draft's layers add to each graph: once for the step's rows and
     once for each draft token but the first."""
-    graphs = len(sizes.graph_batch_sizes) + len(_mixed_graphs(sizes))
+    graphs = sizes.num_decode_graphs + len(_mixed_graphs(sizes))
     return graphs * num_tokens * (layers + 1) * _GRAPH_PER_LAYER
 
 
@@ -342,8 +323,9 @@ def fixed_memory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
         + intermediate_bytes(model, dtype, sizes)
+        + selection_bytes(model, sizes.tokens_per_step, sizes.context_len)
         + verified_bytes(everything, dtype, sizes),
-        logits=logits_bytes(model, sizes.max_running_requests, ranks),
+        logits=logits_bytes(model, sizes.decode_rows, ranks),
         graphs=graph_bytes(model, dtype, sizes),
         reserve=_LIBRARY_RESERVE
         + available // 100
@@ -502,7 +484,7 @@ def plan_cpu_memory(
         split.token_bytes,
         tables,
         activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks) + verified_bytes(model, dtype, sizes),
-        logits_bytes(model, sizes.max_running_requests, sizes.ranks),
+        logits_bytes(model, sizes.decode_rows, sizes.ranks),
         graphs=0,
         reserve=0,
         rotary=rotary,

@@ -17,10 +17,11 @@ from sglang.srt.plan.defaults import SMALLER
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, larger_layouts
-from sglang.srt.plan.memory import GIB, DoesNotFit, Sizes
+from sglang.srt.plan.memory import GIB, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.sizes import Sizes
 from sglang.srt.plan.weights import wide_bytes
 from sglang.srt.server_args import ServerArgs
 

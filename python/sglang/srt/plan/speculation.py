@@ -60,8 +60,13 @@ def uncertain_slots_of(args: ServerArgs, architecture: str) -> int:
 
 def verified_tokens(args: ServerArgs, architecture: str) -> int:
     """Returns the most tokens of a decoding request in one step: 1 without drafts."""
+    return step_widths(args, architecture)[-1]
+
+
+def step_widths(args: ServerArgs, architecture: str) -> tuple[int, ...]:
+    """Returns the numbers of tokens that a decoding request may bring to a step, ascending: (1,) without drafts."""
     settings = speculative_settings(args, architecture)
-    return 1 if settings is None else settings.num_draft_tokens
+    return (1,) if settings is None else settings.widths
 
 
 def _block_tokens(args: ServerArgs, usual: int) -> int:

@@ -71,8 +71,8 @@ def alternates_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
 
 
 def _defers_all_reduce(layer: LayerSpec) -> bool:
-    """Returns whether the layer defers its all-reduces: no bias is part of the sum, no norm, factor or convolution
-    comes right behind it, and no norm spans the heads of all ranks."""
+    """Returns whether the layer defers its all-reduces: no bias is part of the sum, no norm or factor comes right
+    behind it, and no norm spans the heads of all ranks. A convolution may: each rank convolves its partial sums."""
     residual, mixer, ffn = layer.residual, layer.mixer, layer.ffn
     if not isinstance(residual, Sum) or residual.norms_after or residual.layer_scale:
         return False
@@ -80,7 +80,7 @@ def _defers_all_reduce(layer: LayerSpec) -> bool:
         return False
     if isinstance(mixer, Mamba2) and mixer.proj_bias:
         return False
-    return layer.convolution is None and not (isinstance(ffn, Dense) and ffn.bias)
+    return not (isinstance(ffn, Dense) and ffn.bias)
 
 
 def has_experts(model: ModelDescription) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, zip_longest
 from operator import mul
 
-from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
+from sglang.srt.configs.speculative import AdaptiveSettings
 
 StepTimes = Mapping[tuple[int, int], float]
 """Measured times: (requests, tokens per request) -> milliseconds."""
@@ -31,16 +31,6 @@ PRIOR_WEIGHT = 4.0
 PROBE_STEPS = 4
 CONFIDENCE_SHARE = 0.02
 """Weight of the latest step in the moving average of a drafter's confidence."""
-
-
-def candidate_widths(settings: SpeculativeSettings) -> tuple[int, ...]:
-    """Returns the numbers of tokens per request that a step may bring, ascending. They are few, because each has graphs
-    of its own."""
-    k = settings.num_draft_tokens
-    if settings.adaptive is None:
-        return (k,)
-    steps = settings.adaptive.candidate_steps or (1, 3, 5)
-    return tuple(sorted({1, k, *(step + 1 for step in steps if step < k)}))
 
 
 class Confidences:

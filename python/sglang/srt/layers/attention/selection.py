@@ -54,8 +54,12 @@ class EntryRows:
         return torch.where(entries < 0, -1, slots).to(torch.int32)
 
     def all(self) -> Selection:
-        """Selects every entry that a token sees."""
-        return self.since(torch.zeros_like(self.counts), self.max_count)
+        """Selects every entry that a token sees. The slots are made in place, as `plan.memory.selection_bytes` counts
+        them: T tokens of a long context have GiBs of numbers as wide as an index."""
+        columns = self.req_to_token[:, : max(0, self.max_count * self.rate - self.rate + 1) : self.rate]
+        slots = columns.index_select(0, self.req_pool_indices).floor_divide_(self.rate)
+        number = torch.arange(self.max_count, dtype=torch.int32, device=slots.device)
+        return Selection(slots.masked_fill_(number >= self.counts[:, None], -1), self.counts)
 
     def last(self, window: int) -> Selection:
         """Selects the last `window` entries that a token sees."""

@@ -283,11 +283,13 @@ class TritonExtend:
         return metadata
 
     def num_parts(self, new_lens: Sequence[int], prefix_lens: Sequence[int]) -> int:
+        """Counts by the planned tile, also where a smaller one is in use: whether a step runs in a graph depends on the
+        count, and all ranks must agree on it."""
         if not self.shares_prefixes:
             return 1
         shape = self.shape
         heads = shape.num_heads, shape.num_kv_heads, shape.v_head_dim
-        return count_parts(new_lens, prefix_lens, *heads, self.num_sms, self.fallbacks.tile)
+        return count_parts(new_lens, prefix_lens, *heads, self.num_sms, self.fallbacks.tiles[0])
 
 
 @dataclass(slots=True)

@@ -238,6 +238,19 @@ class AttentionGroups:
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         self._owner_of(req).hold(req, pending)
 
+    def compiling_of(self, rid: str) -> tuple[Req, PendingGrammar] | None:
+        owner = self._owner(rid)
+        return None if owner is None else owner.compiling_of(rid)
+
+    def oldest_pending(self) -> PendingGrammar | None:
+        """Returns the pending grammar with the earliest deadline; None without any."""
+        pending = (scheduler.oldest_pending() for scheduler in self.schedulers)
+        return min((each for each in pending if each is not None), key=lambda each: each.deadline, default=None)
+
+    @property
+    def num_compiling(self) -> int:
+        return sum(scheduler.num_compiling for scheduler in self.schedulers)
+
     def release_hold(self, req: Req) -> None:
         self._owner_of(req).release_hold(req)
 
@@ -281,7 +294,7 @@ class AttentionGroups:
 
     @property
     def compiling(self) -> dict[str, tuple[Req, PendingGrammar]]:
-        """Returns the requests of all groups that wait for a grammar, by request id."""
+        """Returns the requests of all groups that wait for a grammar, by request id: a new dict of them all."""
         return {rid: entry for scheduler in self.schedulers for rid, entry in scheduler.compiling.items()}
 
     @property

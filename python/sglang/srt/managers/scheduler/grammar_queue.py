@@ -40,11 +40,11 @@ class GrammarQueue:
 
     def decisions(self) -> list[LeaderDecision]:
         """Returns the leader's new decisions about grammars that are being verified."""
-        compiling = self._scheduler.compiling
-        if not compiling or not self._grammars.has_new_verdicts(next(iter(compiling.values()))[1]):
+        oldest = self._scheduler.oldest_pending()
+        if oldest is None or not self._grammars.has_new_verdicts(oldest):
             return []
         decisions: list[LeaderDecision] = []
-        for rid, (_, pending) in compiling.items():
+        for rid, (_, pending) in self._scheduler.compiling.items():
             if pending.build is None and (verdict := self._grammars.verdict(pending)) is not None:
                 decisions.append(
                     EndReq(rid, _refusal(verdict)) if verdict.error else GrammarVerified(rid, verdict.seconds)
@@ -53,29 +53,29 @@ class GrammarQueue:
 
     def build(self, verified: GrammarVerified) -> None:
         """Starts building this rank's copy."""
-        if verified.rid in self._scheduler.compiling:
-            req, pending = self._scheduler.compiling[verified.rid]
+        if (entry := self._scheduler.compiling_of(verified.rid)) is not None:
+            req, pending = entry
             self._grammars.build(pending, verified.seconds)
             self._building[verified.rid] = req
 
     def admit(self) -> None:
         """Queues the requests whose grammar is ready on every rank. A collective while any are being built."""
-        compiling = self._scheduler.compiling
-        if len(compiling) < self._num_waiting:  # some have left
-            self._grammars.keep_only({pending.digest for _, pending in compiling.values()})
-        self._num_waiting = len(compiling)
-        current = [rid for rid, req in self._building.items() if rid in compiling and compiling[rid][0] is req]
-        states = parallel_state.all_reduce_min([self._grammars.state(compiling[rid][1]) for rid in current])
+        scheduler = self._scheduler
+        if scheduler.num_compiling < self._num_waiting:  # some have left
+            self._grammars.keep_only({pending.digest for _, pending in scheduler.compiling.values()})
+        self._num_waiting = scheduler.num_compiling
+        entries = ((scheduler.compiling_of(rid), req) for rid, req in self._building.items())
+        current = [pair for pair, req in entries if pair is not None and pair[0] is req]
+        states = parallel_state.all_reduce_min([self._grammars.state(pending) for _, pending in current])
         self._building = {}
-        for rid, state in zip(current, states, strict=True):
-            req, pending = compiling[rid]
+        for (req, pending), state in zip(current, states, strict=True):
             if state == BuildState.READY:
                 req.grammar = self._grammars.built(pending)
-                self._scheduler.release_hold(req)
+                scheduler.release_hold(req)
             elif state == BuildState.FAILED:
-                self._scheduler.end(req, _refusal(self._grammars.failure(pending)))
+                scheduler.end(req, _refusal(self._grammars.failure(pending)))
             else:
-                self._building[rid] = req
+                self._building[req.rid] = req
 
 
 def _refusal(verdict: Verdict) -> FinishReason:

@@ -491,6 +491,19 @@ class Scheduler:
         self.waiting.remove([req])
         self.compiling[req.rid] = (req, pending)
 
+    def compiling_of(self, rid: str) -> tuple[Req, PendingGrammar] | None:
+        """Returns a request that waits for its grammar, and the grammar; None if none with this id does."""
+        return self.compiling.get(rid)
+
+    def oldest_pending(self) -> PendingGrammar | None:
+        """Returns the grammar that a request has waited for longest; None without any."""
+        return next((pending for _, pending in self.compiling.values()), None)
+
+    @property
+    def num_compiling(self) -> int:
+        """Number of requests that wait for their grammar."""
+        return len(self.compiling)
+
     def release_hold(self, req: Req) -> None:
         """Queues a request whose grammar is ready."""
         del self.compiling[req.rid]

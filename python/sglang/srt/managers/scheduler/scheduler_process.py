@@ -32,7 +32,7 @@ from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision
 from sglang.srt.managers.scheduler.output import StopChecker
-from sglang.srt.managers.scheduler.profiler import Profiler
+from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
 from sglang.srt.managers.scheduler.request_timeouts import CHECK_INTERVAL_S, RequestTimeouts
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -120,6 +120,7 @@ class SchedulerProcess:
                     self.dispatch(message)
                 self.grammar_queue.admit()
                 self.scheduler.step()
+                self.profiler.count_step()
                 self.send()
 
     # --- in ----------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class SchedulerProcess:
                 self.scheduler.stats.restart_interval()
             self.send_output(self.scheduler.stats.snapshot())
         self._idle_load = load
-        if idle and self.scheduler.compiling:
+        if idle and self.scheduler.num_compiling:
             inbox.poll(GRAMMAR_POLL_S)
         elif idle and self.scheduler.reqs and self.timeouts.enabled:  # a pause, in which requests may become overdue
             inbox.poll(CHECK_INTERVAL_S)
@@ -259,14 +260,20 @@ class SchedulerProcess:
         return ControlReply(msg.id)
 
     def _start_profile(self, msg: ControlReq) -> ControlReply:
-        problem = self.profiler.start()
-        return ControlReply(msg.id, not problem, problem)
+        try:
+            self.profiler.start()
+        except ProfileError as error:
+            logger.warning("%s", error)
+            return ControlReply(msg.id, ok=False, message=str(error))
+        return ControlReply(msg.id)
 
     def _stop_profile(self, msg: ControlReq) -> ControlReply:
         self.scheduler.sync()
-        path = self.profiler.stop()
-        if path is None:
-            return ControlReply(msg.id, ok=False, message="No trace is running; call /start_profile first.")
+        try:
+            path = self.profiler.stop()
+        except ProfileError as error:
+            logger.warning("%s", error)
+            return ControlReply(msg.id, ok=False, message=str(error))
         logger.info("Wrote the trace %s", path)
         return ControlReply(msg.id, data={"path": str(path)})
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
-from sglang.srt.distributed.agreement import agree_on_gpus, agreed_plan
+from sglang.srt.distributed.agreement import agree_on_gpus, agreed_plan, refuse_unlike_tiles
 from sglang.srt.distributed.nodes import agree, use_interface
 from sglang.srt.environ import envs
 from sglang.srt.hardware.arch import (
@@ -28,6 +28,7 @@ from sglang.srt.hardware.numa import bind_to_numa_node, free_bytes_of, node_of
 from sglang.srt.hardware.topology import Topology, library_topology, pci_topology
 from sglang.srt.kernels.all_reduce_table import PIECE_BYTES, ranges_for
 from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
+from sglang.srt.kernels.launch import tiles_in_use
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.plan.host_cache import keeps_unasked
@@ -215,7 +216,6 @@ def load_runner(
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_loader.loader import load_encoder
     from sglang.srt.speculative.create import create_drafter
-    from sglang.srt.speculative.depth import candidate_widths
 
     settings = speculative_settings(args, plan.model.architecture)
     runner = ModelRunner(
@@ -224,7 +224,7 @@ def load_runner(
         args.random_seed or 0,
         None if settings is None else partial(create_drafter, settings),
         keeps_hidden=args.enable_return_hidden_states,
-        widths=() if settings is None else candidate_widths(settings),
+        widths=() if settings is None else settings.widths,
         create_encoder=create_encoder
         or partial(load_encoder, load_format=args.load_format, seed=args.random_seed or 0),
     )
@@ -233,6 +233,7 @@ def load_runner(
         from sglang.srt.model_executor.canary import check_runner
 
         check_runner(runner)
+    refuse_unlike_tiles(plan.arch.name, plan.ranks.stage(rank), dict(tiles_in_use()))
     return runner
 
 

@@ -8,12 +8,12 @@ from sglang.srt.plan.drafts.draft_plan import DraftPlan
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.memory import (
     FixedMemory,
-    Sizes,
     activation_bytes,
     draft_graph_bytes,
     rotary_bytes,
 )
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.sizes import Sizes
 
 _LOGITS_COPIES = 3  # of the head's own rows, of the target's vocabulary, and for sampling
 

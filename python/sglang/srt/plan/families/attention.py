@@ -53,8 +53,8 @@ def _rope(c: Config, head_dim: int, window: int, rotary: Mapping[str, Any]) -> R
     for these layers."""
     layer_type = (WINDOWED if window else FULL) if by_layer_type(c.values) else ""
     theta = next((c.values[key] for key in WINDOW_THETAS if c.values.get(key) is not None), None)
-    own = {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
-    return c.rope(head_dim, layer_type, **own, **rotary)
+    changed = {"rope_theta": theta, "rope_scaling": None} if window and theta is not None else {}
+    return c.rope(head_dim, layer_type, **changed, **rotary)
 
 
 def full_and_windowed(attention: Callable[..., Mixer]) -> dict[str, Callable[[Config], Mixer]]:
@@ -100,8 +100,8 @@ def mixers_by_kind(c: Config, kinds: Sequence[str], makers: Mapping[str, Callabl
     if unknown:
         raise UserError(f"{c.source}: layer_types {', '.join(unknown)} are not described here yet.")
     written = list(zip(kinds, layer_values(c), strict=True))
-    made = {(kind, own): makers[kind](c.with_values(dict(own))) for kind, own in dict.fromkeys(written)}
-    return [made[key] for key in written]
+    mixers = {(kind, values): makers[kind](c.with_values(dict(values))) for kind, values in dict.fromkeys(written)}
+    return [mixers[key] for key in written]
 
 
 Values = tuple[tuple[str, Any], ...]
@@ -119,14 +119,27 @@ def layer_values(c: Config) -> list[Values]:
         raise UserError(f"{c.source}: 'num_attention_heads_per_layer' must be {count} numbers; got {heads!r}.")
     for layer, number in enumerate(heads[:count]):
         values[layer] = (("num_attention_heads", number),)
-    for layer, own in written.items():
-        if not str(layer).isdigit() or int(layer) >= count or not isinstance(own, Mapping):
-            raise UserError(f"{c.source}: 'per_layer_config' has {layer!r}: {own!r} for {count} layers.")
-        unknown = sorted(own.keys() - _BY_LAYER)
+    for layer, stated in written.items():
+        if not str(layer).isdigit() or int(layer) >= count or not isinstance(stated, Mapping):
+            raise UserError(f"{c.source}: 'per_layer_config' has {layer!r}: {stated!r} for {count} layers.")
+        unknown = sorted(stated.keys() - _BY_LAYER)
         if unknown:
             raise UserError(f"{c.source}: 'per_layer_config' with {', '.join(unknown)} is not described here yet.")
-        values[int(layer)] = tuple(sorted(own.items()))
+        values[int(layer)] = tuple(sorted(stated.items()))
     return values
+
+
+_WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+"""Keys for which layers with a window may have a value of their own, under "swa_" and the name."""
+
+
+def with_window_heads(c: Config) -> Config:
+    """Returns the config with the heads of layers with a window: the values of the `swa_*` keys, and twice the KV heads
+    where the config does not say how many."""
+    stated = {key: c.values.get(f"swa_{key}") for key in _WINDOW_KEYS}
+    if stated["num_key_value_heads"] is None:
+        stated["num_key_value_heads"] = 2 * c.positive("num_key_value_heads")
+    return c.with_values({key: value for key, value in stated.items() if value is not None})
 
 
 def temperature_scaling(c: Config) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -107,5 +107,5 @@ def listed_layers(c: Config, key: str, listed: Any) -> list[bool]:
 def ffn_by_layer(sparse: Sequence[bool], dense: Callable[[], Dense], moe: Callable[[], MoE]) -> list[Dense | MoE]:
     """Returns the block of each layer, by whether it has experts. A kind that no layer has is not read."""
     by_kind: dict[bool, Callable[[], Dense | MoE]] = {True: moe, False: dense}
-    made = {kind: by_kind[kind]() for kind in dict.fromkeys(sparse)}
-    return [made[kind] for kind in sparse]
+    blocks = {kind: by_kind[kind]() for kind in dict.fromkeys(sparse)}
+    return [blocks[kind] for kind in sparse]

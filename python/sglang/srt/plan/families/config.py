@@ -61,8 +61,8 @@ class Config(ConfigReader):
 
     def renamed(self, names: Mapping[str, str]) -> Self:
         """Returns the config with the values of this family's own keys under the names that most families use for
-        them: {own name: usual name}."""
-        stated = {usual: self.values.get(own) for own, usual in names.items()}
+        them: {name here: usual name}."""
+        stated = {usual: self.values.get(name) for name, usual in names.items()}
         return self.with_values({key: value for key, value in stated.items() if value is not None})
 
     def only(self, key: str, *computed: object) -> None:

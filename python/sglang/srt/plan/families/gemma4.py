@@ -84,8 +84,8 @@ def _attention(c: Config, window: int) -> GQA:
     keys_are_values = not window and c.default("attention_k_eq_v", bool, False)
     if not window and c.count("global_head_dim"):
         kv_heads = c.count("num_global_key_value_heads") if keys_are_values else 0
-        own = {"num_key_value_heads": kv_heads} if kv_heads else {}
-        c = c.with_values({"head_dim": c.positive("global_head_dim"), **own})
+        stated = {"num_key_value_heads": kv_heads} if kv_heads else {}
+        c = c.with_values({"head_dim": c.positive("global_head_dim"), **stated})
     return grouped_attention(
         c, window, head_dim=256, scale=1.0, qk_norm="head", value_norm=True, values_from_keys=keys_are_values
     )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import grouped_attention
+from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
@@ -82,11 +82,8 @@ def _mixers(c: Config) -> list[GQA]:
 
 
 def _attention(c: Config, window: int) -> GQA:
-    own = {key: c.values.get(f"swa_{key}") for key in _WINDOW_KEYS} if window else {}
-    if window and own["num_key_value_heads"] is None:
-        own["num_key_value_heads"] = 2 * c.positive("num_key_value_heads")
     mixer = grouped_attention(
-        c.with_values({key: value for key, value in own.items() if value is not None}),
+        with_window_heads(c) if window else c,
         window,
         head_dim=128,
         qk_norm="head",
@@ -99,10 +96,6 @@ def _attention(c: Config, window: int) -> GQA:
         **({} if window else _temperature(c)),
     )
     return replace(mixer, scale=1.0 / mixer.head_dim)  # heads are normed
-
-
-_WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
-"""Keys for which layers with a window may have their own value, under "swa_" and the name."""
 
 
 def _kinds(c: Config) -> list[str]:

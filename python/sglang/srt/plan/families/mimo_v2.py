@@ -14,6 +14,7 @@ from sglang.srt.plan.families.attention import (
     grouped_attention,
     layer_kinds,
     mixers_by_kind,
+    with_window_heads,
 )
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, flagged_layers, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
@@ -49,13 +50,9 @@ def mimo_v2(c: Config) -> Model:
 def _attention(c: Config, window: int) -> GQA:
     """Layers with a window have sinks, heads of their own (`swa_*`), and where the config does not say how many, twice
     the KV heads."""
-    own = {key: c.values.get(f"swa_{key}") for key in _WINDOW_KEYS} if window else {}
-    if window and own["num_key_value_heads"] is None:
-        own["num_key_value_heads"] = 2 * c.positive("num_key_value_heads")
-    heads = c.with_values({key: value for key, value in own.items() if value is not None})
     sinks = "add_swa_attention_sink_bias" if window else "add_full_attention_sink_bias"
     mixer = grouped_attention(
-        heads,
+        with_window_heads(c) if window else c,
         window,
         qkv_bias=c.default("attention_bias", bool, False),
         o_bias=False,
@@ -63,10 +60,6 @@ def _attention(c: Config, window: int) -> GQA:
         value_scale=c.default("attention_value_scale", float, 1.0),
     )
     return replace(mixer, tp_blocks=_tp_blocks(c, mixer)) if _fuses_projections(c) else mixer
-
-
-_WINDOW_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
-"""Keys for which layers with a window may have their own value, under "swa_" and the name."""
 
 
 def _fuses_projections(c: Config) -> bool:

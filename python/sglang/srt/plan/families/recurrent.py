@@ -55,11 +55,11 @@ def kimi_delta(c: Config, usual_bound: float = 0.0) -> KimiDelta:
         raise UserError(f"{c.source}: keys {', '.join(unknown)} of {KDA_CONFIG!r} are not described here yet.")
     if inner.get("use_full_rank_gate"):
         c.problem(f"{KDA_CONFIG!r} with use_full_rank_gate is not supported.")
-    own = c.with_values({flat: inner[key] for key, flat in _FLAT.items() if key in inner})
+    flat = c.with_values({name: inner[key] for key, name in _FLAT.items() if key in inner})
     return KimiDelta(
-        num_heads=own.positive("linear_num_heads"),
-        head_dim=own.positive("linear_head_dim"),
-        conv_kernel=own.positive("linear_conv_kernel_dim"),
+        num_heads=flat.positive("linear_num_heads"),
+        head_dim=flat.positive("linear_head_dim"),
+        conv_kernel=flat.positive("linear_conv_kernel_dim"),
         lower_bound=_lower_bound(c, inner, usual_bound),
         state_dtype=state_dtype(c, "mamba_ssm_dtype"),
     )

@@ -64,12 +64,12 @@ def _attention(c: Config, window: int) -> GQA:
 
 def _window_heads(c: Config) -> Config:
     other = ConfigReader(c.default("attention_other_setting", dict, {}), c.source)
-    own = {
+    stated = {
         "num_attention_heads": other.values.get("num_attention_heads") or c.values.get("num_sliding_attention_heads"),
         "num_key_value_heads": other.values.get("num_attention_groups") or other.values.get("num_key_value_heads"),
         "head_dim": other.values.get("head_dim"),
     }
-    return c.with_values({key: value for key, value in own.items() if value is not None})
+    return c.with_values({key: value for key, value in stated.items() if value is not None})
 
 
 def _sparse_layers(c: Config) -> list[bool]:

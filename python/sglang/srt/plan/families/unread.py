@@ -53,7 +53,7 @@ HARMLESS = re.compile(
             r"sliding_window.*|first_k_dense_replace|dense_intermediate_size|vocab_size_per_layer_input|attn_type_list",
             r"num_hidden_layers|n_shared_experts|norm_eps|rope_theta|partial_rotary_factor|yarn_only_types|chunk_size",
             r"full_attention_interval|index_skip_topk_offset|index_topk_freq|interleave_moe_layer_step|expand",
-            r"num_global_key_value_heads|index_(n_heads|head_dim|block_size|local_blocks|topk_blocks)",
+            r"linear_(num|key|value|conv|head|lower)_.*|num_global_key_value_heads|index_(n_heads|head_dim|block_size|local_blocks|topk_blocks)",
             # Training: losses, dropout, initial values.
             r".*(dropout|loss|loss_coef|loss_alpha|initializer_range|init_std)|router_jitter_noise|seq_aux",
             r"gradient_checkpointing.*|rescale_prenorm_residual|time_step_(floor|min|max|rank)|num_reward_heads",

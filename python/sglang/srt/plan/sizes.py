@@ -1,0 +1,63 @@
+"""Limits of what a rank runs at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang.srt.plan.ranks import RankLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Limits of what a rank runs at once: requests, tokens, graphs, table rows."""
+
+    max_running_requests: int
+    context_len: int
+    tokens_per_step: int
+    graph_batch_sizes: tuple[int, ...]
+    page_size: int
+    ranks: RankLayout
+    prefill_graph_tokens: tuple[int, ...] = ()
+    row_tables: int = 1
+    checkpoints: int = 0
+    uncertain_slots: int = 1
+    """As PoolSizes.growing."""
+    widths: tuple[int, ...] = (1,)
+    """Numbers of tokens that a decoding request may bring to a step, ascending; each has decode graphs of its own."""
+    ngram_bytes: int = 0
+    """Bytes of the tables in which n-gram drafts are looked up."""
+    num_positions: int = 0
+    """Rows of rotary tables, which no request outgrows (`plan.positions`)."""
+    copy_bytes: int = 0
+    """Bytes of the staging buffers of cached prefixes on their way to main memory and back."""
+
+    @property
+    def verified_tokens(self) -> int:
+        """Most tokens of a decoding request in one step."""
+        return self.widths[-1]
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows of a step without prompts: the tokens of all requests, each with its draft tokens."""
+        return self.max_running_requests * self.verified_tokens
+
+    @property
+    def graph_rows(self) -> int:
+        """Rows of the largest graph of a step without prompts."""
+        return max(self.graph_batch_sizes, default=0) * self.verified_tokens
+
+    @property
+    def num_decode_graphs(self) -> int:
+        """Number of graphs of steps without prompts: one for each batch size and width."""
+        return len(self.graph_batch_sizes) * len(self.widths)
+
+    @property
+    def state_rows(self) -> int:
+        """Rows of states: one for each request slot, of which 0 is padding, and the checkpoints."""
+        return self.max_running_requests + 1 + self.checkpoints
+
+    @property
+    def token_rows(self) -> int:
+        """Most tokens of a step that attend one by one with DCP: draft tokens, and those of prefill graphs."""
+        verified = max(self.max_running_requests, *self.graph_batch_sizes, 1) * self.uncertain_slots
+        return max(verified, *self.prefill_graph_tokens, 1)
