@@ -10,6 +10,7 @@ import pytest
 from starlette.requests import Request
 
 from sglang.srt.entrypoints.anthropic import serving_messages
+from sglang.srt.entrypoints.embeddings import serving_scores
 from sglang.srt.entrypoints.http_stream import ClientDisconnected
 from sglang.srt.entrypoints.openai import routes
 
@@ -78,3 +79,10 @@ def test_edits_before_the_second_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving_messages, "body_bytes", lambda request: 2)
     body: Any = SimpleNamespace(context_management={})
     leaves(lambda request: serving_messages.count_tokens(None, body, request), left)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", [serving_scores.rerank, serving_scores.rerank_results])
+def test_prompts_of_documents_to_rank(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = Left()
+    monkeypatch.setattr(serving_scores, "_ranking", left.work)
+    leaves(lambda request: answer(None, None, request), left)

@@ -351,7 +351,9 @@ def test_saves_keep_up_with_a_long_prompt(folder: Path) -> None:
     server.add("long", PROMPT)
     while not server.tier._copies:
         server.steps(1)
-    assert server.tier._copies[0].transfer.num_tokens == 32, "what a step computes, and not what a decode step hides"
+    assert next(iter(server.tier._copies)).transfer.num_tokens == 32, (
+        "what a step computes, and not what a decode step hides"
+    )
     while not server.scheduler.idle:
         server.steps(1)
     server.check()

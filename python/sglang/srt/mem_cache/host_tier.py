@@ -236,8 +236,8 @@ class HostTier:
         the prefix from main memory if that pays. has_room: whether the request could enter the next step while a load
         takes this many tokens of each window. is_first: no other request enters before it in the next step, and nothing
         else may read that step's beginning. others_wait: other requests get tokens in the next step."""
-        own = self._copies.load_of(req)
-        if own is not None and not own.by_layer:
+        load = self._copies.load_of(req)
+        if load is not None and not load.by_layer:
             return Admission.LATER
         keys = req.cache_keys(req.matchable_len() // self.device.page_size * self.device.page_size)
         shared = [(copy, common_length(copy.transfer.keys, keys)) for copy in self._copies.loads_like(req, keys)]

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.embeddings.protocol import RerankRequest, ScoreRequest
 from sglang.srt.entrypoints.embeddings.serving_embeddings import collect_complete, normalized, usage
 from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.http_stream import until_disconnect
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving import OpenAIService
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
@@ -89,14 +90,14 @@ def _probabilities(output: GenerateOutput, among_labels: bool) -> list[float]:
 
 async def rerank(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
     """Answers in SGLang's form: a list, the best document first."""
-    ranking = await _ranking(service, body)
+    ranking = await until_disconnect(request, _ranking(service, body))
     del body  # the answer needs no more of it
     return json_response((await _ranked(service, ranking, request))[: ranking.top_n])
 
 
 async def rerank_results(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
     """Answers in the form that Jina and Cohere share."""
-    ranking = await _ranking(service, body)
+    ranking = await until_disconnect(request, _ranking(service, body))
     del body  # the answer needs no more of it
     ranked = await _ranked(service, ranking, request)
     results = []

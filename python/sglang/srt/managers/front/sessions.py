@@ -44,31 +44,31 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Held:
+class Usage:
     """What turns hold."""
 
     tokens: int = 0
     turns: int = 0
     media_bytes: int = 0
 
-    def add(self, other: Held) -> None:
+    def add(self, other: Usage) -> None:
         self.tokens += other.tokens
         self.turns += other.turns
         self.media_bytes += other.media_bytes
 
-    def subtract(self, other: Held) -> None:
-        self.add(Held(-other.tokens, -other.turns, -other.media_bytes))
+    def subtract(self, other: Usage) -> None:
+        self.add(Usage(-other.tokens, -other.turns, -other.media_bytes))
 
-    def exceeds(self, limits: Held) -> bool:
+    def exceeds(self, limits: Usage) -> bool:
         return self.tokens > limits.tokens or self.turns > limits.turns or self.media_bytes > limits.media_bytes
 
 
-def held_by(turns: Iterable[Turn]) -> Held:
+def usage_of(turns: Iterable[Turn]) -> Usage:
     """Returns what these turns hold together."""
-    held = Held()
+    usage = Usage()
     for turn in turns:
-        held.add(Held(len(turn.tokens), 1, media_bytes(turn.media)))
-    return held
+        usage.add(Usage(len(turn.tokens), 1, media_bytes(turn.media)))
+    return usage
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Session:
     replica: int | None = None
     """The replica that has its KV."""
     turns: dict[str, Turn] = field(default_factory=dict)
-    held: Held = field(default_factory=Held)
+    usage: Usage = field(default_factory=Usage)
     num_running: int = 0
     """Turns that have not ended."""
 
@@ -119,8 +119,8 @@ class SessionStore:
     ) -> None:
         self._clock = clock
         self._max_sessions = max_sessions
-        self._limits = Held(max_tokens, max_turns, max_media_bytes)
-        self._held = Held()
+        self._limits = Usage(max_tokens, max_turns, max_media_bytes)
+        self._usage = Usage()
         self.media_files: MediaFiles | None = None
         """The files that hold the images of the turns."""
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -130,7 +130,7 @@ class SessionStore:
 
     @property
     def num_tokens(self) -> int:
-        return self._held.tokens
+        return self._usage.tokens
 
     def open(self, capacity: int, session_id: str | None, streaming: bool = False, timeout: float | None = None) -> str:
         """Opens a session. Raises RequestError if the id is in use, or if requests of all other sessions run and there
@@ -211,23 +211,23 @@ class SessionStore:
                 f"The sequence of {len(turn.tokens)} tokens is longer than the session's capacity_of_str_len of "
                 f"{session.capacity}."
             )
-        added = held_by([turn])
-        added.subtract(held_by(session.turns[rid] for rid in dropped))
+        added = usage_of([turn])
+        added.subtract(usage_of(session.turns[rid] for rid in dropped))
         self._refuse_too_much(session_id, session, added)
         running = self.drop(session_id, turn.parent) if replaces else []
         session.last_used = self._clock()
         session.turns[turn.rid] = turn
         session.num_running += 1
-        self._count(session, held_by([turn]))
+        self._count(session, usage_of([turn]))
         if self.media_files is not None:
             self.media_files.hold(turn.media)
         self._make_room(session_id)
         return running
 
-    def _refuse_too_much(self, session_id: str, session: Session, added: Held) -> None:
+    def _refuse_too_much(self, session_id: str, session: Session, added: Usage) -> None:
         """Raises RequestError if there is no room for `added`, whatever other sessions are closed."""
-        needed = Held()
-        needed.add(session.held)
+        needed = Usage()
+        needed.add(session.usage)
         needed.add(added)
         if needed.exceeds(self._limits):
             raise RequestError(
@@ -238,13 +238,13 @@ class SessionStore:
             )
         for other in self._sessions.values():
             if other.num_running and other is not session:
-                needed.add(other.held)
+                needed.add(other.usage)
         if needed.exceeds(self._limits):
             raise RequestError("The sessions whose requests run hold as much as is kept; try again later.", 503)
 
-    def _count(self, session: Session, added: Held) -> None:
-        session.held.add(added)
-        self._held.add(added)
+    def _count(self, session: Session, added: Usage) -> None:
+        session.usage.add(added)
+        self._usage.add(added)
 
     def end(self, session_id: str, turn: Turn, output_ids: list[int]) -> None:
         """Adds the output, unless the session or turn is gone. A streaming session forgets earlier turns."""
@@ -255,7 +255,7 @@ class SessionStore:
         turn.ended = True
         session.last_used = self._clock()
         session.num_running -= 1
-        self._count(session, Held(tokens=len(output_ids)))
+        self._count(session, Usage(tokens=len(output_ids)))
         if session.streaming:
             for rid in session.turns.keys() - {turn.rid}:
                 self.forget(session_id, rid)
@@ -267,8 +267,8 @@ class SessionStore:
         turn = None if session is None else session.turns.pop(rid, None)
         if session is not None and turn is not None:
             session.num_running -= not turn.ended
-            for counted in (session.held, self._held):
-                counted.subtract(held_by([turn]))
+            for counted in (session.usage, self._usage):
+                counted.subtract(usage_of([turn]))
             if self.media_files is not None:
                 self.media_files.release(turn.media)
 
@@ -284,7 +284,7 @@ class SessionStore:
 
     def _make_room(self, kept: str) -> None:
         """Closes the least recently used sessions, except `kept` and those whose requests run."""
-        while len(self._sessions) > self._max_sessions or self._held.exceeds(self._limits):
+        while len(self._sessions) > self._max_sessions or self._usage.exceeds(self._limits):
             oldest = self._oldest_idle(kept)
             if oldest is None:
                 break

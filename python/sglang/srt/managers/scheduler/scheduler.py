@@ -464,8 +464,8 @@ class Scheduler:
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queues a request and returns it; or refuses it with a message to the client and returns None."""
         self._expire(msg.received)
-        held = self.held_hidden, self.held_parameters
-        req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, *held)
+        totals = self.held_hidden, self.held_parameters
+        req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, *totals)
         if refusal is not None:
             self.prompts.give_back(req.prompt)
             self.refuse(req, refusal)
