@@ -60,6 +60,14 @@ def test_what_changes_no_answer_is_not(more: dict[str, Any]) -> None:
     assert problems(**more) == ""
 
 
+def test_keys_of_an_encoder_are_not_the_language_models() -> None:
+    inner = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    outer = {"architectures": ["LlamaForCausalLM"], "projection_hidden_size": 32}
+    assert describe_model(outer | {"text_config": inner}, None).unsupported == ()
+    (problem,) = describe_model(outer | {"text_config": inner | {"new_kind_of_gate": 2}}, None).unsupported
+    assert "new_kind_of_gate" in problem
+
+
 def test_a_plan_of_an_unknown_family_says_what_it_ignores() -> None:
     config = LLAMA | {"architectures": ["NewForCausalLM"], "model_type": "new", "new_kind_of_gate": 2}
     text = "\n".join(describe_model(config, None).unsupported)

@@ -8,7 +8,7 @@ is not computed here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
 from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.families.unread import check_layers, check_unread
+from sglang.srt.plan.families.unread import CHANGING, check_layers, check_unread
 from sglang.srt.plan.families.usual import usual_model
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
@@ -197,7 +197,9 @@ def describe_model(
     family = known or Family(model_types=(model_type,), read=usual_model)
     multimodal = isinstance(config.get("text_config"), Mapping)
     placed = replace(family, names=family.names.below(_prefix(quantization, multimodal)))
-    model = describe_as(placed, keys, quantization, keep_shared_apart, draft=False)
+    # Keys beside `text_config` are about the encoder and its projection, which have readers of their own.
+    checked = config["text_config"] if multimodal else keys.values
+    model = describe_as(placed, keys, quantization, keep_shared_apart, checked=checked)
     return replace(
         model,
         known=known is not None,
@@ -219,10 +221,11 @@ def describe_as(
     keep_shared_apart: str = "",
     adapt: Callable[[LayerSpec], LayerSpec] | None = None,
     *,
-    draft: bool = True,
+    checked: Collection[str] = CHANGING,
 ) -> ModelDescription:
     """Describes a model whose keys and checkpoint names are those of the family. `adapt`: makes each layer of the one
-    that the family's function reads. `draft`: as in `check_unread`. Raises UserError as `describe_model` does."""
+    that the family's function reads. `checked`: keys that are refused if nothing reads them (`check_unread`). Raises
+    UserError as `describe_model` does."""
     c = FamilyConfig(keys.values, keys.source, quantized=quantization is not None)
     hidden_size, vocab_size = c.positive("hidden_size"), c.positive("vocab_size")
     if c.architecture not in family.architectures:
@@ -236,7 +239,7 @@ def describe_as(
         c.problem(f"the key {read.norm_eps!r} is missing.")
     tied = c.default("tie_word_embeddings", bool, read.tie_embeddings)
     eps, stored_vocab_size = c.default(read.norm_eps, float, 1e-6), c.count(STORED_VOCABULARY)
-    check_unread(c, draft)
+    check_unread(c, checked)
     layers = read.layers if adapt is None else [adapt(layer) for layer in read.layers]
     model = ModelDescription(
         architecture=c.architecture,

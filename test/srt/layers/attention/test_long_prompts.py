@@ -41,16 +41,16 @@ def prompts(new: list[int], prefix: list[int] | None = None, **changes: Any) -> 
     return ExtendRows(torch.arange(len(new)), lens, (), lens, lens, new, prefix, **known)
 
 
-LONG = sites.LONG_PROMPTS
+MIN_TOKENS = sites.LONG_PROMPTS
 LONG = {
-    "one prompt": prompts([LONG]),
-    "several": prompts([200, LONG - 200], [7, 4999]),
+    "one prompt": prompts([MIN_TOKENS]),
+    "several": prompts([200, MIN_TOKENS - 200], [7, 4999]),
 }
 SHORT = {
-    "too few tokens": prompts([200, LONG - 201]),
-    "a shared prefix": prompts([LONG], [5000]),
-    "in a graph": prompts([LONG], seq_lens_cpu=None),
-    "draft_tokens": prompts([LONG], draft_tokens=VerifyRows.__new__(VerifyRows)),
+    "too few tokens": prompts([200, MIN_TOKENS - 201]),
+    "a shared prefix": prompts([MIN_TOKENS], [5000]),
+    "in a graph": prompts([MIN_TOKENS], seq_lens_cpu=None),
+    "draft_tokens": prompts([MIN_TOKENS], draft_tokens=VerifyRows.__new__(VerifyRows)),
 }
 
 

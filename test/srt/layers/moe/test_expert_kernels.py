@@ -81,7 +81,7 @@ def bound(layer: MoELayer) -> float:
 
 @interpreter.kernel_test
 @torch.inference_mode()
-@pytest.mark.parametrize("name", some(SCHEMES, ("bf16", "fp8_block", "int4_g32", "mxfp4")))
+@pytest.mark.parametrize("name", some(SCHEMES, ("bf16", "fp8_block", "int4_g32", "mxfp4_deepseek")))
 def test_grouped_products(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]
     save(tmp_path, write_experts(form)[0])

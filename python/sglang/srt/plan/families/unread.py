@@ -7,7 +7,7 @@ looked at it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.config import Config
@@ -82,11 +82,10 @@ def check_layers(c: Config) -> None:
             raise UserError(f"{c.source}: {key!r} ({what}, model_type {model_type!r}) is not described here yet.")
 
 
-def check_unread(c: Config, draft: bool = False) -> None:
-    """Notes a problem for each other key that the family's function did not read and that may change answers; for a
-    `draft` only for those in CHANGING. Values that switch something off (false, 0, empty) change none."""
-    asked = c.values.keys() & set(CHANGING) if draft else c.values.keys()
-    for key in sorted(asked - c.recorded.read):
+def check_unread(c: Config, keys: Collection[str]) -> None:
+    """Notes a problem for each of `keys` that the family's function did not read and that may change answers. Values
+    that switch something off (false, 0, empty) change none."""
+    for key in sorted((set(c.values) & set(keys)) - c.recorded.read):  # `in c.values` would count as reading
         value = c.recorded.peek(key)
         if not value or (key in FACTORS and value == 1) or HARMLESS.fullmatch(key):
             continue
