@@ -1039,7 +1039,9 @@ class NativePlan:
     @functools.cached_property
     def description(self) -> ModelDescription:
         apart = "--ep-size" if self.ranks.ep_size > 1 else ""
-        description = describe_model(self.model.hf_config, self.model.quantization, apart)
+        description = describe_model(
+            self.model.hf_config, self.model.quantization, apart, text_keys=self.model.text_keys
+        )
         description.require_served()
         return description
 

@@ -51,6 +51,8 @@ class ModelConfig:
     """Quantization of the checkpoint; None: 16 bits throughout."""
     eos_token_ids: frozenset[int]
     default_sampling: Mapping[str, Any]
+    text_keys: frozenset[str] | None = None
+    """Keys of `text_config`, which are about the language model; None: all keys are."""
     media_config: Mapping[str, Any] = field(default_factory=dict)
     """Values of the whole config.json where images may be served; empty with --language-model-only."""
 
@@ -72,7 +74,7 @@ class ModelConfig:
     ) -> ModelConfig:
         """Makes the config from the parsed files. `args` contributes --dtype, --context-length, --quantization and
         --flashinfer-mxfp4-moe-precision. Raises UserError."""
-        hf_config = select_text_config(config)
+        hf_config, inner = select_text_config(config), config.get("text_config")
         reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
         return cls(
             model_path=str(directory),
@@ -89,6 +91,7 @@ class ModelConfig:
                 args.load_format == "dummy",
             ),
             eos_token_ids=_eos_token_ids(reader.positive("vocab_size"), config, hf_config, generation),
+            text_keys=frozenset(inner) if isinstance(inner, Mapping) else None,
             media_config={} if args.language_model_only else config,
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
         )

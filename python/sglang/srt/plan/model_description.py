@@ -182,14 +182,19 @@ class ModelDescription:
 
 
 def describe_model(
-    config: Config, quantization: QuantConfig | None, keep_shared_apart: str = "", source: str = "config.json"
+    config: Config,
+    quantization: QuantConfig | None,
+    keep_shared_apart: str = "",
+    source: str = "config.json",
+    text_keys: Collection[str] | None = None,
 ) -> ModelDescription:
     """Describes the model of a config.json (multimodal wrappers included), whose checkpoint has the detected
     quantization.
 
-    `keep_shared_apart`: the flag that keeps shared experts out of the routed ones, or "". Raises UserError that names a
-    key which is missing, out of bounds, or belongs to layers that are not described here. Values that are described but
-    not computed are in `unsupported`.
+    `keep_shared_apart`: the flag that keeps shared experts out of the routed ones, or "". `text_keys`: the keys that
+    are about the language model, which must all be read or harmless; None: those of `text_config`, or all. Raises
+    UserError that names a key which is missing, out of bounds, or belongs to layers that are not described here. Values
+    that are described but not computed are in `unsupported`.
     """
     keys = ConfigReader(select_text_config(config), source)
     architecture, model_type = architecture_of(keys), str(keys.values.get("model_type") or "")
@@ -198,7 +203,7 @@ def describe_model(
     multimodal = isinstance(config.get("text_config"), Mapping)
     placed = replace(family, names=family.names.below(_prefix(quantization, multimodal)))
     # Keys beside `text_config` are about the encoder and its projection, which have readers of their own.
-    checked = config["text_config"] if multimodal else keys.values
+    checked = text_keys if text_keys is not None else config["text_config"] if multimodal else keys.values
     model = describe_as(placed, keys, quantization, keep_shared_apart, checked=checked)
     return replace(
         model,

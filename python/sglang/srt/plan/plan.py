@@ -528,7 +528,7 @@ def _with_probed_facts(args: ServerArgs, need: Need, links: PeerLinks | None, pr
 
 
 def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
-    description = describe_model(model.hf_config, model.quantization, apart, source)
+    description = describe_model(model.hf_config, model.quantization, apart, source, model.text_keys)
     media = None if args.language_model_only else describe_media(model.media_config)
     together = args.pp_size == args.attn_dp_size == 1  # else only some of the ranks encode at the same time
     if media is not None:
