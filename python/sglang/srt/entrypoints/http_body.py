@@ -55,7 +55,7 @@ async def _parsed(request: Request, raw: bytes, model: type[B]) -> B:
     engine = request.app.state.server.engine if len(raw) >= LONG_BODY_BYTES else None
     if engine is None:  # a short body, or a server that starts and refuses requests anyway
         return parse_body(raw, model)
-    body: B = await engine.manager.in_thread(len(raw), parse_body, raw, model)
+    body: B = await engine.manager.text.in_thread(len(raw), parse_body, raw, model)
     return body
 
 
