@@ -16,6 +16,7 @@ from sglang.srt.managers.front.media.media_tokens import PROCESSORS
 from sglang.srt.managers.front.media.video_processors import FAMILIES as VIDEO_PROCESSORS
 from sglang.srt.plan.drafts.dflash import DFLASH_ARCHITECTURES
 from sglang.srt.plan.drafts.dspark import DSPARK_ARCHITECTURES
+from sglang.srt.plan.drafts.dspark_bundled import BUNDLING_ARCHITECTURES
 from sglang.srt.plan.drafts.eagle import EAGLE3_ARCHITECTURES, EAGLE3_MLA_ARCHITECTURES, EAGLE_ARCHITECTURES
 from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES
 from sglang.srt.plan.families import FAMILIES
@@ -121,7 +122,7 @@ def own_draft(families: Iterable[Family]) -> str:
     forms = [family.mtp for family in families if family.mtp is not None]
     if forms:
         found.append(f"`NEXTN`: MTP{', a layer for each draft token' if forms[0].depths else ''}")
-    if any(family.compressed for family in families):
+    if any(name in BUNDLING_ARCHITECTURES for family in families for name in family.architectures):
         found.append("`DSPARK`: a block draft")
     return "; ".join(found)
 

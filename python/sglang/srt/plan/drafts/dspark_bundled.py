@@ -25,6 +25,8 @@ from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.plan.drafts.description import Block, DraftDescription
 from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.families import family_of
+from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4
+from sglang.srt.plan.families.deepseek_v41 import DEEPSEEK_V41
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.shared_sparse import SharedSparse
@@ -32,6 +34,8 @@ from sglang.srt.plan.weight_names import WeightMap
 
 CONFIDENCE = "confidence_head.proj"
 """Module of the head that predicts whether a draft token is accepted."""
+BUNDLING_ARCHITECTURES = (*DEEPSEEK_V4.architectures, *DEEPSEEK_V41.architectures)
+"""Of models whose checkpoints may bring such a draft."""
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok")
 """Keys for which the stages may have their own values, under "dspark_" and the name."""
 _OF_STAGES: Mapping[str, Any] = {
@@ -53,8 +57,8 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
     for checkpoints without the draft."""
     keys = config.reader()
     family = family_of(architecture_of(keys), str(keys.values.get("model_type") or ""))
-    compressed = any(isinstance(layer.mixer, CompressedSparse) for layer in target.layers)
-    if family is None or not compressed or architecture_of(keys) != target.architecture:
+    architecture = architecture_of(keys)
+    if family is None or architecture not in BUNDLING_ARCHITECTURES or architecture != target.architecture:
         raise UserError(
             f"{keys.source}: a draft that {architecture_of(keys)} brings (its {BUNDLED_SIZE}) is not served for"
             f" {target.architecture}. Give another with --speculative-draft-model-path."
