@@ -59,7 +59,8 @@ def test_routes_of_tools(route: str, work: str | None, monkeypatch: pytest.Monke
         return SimpleNamespace(tokens=[1, 2], skip_special_tokens=True)
 
     config = SimpleNamespace(vocab_size=10)
-    engine = SimpleNamespace(manager=SimpleNamespace(model_config=config, in_thread=left.work), formats=None)
+    text = SimpleNamespace(in_thread=left.work)
+    engine = SimpleNamespace(manager=SimpleNamespace(model_config=config, text=text), formats=None)
     monkeypatch.setattr(routes, "engine_of", lambda request: engine)
     monkeypatch.setattr(routes, "read_body", body)
     monkeypatch.setattr(routes, "body_bytes", lambda request: 2)

@@ -54,7 +54,8 @@ def rank(monkeypatch: pytest.MonkeyPatch, service: Service, **fields: Any) -> tu
 
     monkeypatch.setattr(serving_scores, "collect_complete", collect)
     body = RerankRequest(query="colour?", documents=list(YES), **fields)
-    reply = asyncio.run(serving_scores.rerank(service, body, None))  # type: ignore[arg-type]
+    client = SimpleNamespace(receive=asyncio.Event().wait)  # stays
+    reply = asyncio.run(serving_scores.rerank(service, body, client))  # type: ignore[arg-type]
     return msgspec.json.decode(reply.body), calls[0]
 
 
