@@ -15,6 +15,8 @@ READ_CLOCKS = {
     "managers/scheduler/scheduler.py": "marks requests for rank 0's time-outs",
     "managers/scheduler/schedule_batch.py": "marks requests for rank 0's time-outs",
     "managers/scheduler/scheduler_stats.py": "measures",
+    "managers/scheduler/prompt_choice.py": "marks requests for rank 0's time-outs",
+    "mem_cache/copies_under_way.py": "measures",
     "mem_cache/host_tier.py": "measures",
     "mem_cache/copy_engine.py": "in threads: paces copies, whose ends all ranks agree on",
     "mem_cache/storage/tier.py": "all ranks agree on which waits are over",
