@@ -76,6 +76,7 @@ def qwen3_8_next(c: Config, expert_form: str = "") -> Model:
     c.only("hidden_act", "silu")
     c.only("output_gate_type", "silu", "sigmoid")
     c.only("indexer_kv_heads", 1)
+    c.ignore("seed")  # of tables of n-grams, which a shortened model may lack
     c.only("ple_embedding_dtype", *_TABLE_DTYPES)
     kinds = kinds_by_pattern(c, "full_attention_interval", 4, RECURRENT)
     kinds = [FULL if kind in _FULL_NAMES else kind for kind in kinds]

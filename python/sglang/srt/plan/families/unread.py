@@ -54,6 +54,12 @@ HARMLESS = re.compile(
             r"num_hidden_layers|n_shared_experts|norm_eps|rope_theta|partial_rotary_factor|yarn_only_types|chunk_size",
             r"full_attention_interval|index_skip_topk_offset|index_topk_freq|interleave_moe_layer_step|expand",
             r"linear_(num|key|value|conv|head|lower)_.*|num_global_key_value_heads|index_(n_heads|head_dim|block_size|local_blocks|topk_blocks)",
+            # Settings of experts, states, tables and drafts, in a model cut to layers that have none of them.
+            r"moe_intermediate_size|n_group|topk_group|topk_method|scoring_func|norm_topk_prob|routed_scaling_factor",
+            r"n_routed_experts|num_local_experts|shared_expert_intermediate_size|share_expert_dims?|moe_latent_size",
+            r"moe_shared_expert_intermediate_size|mamba_.*|n_groups|ssm_state_size|conv_kernel|use_conv_bias|use_bias",
+            r"time_step_limit|candidate_.*|engram_.*|ngram_.*|heads_per_ngram|split_ngram_parts|make_ngram_.*|ple_.*",
+            r"num_mtp_layers|chain_hidden_post_norm|local_layer_ids|num_hash_layers|index_topk|index_kpool.*",
             # Training: losses, dropout, initial values.
             r".*(dropout|loss|loss_coef|loss_alpha|initializer_range|init_std)|router_jitter_noise|seq_aux",
             r"gradient_checkpointing.*|rescale_prenorm_residual|time_step_(floor|min|max|rank)|num_reward_heads",
