@@ -98,6 +98,7 @@ def test_an_interrupt_during_imports_is_one_line(words: list[str]) -> None:
     """A module that the import of the arguments needs interrupts it."""
     code = (
         "import runpy, signal, sys, types\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells ignore it in the background
         "class Interrupts:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         "        if name == 'sglang.srt.hardware':\n"

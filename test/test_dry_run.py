@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from srt.kernels import published
 
-from sglang import launch_server
 from sglang.cli import main
+from sglang.srt.utils import log
 
 
 @pytest.fixture(autouse=True)
 def logging_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler would keep the stream that this test captures."""
-    monkeypatch.setattr(launch_server, "configure_logging", lambda level: None)
+    monkeypatch.setattr(log, "configure_logging", lambda level: None)
 
 
 def test_the_embedded_model_would_start_here(capsys: pytest.CaptureFixture[str]) -> None:
