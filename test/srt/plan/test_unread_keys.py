@@ -33,6 +33,7 @@ def problems(**more: Any) -> str:
         ("residual_multiplier", 0.5),
         ("attn_logit_softcapping", 30.0),
         ("rel_extent", [16]),
+        ("use_qk_norm", True),  # Qwen3 reads it
     ],
 )
 def test_refused_by_name_with_the_way_out(key: str, value: object) -> None:

@@ -30,6 +30,7 @@ def qwen3_moe(c: Config, *, renormalize: bool = False, expert_form: str = "") ->
 
 def _mixers(c: Config, head_dim: int = 0, *, kv_heads: int) -> list[Mixer]:
     check_windows(c)
+    c.only("use_qk_norm", True)
     attention = partial(grouped_attention, qk_norm="head", head_dim=head_dim, kv_heads=kv_heads)
     return attention_by_layer(c, attention)
 

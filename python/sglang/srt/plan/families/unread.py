@@ -53,7 +53,8 @@ HARMLESS = re.compile(
             r"sliding_window.*|first_k_dense_replace|dense_intermediate_size|vocab_size_per_layer_input|attn_type_list",
             r"num_hidden_layers|n_shared_experts|norm_eps|rope_theta|partial_rotary_factor|yarn_only_types|chunk_size",
             r"full_attention_interval|index_skip_topk_offset|index_topk_freq|interleave_moe_layer_step|expand",
-            r"linear_(num|key|value|conv|head|lower)_.*|num_global_key_value_heads|index_(n_heads|head_dim|block_size|local_blocks|topk_blocks)",
+            r"linear_(num|key|value|conv|head|lower)_.*|num_global_key_value_heads",
+            r"index_(n_heads|head_dim|block_size|local_blocks|topk_blocks)",
             # Settings of experts, states, tables and drafts, in a model cut to layers that have none of them.
             r"moe_intermediate_size|n_group|topk_group|topk_method|scoring_func|norm_topk_prob|routed_scaling_factor",
             r"n_routed_experts|num_local_experts|shared_expert_intermediate_size|share_expert_dims?|moe_latent_size",
@@ -68,12 +69,14 @@ HARMLESS = re.compile(
             r"temperature|top_k|top_p|num_return_sequences|num_logits_to_keep|chunk_size_feed_forward",
             # Other parts of the server read them: tokens, formats, images, drafts.
             r".*_token_(id|index)|.*_placeholder|quantization_config|expert_dtype|tie_encoder_decoder|vision_.*|image_.*",
-            r"out_hidden_size|projector_.*|multimodal_projector_bias|ignore_index|process_image_mode|img_token_compression_config",
+            r"out_hidden_size|projector_.*|multimodal_projector_bias|ignore_index|process_image_mode",
+            r"img_token_compression_config",
             r"language_model_only|use_unified_vision_chunk|mm_.*|audio_.*|video_.*|mtp_.*|num_mtp_modules|use_mtp",
             r"num_nextn_predict_layers|dspark_.*|index_share_for_mtp_iteration|indexer_rope_interleave",
             # How others compute it, which changes no exact result.
-            r"attn_implementation|ep_size|number_of_conv_states|use_(bfloat16|mamba_kernels|grouped_topk)|moe_shared_expert_overlap",
-            r"(enable|need)_.*fp32.*|pad_token_id|use_qk_norm",
+            r"attn_implementation|ep_size|number_of_conv_states|moe_shared_expert_overlap",
+            r"use_(bfloat16|mamba_kernels|grouped_topk)",
+            r"(enable|need)_.*fp32.*",
         )
     )
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from sglang.srt.plan.families.attention import (
     RECURRENT,
     check_windows,
@@ -43,5 +41,5 @@ def _mixers(c: Config) -> list[Mixer]:
     if c.count("kv_lora_rank"):
         return [latent_attention(c, has_indexer=has_indexer) for has_indexer in indexed_layers(c)]
     check_windows(c)
-    kinds = full_and_windowed(partial(grouped_attention)) | {RECURRENT: gated_delta}
+    kinds = full_and_windowed(grouped_attention) | {RECURRENT: gated_delta}
     return mixers_by_kind(c, layer_kinds(c), kinds)
