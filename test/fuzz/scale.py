@@ -6,6 +6,9 @@ import os
 
 LONG = os.environ.get("FUZZ") == "long"
 
+TIMEOUT_S = 7200 if LONG else 600
+"""Of a test. Without FUZZ=long none takes a minute; one that hangs should fail before CI gives up."""
+
 SOAK_REQUESTS = 2000 if LONG else 40
 """In a round."""
 SOAK_ROUNDS = 3 if LONG else 1

@@ -17,7 +17,7 @@ from fuzz.hostile_grammars import grammars, patterns
 from fuzz.hostile_numbers import NUMBERS, RID, numbered_bodies
 from fuzz.raw_cases import GROUPS as RAW_GROUPS
 from fuzz.raw_http import run_cases
-from fuzz.scale import LONG, NUMBER_STEP
+from fuzz.scale import LONG, NUMBER_STEP, TIMEOUT_S
 from fuzz.target import Target, open_sessions
 
 ANSWER_LIMIT_S = 60.0
@@ -52,7 +52,7 @@ def problems_of(target: Target, hostile: Hostile) -> Iterator[str]:
         yield f"{hostile.name}: {damage}"
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("group", GROUPS)
 def test_hostile_bodies(target: Target, group: Callable[[], Iterator[Hostile]]) -> None:
     """The health of the server is looked at after each, so that the one that hurt it has a name; whether it serves and
@@ -67,7 +67,7 @@ def test_hostile_bodies(target: Target, group: Callable[[], Iterator[Hostile]]) 
     assert not problems, f"{len(problems)} problems\n" + "\n".join(problems)
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(TIMEOUT_S)
 def test_numbers(target: Target) -> None:
     """No number is a server's error in any field, and none leaves its request id behind. In a short run a number goes
     into some of the fields, the next one into others."""

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import schemathesis
 from fuzz.guarded_server import GuardedServer
-from fuzz.scale import API_EXAMPLES, EDGES_AT_FIRST, EDGES_STEP, LONG, LONGEST_EDGE
+from fuzz.scale import API_EXAMPLES, EDGES_AT_FIRST, EDGES_STEP, LONG, LONGEST_EDGE, TIMEOUT_S
 from fuzz.target import Target
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CheckFunction, not_a_server_error
@@ -88,13 +88,13 @@ def given_up(target: Target) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if not PROFILER.search(name)])
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(TIMEOUT_S)
 def test_operation(operation: str, server: GuardedServer) -> None:
     send_requests(operation, send_request, server.url)
 
 
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if PROFILER.search(name)])
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.usefixtures("given_up")
 def test_profiler(operation: str, target: Target) -> None:
     send_requests(operation, exchange, target.server().url)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from fuzz.guarded_server import MIB, GuardedServer
-from fuzz.scale import LONG, SOAK_REQUESTS, SOAK_ROUNDS
+from fuzz.scale import LONG, SOAK_REQUESTS, SOAK_ROUNDS, TIMEOUT_S
 from fuzz.soak_jobs import Job, make_job, reference_jobs, run_jobs, with_answers
 
 CONTEXT = 512
@@ -23,7 +23,7 @@ def run_round(url: str, number: int, num_jobs: int, references: Sequence[Job]) -
     return {end: ends.count(end) for end in sorted(set(ends))}
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("page_size", [1, 16] if LONG else [16])
 def test_soak(page_size: int) -> None:
     """After each round the pool and the request slots are exactly free, no task and no socket is left in the front,
