@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from sglang.srt.plan.families.attention import FULL, WINDOWED, attention_by_layer, grouped_attention, layer_kinds, rotating_layers
+from sglang.srt.plan.families.attention import (
+    FULL,
+    WINDOWED,
+    attention_by_layer,
+    grouped_attention,
+    layer_kinds,
+    rotating_layers,
+)
 from sglang.srt.plan.families.blocks import mlp
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
