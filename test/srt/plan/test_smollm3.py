@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.configs.rope import unrotated
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 
@@ -29,7 +30,7 @@ def described(**more: Any) -> ModelDescription:
 def layers(**more: Any) -> list[tuple[bool, int]]:
     """Whether each layer rotates heads, and its window."""
     mixers = [layer.mixer for layer in described(**more).layers]
-    return [(mixer.rope.rot_dim > 0, mixer.window) for mixer in mixers if isinstance(mixer, GQA)]
+    return [(mixer.rope != unrotated(mixer.rope.rot_dim), mixer.window) for mixer in mixers if isinstance(mixer, GQA)]
 
 
 def test_values_that_the_config_leaves_out() -> None:
