@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
+from sglang.srt.constrained.exclusive_schemas import exclusive, schema_types
+
 Schema = dict[str, Any]
 
 _NEVER = ("uniqueItems", "not", "contains", "dependentRequired", "dependentSchemas", "dependencies", "if")
@@ -83,7 +85,7 @@ def _reasons(schema: Schema) -> Iterator[str]:
     yield from _keywords_beside_lone_ones(schema)
     yield from _values(schema)
     yield from _untyped(schema)
-    types = _types(schema)
+    types = schema_types(schema)
     if "multipleOf" in schema and "number" in types:
         yield 'a "multipleOf" of a number (of an integer it can)'
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
@@ -104,7 +106,7 @@ def _with_inclusive_bounds(schema: Schema) -> Schema:
     number that a double can hold takes the place of such a bound, except around 0, where the library cannot write
     numbers that small."""
     low, high = _bounds(schema, "minimum", "exclusiveMinimum"), _bounds(schema, "maximum", "exclusiveMaximum")
-    if not (low and high and min(high) - max(low) < 1) or _types(schema) == ["integer"]:
+    if not (low and high and min(high) - max(low) < 1) or schema_types(schema) == ["integer"]:
         return schema
     schema = dict(schema)
     for name, inclusive, end, tightest in (
@@ -144,13 +146,8 @@ def _values(schema: Schema) -> Iterator[str]:
         if others:
             yield f'"{others[0]}" beside "{name}"'
         values = schema[name] if name == "enum" else [schema[name]]
-        if "type" in schema and not all(_is_of(value, _types(schema)) for value in values):
+        if "type" in schema and not all(_is_of(value, schema_types(schema)) for value in values):
             yield f'a value of "{name}" that "type" forbids'
-
-
-def _types(schema: Schema) -> list[str]:
-    types = schema.get("type", [])
-    return types if isinstance(types, list) else [types]
 
 
 def _is_of(value: Any, types: list[str]) -> bool:
@@ -185,46 +182,6 @@ def _names(schema: Schema) -> Iterator[str]:
     missing = [name for name in schema.get("required") or () if name not in properties]
     if missing and not closed:
         yield f'"required" of {missing[0]!r}, which is not among "properties",'
-
-
-def exclusive(branches: Any) -> bool:
-    """Returns whether no value can be valid under two of these schemas."""
-    return isinstance(branches, list) and all(
-        _exclude_each_other(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
-    )
-
-
-def _exclude_each_other(first: Any, second: Any) -> bool:
-    if not (isinstance(first, dict) and isinstance(second, dict)):
-        return False
-    a, b = _allowed_types(first), _allowed_types(second)
-    if a and b and not a & b and not {"integer", "number"} <= a | b:
-        return True
-    constants = _constants(first), _constants(second)
-    if None not in constants and not constants[0] & constants[1]:  # type: ignore[operator]
-        return True
-    shared = set(first.get("required") or ()) & set(second.get("required") or ())
-    if a | b != {"object"}:
-        return False
-    ours, theirs = (branch.get("properties") or {} for branch in (first, second))
-    for name in shared & set(ours) & set(theirs):
-        mine, other = _constants(ours[name]), _constants(theirs[name])
-        if mine is not None and other is not None and not mine & other:
-            return True
-    return False
-
-
-def _allowed_types(schema: Schema) -> set[str]:
-    return set(_types(schema)) or ({"object"} if "properties" in schema else set())
-
-
-def _constants(schema: Any) -> set[str] | None:
-    """Returns the only allowed values, as text; None if there are others."""
-    if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
-        return {repr(schema["const"])}
-    return {repr(value) for value in schema["enum"]} if isinstance(schema.get("enum"), list) else None
 
 
 _UNKNOWN_TO_LLGUIDANCE = (*_NEVER, "propertyNames", "unevaluatedProperties")

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from sglang.srt.constrained import schema_complements
+from sglang.srt.constrained.exclusive_schemas import exclusive
 from sglang.srt.constrained.plain_schemas import (
     ATOMS,
     BOUNDS,
@@ -29,7 +30,7 @@ from sglang.srt.constrained.plain_schemas import (
     simplified,
 )
 from sglang.srt.constrained.schema_emission import emitted, with_named_patterns, without_absent
-from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, exclusive, with_parts
+from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, with_parts
 
 MAX_ALTERNATIVES = 64
 MAX_WORK = 4_000
