@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.constrained.exclusive_schemas import exclusive, schema_types
+from sglang.srt.constrained.schema_places import ROOT, Place
 
 Schema = dict[str, Any]
 
@@ -47,7 +48,7 @@ class InexpressibleSchema(ValueError):
 def check_keywords(schema: Any) -> None:
     """Raises InexpressibleSchema if xgrammar would ignore a part. The caller has limited the nesting and size of
     `schema`."""
-    pending: list[tuple[str, Any]] = [("#", schema)]
+    pending: list[tuple[Place, Any]] = [(ROOT, schema)]
     while pending:
         place, entry = pending.pop()
         if isinstance(entry, dict):
@@ -59,18 +60,18 @@ def check_keywords(schema: Any) -> None:
             pending += _parts(place, entry)
 
 
-def _parts(place: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+def _parts(place: Place, schema: Schema) -> Iterator[tuple[Place, Any]]:
     for name in _SUBSCHEMAS:
         part = schema.get(name)
         if name == "propertyNames" and isinstance(part, dict):
             part = {"type": "string", **part}
-        yield f"{place}/{name}", part
+        yield place / name, part
     for name in _LISTS_OF_SCHEMAS:
         if isinstance(schema.get(name), list):
-            yield from ((f"{place}/{name}/{i}", part) for i, part in enumerate(schema[name]))
+            yield from ((place / name / i, part) for i, part in enumerate(schema[name]))
     for name in _MAPS_OF_SCHEMAS:
         if isinstance(schema.get(name), dict):
-            yield from ((f"{place}/{name}/{key}", part) for key, part in schema[name].items())
+            yield from ((place / name / key, part) for key, part in schema[name].items())
 
 
 def is_inexpressible(schema: Schema) -> bool:
@@ -209,7 +210,7 @@ def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
     The caller has limited nesting and size."""
     closes = not any(_is_joined(part) for part in _all_parts(schema))
 
-    def change(_: str, part: Schema) -> Schema:
+    def change(_: Place, part: Schema) -> Schema:
         part = {name: value for name, value in part.items() if name != "format" or value in formats or not value}
         part = _with_inclusive_bounds(part)
         return {**part, "additionalProperties": False} if closes and names_all(part) else part
@@ -217,11 +218,11 @@ def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
     return with_parts(schema, change)
 
 
-def with_parts(schema: Any, change: Callable[[str, Schema], Schema | bool]) -> Any:
+def with_parts(schema: Any, change: Callable[[Place, Schema], Schema | bool]) -> Any:
     """Returns a copy of `schema` in which `change` (of a part's place and the part) replaces each part, outermost
     first. Nesting and size of the result must be limited."""
     copied: Schema = {"#": schema}
-    pending: list[tuple[str, Any, Any]] = [("#", copied, "#")]
+    pending: list[tuple[Place, Any, Any]] = [(ROOT, copied, "#")]
     while pending:
         place, parent, key = pending.pop()
         if not isinstance(parent[key], dict):
@@ -230,14 +231,14 @@ def with_parts(schema: Any, change: Callable[[str, Schema], Schema | bool]) -> A
         if isinstance(part, bool):
             continue
         part = parent[key] = dict(part)
-        pending += [(f"{place}/{name}", part, name) for name in _SUBSCHEMAS if name in part]
+        pending += [(place / name, part, name) for name in _SUBSCHEMAS if name in part]
         for name in (*_LISTS_OF_SCHEMAS, *_MAPS_OF_SCHEMAS):
             if isinstance(part.get(name), list):
                 part[name] = list(part[name])
-                pending += [(f"{place}/{name}/{i}", part[name], i) for i in range(len(part[name]))]
+                pending += [(place / name / i, part[name], i) for i in range(len(part[name]))]
             elif isinstance(part.get(name), dict):
                 part[name] = dict(part[name])
-                pending += [(f"{place}/{name}/{entry}", part[name], entry) for entry in part[name]]
+                pending += [(place / name / entry, part[name], entry) for entry in part[name]]
     return copied["#"]
 
 
@@ -247,7 +248,7 @@ def _all_parts(schema: Any) -> Iterator[Schema]:
         part = pending.pop()
         if isinstance(part, dict):
             yield part
-            pending += [entry for _, entry in _parts("#", part)]
+            pending += [entry for _, entry in _parts(ROOT, part)]
 
 
 def _is_joined(part: Schema) -> bool:

@@ -31,6 +31,7 @@ from sglang.srt.constrained.plain_schemas import (
 )
 from sglang.srt.constrained.schema_emission import emitted, with_named_patterns, without_absent
 from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, with_parts
+from sglang.srt.constrained.schema_places import Place
 
 MAX_ALTERNATIVES = 64
 MAX_WORK = 4_000
@@ -61,9 +62,9 @@ def rewritten(schema: Any, needs: Callable[[Schema], bool]) -> Any:
     if not isinstance(schema, dict) or not _is_local(schema):
         return schema
     rewriter = Rewriter(schema)
-    impossible: list[str] = []
+    impossible: list[Place] = []
 
-    def change(place: str, part: Schema) -> Schema | bool:
+    def change(place: Place, part: Schema) -> Schema | bool:
         try:
             if not needs(part):
                 return part
