@@ -68,7 +68,7 @@ def test_short_choices_are_exclusive_if_all_pairs_are() -> None:
 
 
 def _random_branch(rng: random.Random) -> Schema:
-    constants = rng.sample(["a", "b", "c", "d", "e", 1, 2], rng.randint(1, 2))
+    constants: list[Any] = rng.sample(["a", "b", "c", "d", "e", 1, 2], rng.randint(1, 2))
     return rng.choice(
         [
             {"type": rng.choice(["null", "string", "integer", "number", ["string", "null"]])},
