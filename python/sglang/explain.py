@@ -31,7 +31,6 @@ from sglang.srt.hardware.common_traits import common_traits
 from sglang.srt.kernels.ledger_file import judged_as, tile_key
 from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.kernels.tile_configs import OpTileConfigs
-from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import describe_capacity
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
@@ -231,7 +230,7 @@ def _describe_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: 
 def _describe_dcp(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
     """Describes what DCP gains and costs."""
     model, parallel = planner.describe(args)
-    sites = [site_of(layer.mixer, parallel.attn_tp_size, parallel.dcp_size) for layer in model.layers]
+    sites = [layer.mixer.attention_site(parallel.attn_tp_size, parallel.dcp_size) for layer in model.layers]
     layers = sum(site is not None and site.dcp_size > 1 for site in sites)
     try:
         whole = trial_or_advice(replace(planner, advises=False), replace(args, dcp_size=1)).capacity

@@ -15,12 +15,9 @@ from itertools import pairwise
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
-from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, ParallelConfig, PerRequest, Window
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.weights import matrix_bytes
 from sglang.tuning.cost_model import used_blocks
@@ -92,7 +89,7 @@ class StepFloors:
         """Returns the bytes of each collective in which DCP ranks gather queries and exchange partial attention: those
         that one rank receives or keeps. An all-reduce of half the bytes would take as long."""
         ranks, sizes = self.parallel.ranks, []
-        for site in (site_of(layer.mixer, ranks.attn_tp_size, ranks.dcp_size) for layer in self.model.layers):
+        for site in (layer.mixer.attention_site(ranks.attn_tp_size, ranks.dcp_size) for layer in self.model.layers):
             if site is not None and site.dcp_size > 1:
                 heads = num_requests * site.gathered.num_heads * self._item
                 sizes += [float(heads * site.shape.head_dim), float(heads * site.shape.v_head_dim)]
@@ -213,8 +210,7 @@ class StepFloors:
     @cached_property
     def _block_budget(self) -> int:
         """Most tokens in the selected blocks; 0: no layer selects blocks."""
-        mixers = (layer.mixer for layer in self.model.layers)
-        return next((mixer.budget for mixer in mixers if isinstance(mixer, PooledSparse)), 0)
+        return next((layer.mixer.block_budget for layer in self.model.layers if layer.mixer.block_budget), 0)
 
     def _attended(self, layer: LayerSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Returns the operations of a rank's heads over the entries that they attend to, without an indexer's
@@ -223,8 +219,8 @@ class StepFloors:
         if shape is None:
             return 0.0
         dims = shape.head_dim + shape.v_head_dim
-        if isinstance(mixer, MLA) and count is _entries_of_all:
-            dims = mixer.qk_dim + mixer.v_dim
+        if (latents := mixer.latents) and count is _entries_of_all:
+            dims = latents.qk_dim + latents.v_dim
         caches = [
             c for c in mixer.caches(self.parallel) if not isinstance(c.lifetime, PerRequest) and c.name != "index"
         ]

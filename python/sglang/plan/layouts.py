@@ -15,7 +15,6 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.host_cache import BUS_RATE
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
@@ -265,9 +264,9 @@ def _offers(layout: Layout, model: ModelDescription, words: Sequence[str]) -> bo
     if any(word.partition("=")[0] in _NAMED_BY_HAND for word in words):
         return False
     mixers = [layer.mixer for layer in model.layers]
-    if any(isinstance(mixer, MLA) for mixer in mixers):
+    if any(mixer.latents for mixer in mixers):
         return True
-    heads = [mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA) and mixer.caches_tokens]
+    heads = [mixer.kv_heads for mixer in mixers if mixer.kv_heads and mixer.caches_tokens]
     return layout.attn_dp_size > max(heads, default=layout.attn_dp_size)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import singledispatch
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
@@ -18,10 +19,17 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
-from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, ParallelConfig
+from sglang.srt.plan.layer_spec import (
+    FeedForward,
+    GatedStreams,
+    HyperConnections,
+    LayerSpec,
+    Matrix,
+    Mixer,
+    ParallelConfig,
+)
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
@@ -29,7 +37,6 @@ from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.srt.plan.recurrent import CHUNK_TOKENS, GatedDelta, Mamba2
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best
 from sglang.tuning.ops import (
@@ -214,12 +221,12 @@ def layer_ops(
     of_group = step_of_group(step, parallel.attn_dp_size)
     prompt = not step.decodes and not step.verifies
     quantized = parallel.quantized_sums == "all" or (parallel.quantized_sums == "prefill" and prompt)
-    mixer = (layer.mixer.weights(hidden, parallel.attn_tp_size), _mixer(layer, parallel, of_group))
+    mixer = (layer.mixer.weights(hidden, parallel.attn_tp_size), _mixer(layer.mixer, parallel, of_group))
     blocks = [(*mixer, of_group.tokens, _sums(of_group.tokens * hidden, parallel.attn_tp_size, quantized))]
     blocks += (
         (
             block.weights(hidden, parallel.ranks, rows),
-            _feed_forward(model, block, parallel, tokens, rows, expert_scheme),
+            _feed_forward(hidden, block, parallel, tokens, rows, expert_scheme),
             tokens,
             _sums_of_groups(tokens * hidden, parallel, quantized),
         )
@@ -271,60 +278,76 @@ def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str,
     yield "fused_add_rmsnorm", Elementwise("fused_add_rmsnorm", 8.0 * tokens * hidden)
 
 
-def _mixer(layer: LayerSpec, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
-    mixer, tp = layer.mixer, parallel.attn_tp_size
-    item = math.ceil(value_bytes(parallel.kv_dtype))  # the model has no four-bit kernels: as FP8, at most
-    if isinstance(mixer, GQA):
-        heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
-        dims = (mixer.head_dim, mixer.v_head_dim)
-        size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
-        if mixer.qk_norm == "whole":
-            yield from _whole_norm(step.tokens, (heads + kv) * mixer.head_dim, tp)
-        yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
-        if mixer.output_gate:
-            yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
-        if mixer.head_gate:
-            yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
-        if mixer.bias_extent:
-            yield "attention_biases", _biases(mixer, step, heads)
-        sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
-        yield from _gathered_queries(step, sharing, heads * dims[0])
-        if mixer.block > 1:  # the rows of a draft block count as heads of one token
-            one = decode_step(step.batch, step.context)
-            yield _attention(one, heads * mixer.block, kv, dims, item, mixer.window)
-        elif mixer.indexer is not None and step.context > mixer.top_k:
-            yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
-        else:
-            local = _own_tokens(step, sharing)
-            long = parallel.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
-            here = _in_chunks(local, mixer.window) if mixer.chunked else local
-            yield _attention(here, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
-        yield from _exchanged_parts(step, sharing, heads * dims[1])
-    elif isinstance(mixer, MLA):
-        sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
-        yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, parallel.library_latents)
-    elif isinstance(mixer, GatedDelta):
-        heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
-        channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
-        yield "causal_conv1d", Elementwise("causal_conv1d", step.tokens * channels * 4.0)
-        state = KV_DTYPE_BYTES.get(parallel.state_dtype or mixer.state_dtype, 4)
-        rule = GatedDeltaRule(step.batch, step.new, heads, keys, mixer.key_dim, mixer.value_dim, state)
-        yield "gated_delta_rule", rule
-        yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * heads * mixer.value_dim)
-    elif isinstance(mixer, KimiDelta):
-        yield from _kimi_delta(mixer, step, parallel)
-    elif isinstance(mixer, Mamba2):
-        heads = mixer.num_heads // tp
-        states = 2.0 * step.batch * heads * mixer.head_dim * mixer.state_dim * 4
-        yield (
-            "state_space_duality",
-            Elementwise("state_space_duality", states + 8.0 * step.tokens * heads * mixer.head_dim, 2),
-        )
-        yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
-    elif isinstance(mixer, CompressedSparse):
-        yield from _compressed(mixer, step, mixer.num_heads // tp)
-    elif isinstance(mixer, PooledSparse):
-        yield from _pooled(mixer, step, tp, item)
+@singledispatch
+def _mixer(mixer: Mixer, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    """Yields the ops of a mixer besides its products; of kinds without a function below, none."""
+    yield from ()
+
+
+def _cache_bytes(parallel: ParallelConfig) -> int:
+    """Returns the bytes of a cached element: the model has no four-bit kernels, which count as FP8."""
+    return math.ceil(value_bytes(parallel.kv_dtype))
+
+
+@_mixer.register
+def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    tp, item = parallel.attn_tp_size, _cache_bytes(parallel)
+    heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
+    dims = (mixer.head_dim, mixer.v_head_dim)
+    size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
+    if mixer.qk_norm == "whole":
+        yield from _whole_norm(step.tokens, (heads + kv) * mixer.head_dim, tp)
+    yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
+    if mixer.output_gate:
+        yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
+    if mixer.head_gate:
+        yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
+    if mixer.bias_extent:
+        yield "attention_biases", _biases(mixer, step, heads)
+    sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
+    yield from _gathered_queries(step, sharing, heads * dims[0])
+    if mixer.block > 1:  # the rows of a draft block count as heads of one token
+        one = decode_step(step.batch, step.context)
+        yield _attention(one, heads * mixer.block, kv, dims, item, mixer.window)
+    elif mixer.indexer is not None and step.context > mixer.top_k:
+        yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
+    else:
+        local = _own_tokens(step, sharing)
+        long = parallel.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
+        here = _in_chunks(local, mixer.window) if mixer.chunked else local
+        yield _attention(here, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
+    yield from _exchanged_parts(step, sharing, heads * dims[1])
+
+
+@_mixer.register
+def _latents(mixer: MLA, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    tp, item = parallel.attn_tp_size, _cache_bytes(parallel)
+    sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
+    yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, parallel.library_latents)
+
+
+@_mixer.register
+def _gated_delta(mixer: GatedDelta, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    tp = parallel.attn_tp_size
+    heads, keys = mixer.value_heads // tp, mixer.key_heads // tp
+    channels = 2 * keys * mixer.key_dim + heads * mixer.value_dim
+    yield "causal_conv1d", Elementwise("causal_conv1d", step.tokens * channels * 4.0)
+    state = KV_DTYPE_BYTES.get(parallel.state_dtype or mixer.state_dtype, 4)
+    rule = GatedDeltaRule(step.batch, step.new, heads, keys, mixer.key_dim, mixer.value_dim, state)
+    yield "gated_delta_rule", rule
+    yield "gated_rmsnorm", Elementwise("gated_rmsnorm", 6.0 * step.tokens * heads * mixer.value_dim)
+
+
+@_mixer.register
+def _mamba(mixer: Mamba2, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    tp = parallel.attn_tp_size
+    heads = mixer.num_heads // tp
+    states = 2.0 * step.batch * heads * mixer.head_dim * mixer.state_dim * 4
+    yield (
+        "state_space_duality",
+        Elementwise("state_space_duality", states + 8.0 * step.tokens * heads * mixer.head_dim, 2),
+    )
+    yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
 
 
 def _biases(mixer: GQA, step: Step, heads: int) -> Elementwise:
@@ -334,7 +357,8 @@ def _biases(mixer: GQA, step: Step, heads: int) -> Elementwise:
     return Elementwise("attention_biases", 2.0 * step.tokens * heads * (mixer.bias_dims + mixer.bias_extent + seen))
 
 
-def _kimi_delta(mixer: KimiDelta, step: Step, parallel: ParallelConfig) -> Iterator[tuple[str, Op]]:
+@_mixer.register
+def _kimi_delta(mixer: KimiDelta, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     """Yields the ops. Prompts take four launches, which pass on cumulative decays in fp32, u, w, and values for pairs
     of tokens."""
     width, heads = mixer.width(parallel.attn_tp_size), mixer.num_heads // parallel.attn_tp_size
@@ -446,22 +470,19 @@ def _latent(
             yield "extend_attention", ExtendAttention(prompt)
 
 
-def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tuple[str, Op]]:
+@_mixer.register
+def _compressed(mixer: CompressedSparse, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     """Yields all ops except the products, whose weights are in the description. Entries are cached in 16 bits."""
-    tokens, dim = step.tokens, mixer.head_dim
+    tokens, dim, heads = step.tokens, mixer.head_dim, mixer.num_heads // parallel.attn_tp_size
     seen, stored = min(step.context, mixer.window), min(step.context, mixer.window + step.new)
     yield "shared_kv_norm_rope_store", Elementwise("shared_kv_norm_rope_store", 4.0 * tokens * (heads + 1) * dim)
     if mixer.rate:
-        entries, top_k = _mean_context(step) // mixer.rate, mixer.indexer.top_k if mixer.indexer is not None else 0
-        makes, scored = True, entries
-        if isinstance(mixer, SharedSparse):
-            makes, top_k = mixer.makes, mixer.top_k
-            if mixer.candidates is not None and mixer.layer != mixer.bounded_by:
-                scored = min(entries, mixer.candidates.entries)
-        if makes:
+        entries, top_k = _mean_context(step) // mixer.rate, mixer.most_entries
+        scored = mixer.scored_entries(entries)
+        if mixer.makes:
             yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * dim, 2)
         if mixer.indexer is not None:
-            if makes:
+            if mixer.makes:
                 yield "kv_compressor", Elementwise("kv_compressor", 16.0 * tokens * mixer.indexer.head_dim, 2)
             if scored > mixer.indexer.top_k:
                 yield "sparse_indexer", EntryChoice(tokens, scored, step.batch, mixer.indexer.num_heads)
@@ -474,9 +495,10 @@ def _compressed(mixer: CompressedSparse, step: Step, heads: int) -> Iterator[tup
     yield "attn.o_a", Linear(tokens, groups * mixer.o_lora_rank, mixer.group_dim)
 
 
-def _pooled(mixer: PooledSparse, step: Step, tp_size: int, item: int) -> Iterator[tuple[str, Op]]:
+@_mixer.register
+def _pooled(mixer: PooledSparse, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     """Yields attention to selected blocks, counted as requests that decode over as many tokens."""
-    shares, index, dims = mixer.shares(tp_size), mixer.indexer, mixer.heads
+    shares, index, dims = mixer.shares(parallel.attn_tp_size), mixer.indexer, mixer.heads
     heads, kv = shares.padded_heads, shares.padded_kv_heads
     tokens, blocks = step.tokens, _mean_context(step) // mixer.block
     size = 2.0 * tokens * (2 * heads + 3 * kv) * dims.head_dim
@@ -485,7 +507,7 @@ def _pooled(mixer: PooledSparse, step: Step, tp_size: int, item: int) -> Iterato
     if blocks > index.top_k:
         yield "sparse_indexer", EntryChoice(tokens, blocks, step.batch, index.num_heads)
     seen = min(_mean_context(step), mixer.budget + mixer.block - 1)
-    keys = Keys(tokens, seen, heads, kv, dims.head_dim, dims.v_head_dim, item)
+    keys = Keys(tokens, seen, heads, kv, dims.head_dim, dims.v_head_dim, _cache_bytes(parallel))
     yield "selected_block_attention", DecodeAttention(keys)
     yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * tokens * heads * dims.v_head_dim)
 
@@ -521,7 +543,7 @@ def _mean_context(step: Step) -> int:
 
 
 def _feed_forward(
-    model: ModelDescription,
+    hidden_size: int,
     ffn: FeedForward,
     parallel: ParallelConfig,
     tokens: int,
@@ -530,19 +552,16 @@ def _feed_forward(
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops of a feed-forward block. With expert parallelism, each rank has its share of the pairs, counted as
     fewer tokens that all choose its experts."""
-    tp = parallel.tp_size
-    if isinstance(ffn, NgramEmbedding):
+    if isinstance(ffn, NgramEmbedding):  # a table, which is no part of other blocks
         yield from _ngrams(ffn, parallel, tokens)
-    elif isinstance(ffn, Dense):
-        yield ffn.activation.op, Elementwise(ffn.activation.op, 6.0 * tokens * ffn.padded_rows(tp))
-    elif isinstance(ffn, MoE):
-        yield ffn.router.op, Elementwise(ffn.router.op, 4.0 * tokens * ffn.num_experts)
-        hidden = ffn.latent_size or model.hidden_size
-        top_k = ffn.top_k + ffn.fused_shared
-        room = parallel.ranks.padded_experts(ffn.num_experts) + ffn.fused_shared
-        share, gate = -(-tokens // parallel.ranks.ep_size), ffn.activation.gated
-        sizes = (share, room, min(top_k, room), hidden, rows)
-        yield "fused_moe", Experts(*sizes, expert_scheme, ffn.bias, gate, parallel.sgl_kernel_experts)
-        if ffn.shared is not None and not ffn.fused_shared:
-            size = 6.0 * tokens * ffn.shared.dense(ffn.activation).padded_rows(tp)
-            yield ffn.activation.op, Elementwise(ffn.activation.op, size)
+    if (experts := ffn.experts) is not None:
+        yield experts.router.op, Elementwise(experts.router.op, 4.0 * tokens * experts.num_experts)
+        top_k = experts.top_k + experts.fused_shared
+        room = parallel.ranks.padded_experts(experts.num_experts) + experts.fused_shared
+        share, gate = -(-tokens // parallel.ranks.ep_size), experts.activation.gated
+        sizes = (share, room, min(top_k, room), experts.latent_size or hidden_size, rows)
+        yield "fused_moe", Experts(*sizes, expert_scheme, experts.bias, gate, parallel.sgl_kernel_experts)
+    if (mlp := ffn.mlp) is not None:
+        size = 6.0 * tokens * mlp.padded_rows(parallel.tp_size)
+        op = (ffn.experts or mlp).activation.op  # of a shared expert with another limit, too
+        yield op, Elementwise(op, size)

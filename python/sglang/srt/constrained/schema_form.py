@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sglang.srt.constrained.schema_places import ROOT, Place
+
 _TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
 
 
 def check_form(schema: Any) -> None:
     """Raises ValueError with the place of the first mistake. Takes about a microsecond a value."""
-    pending: list[tuple[str, Any]] = [("#", schema)]
+    pending: list[tuple[Place, Any]] = [(ROOT, schema)]
     while pending:
         place, entry = pending.pop()
         if isinstance(entry, dict):
@@ -24,30 +26,30 @@ def check_form(schema: Any) -> None:
                     wanted, is_right, parts = form
                     if not is_right(value):
                         raise ValueError(f'"{name}" at {place} must be {wanted}')
-                    pending += parts(f"{place}/{name}", value)
+                    pending += parts(place / name, value)
         elif not isinstance(entry, bool):
             raise ValueError(f"{place} must be a schema: an object, true or false")
 
 
-_Parts = Iterator[tuple[str, Any]]
-_Form = tuple[str, Callable[[Any], bool], Callable[[str, Any], _Parts]]
+_Parts = Iterator[tuple[Place, Any]]
+_Form = tuple[str, Callable[[Any], bool], Callable[[Place, Any], _Parts]]
 """The form of a keyword: what its value must be, a check of it, and the schemas in it."""
 
 
-def _none(place: str, value: Any) -> _Parts:
+def _none(place: Place, value: Any) -> _Parts:
     return iter(())
 
 
-def _one(place: str, value: Any) -> _Parts:
+def _one(place: Place, value: Any) -> _Parts:
     yield place, value
 
 
-def _several(place: str, value: Any) -> _Parts:
+def _several(place: Place, value: Any) -> _Parts:
     entries = value.items() if isinstance(value, dict) else enumerate(value)
-    return ((f"{place}/{name}", part) for name, part in entries)
+    return ((place / name, part) for name, part in entries)
 
 
-def _one_or_several(place: str, value: Any) -> _Parts:
+def _one_or_several(place: Place, value: Any) -> _Parts:
     return _several(place, value) if isinstance(value, list) else _one(place, value)
 
 

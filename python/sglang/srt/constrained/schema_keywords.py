@@ -13,6 +13,9 @@ from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
+from sglang.srt.constrained.exclusive_schemas import exclusive, schema_types
+from sglang.srt.constrained.schema_places import ROOT, Place
+
 Schema = dict[str, Any]
 
 _NEVER = ("uniqueItems", "not", "contains", "dependentRequired", "dependentSchemas", "dependencies", "if")
@@ -45,7 +48,7 @@ class InexpressibleSchema(ValueError):
 def check_keywords(schema: Any) -> None:
     """Raises InexpressibleSchema if xgrammar would ignore a part. The caller has limited the nesting and size of
     `schema`."""
-    pending: list[tuple[str, Any]] = [("#", schema)]
+    pending: list[tuple[Place, Any]] = [(ROOT, schema)]
     while pending:
         place, entry = pending.pop()
         if isinstance(entry, dict):
@@ -57,18 +60,18 @@ def check_keywords(schema: Any) -> None:
             pending += _parts(place, entry)
 
 
-def _parts(place: str, schema: Schema) -> Iterator[tuple[str, Any]]:
+def _parts(place: Place, schema: Schema) -> Iterator[tuple[Place, Any]]:
     for name in _SUBSCHEMAS:
         part = schema.get(name)
         if name == "propertyNames" and isinstance(part, dict):
             part = {"type": "string", **part}
-        yield f"{place}/{name}", part
+        yield place / name, part
     for name in _LISTS_OF_SCHEMAS:
         if isinstance(schema.get(name), list):
-            yield from ((f"{place}/{name}/{i}", part) for i, part in enumerate(schema[name]))
+            yield from ((place / name / i, part) for i, part in enumerate(schema[name]))
     for name in _MAPS_OF_SCHEMAS:
         if isinstance(schema.get(name), dict):
-            yield from ((f"{place}/{name}/{key}", part) for key, part in schema[name].items())
+            yield from ((place / name / key, part) for key, part in schema[name].items())
 
 
 def is_inexpressible(schema: Schema) -> bool:
@@ -83,7 +86,7 @@ def _reasons(schema: Schema) -> Iterator[str]:
     yield from _keywords_beside_lone_ones(schema)
     yield from _values(schema)
     yield from _untyped(schema)
-    types = _types(schema)
+    types = schema_types(schema)
     if "multipleOf" in schema and "number" in types:
         yield 'a "multipleOf" of a number (of an integer it can)'
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
@@ -104,7 +107,7 @@ def _with_inclusive_bounds(schema: Schema) -> Schema:
     number that a double can hold takes the place of such a bound, except around 0, where the library cannot write
     numbers that small."""
     low, high = _bounds(schema, "minimum", "exclusiveMinimum"), _bounds(schema, "maximum", "exclusiveMaximum")
-    if not (low and high and min(high) - max(low) < 1) or _types(schema) == ["integer"]:
+    if not (low and high and min(high) - max(low) < 1) or schema_types(schema) == ["integer"]:
         return schema
     schema = dict(schema)
     for name, inclusive, end, tightest in (
@@ -144,13 +147,8 @@ def _values(schema: Schema) -> Iterator[str]:
         if others:
             yield f'"{others[0]}" beside "{name}"'
         values = schema[name] if name == "enum" else [schema[name]]
-        if "type" in schema and not all(_is_of(value, _types(schema)) for value in values):
+        if "type" in schema and not all(_is_of(value, schema_types(schema)) for value in values):
             yield f'a value of "{name}" that "type" forbids'
-
-
-def _types(schema: Schema) -> list[str]:
-    types = schema.get("type", [])
-    return types if isinstance(types, list) else [types]
 
 
 def _is_of(value: Any, types: list[str]) -> bool:
@@ -187,46 +185,6 @@ def _names(schema: Schema) -> Iterator[str]:
         yield f'"required" of {missing[0]!r}, which is not among "properties",'
 
 
-def exclusive(branches: Any) -> bool:
-    """Returns whether no value can be valid under two of these schemas."""
-    return isinstance(branches, list) and all(
-        _exclude_each_other(first, second) for i, first in enumerate(branches) for second in branches[i + 1 :]
-    )
-
-
-def _exclude_each_other(first: Any, second: Any) -> bool:
-    if not (isinstance(first, dict) and isinstance(second, dict)):
-        return False
-    a, b = _allowed_types(first), _allowed_types(second)
-    if a and b and not a & b and not {"integer", "number"} <= a | b:
-        return True
-    constants = _constants(first), _constants(second)
-    if None not in constants and not constants[0] & constants[1]:  # type: ignore[operator]
-        return True
-    shared = set(first.get("required") or ()) & set(second.get("required") or ())
-    if a | b != {"object"}:
-        return False
-    ours, theirs = (branch.get("properties") or {} for branch in (first, second))
-    for name in shared & set(ours) & set(theirs):
-        mine, other = _constants(ours[name]), _constants(theirs[name])
-        if mine is not None and other is not None and not mine & other:
-            return True
-    return False
-
-
-def _allowed_types(schema: Schema) -> set[str]:
-    return set(_types(schema)) or ({"object"} if "properties" in schema else set())
-
-
-def _constants(schema: Any) -> set[str] | None:
-    """Returns the only allowed values, as text; None if there are others."""
-    if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
-        return {repr(schema["const"])}
-    return {repr(value) for value in schema["enum"]} if isinstance(schema.get("enum"), list) else None
-
-
 _UNKNOWN_TO_LLGUIDANCE = (*_NEVER, "propertyNames", "unevaluatedProperties")
 
 
@@ -252,7 +210,7 @@ def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
     The caller has limited nesting and size."""
     closes = not any(_is_joined(part) for part in _all_parts(schema))
 
-    def change(_: str, part: Schema) -> Schema:
+    def change(_: Place, part: Schema) -> Schema:
         part = {name: value for name, value in part.items() if name != "format" or value in formats or not value}
         part = _with_inclusive_bounds(part)
         return {**part, "additionalProperties": False} if closes and names_all(part) else part
@@ -260,11 +218,11 @@ def for_llguidance(schema: Schema, formats: Collection[str]) -> Schema:
     return with_parts(schema, change)
 
 
-def with_parts(schema: Any, change: Callable[[str, Schema], Schema | bool]) -> Any:
+def with_parts(schema: Any, change: Callable[[Place, Schema], Schema | bool]) -> Any:
     """Returns a copy of `schema` in which `change` (of a part's place and the part) replaces each part, outermost
     first. Nesting and size of the result must be limited."""
     copied: Schema = {"#": schema}
-    pending: list[tuple[str, Any, Any]] = [("#", copied, "#")]
+    pending: list[tuple[Place, Any, Any]] = [(ROOT, copied, "#")]
     while pending:
         place, parent, key = pending.pop()
         if not isinstance(parent[key], dict):
@@ -273,14 +231,14 @@ def with_parts(schema: Any, change: Callable[[str, Schema], Schema | bool]) -> A
         if isinstance(part, bool):
             continue
         part = parent[key] = dict(part)
-        pending += [(f"{place}/{name}", part, name) for name in _SUBSCHEMAS if name in part]
+        pending += [(place / name, part, name) for name in _SUBSCHEMAS if name in part]
         for name in (*_LISTS_OF_SCHEMAS, *_MAPS_OF_SCHEMAS):
             if isinstance(part.get(name), list):
                 part[name] = list(part[name])
-                pending += [(f"{place}/{name}/{i}", part[name], i) for i in range(len(part[name]))]
+                pending += [(place / name / i, part[name], i) for i in range(len(part[name]))]
             elif isinstance(part.get(name), dict):
                 part[name] = dict(part[name])
-                pending += [(f"{place}/{name}/{entry}", part[name], entry) for entry in part[name]]
+                pending += [(place / name / entry, part[name], entry) for entry in part[name]]
     return copied["#"]
 
 
@@ -290,7 +248,7 @@ def _all_parts(schema: Any) -> Iterator[Schema]:
         part = pending.pop()
         if isinstance(part, dict):
             yield part
-            pending += [entry for _, entry in _parts("#", part)]
+            pending += [entry for _, entry in _parts(ROOT, part)]
 
 
 def _is_joined(part: Schema) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from sglang.srt.constrained import schema_complements
+from sglang.srt.constrained.exclusive_schemas import exclusive
 from sglang.srt.constrained.plain_schemas import (
     ATOMS,
     BOUNDS,
@@ -29,7 +30,8 @@ from sglang.srt.constrained.plain_schemas import (
     simplified,
 )
 from sglang.srt.constrained.schema_emission import emitted, with_named_patterns, without_absent
-from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, exclusive, with_parts
+from sglang.srt.constrained.schema_keywords import ANNOTATIONS, InexpressibleSchema, with_parts
+from sglang.srt.constrained.schema_places import Place
 
 MAX_ALTERNATIVES = 64
 MAX_WORK = 4_000
@@ -60,9 +62,9 @@ def rewritten(schema: Any, needs: Callable[[Schema], bool]) -> Any:
     if not isinstance(schema, dict) or not _is_local(schema):
         return schema
     rewriter = Rewriter(schema)
-    impossible: list[str] = []
+    impossible: list[Place] = []
 
-    def change(place: str, part: Schema) -> Schema | bool:
+    def change(place: Place, part: Schema) -> Schema | bool:
         try:
             if not needs(part):
                 return part

@@ -92,7 +92,10 @@ async def session_stream(
             if "index" in result:  # server or model defaults may set n > 1
                 raise RequestError("session_params needs a single sample: a request has one output to go on from.")
             new: list[int] = result["output_ids"]
-            output_ids = output_ids + new if incremental else new
+            if incremental:
+                output_ids.extend(new)
+            else:
+                output_ids = new
             finish = result["meta_info"]["finish_reason"]
             if finish is not None and not (rolls_back and finish["type"] == "abort"):
                 store.end(params.id, turn, output_ids)

@@ -286,7 +286,7 @@ class CausalLM:
         self.defers_all_reduce = (
             scope.groups.dp.size == 1
             and all(layer.defers_all_reduce for layer in self.layers)
-            and not any(isinstance(layer.mixer, GQA) and layer.mixer.qk_norm == "whole" for layer in model.layers)
+            and all(layer.mixer.defers_all_reduce for layer in model.layers)
         )
         """True if all blocks defer their all-reduce and use no other collective, so that microbatches of a step can
         alternate block by block."""

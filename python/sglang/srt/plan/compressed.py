@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import MixerDefaults
 from sglang.srt.plan.layer_spec import (
     PER_REQUEST,
     CacheSpec,
@@ -24,7 +25,7 @@ from sglang.srt.plan.mixers import Indexer
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedSparse:
+class CompressedSparse(MixerDefaults):
     """Attention in which one latent of `head_dim` a token is key and value of every head. It sees the last `window`
     tokens and, with `rate` > 0, one compressed entry for every `rate` tokens: those that the indexer selects, or all
     without one.
@@ -50,6 +51,38 @@ class CompressedSparse:
     @property
     def value_dim(self) -> int:
         return self.head_dim
+
+    @property
+    def merges_tokens(self) -> bool:
+        return True
+
+    @property
+    def short_prefill_graphs(self) -> bool:
+        return True
+
+    @property
+    def unselected_rate(self) -> int:
+        return self.rate if self.indexer is None else 0
+
+    def uneven_part(self, tp_size: int) -> str:
+        return f"{self.o_groups} groups of attention's output" if self.o_groups % tp_size else ""
+
+    def in_blocks(self, size: int) -> CompressedSparse:
+        return replace(self, block=size)
+
+    @property
+    def makes(self) -> bool:
+        """Returns whether the layer makes entries."""
+        return self.rate > 0
+
+    @property
+    def most_entries(self) -> int:
+        """Most entries that a token attends to; 0: all."""
+        return 0 if self.indexer is None else self.indexer.top_k
+
+    def scored_entries(self, entries: int) -> int:
+        """Returns how many of a request's entries the indexer scores for a token."""
+        return entries
 
     @property
     def overlap(self) -> int:

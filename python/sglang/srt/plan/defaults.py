@@ -8,12 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.feed_forward import MoE
-from sglang.srt.plan.layer_spec import Matrix, Mixer
-from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.pooled_selection import PooledSelection
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.server_args import ServerArgs
 
@@ -119,8 +115,9 @@ def layer_products(model: ModelDescription) -> float:
     Routers and other small products that are never quantized do not count."""
     total = 0
     for layer, count in Counter(model.layers).items():
-        rows = layer.ffn.intermediate_size if isinstance(layer.ffn, MoE) else 0
-        columns = layer.ffn.top_k + layer.ffn.fused_shared if isinstance(layer.ffn, MoE) else 0
+        experts = layer.ffn.experts
+        rows = experts.intermediate_size if experts else 0
+        columns = experts.top_k + experts.fused_shared if experts else 0
         weights = layer.weights(model.hidden_size, ONE_RANK, rows)
         matrices = [part for part in weights if isinstance(part, Matrix) and part.quantized]
         total += count * sum(part.rows * part.cols * (columns if part.experts else 1) for part in matrices)
@@ -130,17 +127,11 @@ def layer_products(model: ModelDescription) -> float:
 def cuda_graph_prefill_tokens(model: ModelDescription, tp_size: int, chunk: int) -> tuple[int, ...]:
     """Returns the token counts of prefill graphs: steps whose launches would keep the host busy for about as long as
     the GPU computes. Only the weights that a token multiplies count, so of the experts only the chosen ones."""
-    mixers = {layer.mixer for layer in model.layers}
     launch = EXPERT_LAUNCH_S if model.experts else DENSE_LAUNCH_S
     limit = GRAPH_MARGIN * launch * FLOP_RATE / (2 * layer_products(model) / tp_size)
-    chosen = (MLA, CompressedSparse, PooledSelection)
-    if any(isinstance(mixer, chosen) or _chooses_blocks(mixer) for mixer in mixers):
+    if any(layer.mixer.short_prefill_graphs for layer in model.layers):
         limit = min(limit, LATENT_GRAPH_TOKENS)
     return tuple(size for size in PREFILL_GRAPH_TOKENS if size <= min(limit, chunk))
-
-
-def _chooses_blocks(mixer: Mixer) -> bool:
-    return isinstance(mixer, GQA) and mixer.indexer is not None
 
 
 LATENT_GRAPH_TOKENS = 512

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import dense_unit
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import FeedForwardDefaults
 from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout, ShardRange, share_of_units
 
@@ -19,7 +20,7 @@ def up_parts(activation: Activation) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Dense:
+class Dense(FeedForwardDefaults):
     """An MLP.
 
     scale_group: contiguous intermediate dims that share quantization scales in the checkpoint
@@ -38,6 +39,17 @@ class Dense:
     alternating: bool = False
     members: int = 1
     scaled: bool = False
+
+    @property
+    def mlp(self) -> Dense:
+        return self
+
+    @property
+    def defers_all_reduce(self) -> bool:
+        return not self.bias
+
+    def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> Dense:
+        return replace(self, scale_group=group_of("mlp", self))
 
     def share(self, rank: int, tp_size: int) -> ShardRange:
         """Returns the intermediate dims of a rank. Raises UserError where they cannot be divided."""
@@ -161,7 +173,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class MoE:
+class MoE(FeedForwardDefaults):
     """Routed experts of equal intermediate size, with an optional shared one.
 
     bias: the experts have biases
@@ -187,6 +199,20 @@ class MoE:
     @property
     def top_k(self) -> int:
         return self.router.top_k
+
+    @property
+    def experts(self) -> MoE:
+        return self
+
+    @property
+    def mlp(self) -> Dense | None:
+        return None if self.shared is None or self.fused_shared else self.shared.dense(self.activation)
+
+    def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> MoE:
+        if self.shared is None:
+            return self
+        group = group_of("moe.shared", self.shared.dense(self.activation))
+        return replace(self, shared=replace(self.shared, scale_group=group))
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         yield Need(self.router.op, q_dtype=parallel.dtype)

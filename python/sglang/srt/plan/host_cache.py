@@ -10,7 +10,6 @@ from sglang.srt.configs.storage_backend import StorageConfig, read_storage_confi
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.caches import CacheGroup
-from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import Window
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import PoolSizes, cache_cost
@@ -219,7 +218,7 @@ def _rates(args: ServerArgs, arch: ArchTraits, weights: RankBytes | None) -> dic
 def active_share(model: ModelDescription) -> float:
     """Returns the share of the weights that a token multiplies, at least; in MoE models the chosen experts' share."""
     return min(
-        (layer.ffn.top_k / layer.ffn.num_experts for layer in model.layers if isinstance(layer.ffn, MoE)), default=1.0
+        (experts.top_k / experts.num_experts for layer in model.layers if (experts := layer.ffn.experts)), default=1.0
     )
 
 

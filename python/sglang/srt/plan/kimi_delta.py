@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import MixerDefaults
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.recurrent import CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
-class KimiDelta:
+class KimiDelta(MixerDefaults):
     """Kimi delta attention (arXiv 2510.26692): the gated delta rule after a causal convolution over `conv_kernel`
     tokens, with a decay for each channel of a key. A head has queries, keys and values of `head_dim` and keeps a state
     [head_dim, head_dim] of `state_dtype`. Low-rank projections of the hidden states (rank `head_dim`) make the decays

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import FeedForwardDefaults, MixerDefaults
 from sglang.srt.plan.kv_spec import FP4_GROUP, FP4_KV, PACKED_LATENT_BYTES, STORED_BYTES, refuse_fp4
 from sglang.srt.plan.ranks import RankLayout
 
@@ -267,7 +268,7 @@ class ShortConvolution:
         return Elements(self.taps * self.channels)
 
 
-class Mixer(Protocol):
+class Mixer(MixerDefaults, Protocol):
     """The block of a layer in which the tokens of a request see each other."""
 
     @property
@@ -297,7 +298,7 @@ class Mixer(Protocol):
         """Returns the activation elements of one token at the mixer's widest point."""
 
 
-class FeedForward(Protocol):
+class FeedForward(FeedForwardDefaults, Protocol):
     """The block of a layer that computes each token alone."""
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]: ...
@@ -448,7 +449,7 @@ class Residual(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(MixerDefaults, FeedForwardDefaults):
     """A placeholder for a block that a layer does not have: it is a Mixer and a FeedForward."""
 
     num_heads: int = 0

@@ -8,16 +8,11 @@ from itertools import islice
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
-from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.pooled_selection import PooledSelection
 from sglang.srt.plan.rank_weights import expert_rows
-from sglang.srt.plan.ranks import Node, RankLayout
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
+from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.stages import uncut_runs
 from sglang.srt.server_args import ServerArgs
 
@@ -139,11 +134,11 @@ def larger_layouts(model: ModelDescription, ranks: RankLayout, most: int = MAX_G
 def uneven_heads(model: ModelDescription, tp_size: int) -> str | None:
     """Describes the uneven load of attention heads over ranks; None: all ranks have equally many."""
     for mixer in dict.fromkeys(layer.mixer for layer in model.layers):
-        if isinstance(mixer, GQA | MLA | PooledSelection):
-            shares = mixer.shares(tp_size)
+        shares = mixer.shares(tp_size)
+        if shares is not None:
             most, heads = shares.padded_heads, mixer.num_heads
             if most * tp_size != heads:
-                whole = f", with whole KV heads ({shares.num_kv_heads})" if isinstance(mixer, GQA) else ""
+                whole = f", with whole KV heads ({shares.num_kv_heads})" if mixer.kv_heads else ""
                 shared = f"{heads} attention heads over {tp_size} ranks{whole}"
                 return f"{shared}: the busiest has {most}, the average {heads / tp_size:.1f}"
     return None
@@ -184,7 +179,7 @@ def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
         yield f"--pp-size {pp_size} is more than the model's {len(model.layers)} layers"
     elif pp_size > (count := len(uncut_runs(model))):
         yield f"--pp-size {pp_size} is more than the model's {count} layers with an indexer, at which stages begin"
-    if any(isinstance(layer.mixer, GQA) and not layer.mixer.caches_tokens for layer in model.layers):
+    if not all(layer.mixer.caches_tokens for layer in model.layers):
         yield f"--pp-size {pp_size}: layers attend to keys and values of earlier ones, which other stages would have"
     if model.per_layer_inputs is not None:
         yield f"--pp-size {pp_size}: tokens add inputs to every layer, and only the first stage embeds them"
@@ -226,10 +221,10 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
         yield f"{asked} does not divide --tp-size {ranks.tp_size}{groups}, whose ranks share out the tokens"
         return
     mixers = [layer.mixer for layer in model.layers]
-    if any(isinstance(mixer, CompressedSparse | PooledSelection) for mixer in mixers):
+    if any(mixer.merges_tokens for mixer in mixers):
         yield f"{asked}: entries that stand for several tokens are whole on every rank"
-    elif not any(isinstance(mixer, GQA | MLA) and mixer.effective_dcp_size(tp_size, dcp_size) > 1 for mixer in mixers):
-        heads = max((mixer.num_kv_heads for mixer in mixers if isinstance(mixer, GQA)), default=0)
+    elif not any(mixer.effective_dcp_size(tp_size, dcp_size) > 1 for mixer in mixers):
+        heads = max((mixer.kv_heads for mixer in mixers), default=0)
         yield (
             f"{asked} shares out the tokens of a cache that {dcp_size} ranks would each hold, and with --tp-size"
             f" {ranks.tp_size}{groups} no {dcp_size} ranks hold the same of the model's {heads} KV heads"
@@ -239,36 +234,21 @@ def _context_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[st
 def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: int) -> Iterator[str]:
     """Yields problems of dividing a mixer's heads. Attention heads may be divided unevenly, heads of recurrent layers
     may not."""
+    shares = mixer.shares(tp_size)
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
-    elif isinstance(mixer, GQA | MLA | PooledSelection):
-        yield from _head_problems(model, layer, mixer, tp_size)
-    elif isinstance(mixer, GatedDelta) and (mixer.key_heads % tp_size or mixer.value_heads % tp_size):
-        yield f"--tp-size {tp_size} does not divide the model's {mixer.key_heads} key heads of gated delta nets"
-    elif isinstance(mixer, Mamba2) and mixer.num_groups % tp_size:
-        yield f"--tp-size {tp_size} does not divide the model's {mixer.num_groups} groups of Mamba-2 heads"
-    elif isinstance(mixer, CompressedSparse) and mixer.o_groups % tp_size:
-        yield f"--tp-size {tp_size} does not divide the model's {mixer.o_groups} groups of attention's output"
+    elif shares is not None:
+        yield from _head_problems(model, layer, mixer, shares)
+    elif part := mixer.uneven_part(tp_size):
+        yield f"--tp-size {tp_size} does not divide the model's {part}"
     elif mixer.num_heads % tp_size:
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
 
-def _head_problems(
-    model: ModelDescription, layer: int, mixer: GQA | MLA | PooledSelection[GQA] | PooledSelection[MLA], tp_size: int
-) -> Iterator[str]:
-    shares = mixer.shares(tp_size)
-    if isinstance(mixer, GQA) and mixer.qk_norm == "whole" and shares.kv_copies is None:
-        heads = mixer.num_kv_heads
-        yield f"--tp-size {tp_size} is no multiple of the model's {heads} KV heads, over all of which keys are normed"
-    in_place = isinstance(mixer, GQA) and (mixer.tp_blocks > 0 or mixer.dequantized(tp_size))
-    if isinstance(mixer, GQA) and mixer.tp_blocks and mixer.cuts_scales(tp_size) and shares.padded:
-        yield (
-            f"--tp-size {tp_size} gives some ranks more heads than others, for which the tensor with q, k and v at once"
-            f" ({model.names.layer_module(layer, 'attn.qkv')}) is not cut within {mixer.scale_rows} rows of one scale"
-        )
-    for part in mixer.head_dims():
-        if in_place and part.matrix == "attn.qkv":
-            continue
+def _head_problems(model: ModelDescription, layer: int, mixer: Mixer, shares: HeadShares) -> Iterator[str]:
+    tp_size = shares.tp_size
+    yield from mixer.share_problems(tp_size, lambda matrix: model.names.layer_module(layer, matrix))
+    for part in mixer.scaled_head_dims(tp_size):
         quant = model.quant_of(layer, Matrix(part.matrix, part.parts, 0, 0))
         group = 0 if quant is None else quant.format.group[part.axis]
         if group and any(shares.cuts(part.dims, part.of_kv, rank, group) for rank in range(tp_size)):
@@ -281,9 +261,7 @@ def _head_problems(
 def _dense_problems(ffn: FeedForward, tp_size: int) -> Iterator[str]:
     """Yields the problem of dividing an MLP's intermediate dims over all ranks, if there is one."""
     try:
-        if isinstance(ffn, Dense):
-            ffn.padded_rows(tp_size)
-        elif isinstance(ffn, MoE) and ffn.shared is not None and not ffn.fused_shared:
-            ffn.shared.dense(ffn.activation).padded_rows(tp_size)
+        if ffn.mlp is not None:
+            ffn.mlp.padded_rows(tp_size)
     except UserError as error:
         yield str(error)

@@ -11,18 +11,13 @@ from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.defaults import mixed_decode_sizes
-from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import LayerSpec, Mixer
+from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.media import FEATURE_BYTES, PATCH_BUFFERS, PATCHES_A_STEP
-from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.sizes import Sizes
 
 MIB = 1024**2
@@ -148,7 +143,7 @@ def activation_bytes(model: ModelDescription, dtype: str, num_tokens: int, ranks
     if model.per_layer_inputs is not None:
         widest += model.per_layer_inputs.stream_elements
     routing = groups * 4 * model.experts.num_experts * 2 if model.experts else 0
-    selected = 4 * max((_selected_slots(layer.mixer, ranks.attn_tp_size) for layer in model.layers), default=0)
+    selected = 4 * max((layer.mixer.selected_slots(ranks.attn_tp_size) for layer in model.layers), default=0)
     return int(num_tokens * (widest * item + routing + selected) * _FRAGMENTATION)
 
 
@@ -157,8 +152,7 @@ def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
     which draft tokens are accepted."""
     if sizes.verified_tokens == 1:
         return 0
-    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, (GatedDelta, KimiDelta, Mamba2))]
-    kept = [mixer.verified_elements(sizes.ranks.attn_tp_size) for mixer in mixers]
+    kept = [layer.mixer.verified_elements(sizes.ranks.attn_tp_size) for layer in model.layers]
     of_token = sum(elements * KV_DTYPE_BYTES[dtype] + 4 * wide for elements, wide in kept)
     of_token += KV_DTYPE_BYTES[dtype] * sum(_convolved(layer, sizes.ranks.attn_tp_size) for layer in model.layers)
     return sizes.decode_rows * of_token
@@ -167,24 +161,13 @@ def verified_bytes(model: ModelDescription, dtype: str, sizes: Sizes) -> int:
 def _convolved(layer: LayerSpec, tp_size: int) -> int:
     """Returns the elements of a token that a layer's short convolutions take."""
     blocks = 0 if layer.convolution is None else 2 * layer.convolution.channels
-    mixer = layer.mixer
-    return blocks + (mixer.convolution(tp_size).channels if isinstance(mixer, GQA) and mixer.conv_taps else 0)
-
-
-def _selected_slots(mixer: Mixer, tp_size: int) -> int:
-    """Returns the number of slots that a token's selection takes: one for each token, or for each block and KV head."""
-    if isinstance(mixer, MLA):
-        return mixer.top_k
-    if isinstance(mixer, GQA) and mixer.indexer is not None:
-        return mixer.shares(tp_size).padded_kv_heads * mixer.indexer.top_blocks
-    return 0
+    return blocks + layer.mixer.convolved_elements(tp_size)
 
 
 def selection_bytes(model: ModelDescription, num_tokens: int, context_len: int) -> int:
     """Returns the bytes of the selections of all compressed entries that a step of `num_tokens` tokens keeps for its
     layers, one for each rate, and of the mask with which one is made."""
-    mixers = [mixer for mixer in {layer.mixer for layer in model.layers} if isinstance(mixer, CompressedSparse)]
-    rates = {m.rate for m in mixers if m.rate and m.indexer is None and not isinstance(m, SharedSparse)}
+    rates = {layer.mixer.unselected_rate for layer in model.layers} - {0}
     entries = [context_len // rate for rate in rates]
     return num_tokens * (SLOT_BYTES * sum(entries) + max(entries, default=0))
 
@@ -420,7 +403,7 @@ def _attention_sizes(
         value_dim=max(layer.mixer.value_dim for layer in model.layers),
         index_logits=sizes.tokens_per_step
         * 4
-        * max(_scores_of_a_token(layer.mixer, sizes.context_len, sizes.ranks.attn_tp_size) for layer in model.layers),
+        * max(layer.mixer.token_scores(sizes.context_len, sizes.ranks.attn_tp_size) for layer in model.layers),
         num_sms=num_sms,
         max_running_requests=sizes.max_running_requests,
         graph_batch_sizes=sizes.graph_batch_sizes,
@@ -436,14 +419,6 @@ def _attention_sizes(
         gathered=sizes.context_len * (cost.shared_entry + GATHER_BYTES) if shared else 0,
         gathered_tokens=sizes.context_len if shared else 0,
     )
-
-
-def _scores_of_a_token(mixer: Mixer, context_len: int, tp_size: int) -> int:
-    """Returns the number of scores that an indexer computes for a token at the end of the context: one a token, or one
-    for each block and KV head."""
-    if isinstance(mixer, GQA) and mixer.indexer is not None:
-        return mixer.shares(tp_size).padded_kv_heads * -(-context_len // mixer.indexer.block)
-    return context_len
 
 
 def plan_cpu_memory(

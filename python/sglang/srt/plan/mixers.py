@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.fused_rows import FUSED_PART, fused_rows, keep_groups
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, refuse_fp4
@@ -16,6 +17,7 @@ from sglang.srt.plan.layer_spec import (
     FULL,
     PER_REQUEST,
     AttentionShape,
+    AttentionSite,
     CacheSpec,
     CacheTensor,
     Elements,
@@ -34,19 +36,7 @@ from sglang.srt.plan.ranks import HeadShares, ShardRange
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDims:
-    """The rows (axis 0) or columns (axis 1) of a matrix that belong to one head: `dims` contiguous ones for each query
-    head, or for each KV head with `of_kv`. `matrix`, `parts`: as in Matrix."""
-
-    matrix: str
-    parts: tuple[str, ...]
-    axis: int
-    dims: int
-    of_kv: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class GQA:
+class GQA(MixerDefaults):
     """Grouped-query attention: `num_heads / num_kv_heads` query heads share a KV head.
 
     scale: multiplies the products of q and k; 0: head_dim ** -0.5
@@ -140,9 +130,67 @@ class GQA:
         """Returns whether the layer has keys and values of its own."""
         return self.cache_layer < 0
 
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads
+
+    @property
+    def defers_all_reduce(self) -> bool:
+        return not self.o_bias and self.qk_norm != "whole"
+
+    @property
+    def cache_scale_bytes(self) -> int:
+        return 8 if self.caches_tokens else 0
+
+    @property
+    def block_indexer(self) -> BlockIndexer | None:
+        return self.indexer
+
+    @property
+    def short_prefill_graphs(self) -> bool:
+        return self.indexer is not None
+
+    def selected_slots(self, tp_size: int) -> int:
+        return 0 if self.indexer is None else self.shares(tp_size).padded_kv_heads * self.indexer.top_blocks
+
+    def token_scores(self, context_len: int, tp_size: int) -> int:
+        if self.indexer is None:
+            return context_len
+        return self.shares(tp_size).padded_kv_heads * -(-context_len // self.indexer.block)
+
+    def in_blocks(self, size: int) -> GQA:
+        return replace(self, block=size)
+
+    def with_input_size(self, size: int) -> GQA:
+        return replace(self, input_size=size)
+
+    def lagging(self, draft_tokens: int, convolved: bool) -> GQA:
+        slack = draft_tokens if convolved else self.conv_slack
+        return replace(self, window_slack=draft_tokens - 1, conv_slack=slack)
+
+    def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> GQA:
+        return replace(self, scale_rows=rows_of(Matrix("attn.qkv", ("q",), 0, 0)))
+
     def shares(self, tp_size: int) -> HeadShares:
         """Returns how query and KV heads are divided over ranks."""
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
+
+    def share_problems(self, tp_size: int, module_of: Callable[[str], str]) -> Iterator[str]:
+        shares = self.shares(tp_size)
+        if self.qk_norm == "whole" and shares.kv_copies is None:
+            yield (
+                f"--tp-size {tp_size} is no multiple of the model's {self.num_kv_heads} KV heads, over all of which"
+                " keys are normed"
+            )
+        if self.tp_blocks and self.cuts_scales(tp_size) and shares.padded:
+            yield (
+                f"--tp-size {tp_size} gives some ranks more heads than others, for which the tensor with q, k and v at"
+                f" once ({module_of('attn.qkv')}) is not cut within {self.scale_rows} rows of one scale"
+            )
+
+    def scaled_head_dims(self, tp_size: int) -> Iterator[HeadDims]:
+        in_place = self.tp_blocks > 0 or self.dequantized(tp_size)
+        return (part for part in self.head_dims() if not in_place or part.matrix != "attn.qkv")
 
     def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
         """Returns over how many ranks the tokens of the cache are sharded: `dcp_size` where that many ranks would hold
@@ -258,6 +306,9 @@ class GQA:
         refuse_fp4(parallel.kv_dtype, "keys and values that an indexer selects by blocks have a byte an element")
         return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(parallel))
 
+    def convolved_elements(self, tp_size: int) -> int:
+        return self.convolution(tp_size).channels if self.conv_taps else 0
+
     def convolution(self, tp_size: int) -> ShortConvolution:
         """Returns the convolution over a rank's k and v, whose channels are concatenated."""
         channels = self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
@@ -269,6 +320,10 @@ class GQA:
         shares = self.shares(tp_size)
         heads = shares.padded_heads * self.block
         return AttentionShape(heads, shares.padded_kv_heads, self.head_dim, self.v_head_dim)
+
+    def attention_site(self, tp_size: int, dcp_size: int) -> AttentionSite:
+        sharing = self.effective_dcp_size(tp_size, dcp_size)
+        return AttentionSite(self.attention_shape(tp_size), self.window, self.top_k, sharing, self.chunked)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
@@ -332,7 +387,7 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True)
-class MLA:
+class MLA(MixerDefaults):
     """Latent attention (DeepSeek-V2, arXiv 2405.04434): one latent and one rotary key a token, for all heads.
 
     Decode multiplies q by W_UK and the output by W_UV (absorbed), so that it reads latents only; prompts attend to
@@ -364,9 +419,27 @@ class MLA:
         return self.top_k > 0
 
     @property
-    def takes_selection(self) -> bool:
+    def follows_layer(self) -> bool:
         """Returns whether the layer takes the selection of an earlier layer."""
         return self.sparse and self.indexer is None
+
+    @property
+    def latents(self) -> MLA:
+        return self
+
+    @property
+    def short_prefill_graphs(self) -> bool:
+        return True
+
+    @property
+    def cache_scale_bytes(self) -> int:
+        return 0 if self.sparse else 4
+
+    def selected_slots(self, tp_size: int) -> int:
+        return self.top_k
+
+    def with_input_size(self, size: int) -> MLA:
+        return replace(self, input_size=size)
 
     @property
     def value_dim(self) -> int:
@@ -411,6 +484,9 @@ class MLA:
         yield HeadDims(queries[0], (queries[1],), 0, self.qk_dim)
         yield HeadDims("attn.kv_b", ("",), 0, self.nope_dim + self.v_dim)
         yield HeadDims("attn.o", ("",), 1, self.v_dim)
+
+    def scaled_head_dims(self, tp_size: int) -> Iterator[HeadDims]:
+        return self.head_dims()
 
     def _with_index_dtype(self, parallel: ParallelConfig) -> ParallelConfig:
         """Returns the config with the cache dtype of index keys: e4m3 with one scale a key, as published, whatever the
@@ -463,6 +539,10 @@ class MLA:
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         return AttentionShape(self.shares(tp_size).padded_heads, 1, self.latent_dim, self.kv_lora_rank)
+
+    def attention_site(self, tp_size: int, dcp_size: int) -> AttentionSite:
+        sharing = self.effective_dcp_size(tp_size, dcp_size)
+        return AttentionSite(self.attention_shape(tp_size), top_k=self.top_k, dcp_size=sharing)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads = self.shares(tp_size).padded_heads

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
 from sglang.srt.plan.families.family import Family
@@ -25,9 +25,7 @@ from sglang.srt.plan.families.usual import usual_model
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.per_layer import PerLayerEmbedding
-from sglang.srt.plan.pooled_selection import PooledSelection
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -92,7 +90,7 @@ class ModelDescription:
     @property
     def experts(self) -> MoE | None:
         """The routed experts (those of all layers are equal); None: there are none."""
-        return next((layer.ffn for layer in self.layers if isinstance(layer.ffn, MoE)), None)
+        return next((experts for layer in self.layers if (experts := layer.ffn.experts)), None)
 
     @property
     def per_layer_inputs(self) -> PerLayerEmbedding | None:
@@ -125,8 +123,8 @@ class ModelDescription:
             quants = {
                 self.quant_of(i, matrix)
                 for i, layer in enumerate(self.layers)
-                if isinstance(layer.ffn, MoE)
-                for matrix in layer.ffn.weights(self.hidden_size, ONE_RANK, layer.ffn.intermediate_size)
+                if (experts := layer.ffn.experts)
+                for matrix in experts.weights(self.hidden_size, ONE_RANK, experts.intermediate_size)
                 if isinstance(matrix, Matrix) and matrix.experts
             }
             self._expert_quants.append(frozenset(quants))
@@ -170,7 +168,7 @@ class ModelDescription:
     def caches_in_fp8(self) -> bool:
         """Returns whether the caches of keys and values may be in FP8. Compressed entries stay in 16 bits, and so do
         the caches of layers that select runs of tokens by pooled keys."""
-        return not any(isinstance(layer.mixer, CompressedSparse | PooledSelection) for layer in self.layers)
+        return not any(layer.mixer.merges_tokens for layer in self.layers)
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here, if anything is."""
@@ -285,9 +283,9 @@ def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescript
     """Returns the model with each shared expert held as one more routed expert where that is possible, unless
     `keep_apart` says why not."""
     with_shared = {
-        i: layer.ffn
+        i: experts
         for i, layer in enumerate(model.layers)
-        if isinstance(layer.ffn, MoE) and layer.ffn.shared is not None
+        if (experts := layer.ffn.experts) and experts.shared is not None
     }
     reasons = (keep_apart or _why_apart(model, i, experts) for i, experts in with_shared.items())
     apart = next((why for why in reasons if why), None)
@@ -304,17 +302,16 @@ def _with_scale_groups(model: ModelDescription) -> ModelDescription:
         return model
     layers = []
     for i, layer in enumerate(model.layers):
-        ffn, mixer = layer.ffn, layer.mixer
-        if isinstance(mixer, GQA):
-            quant = model.quant_of(i, Matrix("attn.qkv", ("q",), 0, 0))
-            mixer = replace(mixer, scale_rows=max(1, quant.format.group[0]) if quant else 1)
-        if isinstance(ffn, Dense):
-            ffn = replace(ffn, scale_group=_scale_group(model, i, "mlp", ffn))
-        elif isinstance(ffn, MoE) and ffn.shared is not None:
-            group = _scale_group(model, i, "moe.shared", ffn.shared.dense(ffn.activation))
-            ffn = replace(ffn, shared=replace(ffn.shared, scale_group=group))
+        rows_of, group_of = partial(_scale_rows, model, i), partial(_scale_group, model, i)
+        mixer, ffn = layer.mixer.with_scale_rows(rows_of), layer.ffn.with_scale_groups(group_of)
         layers.append(replace(layer, mixer=mixer, ffn=ffn))
     return replace(model, layers=tuple(layers))
+
+
+def _scale_rows(model: ModelDescription, layer: int, matrix: Matrix) -> int:
+    """Returns the number of contiguous rows of a matrix that share scales."""
+    quant = model.quant_of(layer, matrix)
+    return max(1, quant.format.group[0]) if quant else 1
 
 
 def _scale_group(model: ModelDescription, layer: int, prefix: str, mlp: Dense) -> int:

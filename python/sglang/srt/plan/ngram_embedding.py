@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import FeedForwardDefaults
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout
 
@@ -40,7 +41,7 @@ def _head_rows(base: int, before: int, count: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class NgramEmbedding:
+class NgramEmbedding(FeedForwardDefaults):
     """An embedding of n-grams. A token looks up `heads` rows for each n-gram of 2 to `longest` tokens that ends with
     it, in a table of `dim` columns. The concatenated rows are projected to one value, and to a key for each of
     `streams` residual streams of `stream_size` elements; the streams gate the value. A convolution of `taps` taps,

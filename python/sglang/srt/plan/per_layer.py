@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import FeedForwardDefaults
 from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout
 
 
 @dataclass(frozen=True, slots=True)
-class PerLayerEmbedding:
+class PerLayerEmbedding(FeedForwardDefaults):
     """An embedding of `size` numbers for each of `num_layers` layers: looked up in a table of `vocab_size` rows, plus a
     projection of the token's embedding. At the end of a layer the stream gates them, and they are projected into it."""
 

@@ -35,6 +35,11 @@ class PooledLatent(PooledSelection[MLA]):
         """A table without rotation, for kernels that norm and rotate keys."""
         return unrotated(self.indexer.head_dim // 2)
 
+    @property
+    def keeps_selection(self) -> bool:
+        """Returns True: a run that draft tokens complete has no key before they are accepted."""
+        return True
+
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         index, rank, rotary = self.indexer, self.heads.kv_lora_rank, self.rope.rot_dim
         dims, heads = (rank, rank), (self.shares(parallel.attn_tp_size).padded_heads, 1)

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Generic, TypeVar
 
+from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, ParallelConfig
-from sglang.srt.plan.mixers import GQA, MLA, HeadDims, Indexer
+from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.ranks import HeadShares
 
 Heads = TypeVar("Heads", GQA, MLA)
 
 
 @dataclass(frozen=True, slots=True)
-class PooledSelection(Generic[Heads]):
+class PooledSelection(MixerDefaults, Generic[Heads]):
     """Attention (`heads`) over the `indexer.top_k` runs of `block` tokens that the indexer scores highest, and always
     over the tokens behind the last complete run.
 
@@ -43,8 +44,16 @@ class PooledSelection(Generic[Heads]):
     def shares(self, tp_size: int) -> HeadShares:
         return self.heads.shares(tp_size)
 
-    def head_dims(self) -> Iterator[HeadDims]:
+    def scaled_head_dims(self, tp_size: int) -> Iterator[HeadDims]:
         return self.heads.head_dims()
+
+    @property
+    def merges_tokens(self) -> bool:
+        return True
+
+    @property
+    def short_prefill_graphs(self) -> bool:
+        return True
 
     def attention_shape(self, tp_size: int) -> None:
         """Returns None: a selection is made for each token, so no backend plans the attention of a step."""

@@ -31,6 +31,13 @@ class PooledSparse(PooledSelection[GQA]):
     def rope(self) -> RopeSpec | None:
         return self.heads.rope
 
+    @property
+    def block_budget(self) -> int:
+        return self.budget
+
+    def unselected(self) -> GQA:
+        return self.heads
+
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         of_heads = {need.op: need for need in self.heads.needs(parallel)}
         dense = of_heads.pop("decode_attention")

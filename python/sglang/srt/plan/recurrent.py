@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import MixerDefaults
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 
 CHUNK_TOKENS = 64
@@ -13,7 +14,7 @@ CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta:
+class GatedDelta(MixerDefaults):
     """Gated delta rule (arXiv 2412.06464) after a causal convolution over `conv_kernel` tokens. Each value head keeps a
     state [key_dim, value_dim] of `state_dtype`. `by_key_head`: checkpoints store all projections of a key head
     together. The output is gated by SiLU, or with `sigmoid_gate` by a sigmoid."""
@@ -34,6 +35,10 @@ class GatedDelta:
     @property
     def rope(self) -> None:
         return None
+
+    def uneven_part(self, tp_size: int) -> str:
+        divided = self.key_heads % tp_size == 0 and self.value_heads % tp_size == 0
+        return "" if divided else f"{self.key_heads} key heads of gated delta nets"
 
     def _widths(self, tp_size: int) -> tuple[int, int]:
         """Returns the elements of k (and of q), and of v, of one token on a rank."""
@@ -83,7 +88,7 @@ class GatedDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba2:
+class Mamba2(MixerDefaults):
     """State-space duality (arXiv 2405.21060) after a causal convolution over `conv_kernel` tokens. Each head keeps a
     state [state_dim, head_dim] of `state_dtype`; heads come in `num_groups` groups with the same B and C."""
 
@@ -105,6 +110,13 @@ class Mamba2:
     @property
     def rope(self) -> None:
         return None
+
+    @property
+    def defers_all_reduce(self) -> bool:
+        return not self.proj_bias
+
+    def uneven_part(self, tp_size: int) -> str:
+        return f"{self.num_groups} groups of Mamba-2 heads" if self.num_groups % tp_size else ""
 
     def widths(self, tp_size: int) -> tuple[int, int]:
         """Returns the elements of B (and of C), and of x, of one token on a rank."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 
 E4M3_COST = 0.5
@@ -37,7 +37,7 @@ def decoding_reads_less_from(mixer: MLA, indexed: float, parallel: ParallelConfi
 
 
 def _describe_blocks(model: ModelDescription) -> str:
-    indexers = [layer.mixer.indexer for layer in model.layers if isinstance(layer.mixer, GQA)]
+    indexers = [layer.mixer.block_indexer for layer in model.layers]
     chosen = [indexer for indexer in indexers if indexer is not None]
     if not chosen:
         return ""
@@ -50,7 +50,7 @@ def _describe_blocks(model: ModelDescription) -> str:
 
 def describe_selection(model: ModelDescription, parallel: ParallelConfig) -> str:
     """Describes the selection for people; "" where no layer selects. All layers with an indexer must be alike."""
-    layers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, MLA) and layer.mixer.sparse]
+    layers = [mixer for layer in model.layers if (mixer := layer.mixer.latents) and mixer.sparse]
     with_indexer = [mixer for mixer in layers if mixer.indexer is not None]
     if not with_indexer:
         return _describe_blocks(model)

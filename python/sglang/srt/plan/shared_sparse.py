@@ -60,6 +60,26 @@ class SharedSparse(CompressedSparse):
         return self.layer == self.source
 
     @property
+    def shares_entries(self) -> bool:
+        return True
+
+    @property
+    def follows_layer(self) -> bool:
+        return not self.makes
+
+    @property
+    def unselected_rate(self) -> int:
+        return 0
+
+    @property
+    def most_entries(self) -> int:
+        return self.top_k
+
+    def scored_entries(self, entries: int) -> int:
+        bounded = self.candidates is not None and self.layer != self.bounded_by
+        return min(entries, self.candidates.entries) if self.candidates is not None and bounded else entries
+
+    @property
     def overlap(self) -> int:
         return 1
 

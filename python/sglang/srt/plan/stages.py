@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.weights import rank_weight_bytes
 
 
@@ -76,11 +74,7 @@ def cut_stages(
 def uncut_runs(model: ModelDescription) -> list[range]:
     """Returns the runs of layers that must stay in one stage: a layer that takes an earlier layer's selection, or reads
     entries that it made, stays with it."""
-    takes = [
-        (isinstance(layer.mixer, MLA) and layer.mixer.takes_selection)
-        or (isinstance(layer.mixer, SharedSparse) and not layer.mixer.makes)
-        for layer in model.layers
-    ]
+    takes = [layer.mixer.follows_layer for layer in model.layers]
     starts = [i for i, taken in enumerate(takes) if not taken]
     return [range(start, stop) for start, stop in itertools.pairwise([*starts, len(takes)])]
 

@@ -10,11 +10,8 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
-from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.recurrent import Mamba2
 from sglang.srt.server_args import ServerArgs
 
 FLAG = "--enable-two-batch-overlap"
@@ -73,19 +70,15 @@ def alternates_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
 def _defers_all_reduce(layer: LayerSpec) -> bool:
     """Returns whether the layer defers its all-reduces: no bias is part of the sum, no norm or factor comes right
     behind it, and no norm spans the heads of all ranks. A convolution may: each rank convolves its partial sums."""
-    residual, mixer, ffn = layer.residual, layer.mixer, layer.ffn
+    residual = layer.residual
     if not isinstance(residual, Sum) or residual.norms_after or residual.layer_scale:
         return False
-    if isinstance(mixer, GQA) and (mixer.o_bias or mixer.qk_norm == "whole"):
-        return False
-    if isinstance(mixer, Mamba2) and mixer.proj_bias:
-        return False
-    return not (isinstance(ffn, Dense) and ffn.bias)
+    return layer.mixer.defers_all_reduce and layer.ffn.defers_all_reduce
 
 
 def has_experts(model: ModelDescription) -> bool:
     """Returns whether any layer has routed experts."""
-    return any(isinstance(layer.ffn, MoE) for layer in model.layers)
+    return model.experts is not None
 
 
 def why_not_split(tp_size: int, dcp_size: int) -> str:

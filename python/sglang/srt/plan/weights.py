@@ -10,8 +10,7 @@ from collections.abc import Collection
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, wants_planes
-from sglang.srt.plan.layer_spec import ABSENT, Matrix, Mixer, Sum, Weights
-from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.layer_spec import ABSENT, Matrix, Sum, Weights
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
 
@@ -39,7 +38,7 @@ def rank_weight_bytes(
         unnormed = isinstance(layer.residual, Sum) and not layer.residual.mixer_norms
         total += norm * (sum(block != ABSENT for block in (layer.mixer, layer.ffn)) - unnormed)
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
-        total += _cache_scale_bytes(layer.mixer) if fp8_cache else 0
+        total += layer.mixer.cache_scale_bytes if fp8_cache else 0
     if model.encodes_media and model.media is not None:
         total += model.media.tower.num_weights() * item
     if model.per_layer_inputs is not None:
@@ -71,12 +70,6 @@ def wide_bytes(of_rank: RankWeights, dtype: str) -> dict[str, int]:
             block = weight.name.partition(".")[0]
             sizes[block] = sizes.get(block, 0) + matrix_bytes(weight, None, item)
     return dict(sorted(sizes.items(), key=lambda size: -size[1])) if quantized else {}
-
-
-def _cache_scale_bytes(mixer: Mixer) -> int:
-    if isinstance(mixer, GQA):
-        return 8 if mixer.caches_tokens else 0
-    return 4 if isinstance(mixer, MLA) and not mixer.sparse else 0
 
 
 def _bytes_of(

@@ -25,7 +25,6 @@ from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
-from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import RankLayout
 from srt.layers.attention.fake_flashinfer import fake_flashinfer
@@ -225,7 +224,7 @@ def prompts(new: list[int], prefix: list[int], **changes: Any) -> ExtendRows:
     return ExtendRows(torch.arange(len(new)), lens, lens, lens, slots, new, prefix, **known)
 
 
-SITES = [site_of(DEEPSEEK, tp, 1) for tp in (1, 2)]
+SITES = [DEEPSEEK.attention_site(tp, 1) for tp in (1, 2)]
 LONG = sites.LONG_PROMPTS
 STEPS = {
     "long": (prompts([LONG - 300, 300], [0, 5000]), 2),

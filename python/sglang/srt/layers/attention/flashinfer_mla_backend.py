@@ -28,7 +28,6 @@ from sglang.srt.layers.attention.flashinfer_backend import (
 )
 from sglang.srt.layers.attention.page_table import gather_pages
 from sglang.srt.mem_cache.memory_pool import storage_dtype
-from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
@@ -70,7 +69,7 @@ class _Options:
     """Options for planning wrappers."""
 
     def __init__(self, plan: Plan, shape: AttentionShape, page_size: int, table: int = 0) -> None:
-        scales = {layer.mixer.softmax_scale for layer in plan.description.layers if isinstance(layer.mixer, MLA)}
+        scales = {mixer.softmax_scale for layer in plan.description.layers if (mixer := layer.mixer.latents)}
         assert len(scales) <= 1, "one plan of a step serves all layers"
         self.scale = next(iter(scales), 1.0)  # a stage of a hybrid may have no such layer: nothing runs what is planned
         self.rank, self.page_size, self.table = shape.v_head_dim, page_size, table

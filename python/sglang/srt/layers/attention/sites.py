@@ -20,9 +20,8 @@ from sglang.srt.layers.attention.metadata import (
     WithImages,
 )
 from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
-from sglang.srt.plan.attention_sites import site_of
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
-from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
     import torch
@@ -224,14 +223,13 @@ def _long_latents(
     if choice is None:
         return {}
     dims = (choice.need.head_dim, choice.need.v_head_dim)
-    mixers = [mixer for layer in layers if isinstance(mixer := layer.mixer, MLA)]
+    mixers = [mixer for layer in layers if (mixer := layer.mixer.latents)]
     first = next((mixer for mixer in mixers if (mixer.qk_dim, mixer.v_dim) == dims), None)
     if first is None:  # a stage of a hybrid may have no such layer
         return {}
     sites: dict[AttentionSite, set[tuple[float, ...]]] = {}
     for mixer in mixers:
-        site = site_of(mixer, plan.ranks.attn_tp_size, plan.ranks.dcp_size)
-        assert site is not None
+        site = mixer.attention_site(plan.ranks.attn_tp_size, plan.ranks.dcp_size)
         sites.setdefault(site, set()).add(_planned_with(mixer))
     try:
         builder: LongLatentsBuilder = choice.load()(plan, first, device)
@@ -249,16 +247,19 @@ def _planned_with(mixer: MLA) -> tuple[float, ...]:
 
 def latent_sites(layers: Iterable[LayerSpec], tp_size: int, dcp_size: int = 1) -> dict[AttentionSite, MLA]:
     """Returns the layer description of each latent site."""
-    mixers = {site_of(layer.mixer, tp_size, dcp_size): layer.mixer for layer in layers}
-    return {site: mixer for site, mixer in mixers.items() if site is not None and isinstance(mixer, MLA)}
+    mixers = (mixer for layer in layers if (mixer := layer.mixer.latents))
+    return {mixer.attention_site(tp_size, dcp_size): mixer for mixer in mixers}
 
 
 def sparse_sites(layers: Iterable[LayerSpec], plan: Plan) -> dict[AttentionSite, SparseSite]:
     """Returns the sites whose layers attend to an indexer's selection."""
     sites: dict[AttentionSite, SparseSite] = {}
     for mixer in dict.fromkeys(layer.mixer for layer in layers):
-        if isinstance(mixer, GQA | MLA) and mixer.top_k:
-            site = site_of(mixer, plan.ranks.attn_tp_size, plan.ranks.dcp_size)
-            assert site is not None
-            sites.setdefault(site, LatentSite(mixer, plan) if isinstance(mixer, MLA) else BlockSite(mixer, plan))
+        site = mixer.attention_site(plan.ranks.attn_tp_size, plan.ranks.dcp_size)
+        if site is None or not site.top_k:
+            continue
+        if mixer.latents is not None:
+            sites.setdefault(site, LatentSite(mixer.latents, plan))
+        elif mixer.block_indexer is not None:
+            sites.setdefault(site, BlockSite(mixer.block_indexer, site.shape.num_kv_heads, plan))
     return sites

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.layers.ops import BlockAttentionFactory, BlockAttentionOp, SparseAttentionFactory, SparseAttentionOp
     from sglang.srt.layers.step_rows import ExtendRows
-    from sglang.srt.plan.mixers import GQA, MLA
+    from sglang.srt.plan.block_selection import BlockIndexer
+    from sglang.srt.plan.mixers import MLA
     from sglang.srt.plan.plan import Plan
 
 
@@ -153,10 +154,10 @@ class LatentSite(SparseSite):
 class BlockSite(SparseSite):
     """Layers whose KV heads each attend to their own selected blocks of tokens."""
 
-    def __init__(self, spec: GQA, plan: Plan) -> None:
-        assert spec.indexer is not None
-        super().__init__(spec.top_k, plan.context_len)
-        self.block, self.kv_heads = spec.indexer.block, spec.shares(plan.ranks.attn_tp_size).padded_kv_heads
+    def __init__(self, indexer: BlockIndexer, kv_heads: int, plan: Plan) -> None:
+        """`kv_heads`: KV heads of one rank."""
+        super().__init__(indexer.top_k, plan.context_len)
+        self.block, self.kv_heads = indexer.block, kv_heads
         attentions: BlockAttentionFactory = plan.entry("block_attention")
         self.attention: BlockAttentionOp = attentions(plan)
 

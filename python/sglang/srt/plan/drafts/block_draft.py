@@ -23,7 +23,6 @@ from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4, gemma4
 from sglang.srt.plan.families.qwen3 import QWEN3
 from sglang.srt.plan.layer_spec import LayerSpec
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -164,5 +163,4 @@ def check_aux_layers(named: list[Any], num_target_layers: int, source: str) -> t
 
 
 def _in_blocks(layer: LayerSpec, size: int) -> LayerSpec:
-    assert isinstance(layer.mixer, GQA)
-    return replace(layer, mixer=replace(layer.mixer, block=size))
+    return replace(layer, mixer=layer.mixer.in_blocks(size))

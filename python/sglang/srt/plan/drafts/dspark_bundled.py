@@ -19,7 +19,6 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.drafts.block_draft import check_aux_layers
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.plan.drafts.description import Block, DraftDescription
@@ -29,7 +28,6 @@ from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4
 from sglang.srt.plan.families.deepseek_v41 import DEEPSEEK_V41
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.weight_names import WeightMap
 
 CONFIDENCE = "confidence_head.proj"
@@ -63,7 +61,7 @@ def describe_bundled(config: DraftConfig, target: ModelDescription) -> DraftDesc
             f"{keys.source}: a draft that {architecture_of(keys)} brings (its {BUNDLED_SIZE}) is not served for"
             f" {target.architecture}. Give another with --speculative-draft-model-path."
         )
-    shares_entries = any(isinstance(layer.mixer, SharedSparse) for layer in target.layers)  # V4.1
+    shares_entries = any(layer.mixer.shares_entries for layer in target.layers)  # V4.1
     _check(keys, shares_entries)
     aux_layers = _aux_layers(keys, len(target.layers), shares_entries)
     stages = _stages(config, len(aux_layers))
@@ -183,5 +181,4 @@ def _names(of_model: WeightMap, stages: int) -> WeightMap:
 
 
 def _in_blocks(layer: LayerSpec, size: int) -> LayerSpec:
-    assert isinstance(layer.mixer, CompressedSparse)
-    return replace(layer, mixer=replace(layer.mixer, block=size))
+    return replace(layer, mixer=layer.mixer.in_blocks(size))

@@ -19,7 +19,6 @@ from sglang.srt.plan.drafts.speculators import KIND, with_layer_keys
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.usual import usual_model
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
-from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, LATENT_NAMES, MLP_NAMES, WeightMap
 
@@ -262,8 +261,7 @@ def _unknown(keys: ConfigReader, architecture: str, supported: tuple[str, ...]) 
 
 def _first(layer: LayerSpec, input_size: int) -> LayerSpec:
     """Returns the first layer, whose attention takes the embedding and the features side by side."""
-    assert isinstance(layer.mixer, GQA | MLA)
-    return replace(layer, mixer=replace(layer.mixer, input_size=input_size))
+    return replace(layer, mixer=layer.mixer.with_input_size(input_size))
 
 
 def _unnormed(layer: LayerSpec) -> LayerSpec:

@@ -85,7 +85,7 @@ def check_stage(draft: DraftDescription, first_layer: int) -> None:
 def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> LayerSpec:
     """Returns the layer attending to the keys and values of the target's last layer of its kind. Raises UserError where
     there is none."""
-    reader = layer.mixer
+    reader = layer.mixer  # heads and windows of two layers are compared, which only this kind has
     assert isinstance(reader, GQA)
     for i, other in reversed(list(enumerate(target.layers))):
         mixer = other.mixer

@@ -18,12 +18,8 @@ from sglang.srt.plan.families.latent import SPARSE_LAYER
 from sglang.srt.plan.families.mtp import MtpForm
 from sglang.srt.plan.families.nemotron_h import block_kinds
 from sglang.srt.plan.families.recurrent import KDA_CONFIG
-from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import SUM, GatedStreams, LayerSpec
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription, architecture_of, describe_as
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.weight_names import WeightMap
 
 _ONE_LAYER: Mapping[str, Any] = {
@@ -107,9 +103,9 @@ def _shares_selection(keys: ConfigReader, model: ModelDescription) -> bool:
     """Returns whether later draft passes take the first pass's selection. With pooled keys all drafts do: a run that
     draft tokens complete has no key before they are accepted."""
     mixers = [layer.mixer for layer in model.layers]
-    if any(isinstance(mixer, PooledLatent) for mixer in mixers):
+    if any(mixer.keeps_selection for mixer in mixers):
         return True
-    indexed = any(isinstance(mixer, MLA) and mixer.indexer is not None for mixer in mixers)
+    indexed = any(latents.indexer is not None for mixer in mixers if (latents := mixer.latents))
     return indexed and keys.default(SHARED_SELECTION, bool, False)
 
 
@@ -165,11 +161,11 @@ def _draft_layer(layer: LayerSpec, form: MtpForm, stored: Mapping[str, str] | No
     """Returns the layer of the draft that has the place of this one in the model: without the model's selection of
     tokens and its several streams where the form says so, and with experts in the form in which `stored` has them."""
     mixer, ffn, residual = layer.mixer, layer.ffn, layer.residual
-    if form.dense and isinstance(mixer, PooledSparse):
-        mixer = mixer.heads
+    if form.dense:
+        mixer = mixer.unselected()
     if form.one_stream:
         residual = SUM
-    if isinstance(ffn, MoE) and stored is not None and ffn.form in ("", "stacked"):
+    if (experts := ffn.experts) and stored is not None and experts.form in ("", "stacked"):
         stacked = any(name.endswith("experts.gate_up_proj") for name in stored)
-        ffn = replace(ffn, form="stacked" if stacked else "")
+        ffn = replace(experts, form="stacked" if stacked else "")
     return replace(layer, mixer=mixer, ffn=ffn, residual=residual)

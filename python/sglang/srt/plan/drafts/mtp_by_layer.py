@@ -15,7 +15,6 @@ from sglang.srt.plan.drafts.description import DraftDescription, MTPByLayer
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MtpForm
 from sglang.srt.plan.layer_spec import LayerSpec
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_as
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -172,9 +171,8 @@ def _lagging(layer: LayerSpec, draft_tokens: int) -> LayerSpec:
     """Returns the layer with a cache that keeps draft tokens - 1 tokens more than its window: rows of the last depth
     lag that far behind the request, whose own windows no longer need these tokens. Convolutions keep `draft_tokens`
     tokens more than they read: a step may write that many rows that are rejected or computed again."""
-    assert isinstance(layer.mixer, GQA), "families with such drafts have attention of this kind"
-    mixer, convolution = replace(layer.mixer, window_slack=draft_tokens - 1), layer.convolution
+    convolution = layer.convolution
+    mixer = layer.mixer.lagging(draft_tokens, convolution is not None)
     if convolution is None:
         return replace(layer, mixer=mixer)
-    mixer = replace(mixer, conv_slack=draft_tokens)
     return replace(layer, mixer=mixer, convolution=replace(convolution, window_slack=draft_tokens))

@@ -69,7 +69,7 @@ def gemma4(c: Config) -> Model:
     inputs = _per_layer_inputs(c, function)
     layers = [LayerSpec(mixer, block, residual, inputs) for mixer in mixers]
     if c.default("use_double_wide_mlp", bool, False):
-        layers = [_double_wide(layer) if _shares_cache(layer.mixer) else layer for layer in layers]
+        layers = [_double_wide(layer) if not layer.mixer.caches_tokens else layer for layer in layers]
     return Model(
         c,
         layers,
@@ -89,10 +89,6 @@ def _attention(c: Config, window: int) -> GQA:
     return grouped_attention(
         c, window, head_dim=256, scale=1.0, qk_norm="head", value_norm=True, values_from_keys=keys_are_values
     )
-
-
-def _shares_cache(mixer: Mixer) -> bool:
-    return isinstance(mixer, GQA) and not mixer.caches_tokens
 
 
 def with_shared_caches(c: Config, mixers: Sequence[Mixer], kinds: Sequence[str]) -> list[Mixer]:
@@ -116,12 +112,13 @@ def with_shared_caches(c: Config, mixers: Sequence[Mixer], kinds: Sequence[str])
 
 def _double_wide(layer: LayerSpec) -> LayerSpec:
     """Returns the layer with an MLP (or shared expert) twice as wide."""
-    ffn = layer.ffn
-    if isinstance(ffn, Dense):
-        return replace(layer, ffn=replace(ffn, intermediate_size=2 * ffn.intermediate_size))
-    assert isinstance(ffn, MoE) and ffn.shared is not None
-    shared = replace(ffn.shared, intermediate_size=2 * ffn.shared.intermediate_size)
-    return replace(layer, ffn=replace(ffn, shared=shared))
+    experts, mlp = layer.ffn.experts, layer.ffn.mlp
+    if experts is None:
+        assert mlp is not None
+        return replace(layer, ffn=replace(mlp, intermediate_size=2 * mlp.intermediate_size))
+    assert experts.shared is not None
+    shared = replace(experts.shared, intermediate_size=2 * experts.shared.intermediate_size)
+    return replace(layer, ffn=replace(experts, shared=shared))
 
 
 def _per_layer_inputs(c: Config, function: Activation) -> FeedForward:

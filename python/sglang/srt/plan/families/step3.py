@@ -90,7 +90,7 @@ def _with_limits(c: Config, ffns: Sequence[Dense | MoE]) -> list[Dense | MoE]:
             replace(ffn.activation, limit=limit, limits_result=True) if limit else ffn.activation
             for limit in (of_routed, of_other)
         )
-        if isinstance(ffn, Dense):
+        if isinstance(ffn, Dense):  # the family itself made these blocks, of two kinds
             result.append(replace(ffn, activation=other))
             continue
         shared = ffn.shared and replace(ffn.shared, activation=other if other != mine else None)
