@@ -30,13 +30,13 @@ def described(**more: Any) -> ModelDescription:
 def layers(**more: Any) -> list[tuple[bool, int]]:
     """Whether each layer rotates heads, and its window."""
     mixers = [layer.mixer for layer in described(**more).layers]
-    return [(mixer.rope != unrotated(mixer.rope.rot_dim), mixer.window) for mixer in mixers if isinstance(mixer, GQA)]
+    return [(mixer.rope != unrotated(mixer.head_dim), mixer.window) for mixer in mixers if isinstance(mixer, GQA)]
 
 
 def test_values_that_the_config_leaves_out() -> None:
     model = described()
     first = model.layers[0].mixer
-    assert isinstance(first, GQA) and first.rope.theta == 2e6
+    assert isinstance(first, GQA) and first.rope is not None and first.rope.theta == 2e6
     assert model.tie_embeddings
     assert layers() == [(True, 0), (True, 0), (True, 0), (False, 0)] * 2
 
