@@ -1,6 +1,6 @@
 """The cases that `make test` leaves to `make thorough` for their time alone: other cases or tests show their kind.
 
-Tests are named by their path below test/, cases by what is in brackets behind a test's name; EVERY stands for all cases.
+Tests are named by their path below test/, cases by what is in brackets; EVERY stands for all cases.
 A new case is in `make test` until it is listed here. A name that no test has is an error of a run of all tests.
 """
 
