@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.engine import StorageEngine, StorageJobs
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.step import StepInput
-    from sglang.srt.speculative.depth import AdaptiveDepth
+    from sglang.srt.speculative.depth import Depth
 
 
 class _NoTable:
@@ -103,7 +103,7 @@ class _GroupRunner:
 class _OneDepth:
     """Replaces `AdaptiveDepth` for the schedulers of all groups, whose steps have the same width."""
 
-    def __init__(self, depth: AdaptiveDepth) -> None:
+    def __init__(self, depth: Depth) -> None:
         self.observe, self.expect = depth.observe, depth.expect
         self._depth, self._width = depth, 1
 
@@ -123,7 +123,7 @@ class AttentionGroups:
     """One scheduler for each group, with the interface of a single `Scheduler`."""
 
     def __init__(
-        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
+        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: Depth | None = None
     ) -> None:
         """depth: as for a `Scheduler`."""
         self.depth = None if depth is None else _OneDepth(depth)

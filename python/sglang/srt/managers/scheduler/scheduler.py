@@ -46,7 +46,7 @@ from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.depth import AdaptiveDepth
+from sglang.srt.speculative.depth import Depth
 
 if TYPE_CHECKING:
     from sglang.srt.configs.storage_backend import StorageConfig
@@ -68,7 +68,7 @@ class Scheduler:
     """Pure scheduling over a model runner; `scheduler_process` has the process and its sockets."""
 
     def __init__(
-        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
+        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: Depth | None = None
     ) -> None:
         """depth: chooses how many draft tokens a step verifies; None: all of them."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
