@@ -106,7 +106,7 @@ def test_drafts_leave_most_of_the_cache(card: tuple[str, int], more: tuple[str, 
 def test_no_step_has_more_rows_than_planned(max_requests: int, graphs: tuple[int, ...], chooses: bool) -> None:
     graphs = tuple(size for size in graphs if size <= max_requests)
     widths = StepWidths((1, 2, 4, 6, 12), chooses).limited(max_requests, graphs)
-    most, widest = widths.most_rows(max_requests), []
+    most, widest = widths.step_rows(max_requests), []
     for num in range(1, max_requests + 1):
         allowed, padded = widths.of(num), next((size for size in graphs if size >= num), num)
         assert padded * max(allowed) <= most

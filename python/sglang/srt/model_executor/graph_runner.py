@@ -67,7 +67,7 @@ class GraphSizes:
         return bool(self.batch_sizes or self.prompt_tokens)
 
     @property
-    def most_rows(self) -> int:
+    def decode_rows(self) -> int:
         """Returns the rows of the largest graph without prompts."""
         return max((size * width for size in self.batch_sizes for width in self.widths.of(size)), default=0)
 
@@ -202,7 +202,7 @@ class GraphRunner:
             return {}
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
-        fields |= self._exchange_fields(self.sizes.most_rows)
+        fields |= self._exchange_fields(self.sizes.decode_rows)
         if self.state.has_drafts:
             return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)

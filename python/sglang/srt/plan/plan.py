@@ -169,7 +169,7 @@ class Plan:
     @property
     def decode_rows(self) -> int:
         """Most rows of a step without prompts."""
-        return self.step_widths.most_rows(self.max_running_requests)
+        return self.step_widths.step_rows(self.max_running_requests)
 
     @property
     def tokens_per_step(self) -> int:

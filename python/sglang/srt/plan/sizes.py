@@ -46,7 +46,7 @@ class Sizes:
     @property
     def decode_rows(self) -> int:
         """Most rows of a step without prompts: the tokens of all requests, each with its draft tokens."""
-        return self.step_widths.most_rows(self.max_running_requests)
+        return self.step_widths.step_rows(self.max_running_requests)
 
     @property
     def graph_rows(self) -> int:

@@ -46,7 +46,7 @@ class StepWidths:
         """Returns the most tokens that each of `num_requests` requests may bring to a step; at least 1."""
         return max(self.of(num_requests), default=1)
 
-    def most_rows(self, max_requests: int) -> int:
+    def step_rows(self, max_requests: int) -> int:
         """Returns a bound of the rows of all steps with up to `max_requests` requests."""
         rows = max_requests * self.widths[-1]
         return rows if self.max_rows is None else min(rows, self.max_rows)
