@@ -21,6 +21,7 @@ import numpy as np
 from sglang.srt.managers.front.replica_router import ReplicaLoad, ReplicaRouter
 from sglang.srt.managers.scheduler.batch_builder import vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
@@ -132,8 +133,9 @@ class AttentionGroups:
         count = runner.groups.dp.size
         if args.max_queued_requests is not None:
             args = replace(args, max_queued_requests=-(-args.max_queued_requests // count))
+        prompts = PromptTable()
         self.schedulers = [
-            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth)  # type: ignore[arg-type]
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth, prompts)  # type: ignore[arg-type]
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache
