@@ -1,5 +1,5 @@
-"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` or `values` become
-`thorough`; files that take long come first; clients share what they know of certificates.
+"""Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` or `values`, and
+those in left_out.py, become `thorough`; files that take long come first; clients share what they know of certificates.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import ssl
 import sys
 
+import left_out
 import order
 import pairs
 import pytest
@@ -33,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     pairs.mark_others(items)
+    left_out.mark_left_out(items)
     order.long_files_first(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

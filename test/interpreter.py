@@ -9,10 +9,6 @@ them, so kernel tests run in a subprocess. A file of kernel tests reads
     @interpreter.kernel_test                 # natively with a GPU (marker `gpu`), interpreted in the subprocess
     def test_some_kernel(): x = torch.randn(..., device=interpreter.DEVICE) ...
 
-    def test_in_interpreter(): interpreter.run_file(__file__)
-
-or, with tests marked `pairs`,
-
     @interpreter.in_two_parts
     def test_in_interpreter(part): interpreter.run_file(__file__, part)
 
@@ -57,10 +53,13 @@ products are numpy's, whose rounding depends on the sizes of the matrices and on
 in_two_parts = pytest.mark.parametrize(
     "part", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)], ids=["quick", "others"]
 )
-"""For `test_in_interpreter(part)` of a file with tests marked `pairs`, whose other cases `make thorough` runs."""
+"""For `test_in_interpreter(part)`: `make test` runs each value of each parameter once (`pairs.mark_others`), or what a
+test's own mark says, and `make thorough` the other cases."""
+EVERY_CASE = "thorough or not thorough"
+"""For files that only `make thorough` runs."""
 
 
-def run_file(path: str, part: str = "not thorough") -> None:
+def run_file(path: str, part: str) -> None:
     """Run the kernel tests of one file, those that the expression of marks selects, in the repaired interpreter. Raises
     AssertionError with pytest's output."""
     if INTERPRETED:
@@ -68,6 +67,8 @@ def run_file(path: str, part: str = "not thorough") -> None:
     # Without the plugin of schemathesis, whose import takes a second.
     arguments = ["-x", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-m", part, path]
     status, output = run_pytest(arguments)
+    if part == "thorough" and status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return  # `make test` runs all cases of this file
     assert status == 0, f"pytest {' '.join(arguments)}\n{output[-8000:]}"
     assert " passed" in output, output
 

@@ -5,11 +5,13 @@ among them, `make thorough` the others. The marker `values`: some that have each
 
 Values are those of `parametrize` and of fixtures with `params`. Those that are named together, as in
 `parametrize(("rows", "cols"), ...)`, are one; so a test needs three that vary for any case to be left out, and two
-where each value is enough.
+where each value is enough. In Triton's interpreter, which takes a second for a case, tests without a marker have
+`values`.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from itertools import combinations
@@ -41,6 +43,7 @@ def with_each_value(cases: Sequence[tuple[str, ...]], quick: Collection[tuple[st
 
 TOGETHER = {"pairs": 2, "values": 1}
 """By marker: of how many parameters all values occur together."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def covering(cases: Sequence[Sequence[str]], together: int = 2, first: Iterable[int] = ()) -> set[int]:
@@ -64,6 +67,7 @@ def mark_others(items: Sequence[pytest.Item]) -> None:
     tests: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         together = [number for name, number in TOGETHER.items() if item.get_closest_marker(name)]
+        together = together or [1] * INTERPRETED
         marked = together and not item.get_closest_marker("thorough")
         if marked and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests[item.nodeid.partition("[")[0], together[0]].append(item)

@@ -143,5 +143,6 @@ def test_a_launch_leaves_the_language_as_it_was() -> None:
     assert (tl.load, tl.tensor.__add__, tl.range) == stock
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -46,5 +46,6 @@ def test_what_takes_several_cards_is_not_launched() -> None:
     assert device_calls.calls_of(parse_shape("all_reduce size=4096 ranks=2"), CARD, "cpu") is None
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -73,4 +73,4 @@ def test_routings_choose_distinct_experts_and_differ() -> None:
 
 @pytest.mark.thorough
 def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+    interpreter.run_file(__file__, interpreter.EVERY_CASE)

@@ -103,5 +103,6 @@ def test_blocks_follow_the_pairs_of_an_expert(library_module: ModuleType) -> Non
     assert set(BLOCK_M) == set(library_module.MIXED_BLOCK_M)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

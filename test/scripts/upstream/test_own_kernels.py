@@ -273,5 +273,6 @@ def test_topk_without_a_sort() -> None:
         assert (slots[row] < 0).sum() == 16 - len(largest)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -353,7 +353,7 @@ def test_long_bodies_are_decoded_in_a_thread(length: int, is_long: bool) -> None
         sizes.append(size)
         return function(*args)
 
-    manager = SimpleNamespace(in_thread=in_thread)
+    manager = SimpleNamespace(text=SimpleNamespace(in_thread=in_thread))
     app = SimpleNamespace(state=SimpleNamespace(server=SimpleNamespace(engine=SimpleNamespace(manager=manager))))
     raw = b'{"prompt": "' + b"a" * length + b'"}'
     for body in (raw, raw[:-1]):

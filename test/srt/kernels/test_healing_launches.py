@@ -229,4 +229,4 @@ def test_a_failure_during_capture_leaves_a_graph_that_is_right(monkeypatch: pyte
 
 @pytest.mark.thorough
 def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+    interpreter.run_file(__file__, interpreter.EVERY_CASE)

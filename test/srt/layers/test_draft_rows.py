@@ -101,5 +101,6 @@ def test_of_no_requests() -> None:
         assert not len(ops.accept_drafts(rows, none, lens, given.next_tokens, given.lens).counts)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

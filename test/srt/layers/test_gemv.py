@@ -157,5 +157,6 @@ def test_dependent_launches_keep_the_order_of_a_graph() -> None:
         pdl.enable(False)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

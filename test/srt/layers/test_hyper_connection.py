@@ -166,5 +166,6 @@ def test_published_widths(num_tokens: int, size: int, last: bool) -> None:
     check(problem(num_tokens, 4, size, last))
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

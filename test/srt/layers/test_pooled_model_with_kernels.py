@@ -116,4 +116,4 @@ def test_kernels_of_pooled_latents_in_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+    interpreter.run_file(__file__, interpreter.EVERY_CASE)

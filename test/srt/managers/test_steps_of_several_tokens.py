@@ -145,7 +145,7 @@ def test_logits_that_are_not_numbers_behind_accepted_draft_tokens() -> None:
     assert_clean(scheduler)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     events=workload,
     page=st.sampled_from([1, 4, 16]),

@@ -24,7 +24,7 @@ from sglang.srt.plan.layer_spec import (
 )
 from sglang.srt.plan.pool_sizes import PoolSizes, plan_pools, sized_cost
 
-OPERATIONS = 2000
+OPERATIONS = 1200
 CONTEXT, REQUESTS, CHUNK = 120, 5, 16
 
 LATENT = latent_cache("latent", 12, 8, "bfloat16")

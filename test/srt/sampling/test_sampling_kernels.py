@@ -218,5 +218,6 @@ def test_nothing_waits_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

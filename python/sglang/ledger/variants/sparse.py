@@ -21,28 +21,31 @@ OPS = (
 )
 
 INDEX_HEADS = (64, 32)
-"""Heads of DeepSeek's indexers and of GLM's."""
+"""Heads of the indexers of DeepSeek, and of GLM."""
 POOLED_HEADS = 4
-"""Heads of Qwen3.8's, whose keys stand for blocks and are in 16 bits."""
+"""Heads of the indexer of Qwen3.8, which has a key for each block of tokens, in 16 bits."""
 INDEX_DIM = 128
 ROTARY_DIM = 64
 ELEMENTS: Mapping[str, str] = {"bfloat16": "*bf16", "fp8_e4m3": "*fp8e4nv"}
 
 _OUTPUTS = {"o_ptr": "*bf16", "lse_ptr": "*fp32", "sinks_ptr": "*fp32", "part_o_ptr": "*fp32", "part_lse_ptr": "*fp32"}
-_LATENTS = ("stride_qt", "stride_qh", "stride_ot", "stride_oh")
-_FLAGS = frozenset({"HAS_MORE", "HAS_SINKS", "HAS_LSE"})
-_PLACES = frozenset({"num_heads", "num_head_tiles", "num_splits", "stride_slots", "stride_more_slots"})
-_MORE = ("more_cache_ptr", "more_slots_ptr", "more_counts_ptr", "stride_more_cs", "stride_more_slots")
-_ABSENT = {"HAS_SINKS": ("sinks_ptr",), "HAS_LSE": ("lse_ptr",)}
+# Names of kernel parameters, which the rules and variants below share.
+_ROW_STRIDES = ("stride_qt", "stride_qh", "stride_ot", "stride_oh")
+_OPTIONS = frozenset({"HAS_MORE", "HAS_SINKS", "HAS_LSE"})
+_COUNTS_AND_OFFSETS = frozenset({"num_heads", "num_head_tiles", "num_splits", "stride_slots", "stride_more_slots"})
+_SECOND_CACHE = ("more_cache_ptr", "more_slots_ptr", "more_counts_ptr", "stride_more_cs", "stride_more_slots")
+_UNREAD_WITHOUT = {"HAS_SINKS": ("sinks_ptr",), "HAS_LSE": ("lse_ptr",)}
 FORM_RULES = {
     "sparse_attention.sparse_attention_kernel": FormRule(
-        at_most=_FLAGS, counts=_PLACES | {"counts_ptr", "more_counts_ptr"}, absent={**_ABSENT, "HAS_MORE": _MORE}
+        at_most=_OPTIONS,
+        counts=_COUNTS_AND_OFFSETS | {"counts_ptr", "more_counts_ptr"},
+        absent={**_UNREAD_WITHOUT, "HAS_MORE": _SECOND_CACHE},
     ),
     "sparse_packed.packed_attention_kernel": FormRule(
-        at_most=_FLAGS, counts=_PLACES | {"counts_ptr"}, absent=_ABSENT
+        at_most=_OPTIONS, counts=_COUNTS_AND_OFFSETS | {"counts_ptr"}, absent=_UNREAD_WITHOUT
     ),
     "sparse_steps.merge_shares_kernel": FormRule(
-        at_most=_FLAGS | {"SHARES"}, counts=frozenset({"num_splits", "num_heads"}), absent=_ABSENT
+        at_most=_OPTIONS | {"SHARES"}, counts=frozenset({"num_splits", "num_heads"}), absent=_UNREAD_WITHOUT
     ),
     "index_logits.index_logits_kernel": FormRule(
         at_most=frozenset({"ROWS"}),
@@ -70,18 +73,19 @@ FORM_RULES = {
 
 
 def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
-    """Variants of `op` for a GPU with `features` (they decide which preferred tiles come on top)."""
+    """Yields the launch variants of one of OPS for a GPU with `features`, which decide about tiles that are preferred
+    there."""
     if op == "index_norm_rope":
-        yield from _rotations()
+        yield from _norms_and_rotations()
     elif op == "latent_pack_store":
         yield _packing()
     elif op == "index_key_store":
-        yield from _stored_keys()
+        yield from _key_stores()
     elif op == "index_queries":
         yield from _queries()
     elif op == "sparse_indexer":
         yield from _scores(features)
-        yield from _choices()
+        yield from _selections()
     else:
         yield from _attention(features)
         yield from merges("sparse_attention", "merge", 512, True)
@@ -90,7 +94,8 @@ def variants(op: str, features: tuple[str, ...] = ()) -> Iterator[Variant]:
 def tiles_of(
     op: str, features: tuple[str, ...], kv_dtypes: Iterable[str] = ELEMENTS
 ) -> Iterator[tuple[tuple[int, int], str, Mapping[str, int]]]:
-    """Yields (head dims, type of the cache, tile) of every row of `tiles` for the op."""
+    """Yields (head dims of keys and values, dtype of the cache, tile) for every combination that `tiles.ROWS` has of
+    the op."""
     for row in tiles.ROWS:
         if row.op == op:
             for tile in row.candidates(features):
@@ -100,7 +105,8 @@ def tiles_of(
                             yield head_dims, kv_dtype, tile
 
 
-def _rotations() -> Iterator[Variant]:
+def _norms_and_rotations() -> Iterator[Variant]:
+    """Yields the kernel that norms index keys and rotates keys and queries, for the heads that a program may have."""
     kernel = index_rope.index_norm_rope_kernel
     types = {"keys": "*bf16", "normed": "*bf16", "queries": "*bf16", "positions": "*i64", "cos_sin": "*fp32"}
     types |= {"weight": "*fp32", "bias": "*fp32", "eps": "fp32"}
@@ -112,6 +118,7 @@ def _rotations() -> Iterator[Variant]:
 
 
 def _packing() -> Variant:
+    """Returns the kernel that packs latents into an e4m3 cache."""
     types = {"entries": "*bf16", "numbers": "*fp8e4nv", "scales": "*fp32", "rotary": "*bf16"}
     types |= {"out_cache_loc": "*i64", "entry_stride": "i32"}
     constants = {"RANK": latent_pack.RANK, "ROT": latent_pack.ROT, "GROUP": latent_pack.GROUP}
@@ -119,7 +126,8 @@ def _packing() -> Variant:
     return describe("latent_pack_store", "512r64", kernel, types, constants, latent_pack.LAUNCH)
 
 
-def _stored_keys() -> Iterator[Variant]:
+def _key_stores() -> Iterator[Variant]:
+    """Yields the kernel that stores index keys, for each dtype of the cache."""
     kernel = index_store.index_key_store_kernel
     for kv_dtype, element in ELEMENTS.items():
         types = {
@@ -132,6 +140,7 @@ def _stored_keys() -> Iterator[Variant]:
 
 
 def _queries() -> Iterator[Variant]:
+    """Yields the kernel that quantizes index queries and scales their weights, for each dtype of these weights."""
     for weights in ("*fp32", "*bf16"):
         types = {
             "q_ptr": "*bf16", "weights_ptr": weights, "out_ptr": "*fp8e4nv", "out_weights_ptr": "*fp32",
@@ -144,7 +153,8 @@ def _queries() -> Iterator[Variant]:
 
 
 def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
-    """Yields the variants of the indexer's scores for as many tokens as a block has room for: fewer cost less."""
+    """Yields the kernel of the indexer's scores with as many tokens as fit into a block: launches with fewer cost
+    less."""
     kernel = index_logits.index_logits_kernel
     for head_dims, kv_dtype, tile in tiles_of("sparse_indexer", features):
         for heads in (*INDEX_HEADS, *((POOLED_HEADS,) if kv_dtype == "bfloat16" else ())):
@@ -162,7 +172,8 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
             )
 
 
-def _choices() -> Iterator[Variant]:
+def _selections() -> Iterator[Variant]:
+    """Yields the kernel that selects the entries with the highest scores, for each of its launches and levels."""
     kernel = select_entries.select_entries_kernel
     for launch in select_entries.LAUNCHES:
         for level in range(select_entries.LEVELS):
@@ -172,14 +183,15 @@ def _choices() -> Iterator[Variant]:
 
 
 def _index_types(kernel: Any) -> dict[str, str]:
+    """Returns the types of a selection kernel's run-time parameters: int32 but for logits and request slots."""
     types = {name: "*i32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names if not name.isupper()}
     types["logits_ptr"] = "*fp32"
     return types | ({"req_pool_indices_ptr": "*i64"} if "req_pool_indices_ptr" in types else {})
 
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
-    """Yields the variants of attention to selected tokens, with everything that a launch may have: two caches where
-    keys are values, sinks, and log-sum-exps."""
+    """Yields the kernel of attention to selected tokens with every option on, since launches with fewer cost less:
+    sinks, log-sum-exps, and a second cache where keys and values are the same columns."""
     for head_dims, kv_dtype, tile in tiles_of("sparse_attention", features):
         packed = kv_dtype == "fp8_e4m3"
         kernel = packed_attention_kernel if packed else sparse_attention.sparse_attention_kernel
@@ -190,20 +202,20 @@ def _attention(features: tuple[str, ...]) -> Iterator[Variant]:
         }
         types |= {**_OUTPUTS, "scale": "fp32"}
         constants: dict[str, Any] = {"HAS_SINKS": True, "HAS_LSE": True}
-        divisible: tuple[str, ...] = _LATENTS
+        divisible: tuple[str, ...] = _ROW_STRIDES
         if packed:
             types |= {"pairs_ptr": "*i16", "scales_ptr": "*fp32"}
         else:
             rope = head_dims[0] - head_dims[1]
             constants |= {"RANK": head_dims[1], "ROPE": rope, "HAS_MORE": rope == 0}
-            divisible = (*_LATENTS, "stride_cs", "stride_more_cs")
+            divisible = (*_ROW_STRIDES, "stride_cs", "stride_more_cs")
         key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/plain"
         yield tile_variants("sparse_attention", key, kernel, types, constants, tile, divisible)
 
 
 def merges(op: str, key: str, rank: int, optional: bool) -> Iterator[Variant]:
-    """Yields the kernel that puts shares of outputs of `rank` columns together, of the fewest shares and of the most.
-    optional: with sinks and log sums."""
+    """Yields the kernel that merges the partial outputs, each of `rank` columns, of the shares into which a request's
+    entries were divided: with the fewest shares and with the most. optional: with sinks and log-sum-exps."""
     types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()} | _OUTPUTS
     constants = {"RANK": rank, "COLS": sparse_attention.MERGE_COLS, "HAS_SINKS": optional, "HAS_LSE": optional}
     strides = ("stride_ot", "stride_oh")
@@ -222,7 +234,8 @@ def tile_variants(
     divisible: tuple[str, ...],
     ones: tuple[str, ...] = (),
 ) -> Variant:
-    """Returns the variant of a kernel with a tile. divisible: arguments that are multiples of 16; ones: that are 1."""
+    """Returns the variant of a kernel with one tile, of which the kernel gets the entries that it has parameters for.
+    divisible: names of parameters that are multiples of 16; ones: of those that are 1."""
     launch = {name: value for name, value in tile.items() if name in kernel.arg_names or name.startswith("num_")}
-    # A row is looked up by all of its tile: BLOCK_M decides about ROWS.
+    # The ledger is searched by the whole tile, also by entries that are no parameters, such as BLOCK_M behind ROWS.
     return replace(describe(op, key, kernel, types, constants, launch, divisible, ones), tile=tile)

@@ -1,4 +1,4 @@
-"""Compiles grammars with xgrammar."""
+"""Compiles grammars with xgrammar, after repairing what it would enforce wrongly."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ if TYPE_CHECKING:
     import xgrammar
 
 LIBRARY_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: .*? is false: )?")
+"""Time and source line before the library's error messages, which clients do not get."""
 
 
 class XGrammar:
-    """A compiled grammar."""
+    """A grammar that xgrammar has compiled; see CompiledGrammar."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._compiled = compiled
@@ -59,7 +60,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    """The position of one output in its grammar."""
+    """The position of one output in its grammar; see Matcher."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher
@@ -103,8 +104,8 @@ def fill_masks(matchers: list[XGrammarMatcher], mask: npt.NDArray[np.int32], row
 
 
 class XGrammarBackend:
-    """Compiles for the vocabulary in a file that `write_vocabulary` made. The file is read with the first grammar, as
-    most servers never get one."""
+    """Compiles grammars for the vocabulary in a file that `write_vocabulary` wrote. `load` reads the file; it is called
+    for the first grammar, since most servers never get one."""
 
     def __init__(self, vocabulary: Path, compile_threads: int = 1) -> None:
         self._vocabulary = vocabulary
@@ -126,8 +127,8 @@ class XGrammarBackend:
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=self._compile_threads, cache_enabled=False)
 
     def compile(self, key: GrammarKey) -> Grammar:
-        """Returns a grammar at its start. May take seconds, with the interpreter's lock released. Callable from any
-        thread. Raises GrammarError for an invalid grammar, MemoryError if memory runs out."""
+        """Returns a grammar at its start. `load` must have been called. May take seconds, in which the GIL is released;
+        callable from any thread. Raises GrammarError for an invalid grammar, MemoryError if memory runs out."""
         assert self._compiler is not None, "load() comes first"
         try:
             return Grammar(XGrammar(COMPILE[key.kind](self._compiler, key.source)))
@@ -139,6 +140,7 @@ class XGrammarBackend:
 
 
 def _compile_json(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
+    """Compiles a JSON schema, rewritten where the library would not enforce it, or ANY_JSON: any object."""
     if source == ANY_JSON:
         return compiler.compile_json_schema('{"type": "object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE)
     import xgrammar
@@ -151,8 +153,8 @@ def _compile_json(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.C
 
 
 def _enforceable(schema: Any) -> Any:
-    """Returns an equivalent schema that the library enforces completely. Raises InexpressibleSchema, which speaks of
-    `schema`."""
+    """Returns an equivalent schema that the library enforces completely. Raises InexpressibleSchema if there is none;
+    its message names keywords of `schema`, not of the rewritten one, where it can."""
     result = rewritten(schema, is_inexpressible)
     try:
         check_keywords(result)
@@ -163,13 +165,15 @@ def _enforceable(schema: Any) -> Any:
 
 
 def _repaired(grammar: xgrammar.Grammar) -> str | None:
-    """Returns the grammar without the library's mistakes; None if it has none of them."""
+    """Returns the grammar as EBNF with the library's rules for texts of limited length corrected
+    (`repair_limited_texts`); None if it has no such rules."""
     printed = str(grammar)
     repaired = repair_limited_texts(printed)
     return None if repaired == printed else repaired
 
 
 def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> xgrammar.CompiledGrammar:
+    """Compiles a structural tag, with each of its schemas made enforceable."""
     tag = as_format(source)
     for part in answer_schemas(tag):
         part["json_schema"] = _enforceable(part.get("json_schema"))
@@ -177,7 +181,7 @@ def _compile_structural_tag(compiler: xgrammar.GrammarCompiler, source: str) -> 
 
     try:
         repaired = _repaired(xgrammar.Grammar.from_structural_tag(tag))
-    except RuntimeError:  # it names tokens, which only the compiler knows, or is invalid, which the compiler reports
+    except RuntimeError:  # a tag with token names needs the compiler, and the compiler reports an invalid one
         repaired = None
     return compiler.compile_structural_tag(tag) if repaired is None else compiler.compile_grammar(repaired)
 

@@ -1,7 +1,7 @@
-"""FlashInfer's fused all-reduce, residual addition and RMS norm, in front of a group's other reducers.
+"""FlashInfer's fused kernel for all-reduce, residual addition and RMS norm. A group tries it before its other reducer.
 
-Used only on request: nobody has measured a gain over PCIe, and its writes to peers' memory neither have a deadline nor
-name a rank that does not come. So it also requires that the start-up probe found no problem.
+Used only on request, because no gain over PCIe was measured, and only if the start-up probe of the links found no
+problem, because the kernel waits for its peers without a deadline and cannot tell which rank does not come.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from sglang.srt.distributed.custom_all_reduce import exchange
 from sglang.srt.distributed.groups import Reducer
 
 FIRST_VERSION = (0, 6, 18)
-"""Earlier versions compile the kernel for other GPUs than SM12x and fail at the first call."""
+"""First version of FlashInfer whose kernel is compiled for SM12x; earlier ones fail at the first call there."""
 MAX_TOKENS = 2048
-"""Most rows of a call. The workspace grows with them, and larger messages are bound by bandwidth anyway."""
+"""Most rows of a call. The workspace grows with this number, and more rows are bound by bandwidth anyway."""
 
 
 class FlashInferFusion:
-    """A reducer for all-reduces followed by residual addition and norm; `others` serves all other all-reduces (None:
-    the library does). Construction is collective and raises what FlashInfer raises if it cannot create its
-    workspace."""
+    """A reducer that computes all-reduce, residual addition and RMS norm in one kernel. `others` serves all other
+    all-reduces; if it is None, NCCL serves them. The constructor is a collective, and raises what FlashInfer raises if
+    it cannot create its workspace."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class FlashInferFusion:
         self._comm: Any = importlib.import_module("flashinfer.comm")
         self._others, self._hidden_size, self._dtype = others, hidden_size, dtype
         self._workspace = self._comm.create_allreduce_fusion_workspace(
-            backend="trtllm",  # the other one needs multicast, which no PCIe link has
+            backend="trtllm",  # FlashInfer's other backend needs multicast, which no PCIe link has
             world_size=dist.get_world_size(group), rank=dist.get_rank(group),
             max_token_num=MAX_TOKENS, hidden_dim=hidden_size, dtype=dtype, group=group,
         )  # fmt: skip
@@ -48,30 +48,31 @@ class FlashInferFusion:
         return self._others is not None and self._others.can_serve_tensor(x)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks with `others`."""
+        """Returns the sum over the ranks by `others`, which must serve `x` (`can_serve_tensor`)."""
         assert self._others is not None
         return self._others.all_reduce(x)
 
     def can_norm(self, x: torch.Tensor) -> bool:
         """Returns whether `all_reduce_add_rms_norm` may be called with `x` [T, H]."""
         fits = x.dim() == 2 and x.shape[1] == self._hidden_size and 0 < len(x) <= MAX_TOKENS
-        return (fits and x.dtype == self._dtype and x.is_contiguous()) or self._leaves_norms(x)
+        return (fits and x.dtype == self._dtype and x.is_contiguous()) or self._others_can_norm(x)
 
-    def _leaves_norms(self, x: torch.Tensor) -> bool:
+    def _others_can_norm(self, x: torch.Tensor) -> bool:
         return self._others is not None and self._others.can_norm(x)
 
     def all_reduce_add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Returns (norm of the total, the total) as `Reducer` describes; None, with nothing done, if this kernel needs
-        a residual or a weight of x's dtype that it does not get and `others` does not serve `x`."""
+        """Returns (norm of the total, the total) as `Reducer` describes. Without a residual, with a weight of another
+        dtype than x, or with more than MAX_TOKENS rows, `others` computes them; if it cannot, returns None and has done
+        nothing."""
         if residual is None or weight.dtype != x.dtype or len(x) > MAX_TOKENS:
-            return self._others.all_reduce_add_rms_norm(x, residual, weight, eps) if self._leaves_norms(x) else None  # type: ignore[union-attr]
+            return self._others.all_reduce_add_rms_norm(x, residual, weight, eps) if self._others_can_norm(x) else None  # type: ignore[union-attr]
         normed, total = torch.empty_like(x), torch.empty_like(x)
         self._comm.allreduce_fusion(
             input=x, workspace=self._workspace, pattern=self._comm.AllReduceFusionPattern.kARResidualRMSNorm,
             residual_in=residual, residual_out=total, norm_out=normed, rms_gamma=weight, rms_eps=eps,
-            fp32_acc=True,  # as every other way of adding up here
+            fp32_acc=True,  # as all reducers here
         )  # fmt: skip
         return normed, total
 
@@ -88,9 +89,9 @@ def create_fusion(
     dtype: torch.dtype,
     others: Reducer | None,
 ) -> tuple[FlashInferFusion | None, str]:
-    """Returns (the reducer, ""), or (None, why some rank has none), alike on every rank. `group` carries tensors,
-    `host_group` bytes. Collective."""
-    problem = next(filter(None, (answer.decode() for answer in exchange(host_group, _missing().encode()))), "")
+    """Returns (the reducer, ""), or (None, the reason why a rank cannot create one), with the same outcome on every
+    rank. A collective. group: the ranks that sum; host_group: the same ranks, for messages between the hosts."""
+    problem = next(filter(None, (answer.decode() for answer in exchange(host_group, _why_missing().encode()))), "")
     if problem:
         return None, problem
     fusion = None
@@ -102,8 +103,8 @@ def create_fusion(
     return (None, problem) if problem else (fusion, "")
 
 
-def _missing() -> str:
-    """Returns why the installed FlashInfer lacks the kernel; "" if it has it."""
+def _why_missing() -> str:
+    """Returns why the kernel is not available: no FlashInfer, or one too old; "" if it is."""
     for name in ("flashinfer-python", "flashinfer_python"):
         try:
             version = importlib.metadata.version(name)

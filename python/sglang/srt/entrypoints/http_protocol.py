@@ -12,21 +12,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from sglang.srt.entrypoints.http_middleware import MAX_HEAD_BYTES
 from sglang.srt.entrypoints.http_stream import BODY_WRITER
 
-_ARE_YOU_THERE = b"HTTP/1.1 100 Continue\r\n\r\n"
-"""An interim response, which clients ignore."""
+_PROBE_RESPONSE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""An interim response, which clients ignore; it provokes a reset (RST) from the system of a client that has left."""
 _TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
 class ChunkWriter:
     """BodyWriter of a response with chunked transfer encoding, as all responses without a length have. Writes nothing
-    behind the end of the response: the connection may be used for another one by then."""
+    after the response has ended, because the connection may then carry the next one."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
     def write(self, body: bytes) -> bool:
-        """Writes a chunk. Returns False if the client reads too slowly: then wait for `drain`."""
+        """Writes a chunk, or nothing once the response has ended or the client is gone. `body` must not be empty, which
+        would end the response. Returns False if the client reads too slowly: await `drain` before the next chunk."""
         cycle = self._cycle
         if self._is_over:
             return True
@@ -44,14 +45,15 @@ class ChunkWriter:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Limits the time for a request to arrive, the size of its head and the time for which a client may not read its
-    answer, and tells every unanswered request of a connection that the client is gone.
+    """Limits the time in which a request must arrive, the size of its head, and how long a client may leave its answer
+    unread. When the client is gone, tells every unanswered request of the connection.
 
-    uvicorn waits for ever for the rest of a request, and notifies only the latest request. With pipelined requests that
-    is one that has not begun; the running one would go on for nobody, and fail when it writes.
+    uvicorn waits for ever for the rest of a request, and tells only the latest request that the client is gone. With
+    pipelined requests, the latest one has not begun; the running one would go on for nobody, and fail when it writes.
 
-    A client may close its sending side and still read. A client that leaves sends the same first packet; so an interim
-    response is sent, to which the system of a client that has left answers with a reset.
+    A client may close its sending side and still read. A client that leaves also begins with a FIN, so that the two
+    look alike. Therefore an interim response is sent, to which the system of a client that has left answers with a
+    reset.
     """
 
     head_limit_s: ClassVar[float] = 30.0
@@ -59,7 +61,8 @@ class HttpProtocol(HttpToolsProtocol):
     unread_limit_s: ClassVar[float] = 300.0
     half_closed_poll_s: ClassVar[float] = 0.1
     max_head_bytes: ClassVar[int] = MAX_HEAD_BYTES
-    """Limit of the bytes since a request began, or since the last piece of its body: `HeadGate` checks a whole head."""
+    """Limit of the bytes read since the request, or the last piece of its body, began: bounds heads that never end, and
+    trailers. `HeadGate` checks complete heads."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._unanswered: deque[RequestResponseCycle] = deque()
@@ -68,7 +71,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_deadline: asyncio.TimerHandle | None = None
         self._half_closed: asyncio.TimerHandle | None = None
-        """The next look for a reset, of a client that sends nothing more."""
+        """The timer of `_poll_for_reset`; None while the client has not closed its sending side."""
         super().connection_made(transport)
         self._arm(self.head_limit_s)
 
@@ -114,22 +117,23 @@ class HttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Returns True to keep the connection open for the answers of complete requests."""
+        """Returns True to keep the connection open while complete requests of HTTP/1.1 are unanswered. Otherwise
+        returns False, and the transport closes."""
         waiting = [cycle for cycle in self._unanswered if not cycle.response_complete]
         if not waiting or not self._in_head or self._head_bytes or waiting[0].scope["http_version"] != "1.1":
             return False
         self._disarm()
         if not waiting[0].response_started:  # otherwise the next part of the answer has the same effect
-            self.transport.write(_ARE_YOU_THERE)
-        self._half_closed = self.loop.call_later(self.half_closed_poll_s, self._look_for_reset)
+            self.transport.write(_PROBE_RESPONSE)
+        self._half_closed = self.loop.call_later(self.half_closed_poll_s, self._poll_for_reset)
         return True
 
-    def _look_for_reset(self) -> None:
+    def _poll_for_reset(self) -> None:
         """Checks for a reset, which the event loop does not notice because it reads nothing more."""
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
         else:
-            self._half_closed = self.loop.call_later(self.half_closed_poll_s, self._look_for_reset)
+            self._half_closed = self.loop.call_later(self.half_closed_poll_s, self._poll_for_reset)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -150,7 +154,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _arm(self, limit_s: float) -> None:
         self._disarm()
-        self._deadline = self.loop.call_later(limit_s, self._late)
+        self._deadline = self.loop.call_later(limit_s, self._on_deadline)
 
     def _disarm(self) -> None:
         if self._deadline is not None:
@@ -162,9 +166,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._unread_deadline.cancel()
             self._unread_deadline = None
 
-    def _late(self) -> None:
-        """Ends a request that has not arrived in time. While an earlier one is being answered, only stops reading the
-        next."""
+    def _on_deadline(self) -> None:
+        """Refuses a request that has not arrived in time. While an earlier one is being answered, only starts the time
+        limit again."""
         self._deadline = None
         if self.pipeline or (self._in_head and self._is_answering):
             self._arm(self.body_limit_s)
@@ -176,10 +180,11 @@ class HttpProtocol(HttpToolsProtocol):
         return any(not cycle.response_complete for cycle in self._unanswered)
 
     def _refuse(self, answer: bytes) -> None:
+        """Closes the connection. Writes `answer` before, unless it would land in or before an earlier answer."""
         if self.transport.is_closing():
             return
         waiting = [cycle for cycle in self._unanswered if not cycle.response_complete]
-        is_its_own = len(waiting) == 1 and not self._in_head and not waiting[0].response_started
-        if not waiting or is_its_own:
+        only_this_one = len(waiting) == 1 and not self._in_head and not waiting[0].response_started
+        if not waiting or only_this_one:
             self.transport.write(answer)
         self.transport.close()

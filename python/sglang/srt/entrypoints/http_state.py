@@ -1,4 +1,4 @@
-"""State of the running server that its routes use."""
+"""What the HTTP routes share: the engine, stored responses and sessions of a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from sglang.srt.server_args import ServerArgs
 
 
 class ServerState:
-    """State of one server. `engine` is None until the processes run; requests are refused while it is not up."""
+    """State of one server. `engine` is None until `connect` has ended. Requests are refused while `unavailable` returns
+    a reason."""
 
     def __init__(self, args: ServerArgs) -> None:
         """Reads the --chat-template file. Raises UserError if that fails."""
@@ -29,7 +30,7 @@ class ServerState:
         self.responses = ResponseStore()
         self.sessions = SessionStore()
         self._templates: TemplatePool | None = None
-        self._own_source = None if args.chat_template is None else read_template_file(args.chat_template)
+        self._template_source = None if args.chat_template is None else read_template_file(args.chat_template)
 
     @property
     def model_name(self) -> str:
@@ -37,11 +38,12 @@ class ServerState:
         return self.args.served_model_name or self.args.model_path
 
     def connect(self, manager: TokenizerManager) -> None:
-        """Connects to the engine while its processes start (blocks). Raises UserError for a broken chat template."""
+        """Starts the processes that render chat templates, and sets `engine`. Blocks until they are ready; the engine's
+        own processes may still be starting. Raises UserError for a broken chat template."""
         tokenizer = manager.tokenizer
         if manager.media is not None:
             self.sessions.media_files = manager.media.files
-        source = model_template(self.args, tokenizer, manager.model_config.architecture, self._own_source)
+        source = model_template(self.args, tokenizer, manager.model_config.architecture, self._template_source)
         limits = template_limits(self.args, manager.model_config.context_len)
         template = self._templates = TemplatePool(source, limits, num_long_threads(self.args.dp_size))
         template.wait_ready()
@@ -54,7 +56,7 @@ class ServerState:
         )
 
     def close(self) -> None:
-        """Ends the processes that `connect` has started."""
+        """Ends the processes that render chat templates, if `connect` has started them."""
         if self._templates is not None:
             self._templates.close()
 
@@ -83,5 +85,5 @@ def state_of(request: Request) -> ServerState:
 
 
 def engine_of(request: Request) -> OpenAIService:
-    """Returns the engine for a request. Raises ApiError 503 while it cannot answer."""
+    """Returns the engine of the server that got a request. Raises ApiError 503 while it cannot answer."""
     return state_of(request).require_engine()

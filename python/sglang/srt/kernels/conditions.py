@@ -1,7 +1,8 @@
 """Conditions of kernels: the GPU features that they need, what they refuse, from which sizes on they are faster, and
 remarks for `explain`.
 
-A refusal takes (need, arch) and returns the reasons against the kernel; an empty list: none.
+A refusal takes (need, arch) and returns the reasons against the kernel; an empty list if there are none. "(has ...)" in
+a reason lists what the kernel supports.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def lacks(*traits: str) -> Refuse:
 
 
 def biased_heads(need: Need, arch: ArchTraits) -> list[str]:
-    """Reasons against a kernel that adds biases by distance to heads of one size."""
+    """Refuses relative biases where the dims of keys and values are not the same power of two."""
     equal = need.head_dim == need.v_head_dim and not need.head_dim & (need.head_dim - 1)
     if equal or "relative_bias" not in need.traits:
         return []
@@ -40,12 +41,12 @@ def biased_heads(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def only_dtypes(*dtypes: str) -> Refuse:
-    """Returns a refusal of activations of other dtypes."""
+    """Returns a refusal of needs whose activations have none of `dtypes`."""
     return lambda need, arch: [] if need.q_dtype in dtypes else [f"no {need.q_dtype} (has {', '.join(dtypes)})"]
 
 
 def only_quant(*schemes: str | None) -> Refuse:
-    """Returns a refusal of other quantization schemes; None stands for unquantized weights."""
+    """Returns a refusal of needs whose quantization scheme is not in `schemes`; None stands for unquantized weights."""
 
     def refuse(need: Need, arch: ArchTraits) -> list[str]:
         if need.quant in schemes:
@@ -74,9 +75,9 @@ def flashinfer_head_dims(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses prompts that Triton's kernel computes as fast. SM12x, by measured and predicted times: FA2 takes half the
-    time for 8,192 tokens with these head dims, and 1.3 times with 64. Hopper: FA3 was measured beside Triton's with
-    heads of 128 dims; it takes 16-bit caches only."""
+    """Refuses prompts for which FlashInfer is not known to be faster than Triton's kernel. On SM12x, by measured and
+    predicted times for 8,192 tokens, FA2 takes half of Triton's time with heads of 128 and 256 dims, but 1.3 times as
+    long with 64. On Hopper, FA3 was measured with 128 dims only, and takes 16-bit caches only."""
     hopper = "wgmma" in arch.features
     dims = (128,) if hopper else (128, 256)
     faster = f"faster with head dim {' or '.join(map(str, dims))}, not {need.head_dim}"
@@ -85,15 +86,15 @@ def flashinfer_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def flashinfer_latent_prompts_are_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses what FlashInfer was not measured with: other heads than DeepSeek-V3's and Kimi K2's, and GPUs other than
-    SM12x and Hopper."""
+    """Refuses latent prompts for which FlashInfer was not measured: heads other than those of DeepSeek-V3 and Kimi K2,
+    and GPUs other than SM12x and Hopper."""
     dims = (need.head_dim, need.v_head_dim)
     reasons = [] if dims == (192, 128) else [f"expanded heads of {dims[0]}/{dims[1]} dims (has 192/128)"]
     return reasons + _only_measured_gpus(arch)
 
 
 def _only_measured_gpus(arch: ArchTraits) -> list[str]:
-    """Refuses GPUs other than SM12x and Hopper, where FlashInfer's prompts were measured beside Triton's."""
+    """Refuses GPUs other than SM12x and Hopper: FlashInfer was compared with Triton's kernel only there."""
     measured = {"mma_sync_block_scale", "wgmma"} & arch.features
     return [] if measured else ["measured to be faster than Triton's on SM12x and Hopper only"]
 
@@ -106,9 +107,10 @@ def torch_flash_heads(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def torch_flash_is_faster(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses heads with which Triton's kernel is faster. With wgmma (H100): Triton's takes 0.75 to 0.88 of the time
-    for 16,384 patches, but 1.7 times as long with 72 dims, whose rows are not aligned to 32 bytes. Elsewhere 64 dims,
-    by FA2's measured times on SM12x; with more dims torch's takes half of Triton's time there."""
+    """Refuses head dims with which Triton's kernel is faster than torch's. With wgmma (H100, 16,384 patches), Triton's
+    takes 0.75 to 0.88 of torch's time with the dims listed below, but 1.7 times as long with 72, whose rows are not
+    aligned to 32 bytes. On other GPUs, by FA2's measured times on SM12x, Triton's is faster with 64 dims; with more,
+    torch's takes half of its time."""
     faster = (64, 80, 96, 128) if "wgmma" in arch.features else (64,)
     return [f"Triton's is faster with head dim {need.head_dim}"] if need.head_dim in faster else []
 
@@ -120,7 +122,7 @@ def flashinfer_latents(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def only_packed(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses sparse latents in other forms than the packed one of 576 dims in e4m3."""
+    """Refuses caches other than packed latents: 576 dims, 512 of them values, in e4m3."""
     if need.kv_dtype != "fp8_e4m3":
         return [f"no {need.kv_dtype} cache (has fp8_e4m3 and 16 bits)"]
     latent = (need.head_dim, need.v_head_dim)
@@ -128,7 +130,7 @@ def only_packed(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def only_16_bit_cache(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses caches of other than 16-bit dtypes."""
+    """Refuses caches whose dtype does not have 16 bits."""
     return [] if need.kv_dtype in ("bfloat16", "float16") else [f"no {need.kv_dtype} cache (has 16 bits)"]
 
 
@@ -143,7 +145,7 @@ def no_fp4_cache(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def only_equal_head_dims(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses heads whose values differ in size from the keys."""
+    """Refuses heads whose keys and values have different numbers of dims."""
     return [] if need.head_dim == need.v_head_dim else [f"head dims {need.head_dim}/{need.v_head_dim} differ"]
 
 
@@ -153,12 +155,13 @@ HYBRID_LINEAR_ATTN_BACKENDS: tuple[tuple[str, tuple[str, ...], tuple[str, str]],
     ("tcgen05", ("hybrid_gdn",), ("triton", "trtllm_mha")),
     ("mma_sync_block_scale", tuple(HYBRIDS), ("triton", "flashinfer")),
 )
-"""(GPU feature, traits, backends) of the full-attention layers of models with recurrent layers. The first row that
-matches counts; without one, any backend may serve. torch_native serves everywhere."""
+"""Rows of (GPU feature, traits, backends): on GPUs with the feature, a model with recurrent layers and one of
+the traits may have only these backends for its full-attention layers, and torch_native. The first matching row counts;
+without one, any backend may serve."""
 
 
 def hybrid_linear_attn_backend(need: Need, arch: ArchTraits) -> tuple[tuple[str, ...], str] | None:
-    """Returns the attention backends that a hybrid model may have on this GPU, and why; None: any."""
+    """Returns (the attention backends that a hybrid model may have on this GPU, the reason); None if any may serve."""
     for feature, traits, (first, second) in HYBRID_LINEAR_ATTN_BACKENDS:
         for trait in need.traits.intersection(traits):
             if feature in arch.features:
@@ -178,7 +181,7 @@ def not_for_hybrids(name: str) -> Refuse:
 
 
 def hybrid_choice(need: Need, arch: ArchTraits) -> str:
-    """Returns the remark about the backends of hybrid models."""
+    """Returns the remark about the backends of hybrid models; "" if any may serve."""
     allowed = hybrid_linear_attn_backend(need, arch)
     return "" if allowed is None else allowed[1]
 
@@ -192,12 +195,12 @@ def no_e4m3_conversion(need: Need, arch: ArchTraits) -> list[str]:
 
 
 def e4m3_or_16_bits(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses e5m2 caches: entries of sparse attention have scales of their own, for which e4m3 is the format."""
+    """Refuses e5m2 caches: sparse attention stores its entries in e4m3 with scales, or in 16 bits."""
     return ["no fp8_e5m2 cache (has fp8_e4m3, 16 bits)"] if need.kv_dtype == "fp8_e5m2" else []
 
 
 def packed_latents(need: Need, arch: ArchTraits) -> str:
-    """Returns the remark about packed FP8 latents."""
+    """Returns the remark about packed FP8 latents; "" for a cache of 16 bits."""
     return "latents of 656 bytes: e4m3 with a scale for 128 columns, rotary columns in bfloat16" * (
         need.kv_dtype == "fp8_e4m3"
     )
@@ -217,7 +220,7 @@ def dequantized_in_registers(need: Need, arch: ArchTraits) -> str:
 
 
 MIXED_ROWS = 48
-"""Average number of (token, expert) pairs an expert from which on sgl-kernel's products serve."""
+"""Least average number of (token, expert) pairs per expert for which sgl-kernel's products serve."""
 
 
 def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
@@ -227,11 +230,12 @@ def mixed_or_dequantized(need: Need, arch: ArchTraits) -> str:
 
 
 FEW_MIN_K = 512
-"""Fewest columns that kernels for few rows take; a test holds these four numbers to the launchers'."""
+"""Fewest columns (K) of a weight that gemv_kernel and skinny_gemm_kernel take. A test checks that this number and the
+three below equal the launchers'."""
 FEW_MULTIPLE = 16
-"""Number that must divide these columns."""
+"""Number that must divide K."""
 SKINNY_MIN_N, SKINNY_MAX_ROWS = 2048, 16
-"""Fewest rows of the weight, and most tokens of a step, that skinny_gemm serves."""
+"""Fewest rows (N) of a weight, and most tokens of a step, that skinny_gemm_kernel takes."""
 
 
 def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
@@ -259,13 +263,13 @@ def few_rows_or_cublas(need: Need, arch: ArchTraits) -> str:
 
 
 SCALED_MM_ROWS = 1024
-"""Tokens of a step from which on torch's scaled products serve: fewer would not fill their large tiles."""
+"""Fewest tokens of a step for which torch's scaled products serve: fewer would not fill their large tiles."""
 SCALED_MM_SCHEMES = ("fp8_tensor", "fp8_channel", "fp8_block")
 SCALED_MM_FEATURES = WGMMA
 
 
 def library_fails(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses what a check found defective in the library's kernel on this GPU."""
+    """Refuses a library's kernel that failed the check at start-up (`Need.library_problem`)."""
     return [need.library_problem] if need.library_problem else []
 
 
@@ -278,12 +282,12 @@ def scaled_mm_or_triton(need: Need, arch: ArchTraits) -> str:
 
 
 def dequantized(need: Need, arch: ArchTraits) -> str:
-    """Returns the remark about weights that are dequantized before each product."""
+    """Returns the remark about weights that are dequantized for each product; "" for unquantized weights."""
     return "weights dequantized for each product; activations stay in 16 bits" if need.quant else ""
 
 
 def native_fp4_available(need: Need, arch: ArchTraits) -> list[str]:
-    """Refuses to dequantize FP4 weights where the GPU multiplies them natively."""
+    """Refuses weight-only kernels for FP4 weights on GPUs that multiply FP4 natively."""
     if need.quant in ("nvfp4", "mxfp4") and "block_scaled_mma" in arch.features:
         return ["weight-only; native FP4 is available"]
     return []

@@ -1,4 +1,4 @@
-"""The one resolver: need + architecture -> kernel and tile, with a reason for everything that was not chosen."""
+"""Chooses the kernel and tile for a need on a GPU, with a reason against every kernel that was not chosen."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ def installed_packages() -> frozenset[str]:
 def resolve(
     need: Need, arch: ArchTraits, ledger: Ledger, packages: frozenset[str], forced: str | None = None
 ) -> Choice:
-    """Chooses the first candidate of the op's table that can serve `need`; with `forced` (a kernel's name) only that
-    one. Raises NoKernel with every reason, and what would work."""
+    """Returns the first candidate of the op's table that can serve `need`. forced: a kernel's name, or its name in
+    flags (`KernelSpec.asked_as`); no other kernel is chosen then. packages: as `installed_packages`. Raises NoKernel
+    with the reasons against each candidate, and with `forced` also what would work."""
     candidates = TABLES[need.op]
     if forced is not None:
         return _resolve_forced(need, arch, ledger, packages, candidates, forced)
@@ -32,7 +33,7 @@ def resolve(
         if isinstance(fit, Rejection):
             rejected.append(fit)
             continue
-        later = [_reason_not_chosen(s, spec, need, arch, packages) for s in candidates[candidates.index(spec) + 1 :]]
+        later = [_not_chosen(other, spec, need, arch, packages) for other in candidates[candidates.index(spec) + 1 :]]
         return _choice(need, spec, fit, ledger, arch, (*rejected, *later))
     raise NoKernel(need, arch, tuple(rejected))
 
@@ -45,6 +46,8 @@ def _resolve_forced(
     candidates: Sequence[KernelSpec],
     forced: str,
 ) -> Choice:
+    """Returns the first of the kernels called `forced` that can serve `need`. Raises NoKernel if none has that name, or
+    none of them can serve."""
     fits = {spec.name: _fit(spec, need, arch, ledger, packages) for spec in candidates}
     works = tuple(name for name, fit in fits.items() if not isinstance(fit, Rejection))
     named = [spec for spec in candidates if forced in (spec.name, spec.asked_as)]
@@ -56,7 +59,7 @@ def _resolve_forced(
     if isinstance(fit, Rejection):
         refused = tuple(fit for fit in (fits[spec.name] for spec in named) if isinstance(fit, Rejection))
         raise NoKernel(need, arch, refused, forced, works)
-    others = tuple(_reason_not_chosen(s, spec, need, arch, packages) for s in candidates if s is not spec)
+    others = tuple(_not_chosen(other, spec, need, arch, packages) for other in candidates if other is not spec)
     return _choice(need, spec, fit, ledger, arch, others, "asked for")
 
 
@@ -73,9 +76,10 @@ def _fit(
     return fitting.tiles
 
 
-def _reason_not_chosen(
+def _not_chosen(
     spec: KernelSpec, chosen: KernelSpec, need: Need, arch: ArchTraits, packages: frozenset[str]
 ) -> Rejection:
+    """Returns why `spec` was not chosen: its own reasons, or that `chosen` comes before it."""
     reasons = spec.why_not(need, arch, packages)
     return Rejection(spec.name, tuple(reasons) or (f"{chosen.name} comes first",))
 
@@ -89,6 +93,7 @@ def _choice(
     rejected: tuple[Rejection, ...],
     note: str | None = None,
 ) -> Choice:
+    """Returns the choice of `spec`: the first of `tiles`, the others as fallbacks. note: as in `Choice`."""
     remark = spec.remark(need, arch)
     if not tiles:
         record = ledger.worst(need, arch) if spec.package == "triton" else None

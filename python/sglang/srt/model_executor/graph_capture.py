@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 class StaticOutput:
-    """Results at a fixed address that all graphs of a runner share; otherwise each would keep its own, 300 MB for
-    logits of 512 rows. Results of another width have another address: complete rows of logits, or this rank's
-    columns."""
+    """Buffers for results, at fixed addresses that all graphs of a runner share; otherwise each graph would keep its
+    own, 300 MB for logits of 512 rows. There is one buffer for each width: logits may have all columns, or only those
+    of this rank."""
 
     def __init__(self) -> None:
         self._buffers: dict[torch.Size, torch.Tensor] = {}
 
     def keep(self, result: torch.Tensor) -> torch.Tensor:
-        """Copies result [N, ...] to its fixed address and returns it there, valid after each replay until the next. The
-        first result of a width must not be captured, and none after it may have more rows, because earlier graphs use
-        the address."""
+        """Copies `result` [N, ...] into the buffer of its width and returns the first N rows of that buffer, valid from
+        a replay until the next one. The first call for a width allocates the buffer, so it must not be captured. Later
+        results must not have more rows, because earlier graphs use the buffer's address."""
         width = result.shape[1:]
         if width not in self._buffers:
             self._buffers[width] = torch.empty_like(result)
@@ -37,10 +37,14 @@ class StaticOutput:
 def capture(
     step: Callable[[], object], pool: Any = None, producer: Callable[[], object] | None = None
 ) -> torch.cuda.CUDAGraph:
-    """Returns the graph of `step`, which runs twice before, so that kernels are compiled and libraries choose theirs
-    outside of the capture. Garbage collection is off, since destroying an older graph would spoil the capture. pool: of
-    the graph whose memory this one may share. producer: writes the inputs of `step` before these runs, since the memory
-    of a captured graph holds nothing until it is replayed, and random indices would be read."""
+    """Captures `step` in a CUDA graph and returns the graph. Before that, `step` runs twice, so that kernels are
+    compiled and libraries choose their kernels outside of the capture. Garbage collection is off during the capture,
+    which the destruction of an older graph would spoil.
+
+    pool: the memory pool of an earlier graph, which this one shares; None: a pool of its own
+    producer: writes the inputs of `step` before each of the two runs. Needed if an earlier graph computes them: its
+        memory is not initialized before its first replay, and `step` would take random numbers for indices.
+    """
     for _ in range(2):
         if producer is not None:
             producer()
@@ -59,27 +63,28 @@ def capture(
 
 
 class GraphedStage:
-    """The model between fixed addresses, for all graphs of a runner: a pipeline stage receives and sends outside of its
-    graphs. All stages have graphs of the same shapes and exchange the rows of the graph, padding included."""
+    """The model of one pipeline stage, and the buffer at a fixed address from which its graphs read what the previous
+    stage sent. Receiving and sending happen outside of the graphs. All stages have graphs of the same shapes and
+    exchange all rows of a graph, padding included."""
 
     def __init__(self, model: CausalLM, max_tokens: int) -> None:
         self.model = model
         self.received = model.input_buffer(max_tokens)
         if self.received is not None:
-            self.received.zero_()  # what is no number would stay in the padding's cache slot
+            self.received.zero_()  # a NaN would stay in the padding's cache slot
         self.sends = not model.description.last_stage
 
     def compute(self, batch: ForwardBatch) -> torch.Tensor:
-        """Computes hidden states [T, H] under capture."""
+        """Returns the hidden states [T, H] of a batch. Called under capture, and in the runs before it."""
         received = None if self.received is None else self.received[: len(batch.input_ids)]
         return self.model.compute(batch, received)
 
     def replay(self, graph: torch.cuda.CUDAGraph, num_tokens: int, hidden: torch.Tensor | None) -> None:
-        """Receives the graph's input rows, replays it, and sends its output rows. hidden [T, H]: output of `compute` in
-        the graph of a stage that sends."""
+        """Receives `num_tokens` rows from the previous stage, replays the graph, and sends its output to the next one.
+        hidden [T, H]: what `compute` returned when this graph was captured; may be None in the last stage."""
         if self.received is not None:
             self.model.pp.receive_from_previous(self.received[:num_tokens])
         graph.replay()
         if self.sends:
             assert hidden is not None
-            self.model.pp.send_to_next(hidden.clone())  # the next replay writes there while these are on their way
+            self.model.pp.send_to_next(hidden.clone())  # the next replay may overwrite it before it is sent

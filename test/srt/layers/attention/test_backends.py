@@ -237,5 +237,6 @@ def test_page_table(page_size: int) -> None:
         assert torch.equal(slots[:total].int(), p.req_to_token[p.req_pool_indices[i], :total])
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

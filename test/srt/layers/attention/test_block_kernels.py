@@ -190,5 +190,6 @@ def test_attention(
     assert (got[entries.counts == 0] == 0).all()
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

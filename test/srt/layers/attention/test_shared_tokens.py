@@ -161,5 +161,6 @@ def test_each_slot_is_one_ranks() -> None:
     assert with_own_table(both, own)[0] is both[0] and with_own_table(both, own)[1].req_to_token is own
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -394,5 +394,6 @@ def test_shares_fill_the_gpu_and_stay_within_bounds() -> None:
             assert 1 <= shares <= min(64, tiles) and (shares == 1 or programs * shares <= 4 * 188)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

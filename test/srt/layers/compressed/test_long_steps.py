@@ -28,4 +28,4 @@ def test_compressors(form: tuple[int, int]) -> None:
 
 @pytest.mark.thorough
 def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+    interpreter.run_file(__file__, interpreter.EVERY_CASE)

@@ -60,4 +60,4 @@ def test_kernels_in_graphs_with_draft_tokens(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.thorough
 def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+    interpreter.run_file(__file__, interpreter.EVERY_CASE)

@@ -103,5 +103,6 @@ def test_published_shapes(num_tokens: int, heads: int) -> None:
     torch.testing.assert_close(q, want, **CLOSE[torch.bfloat16])
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

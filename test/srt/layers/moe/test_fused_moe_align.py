@@ -114,5 +114,6 @@ def test_streamed_tiles_cover_a_row_with_little_waste(cols: int) -> None:
     assert PairTile(4096, 1024, 2).cut(192, 16)["COLS"] == 256
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -48,5 +48,6 @@ def _bytes(message: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
     return torch.cat((scales, values[: len(finite)][finite].flatten(), values[len(finite) :].flatten()))
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -31,4 +31,4 @@ def test_kernels_in_a_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+    interpreter.run_file(__file__, interpreter.EVERY_CASE)

@@ -154,5 +154,6 @@ def test_convolved_rows_are_those_of_decoding(
         assert torch.equal(layer.conv_states, expected)
 
 
-def test_in_interpreter() -> None:
-    interpreter.run_file(__file__)
+@interpreter.in_two_parts
+def test_in_interpreter(part: str) -> None:
+    interpreter.run_file(__file__, part)

@@ -1,5 +1,5 @@
-"""Responses that can be fetched again and continued: in memory, bounded in number and bytes, the oldest dropped
-first."""
+"""Stores responses that clients can fetch again and continue. They are in memory, limited in number and bytes; the
+oldest are dropped first."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import msgspec
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
-"""Limit of all responses and their conversations as JSON, including those of answers in progress."""
+"""Limit of all responses and their conversations together, as JSON, including conversations of answers in progress."""
 MAX_ENTRY_BYTES = 16 << 20
-"""Limit of one response and its conversation, which a short request can make the model read again."""
+"""Limit of one response with its conversation. A short request that continues it makes the server read all of it."""
 
 
 @dataclass(slots=True)
 class StoredResponse:
-    """One response. `response` and `conversation` are JSON; the conversation has the answer's items after `num_inputs`
-    others, and is empty until the response has ended."""
+    """One response. `response` is a JSON object, `conversation` a JSON list: `num_inputs` input items, then the items
+    of the answer. The list is empty until the response has ended."""
 
     response: bytes
     conversation: bytes = b"[]"
     num_inputs: int = 0
     task: asyncio.Task[None] | None = None
-    """The task that computes the answer in the background."""
+    """The task that computes the answer in the background; None for an answer that its client waited for."""
     num_waiting_bytes: int = 0
-    """Approximate size of the conversation that the task holds."""
+    """Approximate size of the conversation that the task holds, which is not in `conversation` yet."""
 
     @property
     def num_bytes(self) -> int:
@@ -43,26 +43,27 @@ class StoredResponse:
         return self.task is not None and not self.task.done()
 
     def items(self) -> list[dict[str, Any]]:
-        """Returns the conversation."""
+        """Returns the items of the conversation, decoded."""
         items: list[dict[str, Any]] = msgspec.json.decode(self.conversation)
         return items
 
     def fields(self) -> dict[str, Any]:
-        """Returns the response."""
+        """Returns the fields of the response, decoded."""
         fields: dict[str, Any] = msgspec.json.decode(self.response)
         return fields
 
 
 @dataclass(slots=True, weakref_slot=True)
 class HeldInput:
-    """The `num_items` items before an answer in progress, as a JSON list; None: the answer will not be stored."""
+    """The input of an answer in progress. `items` is a JSON list of `num_items` items; None once they were dropped, and
+    then the answer will not be stored."""
 
     items: bytes | None
     num_items: int
 
     @classmethod
     def of(cls, items: list[dict[str, Any]]) -> HeldInput:
-        """Returns the input items, encoded."""
+        """Returns a held input with `items` encoded."""
         return cls(msgspec.json.encode(items), len(items))
 
     @property
@@ -71,15 +72,17 @@ class HeldInput:
         return 0 if self.items is None else len(self.items)
 
     def conversation(self, output: list[dict[str, Any]]) -> bytes:
-        """Returns the items followed by those of the answer, as JSON."""
+        """Returns the input items and then those of `output`, as a JSON list. Must not be called for dropped or empty
+        input."""
         assert self.items is not None and self.num_items
         ending = msgspec.json.encode(output)[1:]
         return b"".join((self.items[:-1], b"," if output else b"", ending))
 
 
 class ResponseStore:
-    """Stored responses by id, the least recently written first. Running ones stay until they have ended. Inputs held
-    for answers in progress count too; after ended responses, the oldest of these inputs are dropped."""
+    """Stored responses by id, the least recently written first. Held inputs count against the limit of bytes. If there
+    is no room, the oldest ended responses are dropped first, and then the items of the oldest held inputs; running
+    responses stay."""
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class ResponseStore:
         self._num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
         self._held: weakref.WeakValueDictionary[int, HeldInput] = weakref.WeakValueDictionary()
-        """In the order in which they came. Each goes with the answer that has it."""
+        """In the order of `hold`. An input leaves when the answer that refers to it has ended."""
         self._held_numbers = itertools.count()
 
     def __len__(self) -> int:
@@ -105,7 +108,8 @@ class ResponseStore:
         return sum(entry.is_running for entry in self._entries.values())
 
     def has_room(self, entry: StoredResponse) -> bool:
-        """Returns whether one more running response can be kept besides the present ones."""
+        """Returns whether `entry`, a response that will run, fits beside the running ones. Ended ones do not matter,
+        because they would be dropped."""
         running = [other.num_bytes for other in self._entries.values() if other.is_running]
         return len(running) < self._max_responses and sum(running) + entry.num_bytes <= self._max_bytes
 
@@ -114,7 +118,8 @@ class ResponseStore:
         return self._entries.get(response_id)
 
     def put(self, response_id: str, entry: StoredResponse) -> None:
-        """Stores a response, replacing one of the same id; does not keep one that is too large."""
+        """Stores a response in place of the one with the same id, if any. If `entry` is larger than one may be, neither
+        is kept."""
         self._remove(response_id)
         if entry.num_bytes > self._max_entry_bytes:
             return
@@ -123,8 +128,8 @@ class ResponseStore:
         self._make_room()
 
     def hold(self, waiting: HeldInput) -> None:
-        """Counts the input as long as anything refers to it. If it is too large, its items are dropped, and so are the
-        oldest inputs if there is no room."""
+        """Counts the input against the limit of bytes for as long as anything else refers to it. Drops its items if
+        they are larger than one response may be; otherwise makes room for them."""
         if waiting.num_bytes > self._max_entry_bytes:
             waiting.items = None
             return
@@ -132,6 +137,7 @@ class ResponseStore:
         self._make_room()
 
     def _make_room(self) -> None:
+        """Drops ended responses, then items of held inputs, until the limits are kept or only running ones are left."""
         waiting = [entry for entry in self._held.values() if entry.items is not None]
         num_held = sum(entry.num_bytes for entry in waiting)
         while self._num_bytes + num_held > self._max_bytes or len(self._entries) > self._max_responses:
@@ -146,7 +152,8 @@ class ResponseStore:
                 break
 
     def discard(self, response_id: str) -> bool:
-        """Forgets a response, cancelling a running one. Returns False if there is none."""
+        """Removes a response and cancels its task, unless that is the caller. Returns False if there is none with this
+        id."""
         entry = self._remove(response_id)
         if entry is not None and entry.task is not None and entry.task is not asyncio.current_task():
             entry.task.cancel()

@@ -49,10 +49,9 @@ logger = logging.getLogger(__name__)
 
 
 def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) -> Plan:
-    """Connects to the other ranks and makes the plan. `rendezvous`: as for `parallel_state.init`, with more than one
-    rank.
-
-    Raises UserError.
+    """Connects to the other ranks and returns the plan of this one, which is made from facts about all of them (the
+    least free memory, the slowest links). A collective. rendezvous: as for `parallel_state.init`; needed with more than
+    one rank. Raises UserError.
     """
     model = ModelConfig.from_server_args(args)
     description = describe_served_model(args, model)  # checks sizes before the ranks connect
@@ -88,16 +87,16 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         links = slowest_links(links)
     available = parallel_state.min_over_ranks(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
     host = parallel_state.min_over_ranks(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
-    unasked = False
+    by_default = False
     if on_gpu and host is not None:
-        near = parallel_state.min_over_ranks(_numa_memory(node, host, args.dp_size))
-        if unasked := keeps_unasked(args, arch, near):
-            args, host = replace(args, enable_hierarchical_cache=True), near
+        numa_host = parallel_state.min_over_ranks(_numa_memory(node, host, args.dp_size))
+        if by_default := keeps_unasked(args, arch, numa_host):
+            args, host = replace(args, enable_hierarchical_cache=True), numa_host
     probe = _library_probe(arch)
 
     def make() -> Plan:
         return make_plan(
-            args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=unasked
+            args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=by_default
         )
 
     plan = agreed_plan(agreed, ranks.stage(rank), make)
@@ -111,23 +110,24 @@ def gpu_of_rank(args: ServerArgs, arch: ArchTraits, gpu: int) -> str:
 
 
 def slowest_links(links: PeerLinks) -> PeerLinks:
-    """Returns the slowest kind of link on any rank; machines may differ."""
-    ways = tuple(Topology)
-    places = [ways.index(links.topology), ways.index(links.library_topology)]
-    topology, library = (ways[i] for i in parallel_state.all_reduce_max(places))
+    """Returns `links` with the slowest topologies that any rank has, since machines may differ. A collective."""
+    kinds = tuple(Topology)
+    slowest = [kinds.index(links.topology), kinds.index(links.library_topology)]
+    topology, library = (kinds[i] for i in parallel_state.all_reduce_max(slowest))
     return replace(links, topology=topology, library=library)
 
 
 def with_library_topology(links: PeerLinks, devices: Sequence[int]) -> PeerLinks:
-    """Returns the links of these GPUs with the kind of path that NCCL's all-reduce takes."""
+    """Returns `links` with the path that NCCL's all-reduce takes between these GPUs."""
     addresses = [pci_address(device) for device in devices]
     reach = gpus_reach_one_another(devices)
     return replace(links, library=library_topology(links.topology, addresses, os.environ, reach))
 
 
 def _numa_memory(node: Node, free: int, replicas: int) -> int:
-    """Returns the free main memory of this machine; if each rank takes the same amount from the NUMA node of its GPU,
-    only what all of them can get."""
+    """Returns how many bytes of main memory the ranks of this machine can take if each takes the same amount from the
+    NUMA node of its GPU. free: free bytes of the machine, which the result does not exceed; replicas: engines that
+    share it."""
     addresses = [pci_address(gpu) for gpu in node.devices]
     nodes = Counter(node_of(address) for address in addresses if address is not None)
     shares = [
@@ -139,7 +139,8 @@ def _numa_memory(node: Node, free: int, replicas: int) -> int:
 
 
 def _library_probe(arch: ArchTraits) -> Probe | None:
-    """Returns a probe that tries torch's attention and scaled matrix products where they may be used; None without a
+    """Returns a function that runs torch's kernel for a need once and returns the problem that it found, or "". It
+    covers attention to prompts and scaled matrix products, these only on GPUs where they may serve. None without a
     GPU."""
     if arch.device != "cuda":
         return None
@@ -157,10 +158,9 @@ def _library_probe(arch: ArchTraits) -> Probe | None:
 def _connect_gpus(
     args: ServerArgs, model: ModelConfig, hidden_size: int, arch: ArchTraits, node: Node, gpu: int
 ) -> PeerLinks:
-    """Sets up all-reduce through peer memory between the ranks, where that works. Allocates its workspaces before free
-    memory is measured.
-
-    Raises UserError if NCCL does not work reliably either.
+    """Sets up all-reduce through peer memory between the ranks, where that works, and returns the links with the reason
+    where it does not. A collective; comes before free memory is measured, because it allocates workspaces. Raises
+    UserError if NCCL does not work reliably either.
     """
     if "nvlink" in arch.features:
         topology = Topology.NVLINK
@@ -189,10 +189,10 @@ def _connect_gpus(
     group = groups.tp
     group.peers = reducer
     if reducer is not None:
-        for alike in (group, groups.context, groups.dp):  # groups of equal size have the same ranks in the same order
-            if alike.size == group.size:
-                alike.reduce_with(reducer)
-                alike.exchange_with(reducer)
+        for other in (group, groups.context, groups.dp):  # groups of equal size have the same ranks in the same order
+            if other.size == group.size:
+                other.reduce_with(reducer)
+                other.exchange_with(reducer)
     if fuse:
         problem = fused_by_flashinfer(group, parallel_state.host_group(), hidden_size, model.dtype, reducer)
         links = replace(links, fusion_problem=problem)
@@ -202,15 +202,16 @@ def _connect_gpus(
 def create_runner(
     args: ServerArgs, rank: int = 0, rendezvous: str | None = None, create_encoder: CreateEncoder | None = None
 ) -> ModelRunner:
-    """Calls create_plan and load_runner. Raises UserError."""
+    """Makes the plan (`create_plan`) and returns its model runner (`load_runner`). Raises UserError."""
     return load_runner(args, create_plan(args, rank, rendezvous), rank, create_encoder)
 
 
 def load_runner(
     args: ServerArgs, plan: Plan, rank: int = 0, create_encoder: CreateEncoder | None = None
 ) -> ModelRunner:
-    """Loads weights, creates pools and graphs, and checks their results. create_encoder: makes the encoder of images
-    and videos; None: the model's own, if it has one. Raises UserError."""
+    """Loads weights, creates pools and graphs, and returns the runner after the canary has compared their results
+    (unless --skip-server-warmup). create_encoder: makes the encoder of images and videos; None: the model's own, if it
+    has one. Raises UserError."""
     if parallel_state.is_leader():
         plan.log()
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -238,7 +239,8 @@ def load_runner(
 
 
 def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageEngine | None:
-    """Opens the store of cached prefixes that the flags name. Raises UserError if it cannot be used."""
+    """Opens the storage tier that the flags name; returns None if they name none, or there is no host tier. Raises
+    UserError if the store cannot be used."""
     host_cache = runner.plan.host_cache
     if host_cache is None or host_cache.storage is None or runner.copies is None:
         return None
@@ -246,7 +248,7 @@ def create_storage(args: ServerArgs, runner: ModelRunner, rank: int) -> StorageE
 
 
 def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: StorageConfig) -> StorageEngine:
-    """Opens a store for the prefix cache in main memory. Raises UserError if it cannot be used."""
+    """Opens a store behind the host tier, which the runner must have. Raises UserError if it cannot be used."""
     plan, copies = runner.plan, runner.copies
     assert copies is not None
     from sglang.srt.mem_cache.storage.engine import StorageEngine
@@ -254,13 +256,14 @@ def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: Storage
     from sglang.srt.mem_cache.storage.store import create_store
 
     store, num_windows = create_store(config), len(plan.pool_sizes.windows)
-    equal = plan.host_cache is not None and plan.host_cache.ranks_share
-    share = (plan.ranks.attn_tp_rank(rank), plan.ranks.attn_tp_size) if equal else (0, 1)
+    ranks_share = plan.host_cache is not None and plan.host_cache.ranks_share
+    share = (plan.ranks.attn_tp_rank(rank), plan.ranks.attn_tp_size) if ranks_share else (0, 1)
     return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows, share)
 
 
 def create_depth(args: ServerArgs, runner: ModelRunner) -> Depth | None:
-    """Returns the object that chooses how many draft tokens to verify; None without drafts. A collective."""
+    """Returns the object that chooses the number of draft tokens of each step; None without drafts. A collective (it
+    measures steps)."""
     settings = speculative_settings(args, runner.plan.model.architecture)
     if settings is None:
         return None

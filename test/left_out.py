@@ -1,0 +1,158 @@
+"""The cases that `make test` leaves to `make thorough` for their time alone: other cases or tests show their kind.
+
+Tests are named by their path below test/, cases by what is in brackets; EVERY stands for all cases.
+A new case is in `make test` until it is listed here. A name that no test has is an error of a run of all tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+EVERY = "every case"
+WHOLE_RUN = 10_000
+"""Runs of fewer tests collect some files alone, and say nothing about names."""
+
+LEFT_OUT: Mapping[str, tuple[str, ...]] = {
+    # How good the embedded model is changes with the model alone.
+    "benchmark/evals/test_embedded_scores.py::test_held_out_problems_and_the_questions_of_the_readme": (EVERY,),
+    "media/test_eyes.py::test_answers_about_held_out_pictures": (EVERY,),
+    # A release of somebody else, and what its wheels bring.
+    "scripts/upstream/test_fresh_environment.py::test_a_package_that_a_release_requires_and_nobody_knows_is_named": (
+        EVERY,
+    ),
+    "scripts/upstream/test_fresh_environment.py::test_what_happens_to_be_installed_changes_nothing": (EVERY,),
+    "scripts/upstream/test_verify.py::test_the_tile_is_the_one_that_upstream_picks_on_sm120": (EVERY,),
+    "tuning/test_config_search.py::test_the_best_pair_shares_block_m_and_is_the_best": (EVERY,),
+    # One way to end a server's process is in `make test`; `make failures` has all.
+    "e2e/test_rank_failure.py::test_all_end_with_one": (
+        "--tp-size 2-detokenizer-killed-True",
+        "--tp-size 2 --ep-size 2-TP1-killed-True",
+    ),
+    "sgl_kernel/test_all_reduce_protocol.py::test_a_broken_protocol_is_noticed": (
+        "a flag before the data",
+        "words that are not looked at",
+    ),
+    "http/test_client_fields.py::test_an_answer_that_fills_the_context": ("False",),
+    "srt/layers/test_dependent_launches.py::test_what_is_read_before_the_wait": ("fused_moe-down_sum/fp8_block",),
+    "srt/entrypoints/test_bodies_let_go.py::test_nothing_holds_the_body_of_a_call_that_was_submitted": (
+        "/api/chat-False",
+        "/api/generate raw-False",
+        "/api/generate-False",
+        "/generate batch-False",
+        "/generate hidden-False",
+        "/generate-False",
+        "/v1/chat/completions tools-False",
+        "/v1/chat/completions-False",
+        "/v1/completions batch-False",
+        "/v1/completions-False",
+        "/v1/messages-False",
+        "/v1/responses kept-False",
+        "/v1/responses-False",
+    ),
+    # Families whose kinds of layers others have (`test/matrix.py`); `test_parity.py` has all of them.
+    "srt/managers/test_families_in_the_scheduler.py::test_alone_and_among_others_with_little_memory": (
+        "deepseek_v3",
+        "gemma4",
+        "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hy_v3",
+        "mimo_v2",
+        "minimax_m2",
+        "ministral3",
+        "mistral4",
+        "mistral_windows",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_5",
+        "qwen3_moe",
+        "qwen3_next",
+    ),
+    "srt/models/test_towers.py::test_the_start_can_time_its_layers": (
+        "gemma4_per_layer",
+        "glm46v",
+        "glm4v_moe",
+        "glm5_next",
+        "minimax_m3_vl",
+        "qwen2_5_vl",
+        "qwen3_5",
+        "qwen3_vl",
+        "qwen4_exp",
+        "step3p7",
+    ),
+    # Each drafter and each kind of layer is in other cases of these files.
+    "srt/speculative/test_draft_matrix.py::test_drafts_change_nothing": (
+        "DSPARK-dense-TP2",
+        "NEXTN-compressed-eager",
+        "NGRAM-dense and routed-eager",
+        "NGRAM-gated heads-eager",
+        "NGRAM-norms over heads-eager",
+        "NGRAM-shared KV layers-eager",
+        "STANDALONE-n-grams-eager",
+    ),
+    "srt/speculative/test_autoregressive_draft.py::test_draft_tokens_are_those_of_the_reference": (
+        "v41_dspark-options22",
+    ),
+    "srt/speculative/test_chains.py::test_a_target_that_drafts_for_itself": ("qwen3_windows-params5",),
+    "srt/speculative/test_draft_block.py::test_tokens_are_those_of_the_plain_run": (
+        "minimax_m3-DFLASH-greedy",
+        "qwen3_windows-DSPARK-sampled",
+    ),
+    "srt/speculative/test_kv_sharing_assistant.py::test_tokens_are_those_of_the_plain_run": ("gemma4_moe-sampled",),
+    "srt/model_executor/test_backend_matrix.py::test_backends_of_several_ranks": ("PP2-mixed",),
+    "srt/model_executor/test_verify_steps.py::test_states_are_taken_back": (
+        "qwen3_5-half-right",
+        "qwen3_next-wrong",
+    ),
+    "srt/managers/test_fp4_schedules.py::test_random_schedules": ("sinks-none-4",),
+    # Models whose plan differs from another one's here by sizes alone.
+    "commands/test_advice.py::test_advice_works_when_it_is_followed": (
+        "DeepSeek-V4-Pro-FP8-rtx-pro-6000-server-4",
+        "GLM-5.2-FP8-rtx-pro-6000-server-2",
+        "Hy3-rtx-pro-6000-server-4",
+        "Meta-Llama-3.1-405B-rtx-pro-6000-server-8",
+        "deepseek_v32-rtx-pro-6000-server-1",
+        "deepseek_v4-rtx-5090-4",
+        "minimax_m2-rtx-pro-6000-server-2",
+    ),
+    "srt/kernels/test_published.py::test_every_op_of_a_published_model_has_a_kernel": (
+        "DeepSeek-V4-Flash-FP8",
+        "GLM-5.1-FP8",
+        "GLM-5.3-Flash-NVFP4",
+        "Inkling",
+        "Kimi-K2-Instruct",
+        "Kimi-K2.7-Code-NVFP4",
+        "MiniMax-M2.5",
+        "Qwen3-235B-A22B",
+        "Qwen3-235B-A22B-NVFP4",
+        "Qwen3.5-122B-A10B",
+        "Qwen3.5-122B-A10B-NVFP4",
+        "Qwen3.6-27B-NVFP4",
+        "Step-3.5-Flash",
+        "Step-3.5-Flash-FP8",
+        "Step-3.7-Flash",
+        "deepseek_v31_nvfp4",
+        "kimi_k25_nvfp4",
+        "minimax_m3_nvfp4",
+    ),
+}
+
+
+def mark_left_out(items: Iterable[pytest.Item]) -> None:
+    """Marks them `thorough`. Raises UsageError for a name that no test of a whole run has."""
+    missing = {(test, case) for test, cases in LEFT_OUT.items() for case in cases}
+    count = 0
+    for item in items:
+        count += 1
+        test, _, case = item.nodeid.removeprefix("test/").partition("[")
+        for name in (case.removesuffix("]"), EVERY):
+            if name in LEFT_OUT.get(test, ()):
+                item.add_marker(pytest.mark.thorough)
+                missing.discard((test, name))
+    if missing and count > WHOLE_RUN:
+        raise pytest.UsageError(f"test/left_out.py has names that no test has: {sorted(missing)}")
