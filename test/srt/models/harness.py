@@ -1033,6 +1033,10 @@ class NativePlan:
     num_positions: int = 256
 
     @property
+    def decode_rows(self) -> int:
+        return self.max_running_requests * self.verified_tokens
+
+    @property
     def dtype(self) -> str:
         return self.model.dtype
 

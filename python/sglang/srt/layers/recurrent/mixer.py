@@ -89,7 +89,7 @@ class RecurrentCore:
         self.conv: ConvKernels = scope.plan.entry("causal_conv1d")
         self.recurrence: RecurrenceKernels = scope.plan.entry(op)
         self.num_sms = scope.plan.arch.num_sms
-        self.max_rows = scope.plan.max_running_requests * scope.plan.verified_tokens
+        self.max_rows = scope.plan.decode_rows
         self.addresses: dict[tuple[int, ...], torch.Tensor] = {}
         """Device arrays of the tensor addresses of records that begin with this layer's."""
         self._kept: tuple[torch.Tensor, ...] = (torch.empty(0),)
