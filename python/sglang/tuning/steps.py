@@ -10,6 +10,10 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.kimi_delta.spec import KimiDelta
+from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import quantized_from
@@ -19,7 +23,6 @@ from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
 from sglang.srt.plan.layer_spec import FeedForward, GatedStreams, HyperConnections, LayerSpec, Matrix, ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA
@@ -28,7 +31,6 @@ from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
-from sglang.srt.plan.recurrent import CHUNK_TOKENS, GatedDelta, Mamba2
 from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.compressed import CompressedSparse
@@ -17,7 +19,6 @@ from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_selection import PooledSelection
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import Node, RankLayout
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.stages import uncut_runs
 from sglang.srt.server_args import ServerArgs
 

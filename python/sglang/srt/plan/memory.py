@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.kimi_delta.spec import KimiDelta
+from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
@@ -13,7 +16,6 @@ from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.defaults import mixed_decode_sizes
-from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import LayerSpec, Mixer
 from sglang.srt.plan.media import FEATURE_BYTES, PATCH_BUFFERS, PATCHES_A_STEP
@@ -21,7 +23,6 @@ from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import CacheCost, Pools, plan_pools
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.sizes import Sizes
 

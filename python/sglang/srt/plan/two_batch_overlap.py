@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.spec import Choice
@@ -14,7 +15,6 @@ from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import LayerSpec, Sum
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.recurrent import Mamba2
 from sglang.srt.server_args import ServerArgs
 
 FLAG = "--enable-two-batch-overlap"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.attention import FULL, RECURRENT, grouped_attention, kinds_by_pattern, mixers_by_kind
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
@@ -18,7 +19,6 @@ from sglang.srt.plan.layer_spec import ABSENT, SUM, GatedStreams
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
-from sglang.srt.plan.recurrent import GatedDelta
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,
