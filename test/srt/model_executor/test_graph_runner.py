@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang.bench.direct import DirectBatch, direct_table
-from sglang.srt.layers.recurrent.records import RecurrentRecords
+from sglang.srt.blocks.recurrent_state.records import RecurrentRecords
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.managers.scheduler.output import StopChecker

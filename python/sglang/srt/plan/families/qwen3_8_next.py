@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.forms import Form, Streamed
@@ -21,7 +22,6 @@ from sglang.srt.plan.layer_spec import ABSENT, SUM, GatedStreams, LayerSpec, Res
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
-from sglang.srt.plan.recurrent import GatedDelta
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,
