@@ -89,6 +89,7 @@ LLAMA4 = {
     "rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 1.0},
 }
 
+SMOLLM3 = {"num_hidden_layers": 4, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
 MUSE = {
     "num_hidden_layers": 8,
     "sliding_window": 12,
@@ -465,6 +466,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         | WIDE
         | {"moe_intermediate_size": 128, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4}
         | {"swa_head_dim": 128, "d_rel": 16, "num_key_value_heads": 2},
+    ),
+    "smollm3": ("SmolLM3Config", SMOLLM3),
+    "smollm3_windows": (
+        "SmolLM3Config",
+        WINDOWS | SMOLLM3 | {"no_rope_layers": [1, 0, 0, 1], "tie_word_embeddings": False},
     ),
     "llama4": ("Llama4TextConfig", LLAMA4),
     "llama4_wide": (

@@ -37,11 +37,13 @@ from sglang.srt.plan.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_MOE
 from sglang.srt.plan.families.qwen3 import QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from sglang.srt.plan.families.qwen3_8_next import QWEN4_EXP, QWEN4_EXP_TEXT
 from sglang.srt.plan.families.qwen3_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
+from sglang.srt.plan.families.smollm3 import SMOLLM3
 from sglang.srt.plan.families.step3 import STEP3P5, STEP3P7
 
 FAMILIES: tuple[Family, ...] = (
     *(
         LLAMA,
+        SMOLLM3,
         LLAMA4_TEXT,
         LLAMA4,
         MISTRAL,

@@ -69,6 +69,15 @@ def attention_by_layer(c: Config, attention: Callable[..., Mixer], usual: str = 
     return mixers_by_kind(c, layer_kinds(c, usual), full_and_windowed(attention))
 
 
+def rotating_layers(c: Config) -> list[bool]:
+    """Returns whether each layer rotates heads: `no_rope_layers` has a 1 for each that does; without it every
+    `no_rope_layer_interval`-th layer does not. Raises UserError."""
+    if c.values.get("no_rope_layers"):
+        return c.flags("no_rope_layers")
+    interval = c.positive("no_rope_layer_interval")
+    return [(i + 1) % interval != 0 for i in range(c.num_layers)]
+
+
 def check_windows(c: Config) -> None:
     """Notes as a problem a window of which the config does not say which layers have it."""
     if c.values.get("use_sliding_window") and c.values.get("layer_types") is None:

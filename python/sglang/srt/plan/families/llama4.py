@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.errors import UserError
-from sglang.srt.plan.families.attention import FULL, grouped_attention
+from sglang.srt.plan.families.attention import FULL, grouped_attention, rotating_layers
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
@@ -53,7 +53,7 @@ def _mixers(c: Config) -> list[GQA]:
     otherwise. The others see all tokens, and have no norms of heads but attention temperature scaling."""
     qk_norm = "unit" if c.default("use_qk_norm", bool, True) else ""
     whole = grouped_attention(c, head_dim=128, kv_heads=8, qk_norm=qk_norm, is_neox_style=False)
-    rotates = _rotating(c)
+    rotates = rotating_layers(c)
     kinds = c.default("layer_types", list, [_CHUNKED if here else FULL for here in rotates])[: c.num_layers]
     unknown = sorted({str(kind) for kind in kinds} - {_CHUNKED, FULL})
     if unknown or len(kinds) < c.num_layers:
@@ -65,18 +65,6 @@ def _mixers(c: Config) -> list[GQA]:
         replace(whole if here else unrotating, window=size if kind == _CHUNKED else 0, chunked=kind == _CHUNKED)
         for here, kind in zip(rotates, kinds, strict=True)
     ]
-
-
-def _rotating(c: Config) -> list[bool]:
-    """Returns whether each layer rotates heads: `no_rope_layers` has a 1 for each that does; without it every
-    `no_rope_layer_interval`-th layer does not."""
-    listed = c.default("no_rope_layers", list, [])
-    if not listed:
-        interval = c.positive("no_rope_layer_interval")
-        return [(i + 1) % interval != 0 for i in range(c.num_layers)]
-    if len(listed) < c.num_layers or any(value not in (0, 1) for value in listed):
-        raise UserError(f"{c.source}: 'no_rope_layers' must be a list of 0 and 1 for {c.num_layers} layers.")
-    return [value == 1 for value in listed[: c.num_layers]]
 
 
 def _temperature(c: Config) -> dict[str, Any]:
