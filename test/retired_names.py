@@ -145,6 +145,7 @@ RETIRED = {
     "most_tokens": "max_tokens",
     "most_window_bytes": "max_window_bytes",
     "most_works": "max_works",
+    "MtpForm": "MTPPass",
     "native_guesses": "native_draft_rows",
     "ngram_guesses": "ngram_drafts",
     "NgramGuessesOp": "NgramDraftsOp",

@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "model_executor/model_runner.py",
     ),
     "cache tables": ("mem_cache/*.py",),
-    "states": ("layers/recurrent/*.py", "mem_cache/checkpoint_table.py"),
+    "states": ("blocks/*/*.py", "mem_cache/checkpoint_table.py"),
     "memory plan": (
         "plan/memory.py",
         "plan/attention_memory.py",

@@ -59,7 +59,7 @@ def test_serving_reaches_its_processes_and_kernels() -> None:
         "layers.attention.triton_backend",
         "layers.quantization.scaled_mm",
         "layers.triton_ops.topk",
-        "layers.recurrent.triton_ops.chunk_scan",
+        "blocks.recurrent_state.kernels.chunk_scan",
         "plan.families",
     }
     assert {f"sglang.srt.{module}" for module in expected} <= reached.keys()
@@ -96,6 +96,7 @@ def test_an_arrow_upwards_would_be_found(tmp_path: Path, monkeypatch: pytest.Mon
     arrows = import_figures.arrows_upwards
     assert arrows(["in_layers"], ["high", "low", "other"]) == []
     assert arrows(["in_layers"], ["high", "other", "low"]) == [("in_layers.low", "in_layers.other")]
+    assert arrows(["in_layers"], ["high", "other", "low"], ["in_layers.low -> in_layers.*"]) == []
 
 
 def test_the_layers_are_those_of_the_linter() -> None:

@@ -222,9 +222,9 @@ def test_exact_rows_say_so() -> None:
 
 def test_pieces_are_cut_as_the_kernel_cuts_them() -> None:
     pytest.importorskip("triton")
+    from sglang.srt.blocks.recurrent_state.kernels import register_scan
     from sglang.srt.layers.attention.triton_ops.decode_attention import combine_constants
     from sglang.srt.layers.attention.triton_ops.decode_workspace import SHORT_PIECE
-    from sglang.srt.layers.recurrent.triton_ops import register_scan
 
     assert SHORT_PIECE == served_attention.SHORT_PIECE
     for dim, heads, seqs in itertools.product((64, 80, 128, 192, 256, 512), (1, 12, 64, 256), (1, 8, 9, 256)):

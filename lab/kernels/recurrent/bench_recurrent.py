@@ -21,9 +21,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmark" / "kernels"))
 from timing import copies_for, copy_ceiling, matmul_ceiling, time_calls
 
-from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm, recurrence, register_scan
+from sglang.srt.blocks.recurrent_state import reference
+from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence, register_scan
+from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule
 
 CONV_WIDTH = 4
 LONG = 32_768
@@ -170,7 +170,7 @@ def state_error(shape: Shape) -> str:
     recurrence.recurrence_extend(small.rule, *given, states, slots, slots, prefix, loc.cuda(), out)
     exact = [None if x is None else x.double() for x in given]
     right, right_out = states.double(), out.double()
-    native.recurrence_extend(small.rule, *exact, right, slots, slots, prefix, loc, right_out)  # type: ignore[arg-type]
+    reference.recurrence_extend(small.rule, *exact, right, slots, slots, prefix, loc, right_out)  # type: ignore[arg-type]
     errors = [
         float((mine.double() - other).norm() / other.norm())
         for mine, other in ((states[1], right[1]), (out, right_out))

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from srt.layers.recurrent.problems import DELTA, SSD, Problem, judge, problem, relative
 
-from sglang.srt.layers.recurrent import native
+from sglang.srt.blocks.recurrent_state import reference
 
 SHAPES = ((DELTA, (128, 128)), (SSD, (128, 64)))
 """Dims of a key and a value in Qwen3.5 and Nemotron 3; two heads of each."""
@@ -33,7 +33,7 @@ def main() -> None:
         for decay in ("some", "none"):
             torch.manual_seed(0)
             given = problem(kind, (tokens,), (0,), (2, 2), dims, torch.bfloat16, decay=decay)
-            out, states = in_fp32(given).extend(native.recurrence_extend)
+            out, states = in_fp32(given).extend(reference.recurrence_extend)
             exact_out, exact_states = judge(given)
             errors = relative(states[given.slots], exact_states[given.slots]), relative(out, exact_out)
             print(f"| {kind} | {decay} | {errors[0]:.1e} | {errors[1]:.1e} |", flush=True)

@@ -199,8 +199,8 @@ def _absorb(op: LatentAbsorb, arch: ArchTraits, device: str) -> list[Call]:
 
 def _gated_delta(op: GatedDeltaRule, arch: ArchTraits, device: str) -> list[Call]:
     """Returns the call with random gates, and queries and keys of length 1."""
-    from sglang.srt.layers.recurrent.rule import gated_delta_rule
-    from sglang.srt.layers.recurrent.triton_ops import recurrence
+    from sglang.srt.blocks.recurrent_state.kernels import recurrence
+    from sglang.srt.blocks.recurrent_state.rule import gated_delta_rule
 
     rule, tokens, keys = gated_delta_rule(op.key_dim), op.batch * op.tokens, op.key_heads * op.key_dim
     rows = _half(tokens, 2 * keys + op.heads * op.value_dim, device=device)

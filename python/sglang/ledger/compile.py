@@ -166,8 +166,8 @@ def _describe(suffix: str) -> str:
 
 @functools.cache
 def source_hash(fn: Any) -> str:
-    """Returns the hash of a kernel's code and of every Triton function and constant it reaches; comments and layout do
-    not count."""
+    """Returns the hash of a kernel's code and of every Triton function and constant it reaches; comments, layout and
+    the packages around a module do not count."""
     digest = hashlib.sha256()
     for name, text in sorted(_sources(fn, {}).items()):
         digest.update(f"{name}\n{text}\n".encode())
@@ -184,16 +184,22 @@ def _sources(fn: Any, seen: dict[str, str]) -> dict[str, str]:
     first = function.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and len(function.body) > 1:
         function.body = function.body[1:]  # the docstring
-    seen[f"{python.__module__}.{python.__qualname__}"] = ast.unparse(tree)
+    seen[_name_of(python)] = ast.unparse(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in python.__globals__:
             value = python.__globals__[node.id]
             if isinstance(value, triton.runtime.JITFunction):
-                if f"{value.fn.__module__}.{value.fn.__qualname__}" not in seen:
+                if _name_of(value.fn) not in seen:
                     _sources(value, seen)
             elif isinstance(value, (int, float, str, triton.language.constexpr)):
                 seen[node.id] = repr(value)
     return seen
+
+
+def _name_of(python: Any) -> str:
+    """Returns a function's name with that of its module, as `launch_form` names kernels: where the file lies is no part
+    of the code."""
+    return f"{python.__module__.rpartition('.')[2]}.{python.__qualname__}"
 
 
 def variant_hash(variant: Variant) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.drafts.description import Assistant, Block, DraftDescription, MTPByLayer, Separate
+from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.drafts.forms import Assistant, Block, MTPByLayer, Separate
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows

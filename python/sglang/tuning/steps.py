@@ -11,6 +11,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import singledispatch
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.kimi_delta.spec import KimiDelta
+from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import quantized_from
@@ -19,7 +23,6 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
 from sglang.srt.plan.layer_spec import (
     FeedForward,
@@ -36,7 +39,6 @@ from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
-from sglang.srt.plan.recurrent import CHUNK_TOKENS, GatedDelta, Mamba2
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best
 from sglang.tuning.ops import (

@@ -15,6 +15,13 @@ from unittest.mock import patch
 
 import torch
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
+from sglang.srt.blocks.kimi_delta.spec import KimiDelta
+from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence
+from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
+from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
@@ -57,9 +64,6 @@ from sglang.srt.layers.ngrams.kernels import NgramHash
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
 from sglang.srt.layers.quantization.activations import RowForm
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
-from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, VerifiedRows
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, channel_recurrence, gated_norm, recurrence
 from sglang.srt.layers.triton_ops import (
     activation,
     decode_inputs,
@@ -90,7 +94,6 @@ from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.layer_spec import (
     Absent,
     AttentionShape,
@@ -108,7 +111,6 @@ from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 

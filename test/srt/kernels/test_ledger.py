@@ -249,3 +249,15 @@ def test_the_hash_follows_the_code_and_not_its_comments() -> None:
     assert compiling.variant_hash(a) == compiling.variant_hash(moe_variant(64, 64, 128, 4))
     assert compiling.variant_hash(a) != compiling.variant_hash(b)
     assert compiling.variant_hash(a) != compiling.variant_hash(dataclasses.replace(a, divisible_by_16=()))
+
+
+def test_the_hash_does_not_follow_the_folder_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from sglang.srt.layers.triton_ops import norm
+
+    kernel = norm.rmsnorm_kernel.fn
+    before = compiling.source_hash.__wrapped__(norm.rmsnorm_kernel)
+    monkeypatch.setattr(kernel, "__module__", "sglang.srt.blocks.anything.kernels.norm")
+    assert compiling.source_hash.__wrapped__(norm.rmsnorm_kernel) == before
+    monkeypatch.setattr(kernel, "__module__", "sglang.srt.layers.triton_ops.other")
+    assert compiling.source_hash.__wrapped__(norm.rmsnorm_kernel) != before

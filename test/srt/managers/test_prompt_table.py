@@ -1,13 +1,15 @@
-"""Prompts that wait: four bytes a token, shared by samples, and no more of them than the limit."""
+"""Prompts that wait: twelve bytes a token with their keys, shared by samples, and no more of them than the limit."""
 
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from sglang.srt.managers.scheduler import intake, prompt_table
+from sglang.srt.managers.scheduler import attention_groups, intake, prompt_table
+from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.prompt_table import PromptTable, Tokens
 from srt.managers.fake_runner import Collector, FakeRunner, add, make_scheduler, request, run_to_end
 
@@ -37,18 +39,30 @@ def test_tokens_are_a_list_of_two_parts() -> None:
 def test_equal_prompts_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     table = PromptTable()
     first, second, other = table.take([1, 2, 3]), table.take([1, 2, 3]), table.take([1, 2, 4])
-    assert first is second and first is not other and table.num_tokens == 6 and first.ids.dtype == np.int32
+    assert first is second and first is not other and table.num_bytes == 6 * 12 and first.ids.dtype == np.int32
     table.give_back(first)
-    assert table.num_tokens == 6 and table.take([1, 2, 3]) is second
+    assert table.num_bytes == 6 * 12 and table.take([1, 2, 3]) is second
     for prompt in (second, second, other):
         table.give_back(prompt)
-    assert table.num_tokens == 0 and len(table) == 0
+    assert table.num_bytes == 0 and len(table) == 0
     monkeypatch.setattr(prompt_table, "_name", lambda ids: (0, 0))
     one, another = table.take([1]), table.take([2])
-    assert one is not another and table.take([1]) is one and table.num_tokens == 2, "of one hash"
+    assert one is not another and table.take([1]) is one and table.num_bytes == 2 * 12, "of one hash"
     for prompt in (another, one, one):
         table.give_back(prompt)
-    assert table.num_tokens == 0 and len(table) == 0
+    assert table.num_bytes == 0 and len(table) == 0
+
+
+def test_keys_count() -> None:
+    """The bytes of a prompt are those of its arrays, with those that requests with media have of their own."""
+    table = PromptTable()
+    prompt = table.take(range(50))
+    assert table.num_bytes == prompt.ids.nbytes + prompt.keys.nbytes
+    table.take(range(50), has_media=True)
+    assert table.num_bytes == prompt.ids.nbytes + 2 * prompt.keys.nbytes
+    table.give_back(prompt, has_media=True)
+    table.give_back(prompt)
+    assert table.num_bytes == table.num_users == 0
 
 
 def test_samples_that_wait_share_their_prompt() -> None:
@@ -59,9 +73,9 @@ def test_samples_that_wait_share_their_prompt() -> None:
     reqs = list(scheduler.reqs.values())
     assert all(req.tokens.prompt is reqs[0].tokens.prompt for req in reqs)
     assert all(req.cache_keys(64).base is reqs[0].cache_keys(64).base for req in reqs), "their keys are one, too"
-    assert scheduler.prompts.num_tokens == 100
+    assert scheduler.prompts.num_bytes == 100 * 12
     run_to_end(scheduler, collector)
-    assert scheduler.prompts.num_tokens == 0 and len(scheduler.prompts) == 0
+    assert scheduler.prompts.num_bytes == 0 and len(scheduler.prompts) == 0
 
 
 def test_parameters_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +93,7 @@ def test_parameters_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_prompts_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "MAX_PROMPT_TOKENS", 100)
+    monkeypatch.setattr(intake, "MAX_PROMPT_BYTES", 100 * 12)
     scheduler, collector = make_scheduler(FakeRunner(4096, 1, 1024, 4, 64)), Collector()
     add(scheduler, request("alone", list(range(3, 113)), 4, ignore_eos=True))
     add(scheduler, request("its sample", list(range(3, 113)), 4, ignore_eos=True))
@@ -88,7 +102,27 @@ def test_prompts_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert collector.finish["alone"].type == "length", "one that exceeds the limit may come alone"
     for rid in ("its sample", "other"):
         assert collector.finish[rid].status_code == 503 and "send this one again later" in collector.finish[rid].message
-    assert scheduler.prompts.num_tokens == 0
+    assert scheduler.prompts.num_bytes == 0
     add(scheduler, request("later", [5, 6], 4, ignore_eos=True))
     run_to_end(scheduler, collector)
     assert collector.finish["later"].type == "length"
+
+
+def test_attention_groups_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank holds the prompts of all groups."""
+    monkeypatch.setattr(intake, "MAX_PROMPT_BYTES", 100 * 12)
+    monkeypatch.setattr(attention_groups, "_GroupRunner", lambda runner, is_own: runner)
+    runner = FakeRunner(4096, 1, 1024, 4, 64)
+    args = make_scheduler(runner).args
+    args.load_balance_method = "round_robin"
+    runner.groups = SimpleNamespace(dp=SimpleNamespace(rank=0, size=2))
+    first, second = attention_groups.AttentionGroups(args, runner, StopChecker(None)).schedulers
+    collector = Collector()
+    add(first, request("first", list(range(3, 83)), 4, ignore_eos=True))
+    add(second, request("same", list(range(3, 83)), 4, ignore_eos=True))
+    add(second, request("second", list(range(5, 85)), 4, ignore_eos=True))
+    run_to_end(second, collector)
+    assert collector.finish["same"].type == "length"
+    assert collector.finish["second"].status_code == 503
+    run_to_end(first, collector)
+    assert collector.finish["first"].type == "length" and first.prompts.num_bytes == 0

@@ -14,6 +14,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.graph_capture import StaticOutput
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
+from sglang.srt.plan.step_widths import StepWidths
 from srt.model_executor.graph_stand_ins import (
     DeviceLengths,
     PoisonedGraph,
@@ -63,7 +64,7 @@ def test_graphs_of_the_most_rows_are_captured_first(widths: tuple[int, ...]) -> 
     """A graph's logits lie in a static output if they are many, and their width depends on their number: whichever
     number is the first of a width, none behind it is larger."""
     runner = object.__new__(GraphRunner)
-    runner.sizes = GraphSizes((1, 2, 4, 8, 12, 16), (16, 64), (0, 4, 8), widths)
+    runner.sizes = GraphSizes((1, 2, 4, 8, 12, 16), (16, 64), (0, 4, 8), StepWidths(widths))
     for prompts in (True, False):
         rows = [shape.num_tokens for shape in runner._shapes() if shape.has_prompts == prompts]
         assert rows == sorted(rows, reverse=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from sglang.bench.direct import DirectBatch, direct_table
-from sglang.srt.layers.recurrent.records import RecurrentRecords
+from sglang.srt.blocks.recurrent_state.records import RecurrentRecords
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.step_rows import DecodeRows
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -27,6 +27,7 @@ from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.memory import verified_bytes
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.sizes import Sizes
+from sglang.srt.plan.step_widths import StepWidths
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
@@ -308,9 +309,9 @@ def test_times_of_steps_with_draft_tokens(name: str, tmp_path: Path, monkeypatch
     assert all(len(set(ids)) == len(ids) for ids in timed.values())
     tables = runner.state.next_tokens, runner.state.lens, runner.state.req_to_token
     assert not any(table.any() for table in tables)
-    asked = replace(SIZES_OF_PLAN, max_running_requests=4, widths=(3,))
+    asked = replace(SIZES_OF_PLAN, max_running_requests=4, drafts=StepWidths((3,)))
     assert max(kept) == verified_bytes(runner.plan.description, "float32", asked)
-    assert verified_bytes(runner.plan.description, "float32", replace(asked, widths=(1,))) == 0
+    assert verified_bytes(runner.plan.description, "float32", replace(asked, drafts=StepWidths())) == 0
 
 
 def test_the_prompt_of_a_capture_has_all_tokens() -> None:

@@ -29,7 +29,9 @@ from sglang.srt.model_executor.canary import check_runner
 from sglang.srt.model_executor.device_state import DeviceState
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.step import StepInput, step_arrays
+from sglang.srt.plan.step_widths import StepWidths
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.depth import FixedDepth
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
@@ -236,7 +238,7 @@ def test_every_step_may_bring_another_number_of_draft_tokens(name: str, tmp_path
     for graphs in (False, True):
         scheduler = verifying_scheduler(args, KnownTexts(4, 3), as_outputs(plain))
         scheduler.depth = Widths()  # type: ignore[assignment]
-        scheduler.runner.widths = (1, 2, 3, 4)
+        scheduler.runner.widths = StepWidths((1, 2, 3, 4))
         with contextlib.ExitStack() as stack:
             if graphs:
                 with_attention(scheduler.runner, DeviceLengths(), DeviceLengths())
@@ -244,6 +246,28 @@ def test_every_step_may_bring_another_number_of_draft_tokens(name: str, tmp_path
             counts = accepted(scheduler)
             assert run(scheduler, SAMPLED) == plain
         assert {width for width, _ in counts} == {1, 2, 3, 4}
+
+
+def test_many_requests_bring_fewer_draft_tokens_each(tmp_path: Path) -> None:
+    save_tiny("qwen3", tmp_path)
+    args = server_args(tmp_path)
+    plain = run(Scheduler(args, create_runner(args), StopChecker(None)), SAMPLED)
+    scheduler = verifying_scheduler(args, KnownTexts(4, 3), as_outputs(plain))
+    scheduler.depth = FixedDepth(StepWidths((1, 2, 4), False, max_rows=8))
+    shapes: list[tuple[int, int]] = []
+    forward = scheduler.runner.forward
+
+    def watched(step: StepInput) -> Any:
+        if step.widths is not None:
+            shapes.append((len(step.slots), step.width))
+        return forward(step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler.runner, "forward", watched)
+        assert run(scheduler, SAMPLED) == plain
+    assert all(num * width <= 8 for num, width in shapes)
+    assert {width for num, width in shapes if num <= 2} == {4}
+    assert {width for _, width in shapes} == {1, 2, 4}
 
 
 def test_retracted_requests_are_drafted_on(tmp_path: Path) -> None:

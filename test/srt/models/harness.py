@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from tiny_models import made_once
 
+from sglang.srt.blocks.recurrent_state import reference as recurrent_ops
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
@@ -36,7 +37,6 @@ from sglang.srt.layers.compressed import candidates as candidate_ops
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.ngrams import native as ngram_ops
-from sglang.srt.layers.recurrent import native as recurrent_ops
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import filled_model
@@ -1037,6 +1037,10 @@ class NativePlan:
     aux_keeps_streams: bool = False
     merge_method: str = ALL_TO_ALL
     num_positions: int = 256
+
+    @property
+    def decode_rows(self) -> int:
+        return self.max_running_requests * self.verified_tokens
 
     @property
     def dtype(self) -> str:

@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.errors import UserError
-from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.pooled_latent import PooledLatent
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention
 from sglang.srt.layers.quantization.dense import QuantizedLinear
-from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
 
 from .harness import TinyRunner, blocks_of, plan_for, save_tiny
 from .quantized_checkpoints import FORMS, Form, Tensors, write_model

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from sglang.srt.configs.speculative import AdaptiveSettings
-from sglang.srt.speculative.depth import PROBE_STEPS, AcceptanceRates, AdaptiveDepth
+from sglang.srt.plan.step_widths import StepWidths
+from sglang.srt.speculative.depth import PROBE_STEPS, AcceptanceRates, AdaptiveDepth, FixedDepth
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -184,3 +185,22 @@ def test_nothing_said_of_no_request() -> None:
     depth = AdaptiveDepth(AdaptiveSettings(), 4, times(1.0, most=4))
     depth.expect([])
     assert depth.next_width(1) in depth.widths
+
+
+def test_many_requests_bring_no_more_rows_than_planned() -> None:
+    """Also where draft tokens cost no time, and beyond the numbers of requests that were measured."""
+    allowed = StepWidths((1, 2, 4, 8), True).limited(600, (1, 2, 4, 8, 16, 32, 64))
+    step_ms = {(load, width): ms for (load, width), ms in times(0.0).items() if width in allowed.of(load)}
+    for depth in (AdaptiveDepth(AdaptiveSettings(), 8, step_ms, allowed), FixedDepth(allowed)):
+        for load, width in ((1, 8), (64, 8), (80, 4), (200, 2), (500, 1), (80, 4), (3, 8), (600, 1)):
+            if isinstance(depth, FixedDepth):
+                assert depth.next_width(load) == width
+                continue
+            widths = run(depth, load, 0.97, 100)
+            assert max(widths) == width and load * width <= 600
+
+
+def test_widths_without_times_are_limited_too() -> None:
+    allowed = StepWidths((1, 2, 4)).limited(600, ())
+    depth = AdaptiveDepth(AdaptiveSettings(), 4, {}, allowed)
+    assert [depth.next_width(load) for load in (1, 150, 151, 301, 600)] == [4, 4, 2, 1, 1]

@@ -10,13 +10,15 @@ import triton
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
-from sglang.srt.layers.recurrent.triton_ops import (
-    causal_conv,
+from sglang.srt.blocks.kimi_delta.kernels import (
     channel_decay,
     channel_local,
     channel_scan,
     channel_step,
     channel_verify,
+)
+from sglang.srt.blocks.recurrent_state.kernels import (
+    causal_conv,
     chunk_local,
     chunk_scan,
     commit,

@@ -103,7 +103,8 @@ class SpeculativeSettings:
     draft_quantization: str | None = None
     """Quantization of the draft's weights; `unquant`: 16 bits; None: as its checkpoint says, tensor by tensor."""
     adaptive: AdaptiveSettings | None = None
-    """Settings of the adaptive depth; None: every step verifies `num_draft_tokens` of each request."""
+    """Settings of the adaptive depth; None: every step verifies `num_draft_tokens` of each request, fewer with many
+    requests (`plan.step_widths`)."""
     ngram: NgramSettings = NgramSettings()
     block_size: int = 0
     """Rows of a block that DFLASH or DSPARK computes at once, the last sampled token's included; 0 for other
@@ -119,10 +120,8 @@ class SpeculativeSettings:
     @property
     def widths(self) -> tuple[int, ...]:
         """The numbers of tokens per request that a step may bring, ascending. They are few, because each has graphs of
-        its own."""
-        if self.adaptive is None:
-            return (self.num_draft_tokens,)
-        steps = self.adaptive.candidate_steps or (1, 3, 5)
+        its own. Where the depth is fixed, those below the most are for steps with many requests."""
+        steps = (self.adaptive and self.adaptive.candidate_steps) or (1, 3, 5)
         shorter = (step + 1 for step in steps if step < self.num_draft_tokens)
         return tuple(sorted({1, self.num_draft_tokens, *shorter}))
 

@@ -63,7 +63,8 @@ _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
 _COMPRESSED = "sglang.srt.layers.compressed"
-_RECURRENT = "sglang.srt.layers.recurrent"
+_RECURRENT = "sglang.srt.blocks.recurrent_state"
+_KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
 _NGRAMS = "sglang.srt.layers.ngrams"
 
 
@@ -174,11 +175,12 @@ LINEAR = (
 )
 
 
-def _recurrent(triton_entry: str, native_entry: str) -> tuple[KernelSpec, ...]:
-    """Returns the kernels of an op of recurrent layers, for which Triton serves 16-bit activations only."""
+def _recurrent(triton_entry: str, native_entry: str, block: str = _RECURRENT) -> tuple[KernelSpec, ...]:
+    """Returns the kernels of an op of recurrent layers, for which Triton serves 16-bit activations only. `block`: the
+    package of the block whose Triton kernel it is."""
     return (
-        KernelSpec("triton", f"{_RECURRENT}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=HALF),
-        KernelSpec("torch_native", f"{_RECURRENT}.native:{native_entry}", graph_safe=False),
+        KernelSpec("triton", f"{block}.kernels.{triton_entry}", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", f"{_RECURRENT}.reference:{native_entry}", graph_safe=False),
     )
 
 
@@ -349,7 +351,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "decode_attention": DECODE_ATTENTION,
     "prefill_attention": PREFILL_ATTENTION,
     "gated_delta_rule": GATED_DELTA_RULE,
-    "kimi_delta_rule": _recurrent("channel_recurrence:CHANNEL_RECURRENCE", "RECURRENCE"),
+    "kimi_delta_rule": _recurrent("channel_recurrence:CHANNEL_RECURRENCE", "RECURRENCE", _KIMI_DELTA),
     "state_space_duality": _RECURRENCE,
     "sparse_indexer": SPARSE_INDEXER,
     "candidate_blocks": CANDIDATE_BLOCKS,

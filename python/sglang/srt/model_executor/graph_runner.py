@@ -40,6 +40,7 @@ from sglang.srt.model_executor.graph_media import GraphMedia
 from sglang.srt.model_executor.step import AcceptResult, GroupSteps, ModelOutput, PromptTokens, StepInput, step_arrays
 from sglang.srt.plan.defaults import mixed_decode_sizes
 from sglang.srt.plan.plan import Plan
+from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from sglang.srt.utils.device_arrays import DeviceArrays, Field
 
 MAX_PROMPTS = 16
@@ -58,15 +59,20 @@ class GraphSizes:
     batch_sizes: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
     mixed_decodes: tuple[int, ...] = (0,)
-    widths: tuple[int, ...] = (1,)
+    widths: StepWidths = ONE_TOKEN
 
     @property
     def any(self) -> bool:
         """Returns whether any graph is captured."""
         return bool(self.batch_sizes or self.prompt_tokens)
 
+    @property
+    def decode_rows(self) -> int:
+        """Returns the rows of the largest graph without prompts."""
+        return max((size * width for size in self.batch_sizes for width in self.widths.of(size)), default=0)
 
-def graph_sizes(plan: Plan, state: DeviceState, widths: tuple[int, ...]) -> GraphSizes:
+
+def graph_sizes(plan: Plan, state: DeviceState, widths: StepWidths) -> GraphSizes:
     """Returns the sizes of the graphs that the model's attention can be captured in. widths: candidates for the tokens
     per request in steps without prompts."""
     attention, has_drafts = state.attention, state.has_drafts
@@ -78,7 +84,8 @@ def graph_sizes(plan: Plan, state: DeviceState, widths: tuple[int, ...]) -> Grap
         mixed = (0,)  # the lengths of requests that decode are known to the device alone
     verifies_in_graphs = attention.extend_in_graphs and bool(prompt_tokens)
     batch_sizes = plan.cuda_graph_bs if verifies_in_graphs or not has_drafts else ()
-    widths = tuple(width for width in widths if width > 1 or not (has_drafts and attention.decode_plans_on_host))
+    if has_drafts and attention.decode_plans_on_host:
+        widths = replace(widths, widths=tuple(width for width in widths.widths if width > 1))
     return GraphSizes(batch_sizes, prompt_tokens, mixed, widths)
 
 
@@ -134,7 +141,7 @@ class GraphRunner:
             for decodes in reversed([size for size in self.sizes.mixed_decodes if size <= tokens]):
                 yield StepShape(tokens, decodes, has_prompts=True)
         sizes, widths = self.sizes.batch_sizes, self.sizes.widths
-        without_prompts = [StepShape(size * width, size, width) for size in sizes for width in widths]
+        without_prompts = [StepShape(size * width, size, width) for size in sizes for width in widths.of(size)]
         yield from sorted(without_prompts, reverse=True)
 
     def shape_of(self, step: StepInput) -> StepShape | None:
@@ -144,7 +151,7 @@ class GraphRunner:
         num_decodes = step.num_decodes
         if step.prompts is None:
             size = _at_least(self.sizes.batch_sizes, num_decodes)
-            if size is None or step.width not in self.sizes.widths:
+            if size is None or step.width not in self.sizes.widths.of(size):
                 return None
             return StepShape(size * step.width, size, step.width)
         decodes = _at_least(self.sizes.mixed_decodes, num_decodes)
@@ -162,7 +169,7 @@ class GraphRunner:
         """Returns the common shape of all attention groups' steps; None if no graph fits."""
         if not steps.has_prompts:
             size = _at_least(self.sizes.batch_sizes, steps.num_decodes)
-            if size is None or steps.width not in self.sizes.widths:
+            if size is None or steps.width not in self.sizes.widths.of(size):
                 return None
             return StepShape(size * steps.width, size, steps.width)
         if steps.verifies_during_prefill or steps.has_bidirectional_runs:
@@ -195,7 +202,7 @@ class GraphRunner:
             return {}
         largest = self.sizes.batch_sizes[-1]
         fields = {"decode_slots": Field((largest,), np.int64), "num_tokens": Field((1,), np.int32)}
-        fields |= self._exchange_fields(largest * self.sizes.widths[-1])
+        fields |= self._exchange_fields(self.sizes.decode_rows)
         if self.state.has_drafts:
             return {**fields, "widths": Field((largest,), np.int32), "ends": Field((largest,), np.int32)}
         fields["decode_loc"] = Field((largest,), np.int64)
@@ -330,17 +337,18 @@ class GraphRunner:
     def step_times(self) -> dict[tuple[int, int], float]:
         """Measures steps without prompts: {(requests, tokens per request): milliseconds} of a graph with its accept
         graph, i.e. reading weights and states, launches, accepting and drafting, with short caches. Sizes: every power
-        of two and the largest. Must run before the first request; each row is a request slot with different tokens,
-        because MoE routing depends on them."""
-        sizes = [size for size in self.sizes.batch_sizes if not size & (size - 1) or size == self.sizes.batch_sizes[-1]]
+        of two and the largest of each width. Must run before the first request; each row is a request slot with
+        different tokens, because MoE routing depends on them."""
+        shapes = sorted(shape for shape in self.graphs if not shape.has_prompts)
+        largest = {shape.width: shape.num_decodes for shape in shapes}
         state, times = self.state, {}
         tokens = torch.arange(state.next_tokens.numel(), device=state.device).view_as(state.next_tokens)
         tokens = tokens % state.model.description.vocab_size
         rows = state.req_to_token[0, 1:, : state.tokens_per_step]  # cache slots that nobody has yet
         rows.copy_(torch.arange(1, rows.numel() + 1, device=state.device).view_as(rows) % state.sizes.tokens)
-        for size in sizes:
-            for width in self.sizes.widths:
-                shape = StepShape(size * width, size, width)
+        for shape in shapes:
+            size, width = shape.num_decodes, shape.width
+            if not size & (size - 1) or size == largest[width]:
                 self._arrays[False].load(**self._rows_of_slots(shape))
                 self._refresh(self.outputs[shape].batch.decode, np.empty(0, np.int32))
                 times[size, width] = self._milliseconds(shape, tokens)

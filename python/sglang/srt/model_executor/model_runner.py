@@ -45,6 +45,7 @@ from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import Plan
+from sglang.srt.plan.step_widths import StepWidths
 from sglang.srt.sampling.sampling_table import SamplingTable
 from sglang.srt.speculative.drafter import Drafter
 from sglang.srt.utils.device_arrays import send
@@ -67,12 +68,12 @@ class ModelRunner:
         seed: int = 0,
         create_drafter: CreateDrafter | None = None,
         keeps_hidden: bool = False,
-        widths: Sequence[int] = (),
+        widths: StepWidths | None = None,
         create_encoder: CreateEncoder | None = None,
     ) -> None:
         """keeps_hidden: any step may be asked for final hidden states, not only those with prompts. create_drafter: all
         pipeline stages get a drafter, but only the last one asks it for draft tokens. widths: tokens per request in
-        steps without prompts that get graphs; by default the maximum. create_encoder: of images and videos; None: the
+        steps without prompts; None: always the maximum. create_encoder: of images and videos; None: the
         server reads text only."""
         self.plan = plan
         self.device = plan.device
@@ -98,7 +99,7 @@ class ModelRunner:
         self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")
         sampler.warm_up(self.sampling_table, None if self.state.has_drafts else self.state.next_tokens[:, 0])
-        self.widths = tuple(sorted(widths)) or (width,)
+        self.widths = widths or StepWidths((width,))
         drafts = DraftRunner(self.state, drafter, self.sampling_table, sampler) if drafter and self.samples else None
         self.groups = groups = parallel_state.groups()
         of_groups = GroupOutput(self.state, self.sampling_table, sampler, groups) if groups.dp.size > 1 else None
@@ -210,7 +211,7 @@ class ModelRunner:
             return
         with self.without_graphs():
             for num in {maximum, maximum - 1 + maximum % 2}:
-                for width in self.widths if self.state.has_drafts else (0,):
+                for width in self.widths.of(num) if self.state.has_drafts else (0,):
                     self.run(padding_decodes(num, width)).wait()
         self.state.lens[0] = 0
 

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.parameter import TensorPart
 from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.models.draft_parts import DraftParts, Loadable, first_tokens
-from sglang.srt.plan.drafts.description import Assistant
+from sglang.srt.plan.drafts.forms import Assistant
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class AssistantDraft:
-    """A draft of `plan.drafts.description.Assistant`. Implements DraftModel: it has one row per request, at the
+    """A draft of `plan.drafts.forms.Assistant`. Implements DraftModel: it has one row per request, at the
     position after the computed tokens; features are as wide as the target's hidden states."""
 
     shifted = True

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.layers.block_convolution import ConvolvedBlock
 from sglang.srt.layers.residual import MIXER
 from sglang.srt.models.block_heads import BlockHead, build_block_head, build_confidence
-from sglang.srt.plan.drafts.description import Block
+from sglang.srt.plan.drafts.forms import Block
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BlockDraft:
-    """A draft of DFlash or DSpark (`plan.drafts.description.Block`). Implements DraftModel: its rows are those of
+    """A draft of DFlash or DSpark (`plan.drafts.forms.Block`). Implements DraftModel: its rows are those of
     blocks, [R * B]; `keep` stores its keys and values of the target's tokens."""
 
     shifted = False

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Init, TensorPart
-from sglang.srt.plan.drafts.description import Block
+from sglang.srt.plan.drafts.forms import Block
 from sglang.srt.plan.drafts.heads import Confidence, Domino, Markov, Selector
 from sglang.srt.plan.weight_names import PartKey
 

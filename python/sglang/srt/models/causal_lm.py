@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.blocks.gated_delta.layer import GatedDeltaNet
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention
+from sglang.srt.blocks.kimi_delta.spec import KimiDelta
+from sglang.srt.blocks.mamba2.layer import Mamba2Mixer
+from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
@@ -34,9 +40,6 @@ from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
 from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
-from sglang.srt.layers.recurrent.gated_delta_net import GatedDeltaNet
-from sglang.srt.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
-from sglang.srt.layers.recurrent.mamba2 import Mamba2Mixer
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumJoin, SumResidual
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.row_exchange import RowExchange
@@ -46,7 +49,6 @@ from sglang.srt.layers.short_convolution import ConvolvedOutput
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.kimi_delta import KimiDelta
 from sglang.srt.plan.layer_spec import (
     ABSENT,
     BLOCK_ROWS,
@@ -61,7 +63,6 @@ from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
-from sglang.srt.plan.recurrent import GatedDelta, Mamba2
 from sglang.srt.plan.shared_sparse import SharedSparse
 
 if TYPE_CHECKING:

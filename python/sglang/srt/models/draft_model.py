@@ -29,7 +29,7 @@ from sglang.srt.models.causal_lm import CausalLM, build_block
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.models.gated_stream_draft import GatedStreamDraft
 from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
-from sglang.srt.plan.drafts.description import Assistant, Block, ByStream, Concatenated, MTPByLayer, Projected, Streamed
+from sglang.srt.plan.drafts.forms import Assistant, Block, ByStream, Concatenated, MTPByLayer, Projected, Streamed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -62,7 +62,7 @@ class DraftModel(Protocol):
 
 
 class Eagle3Draft:
-    """An EAGLE-3 draft (`plan.drafts.description.Concatenated`)."""
+    """An EAGLE-3 draft (`plan.drafts.forms.Concatenated`)."""
 
     shifted = True
 
@@ -126,7 +126,7 @@ class ConcatenatedLayer:
 
 
 class ProjectedDraft:
-    """A draft of EAGLE-1 and 2, or of multi-token prediction (`plan.drafts.description.Projected`)."""
+    """A draft of EAGLE-1 and 2, or of multi-token prediction (`plan.drafts.forms.Projected`)."""
 
     shifted = True
 
@@ -164,7 +164,7 @@ class ProjectedDraft:
 
 
 class MultiStreamDraft:
-    """A draft with several residual streams (`plan.drafts.description.ByStream`). Features are a row's streams, [T, N *
+    """A draft with several residual streams (`plan.drafts.forms.ByStream`). Features are a row's streams, [T, N *
     H]."""
 
     shifted = True

@@ -1,4 +1,4 @@
-"""A draft of multi-token prediction for models with gated residual streams (`plan.drafts.description.Streamed`).
+"""A draft of multi-token prediction for models with gated residual streams (`plan.drafts.forms.Streamed`).
 Reference: the published description of Qwen3.8-Flash-Next's `mtp.` tensors."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sglang.srt.layers.gated_streams import GatedJoin, GatedStream
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.ops import RMSNormOp
 from sglang.srt.models.draft_parts import DraftParts, Loadable
-from sglang.srt.plan.drafts.description import Streamed
+from sglang.srt.plan.drafts.forms import Streamed
 from sglang.srt.plan.layer_spec import GatedStreams
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""A draft of multi-token prediction with one layer per depth (`plan.drafts.description.MTPByLayer`)."""
+"""A draft of multi-token prediction with one layer per depth (`plan.drafts.forms.MTPByLayer`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.models.draft_parts import DraftParts, Loadable
-from sglang.srt.plan.drafts.description import MTPByLayer
+from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.layer_spec import DRAFT_ROWS
 
 if TYPE_CHECKING:

@@ -116,7 +116,7 @@ def _capacity(
         uncertain_slots = uncertain_slots_of(args, model.architecture)
         sizes = replace(
             sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, uncertain_slots=uncertain_slots,
-            widths=step_widths(args, model.architecture), copy_bytes=copy_bytes(args, arch),
+            drafts=step_widths(args, model.architecture), copy_bytes=copy_bytes(args, arch),
         )  # fmt: skip
         cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, uncertain_slots)
         positions = num_positions(context_len, sizes.tokens_per_step, lambda: pool_tokens(sizes, cost))

@@ -48,6 +48,7 @@ from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
 from sglang.srt.plan.speculation import uncertain_slots_of, verified_tokens, verify_needs
 from sglang.srt.plan.stages import caches_of_stage
+from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
 from sglang.srt.server_args import ServerArgs
@@ -94,6 +95,7 @@ class Plan:
     draft: DraftPlan | None = None  # None on other stages than the last
     merge_method: str = ALL_TO_ALL  # how DCP ranks merge their partial attention
     token_rows: int = 1  # as Sizes.token_rows
+    step_widths: StepWidths = ONE_TOKEN  # as Sizes.step_widths
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, on every stage
     next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, on every stage
     aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
@@ -163,6 +165,11 @@ class Plan:
         """Returns the key of the choice for an op that attends with heads of this shape."""
         variant = f"{op}/{shape.head_dim}x{shape.v_head_dim}"
         return variant if variant in self.choices else op
+
+    @property
+    def decode_rows(self) -> int:
+        """Most rows of a step without prompts."""
+        return self.step_widths.step_rows(self.max_running_requests)
 
     @property
     def tokens_per_step(self) -> int:
@@ -360,6 +367,7 @@ def make_plan(
         draft=draft if stage.model.last_stage else None,
         merge_method=args.dcp_comm_backend,
         token_rows=sizes.token_rows,
+        step_widths=sizes.step_widths,
         aux_layers=draft.description.aux_layers if draft is not None else (),
         next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
         aux_keeps_streams=draft is not None and draft.description.form.reads_streams,
@@ -369,7 +377,7 @@ def make_plan(
             arch,
             links,
             stage.model.hidden_size,
-            sizes.max_running_requests * verified_tokens(args, model.architecture) * parallel.attn_dp_size,
+            sizes.decode_rows * parallel.attn_dp_size,
         ),
         two_batch_overlap=two_batch_rule(
             args, None if links is None else links.library_topology, trial.description, trial.chosen.by_key()

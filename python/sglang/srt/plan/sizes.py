@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +23,8 @@ class Sizes:
     checkpoints: int = 0
     uncertain_slots: int = 1
     """As PoolSizes.growing."""
-    widths: tuple[int, ...] = (1,)
-    """Numbers of tokens that a decoding request may bring to a step, ascending; each has decode graphs of its own."""
+    drafts: StepWidths = ONE_TOKEN
+    """Numbers of tokens that a decoding request may bring to a step, not limited yet; see `step_widths`."""
     ngram_bytes: int = 0
     """Bytes of the tables in which n-gram drafts are looked up."""
     num_positions: int = 0
@@ -34,22 +35,29 @@ class Sizes:
     @property
     def verified_tokens(self) -> int:
         """Most tokens of a decoding request in one step."""
-        return self.widths[-1]
+        return self.drafts.widths[-1]
+
+    @property
+    def step_widths(self) -> StepWidths:
+        """The numbers of tokens that a decoding request may bring to a step, for each number of requests; each has
+        decode graphs of its own."""
+        return self.drafts.limited(self.max_running_requests, self.graph_batch_sizes)
 
     @property
     def decode_rows(self) -> int:
         """Most rows of a step without prompts: the tokens of all requests, each with its draft tokens."""
-        return self.max_running_requests * self.verified_tokens
+        return self.step_widths.step_rows(self.max_running_requests)
 
     @property
     def graph_rows(self) -> int:
         """Rows of the largest graph of a step without prompts."""
-        return max(self.graph_batch_sizes, default=0) * self.verified_tokens
+        widths = self.step_widths
+        return max((size * width for size in self.graph_batch_sizes for width in widths.of(size)), default=0)
 
     @property
     def num_decode_graphs(self) -> int:
-        """Number of graphs of steps without prompts: one for each batch size and width."""
-        return len(self.graph_batch_sizes) * len(self.widths)
+        """Number of graphs of steps without prompts: one for each batch size and width that it allows."""
+        return sum(len(self.step_widths.of(size)) for size in self.graph_batch_sizes)
 
     @property
     def state_rows(self) -> int:

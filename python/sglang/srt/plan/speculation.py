@@ -19,6 +19,7 @@ from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.drafts.trained_block import trained_block
+from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from sglang.srt.server_args import ServerArgs
 
 TREES_COUNTED = (
@@ -60,13 +61,14 @@ def uncertain_slots_of(args: ServerArgs, architecture: str) -> int:
 
 def verified_tokens(args: ServerArgs, architecture: str) -> int:
     """Returns the most tokens of a decoding request in one step: 1 without drafts."""
-    return step_widths(args, architecture)[-1]
+    return step_widths(args, architecture).widths[-1]
 
 
-def step_widths(args: ServerArgs, architecture: str) -> tuple[int, ...]:
-    """Returns the numbers of tokens that a decoding request may bring to a step, ascending: (1,) without drafts."""
+def step_widths(args: ServerArgs, architecture: str) -> StepWidths:
+    """Returns the numbers of tokens that a decoding request may bring to a step, without a limit of rows: (1,) without
+    drafts."""
     settings = speculative_settings(args, architecture)
-    return (1,) if settings is None else settings.widths
+    return ONE_TOKEN if settings is None else StepWidths(settings.widths, settings.adaptive is not None)
 
 
 def _block_tokens(args: ServerArgs, usual: int) -> int:

@@ -20,6 +20,7 @@ from itertools import accumulate, zip_longest
 from operator import mul
 
 from sglang.srt.configs.speculative import AdaptiveSettings
+from sglang.srt.plan.step_widths import StepWidths
 
 StepTimes = Mapping[tuple[int, int], float]
 """Measured times: (requests, tokens per request) -> milliseconds."""
@@ -117,12 +118,34 @@ class AcceptanceRates:
         return {width: by_width[width - 1] for width in widths}
 
 
+class FixedDepth:
+    """Gives each step its most draft tokens: as many as asked for, fewer with many requests."""
+
+    confidence_cuts = 0
+
+    def __init__(self, widths: StepWidths) -> None:
+        self.next_width = widths.widest
+
+    def observe(self, widths: Sequence[int], counts: Sequence[int]) -> None:
+        pass
+
+    def expect(self, likely: Sequence[Sequence[float]]) -> None:
+        pass
+
+
 class AdaptiveDepth:
     """Chooses the width of each step: tokens per request, the last sampled one included; 1: no draft tokens."""
 
-    def __init__(self, settings: AdaptiveSettings, num_draft_tokens: int, step_ms: StepTimes) -> None:
+    def __init__(
+        self,
+        settings: AdaptiveSettings,
+        num_draft_tokens: int,
+        step_ms: StepTimes,
+        allowed: StepWidths | None = None,
+    ) -> None:
         """step_ms: times for several numbers of requests, equal on every rank; empty if nothing was measured, and then
-        every step brings `num_draft_tokens`."""
+        every step brings `num_draft_tokens`. allowed: limits these widths for many requests; None: nothing does."""
+        self._allowed = allowed or StepWidths((num_draft_tokens,))
         steps = settings.candidate_steps or tuple(range(1, num_draft_tokens))
         asked = (1, *(step + 1 for step in steps if step < num_draft_tokens))
         measured = {width for _, width in step_ms}
@@ -172,17 +195,24 @@ class AdaptiveDepth:
 
     def next_width(self, num_requests: int) -> int:
         """Returns the width of the step that is launched now with `num_requests` requests."""
-        if len(self.widths) == 1:
-            return self.widths[0]
+        widths = self._widths_of(num_requests)
+        if len(widths) == 1:
+            self._factors = []
+            return widths[0]
         self._steps += 1
         load = self._measured_load(num_requests)
         due = self._steps >= self._settings.update_interval or bool(self._factors)
-        if not self._width or load != self._load or due:
+        if self._width not in widths or load != self._load or due:
             chosen = self._choice(num_requests, self._factors)
             self.confidence_cuts += bool(self._factors) and chosen < self._choice(num_requests)
             self._width, self._load, self._steps = chosen, load, 0
         self._factors = []
         return self._probed(num_requests)
+
+    def _widths_of(self, num_requests: int) -> tuple[int, ...]:
+        """Returns the widths among which a step of `num_requests` requests has the choice."""
+        widest = self._allowed.widest(num_requests)
+        return tuple(width for width in self.widths if width <= widest) or (widest,)
 
     def _probed(self, num_requests: int) -> int:
         """Returns the chosen width; if that is 1, now and then a wider one as a probe, because acceptance changes with
@@ -197,21 +227,22 @@ class AdaptiveDepth:
             return 1
         self._probe -= 1
         speeds = self._speeds(num_requests)
-        return max(self.widths[1:], key=lambda width: (speeds[width], -width))
+        return max((width for width in speeds if width > 1), key=lambda width: (speeds[width], -width))
 
     def _choice(self, num_requests: int, factors: Sequence[float] = ()) -> int:
         """Returns the fastest width; keeps the current one unless another is faster by a margin. factors: as in
         `AcceptanceRates.expected_tokens`."""
         speeds = self._speeds(num_requests, factors)
-        best = max(self.widths, key=lambda width: (speeds[width], -width))
-        if self._width and speeds[best] <= speeds[self._width] * (1 + self._settings.hysteresis):
+        best = max(speeds, key=lambda width: (speeds[width], -width))
+        if self._width in speeds and speeds[best] <= speeds[self._width] * (1 + self._settings.hysteresis):
             return self._width
         return best
 
     def _speeds(self, num_requests: int, factors: Sequence[float] = ()) -> dict[int, float]:
-        """Returns the expected tokens per request and millisecond, for each width."""
-        expected = self._acceptance.expected_tokens(self.widths, factors)
-        return {width: expected[width] / self._step_ms(num_requests, width) for width in self.widths}
+        """Returns the expected tokens per request and millisecond, for each width that is allowed."""
+        widths = self._widths_of(num_requests)
+        expected = self._acceptance.expected_tokens(widths, factors)
+        return {width: expected[width] / self._step_ms(num_requests, width) for width in widths}
 
     def _step_ms(self, num_requests: int, width: int) -> float:
         """Returns the time of the next larger measured number of requests, to which a step is padded. Beyond the
@@ -226,5 +257,9 @@ class AdaptiveDepth:
     def _measured_load(self, num_requests: int) -> int:
         """Returns an index of the load; loads with the same index have the same times, up to a factor common to all
         widths."""
-        times = self._times[self.widths[-1]]
+        times = self._times[self.widths[0]]  # which has the most numbers of requests
         return bisect_left(times, (num_requests, 0.0))
+
+
+Depth = AdaptiveDepth | FixedDepth
+"""Chooses the widths of all steps of a server with drafts."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.rule import Rule, gated_delta_rule, kimi_delta_rule
+from sglang.srt.blocks.recurrent_state import reference
+from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
 
 DELTA, SSD = "delta", "ssd"
 CHANNELS, BOUNDED = "channels", "bounded channels"
@@ -129,7 +129,7 @@ def _rule(kind: str, key_dim: int) -> Rule:
 
 def judge(given: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, states) of the recurrence in fp64."""
-    return given.exact().extend(native.recurrence_extend)
+    return given.exact().extend(reference.recurrence_extend)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:

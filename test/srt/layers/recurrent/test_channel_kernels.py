@@ -9,8 +9,8 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.triton_ops.channel_recurrence import CHANNEL_RECURRENCE
+from sglang.srt.blocks.kimi_delta.kernels.channel_recurrence import CHANNEL_RECURRENCE
+from sglang.srt.blocks.recurrent_state import reference
 from srt.layers.recurrent.problems import BOUNDED, CHANNELS, check_extend, problem, relative
 
 DEVICE = interpreter.DEVICE
@@ -118,7 +118,7 @@ def test_decode(kind: str, num_sms: int, state_dtype: torch.dtype) -> None:
     given = problem(kind, (1,) * 4, (9,) * 4, (3, 3), (24, 40), torch.bfloat16, state_dtype, device=DEVICE)
     slots = torch.tensor([4, 0, 2, 0], device=DEVICE)
     out, states = given.decode(decode, slots, num_sms=num_sms)
-    expected_out, expected_states = given.exact().decode(native.recurrence_decode, slots)
+    expected_out, expected_states = given.exact().decode(reference.recurrence_decode, slots)
     assert relative(out, expected_out) < TOLERANCE[torch.bfloat16]
     assert relative(states, expected_states) < (1e-6 if state_dtype is torch.float32 else 1e-2)
     untouched = [0, 1, 3, 5, 6]
@@ -151,9 +151,9 @@ def test_equal_decays_of_all_channels_are_the_gated_delta_rule() -> None:
     given = problem(CHANNELS, (20,), (3,), *SMALL)
     given.a.copy_(given.a[..., :1].expand_as(given.a))
     given.dt_bias.copy_(given.dt_bias[:, :1].expand_as(given.dt_bias))
-    out, states = given.extend(native.recurrence_extend)
+    out, states = given.extend(reference.recurrence_extend)
     alike = replace(given, rule=replace(given.rule, by_channel=False), a=given.a[..., 0], dt_bias=given.dt_bias[:, 0])
-    expected_out, expected_states = alike.extend(native.recurrence_extend)
+    expected_out, expected_states = alike.extend(reference.recurrence_extend)
     torch.testing.assert_close(out, expected_out)
     torch.testing.assert_close(states, expected_states)
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, gated_norm
+from sglang.srt.blocks.recurrent_state import reference
+from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm
 
 DEVICE = interpreter.DEVICE
 WIDTH = 4
@@ -52,7 +52,7 @@ def test_convolution_of_prompts(norm_heads: int, head_dim: int, channels: int, b
     own_bias = randn(channels, dtype=dtype) if bias else None
     states = randn(9, WIDTH - 1, channels, dtype=dtype)
     results = []
-    for run in (causal_conv.causal_conv_extend, native.causal_conv_extend):
+    for run in (causal_conv.causal_conv_extend, reference.causal_conv_extend):
         out, own = torch.zeros(x.shape, dtype=dtype, device=DEVICE), states.clone()
         run(x, weight, own_bias, own, out=out, norm_heads=norm_heads, head_dim=head_dim, **ragged(lead=3))
         results.append((out, own))
@@ -68,7 +68,7 @@ def test_convolution_of_one_token(norm_heads: int, head_dim: int, channels: int)
     x, weight, bias = randn(4, channels), randn(channels, WIDTH), randn(channels)
     states, slots = randn(6, WIDTH - 1, channels), torch.tensor([5, 0, 2, 0], device=DEVICE)
     results = []
-    for run in (causal_conv.causal_conv_decode, native.causal_conv_decode):
+    for run in (causal_conv.causal_conv_decode, reference.causal_conv_decode):
         out, own = torch.zeros_like(x), states.clone()
         run(x, weight, bias, own, slots, out, norm_heads, head_dim)
         results.append((out, own))
@@ -108,13 +108,13 @@ def test_gated_norm(tokens: int, groups: int, size: int, shared: bool, gate_firs
     x, wide = randn(tokens, groups, size, dtype=torch.bfloat16), randn(tokens, groups * size + 32, dtype=torch.bfloat16)
     weight = randn(size if shared else groups * size, dtype=torch.bfloat16)
     arguments = (x, wide[:, 16:-16], weight, 1e-5, gate_first)
-    close(gated_norm.gated_rmsnorm(*arguments), native.gated_rmsnorm(*arguments))
+    close(gated_norm.gated_rmsnorm(*arguments), reference.gated_rmsnorm(*arguments))
 
 
 @interpreter.kernel_test
 def test_output_gate() -> None:
     x, wide = randn(3, 1100, dtype=torch.bfloat16), randn(3, 1200, dtype=torch.bfloat16)
-    expected = native.attention_output_gate(x, wide[:, 50:1150])
+    expected = reference.attention_output_gate(x, wide[:, 50:1150])
     close(gated_norm.attention_output_gate(x, wide[:, 50:1150]), expected)
 
 
@@ -122,7 +122,7 @@ def test_output_gate() -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(1, 128), (6, 24), (12, 128), (5, 256)])
 def test_head_gate(heads: int, dim: int) -> None:
     x, gate = randn(3, heads * dim, dtype=torch.bfloat16), randn(3, heads, dtype=torch.bfloat16)
-    expected = native.attention_head_gate(x, gate)
+    expected = reference.attention_head_gate(x, gate)
     close(gated_norm.attention_head_gate(x, gate), expected)
     assert gated_norm.attention_head_gate(x[:0], gate[:0]).shape == (0, heads * dim)
 

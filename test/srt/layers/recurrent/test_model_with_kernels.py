@@ -8,7 +8,8 @@ from pathlib import Path
 import interpreter
 import pytest
 
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, channel_recurrence, gated_norm, recurrence
+from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
+from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence
 from srt.layers.kernels_in_models import assert_as_with_torch
 from srt.models.harness import random_tokens, save_tiny
 

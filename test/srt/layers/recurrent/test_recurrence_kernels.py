@@ -9,8 +9,8 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.triton_ops import recurrence, register_scan
+from sglang.srt.blocks.recurrent_state import reference
+from sglang.srt.blocks.recurrent_state.kernels import recurrence, register_scan
 from srt.layers.recurrent.problems import DELTA, SSD, check_extend, problem, relative
 
 DEVICE = interpreter.DEVICE
@@ -126,7 +126,7 @@ def test_decode(kind: str, num_sms: int, state_dtype: torch.dtype) -> None:
     given = problem(kind, (1,) * 4, (9,) * 4, (2, 4), (24, 40), torch.bfloat16, state_dtype, device=DEVICE)
     slots = torch.tensor([4, 0, 2, 0], device=DEVICE)
     out, states = given.decode(recurrence.recurrence_decode, slots, num_sms=num_sms)
-    expected_out, expected_states = given.exact().decode(native.recurrence_decode, slots)
+    expected_out, expected_states = given.exact().decode(reference.recurrence_decode, slots)
     assert relative(out, expected_out) < TOLERANCE[torch.bfloat16]
     assert relative(states, expected_states) < (1e-6 if state_dtype is torch.float32 else 1e-2)
     untouched = [0, 1, 3, 5, 6]

@@ -9,9 +9,10 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers.recurrent import native
-from sglang.srt.layers.recurrent.step_kernels import RecurrenceKernels, VerifiedRows
-from sglang.srt.layers.recurrent.triton_ops import causal_conv, channel_recurrence, recurrence
+from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
+from sglang.srt.blocks.recurrent_state import reference
+from sglang.srt.blocks.recurrent_state.kernels import causal_conv, recurrence
+from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
 from srt.layers.recurrent.problems import BOUNDED, CHANNELS, DELTA, SSD, Problem, problem, relative
 
 DEVICE = interpreter.DEVICE
@@ -82,7 +83,7 @@ def test_rows_are_those_of_decoding(kind: str, num_sms: int, state_dtype: torch.
     for _ in range(2):
         lens = (1,) * (len(SLOTS) * WIDTH)
         given = problem(kind, lens, lens, heads, (24, 12), torch.bfloat16, state_dtype, device=DEVICE)
-        exact_out, _ = verified(given.exact(), native.RECURRENCE, slots)
+        exact_out, _ = verified(given.exact(), reference.RECURRENCE, slots)
         out, kept = verified(given, kernels, slots)
         of_decoding, states = decoded(given, kernels, slots, num_sms)
         assert relative(out, exact_out) < 1e-2 and not out[WIDTH : 2 * WIDTH].any()
@@ -98,7 +99,7 @@ def test_rows_are_those_of_decoding(kind: str, num_sms: int, state_dtype: torch.
     copies = [replace_states(layer.copy(), layer.states.clone()) for layer in layers]
     kernels.commit(given.rule, layers, addresses(layers), slots, counts, WIDTH)
     kernels.commit(given.rule, copies, addresses(copies), slots, counts, WIDTH)
-    native.commit_states(given.rule, natively, addresses(natively), slots, counts, WIDTH)
+    reference.commit_states(given.rule, natively, addresses(natively), slots, counts, WIDTH)
     for layer, copy, other, after in zip(layers, copies, natively, expected, strict=True):
         assert torch.equal(layer.states, copy.states), "stages of a pipeline commit copies"
         if interpreter.INTERPRETED:
@@ -135,7 +136,7 @@ def test_convolved_rows_are_those_of_decoding(
         of_decoding[rows] = part
         after.append(own)
     layers = []
-    for run in (kernels, native.CAUSAL_CONV):
+    for run in (kernels, reference.CAUSAL_CONV):
         own, (out, kept) = states.clone(), torch.zeros((2, *x.shape), dtype=dtype, device=DEVICE)
         run.verify(x, weight, own_bias, own, slots, out, kept, norm_heads, head_dim)
         assert torch.equal(own, states) and torch.equal(kept, x)

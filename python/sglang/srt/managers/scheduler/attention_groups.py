@@ -21,6 +21,7 @@ import numpy as np
 from sglang.srt.managers.front.replica_router import ReplicaLoad, ReplicaRouter
 from sglang.srt.managers.scheduler.batch_builder import vocab_mask
 from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.engine import StorageEngine, StorageJobs
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.step import StepInput
-    from sglang.srt.speculative.depth import AdaptiveDepth
+    from sglang.srt.speculative.depth import Depth
 
 
 class _NoTable:
@@ -103,7 +104,7 @@ class _GroupRunner:
 class _OneDepth:
     """Replaces `AdaptiveDepth` for the schedulers of all groups, whose steps have the same width."""
 
-    def __init__(self, depth: AdaptiveDepth) -> None:
+    def __init__(self, depth: Depth) -> None:
         self.observe, self.expect = depth.observe, depth.expect
         self._depth, self._width = depth, 1
 
@@ -123,7 +124,7 @@ class AttentionGroups:
     """One scheduler for each group, with the interface of a single `Scheduler`."""
 
     def __init__(
-        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
+        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: Depth | None = None
     ) -> None:
         """depth: as for a `Scheduler`."""
         self.depth = None if depth is None else _OneDepth(depth)
@@ -132,8 +133,9 @@ class AttentionGroups:
         count = runner.groups.dp.size
         if args.max_queued_requests is not None:
             args = replace(args, max_queued_requests=-(-args.max_queued_requests // count))
+        prompts = PromptTable()
         self.schedulers = [
-            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth)  # type: ignore[arg-type]
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth, prompts)  # type: ignore[arg-type]
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.media_steps import MediaRefused, MediaSteps
-from sglang.srt.managers.scheduler.prompt_table import MAX_PROMPT_TOKENS, PromptTable
+from sglang.srt.managers.scheduler.prompt_table import MAX_PROMPT_BYTES, PromptTable
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq
 from sglang.srt.mem_cache.kv_table import KVTable
@@ -57,7 +57,7 @@ class Intake:
             media = self.media.plan_prompt(msg)
         except MediaRefused as error:
             message = str(error)
-        prompt = self.prompts.take(msg.input_ids)
+        prompt = self.prompts.take(msg.input_ids, media is not None)
         limit = min(capacity, length + wanted if wanted is not None else capacity)
         req = Req(msg, seed, limit, stop_ids, media, prompt, self.counters)
         if length > capacity or (length == capacity and wanted != 0):
@@ -78,8 +78,8 @@ class Intake:
         maximum = self.max_queued or MAX_QUEUED_REQUESTS
         if num_queued >= maximum:
             return f"The queue is full ({maximum} requests)."
-        if self.prompts.num_tokens > MAX_PROMPT_TOKENS and len(self.reqs):
-            return f"The prompts that run or wait have {MAX_PROMPT_TOKENS:,} tokens; send this one again later."
+        if self.prompts.num_bytes > MAX_PROMPT_BYTES and self.prompts.num_users > 1:
+            return f"The prompts that run or wait may have {MAX_PROMPT_BYTES >> 20} MiB; send this one again later."
         if req.parameter_bytes and held_parameters + req.parameter_bytes > MAX_PARAMETER_BYTES:
             return (
                 "The grammars, stop strings, stop_token_ids and logit_bias of the requests that run or wait may have"

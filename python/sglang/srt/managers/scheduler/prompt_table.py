@@ -1,6 +1,7 @@
-"""Prompts of the current requests as arrays: four bytes a token, shared by the samples of one prompt.
+"""Prompts of the current requests as arrays: four bytes a token, shared by the samples of one prompt, and eight for the
+keys of the prefix cache.
 
-A list of Python integers takes more than ten times as much, and thousands of samples of a long prompt may wait.
+A list of Python integers takes several times as much, and thousands of samples of a long prompt may wait.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from sglang.srt.mem_cache.radix_node import Keys
 
 Ids = npt.NDArray[np.int32]
 
-MAX_PROMPT_TOKENS = 1 << 27
-"""Limit of the tokens of all prompts that run or wait, 512 MiB on each rank. Further requests are refused: a queue must
-be bounded in size, not only in number."""
+MAX_PROMPT_BYTES = 1 << 30
+"""Limit of the bytes of all prompts that run or wait, on each rank. Further requests are refused: a queue must be
+bounded in size, not only in number."""
+KEY_BYTES = 8
+PROMPT_BYTES = 4 + KEY_BYTES
+"""Bytes of a prompt's token: its id and its key."""
 
 
 class Prompt:
@@ -38,35 +42,41 @@ class Prompt:
 
 
 class PromptTable:
-    """Shares equal prompts among the current requests."""
+    """Shares equal prompts among the current requests of a process, which may belong to several attention groups."""
 
     def __init__(self) -> None:
         self._prompts: dict[tuple[int, int], Prompt] = {}
         """By length and hash. Of two prompts with one hash the second is shared with nobody."""
-        self.num_tokens = 0
-        """Of all prompts that are here, each once."""
+        self.num_users = 0
+        self.num_bytes = 0
+        """Of all prompts that are here, each once, and of further keys."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def take(self, input_ids: Sequence[int] | Ids) -> Prompt:
-        """Returns the shared prompt of these ids; the caller must `give_back` it."""
+    def take(self, input_ids: Sequence[int] | Ids, has_media: bool = False) -> Prompt:
+        """Returns the shared prompt of these ids; the caller must `give_back` it. has_media: the request makes keys of
+        its own, because those of media are not in the prompt."""
         ids = np.array(input_ids, np.int32)
         prompt = self._prompts.get(_name(ids))
         if prompt is None or not np.array_equal(prompt.ids, ids):
             prompt = Prompt(ids)
             self._prompts.setdefault(_name(ids), prompt)
         if not prompt.num_users:
-            self.num_tokens += len(ids)
+            self.num_bytes += len(ids) * PROMPT_BYTES
+        self.num_bytes += len(ids) * KEY_BYTES * has_media
         prompt.num_users += 1
+        self.num_users += 1
         return prompt
 
-    def give_back(self, prompt: Prompt) -> None:
-        """Ends one use of a prompt that `take` returned; the last one frees it."""
+    def give_back(self, prompt: Prompt, has_media: bool = False) -> None:
+        """Ends one use of a prompt that `take` returned; the last one frees it. has_media: as there."""
+        self.num_bytes -= len(prompt.ids) * KEY_BYTES * has_media
+        self.num_users -= 1
         prompt.num_users -= 1
         if prompt.num_users:
             return
-        self.num_tokens -= len(prompt.ids)
+        self.num_bytes -= len(prompt.ids) * PROMPT_BYTES
         name = _name(prompt.ids)
         if self._prompts.get(name) is prompt:
             del self._prompts[name]

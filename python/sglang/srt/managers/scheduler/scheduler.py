@@ -46,7 +46,7 @@ from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.depth import AdaptiveDepth
+from sglang.srt.speculative.depth import Depth
 
 if TYPE_CHECKING:
     from sglang.srt.configs.storage_backend import StorageConfig
@@ -68,9 +68,15 @@ class Scheduler:
     """Pure scheduling over a model runner; `scheduler_process` has the process and its sockets."""
 
     def __init__(
-        self, args: ServerArgs, runner: ModelRunner, stop_checker: StopChecker, depth: AdaptiveDepth | None = None
+        self,
+        args: ServerArgs,
+        runner: ModelRunner,
+        stop_checker: StopChecker,
+        depth: Depth | None = None,
+        prompts: PromptTable | None = None,
     ) -> None:
-        """depth: chooses how many draft tokens a step verifies; None: all of them."""
+        """depth: chooses how many draft tokens a step verifies; None: all of them. prompts: shared with other
+        schedulers of this process; None: there are none."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
         caches_prefixes = self.plan.caches_prefixes and not args.disable_radix_cache
@@ -105,7 +111,7 @@ class Scheduler:
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
         self.reqs: dict[str, Req] = {}
-        self.prompts, self.stops = PromptTable(), StopTokens(self.plan.model.vocab_size)
+        self.prompts, self.stops = PromptTable() if prompts is None else prompts, StopTokens(self.plan.model.vocab_size)
         self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts, counters)
         self.held_tokens = 0
         """Of these, with their output so far."""
@@ -439,7 +445,7 @@ class Scheduler:
         req.finish, req.plain = req.pending_finish or reason, False
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
-        self.prompts.give_back(req.prompt)
+        self.prompts.give_back(req.prompt, req.media is not None)
         self.stops.remove(req.stop_ids)
         self.held_hidden -= req.max_hidden_rows
         self.held_parameters -= req.parameter_bytes
@@ -467,7 +473,7 @@ class Scheduler:
         totals = self.held_hidden, self.held_parameters
         req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, *totals)
         if refusal is not None:
-            self.prompts.give_back(req.prompt)
+            self.prompts.give_back(req.prompt, req.media is not None)
             self.refuse(req, refusal)
             return None
         self.reqs[req.rid] = req

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.model_executor.media_setup import CreateEncoder
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.speculative.depth import AdaptiveDepth
+    from sglang.srt.speculative.depth import Depth
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ def load_runner(
         args.random_seed or 0,
         None if settings is None else partial(create_drafter, settings),
         keeps_hidden=args.enable_return_hidden_states,
-        widths=() if settings is None else settings.widths,
+        widths=None if settings is None else plan.step_widths,
         create_encoder=create_encoder
         or partial(load_encoder, load_format=args.load_format, seed=args.random_seed or 0),
     )
@@ -261,12 +261,15 @@ def open_store(args: ServerArgs, runner: ModelRunner, rank: int, config: Storage
     return StorageEngine(store, copies.pools, fingerprint(args, plan, rank), plan.page_size, num_windows, share)
 
 
-def create_depth(args: ServerArgs, runner: ModelRunner) -> AdaptiveDepth | None:
-    """Returns the object that chooses the number of draft tokens of each step; None if the flags fix it. A collective
-    (it measures steps)."""
+def create_depth(args: ServerArgs, runner: ModelRunner) -> Depth | None:
+    """Returns the object that chooses the number of draft tokens of each step; None without drafts. A collective (it
+    measures steps)."""
     settings = speculative_settings(args, runner.plan.model.architecture)
-    if settings is None or settings.adaptive is None:
+    if settings is None:
         return None
-    from sglang.srt.speculative.depth import AdaptiveDepth
+    from sglang.srt.speculative.depth import AdaptiveDepth, FixedDepth
 
-    return AdaptiveDepth(settings.adaptive, settings.num_draft_tokens, runner.step_times())
+    widths = runner.plan.step_widths
+    if settings.adaptive is None:
+        return FixedDepth(widths)
+    return AdaptiveDepth(settings.adaptive, settings.num_draft_tokens, runner.step_times(), widths)

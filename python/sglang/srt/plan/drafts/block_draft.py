@@ -14,8 +14,9 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig
-from sglang.srt.plan.drafts.description import Block, DraftDescription
+from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
+from sglang.srt.plan.drafts.forms import Block
 from sglang.srt.plan.drafts.heads import Confidence, Convolution, Head
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model

@@ -21,7 +21,8 @@ from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.block_draft import check_aux_layers
 from sglang.srt.plan.drafts.config import BUNDLED_SIZE, DraftConfig
-from sglang.srt.plan.drafts.description import Block, DraftDescription
+from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.drafts.forms import Block
 from sglang.srt.plan.drafts.heads import Confidence, Markov
 from sglang.srt.plan.families import family_of
 from sglang.srt.plan.families.deepseek_v4 import DEEPSEEK_V4

@@ -14,7 +14,8 @@ from sglang.srt.configs.speculative import EAGLE, EAGLE3
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig
-from sglang.srt.plan.drafts.description import Concatenated, DraftDescription, Projected
+from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.drafts.forms import Concatenated, Projected
 from sglang.srt.plan.drafts.speculators import KIND, with_layer_keys
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.usual import usual_model

@@ -11,8 +11,9 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig
-from sglang.srt.plan.drafts.description import Assistant, DraftDescription
+from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.drafts.eagle import check_sizes, finished
+from sglang.srt.plan.drafts.forms import Assistant
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4
 from sglang.srt.plan.layer_spec import LayerSpec

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import MTP, DraftConfig
-from sglang.srt.plan.drafts.description import DraftDescription, MTPByLayer
+from sglang.srt.plan.drafts.description import DraftDescription
 from sglang.srt.plan.families.family import Family
-from sglang.srt.plan.families.mtp import MtpForm
+from sglang.srt.plan.families.mtp import COUNT, OTHER_DRAFTS, MTPLayerPerToken
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import ModelDescription, describe_as
 from sglang.srt.plan.weight_names import WeightMap
 
-OTHERS = "Give an EAGLE3 head with --speculative-draft-model-path, or draft with NGRAM."
-_BY_LAYER = ("swiglu_limits", "swiglu_limits_shared")
-"""Keys with an entry for each layer; the draft layers' entries come last."""
 
-
-def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Family, form: MtpForm) -> DraftDescription:
+def describe_by_depth(
+    config: DraftConfig, target: ModelDescription, family: Family, mtp: MTPLayerPerToken
+) -> DraftDescription:
     """Describes as many of the layers as there are draft tokens in a step. Raises UserError that names the flag where
     the checkpoint has fewer."""
-    keys = config.reader()
-    keys = _own_keys(keys, form)
-    for key, refused in form.refused.items():
+    keys = mtp.section(config.reader())
+    for key, refused in mtp.refused.items():
         if keys.values.get(key) == refused:
-            raise UserError(f"{keys.source}: {key} = {refused!r} is not computed for drafts. {OTHERS}")
-    depths = _depths(config, keys, target, form)
+            raise UserError(f"{keys.source}: {key} = {refused!r} is not computed for drafts. {OTHER_DRAFTS}")
+    depths = _depths(config, keys, target, mtp)
     if config.num_speculative_tokens > depths:
         raise UserError(
             f"{keys.source}: the model drafts with {depths} layer{'s' * (depths > 1)}, one for each draft token of a"
@@ -39,10 +35,10 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
             " or fewer."
         )
     first, used = len(target.layers), config.num_speculative_tokens
-    names = _names(form, family, target, depths, used)
-    stored = config.stored(names, _beginnings(form, target, depths))
+    names = _names(mtp, family, target, depths, used)
+    stored = config.stored(names, _beginnings(mtp, target, depths))
     keys = ConfigReader(
-        {**keys.values, **_layers(keys, form, first, used), "architectures": [target.architecture]}, keys.source
+        {**keys.values, **mtp.keys(keys, first, used), "architectures": [target.architecture]}, keys.source
     )
     quantization = stored_wide(config.quantization, stored)
     model = describe_as(replace(family, names=names), keys, quantization, config.keep_shared_apart)
@@ -61,19 +57,11 @@ def describe_by_depth(config: DraftConfig, target: ModelDescription, family: Fam
             first_stage=False,
             last_stage=False,
         ),
-        form=MTPByLayer(
-            used,
-            chained=form.chained,
-            final_features=form.final_features,
-            hidden_first=form.hidden_first,
-            depth_norms="norm" in form.names,
-            wide_norms=model.zero_centred_norms,
-            keeps_states=keeps_states,
-        ),
+        form=replace(mtp.form, depths=used, wide_norms=model.zero_centred_norms, keeps_states=keeps_states),
         first_layer=first,
         vocab_size=target.vocab_size,
-        aux_layers=() if form.final_features else (first - 1,),
-        at=_beginnings(form, target, used),
+        aux_layers=(first - 1,) * mtp.form.num_aux_layers,
+        at=_beginnings(mtp, target, used),
     )
 
 
@@ -86,40 +74,33 @@ def check_target(model: ModelDescription, target: ModelDescription, source: str)
         ("vocab_size", model.vocab_size, target.vocab_size),
     ):
         if theirs != ours:
-            raise UserError(f"{source}: {what} is {theirs}, and the model's {ours}. {OTHERS}")
+            raise UserError(f"{source}: {what} is {theirs}, and the model's {ours}. {OTHER_DRAFTS}")
 
 
-def _own_keys(keys: ConfigReader, form: MtpForm) -> ConfigReader:
-    """Returns the keys of the draft's layers: the config's, overridden by those of its object for draft layers."""
-    if not form.section:
-        return keys
-    beside = {usual: keys.values[key] for key, usual in form.spellings.items() if keys.values.get(key) is not None}
-    unsaid = dict.fromkeys(form.spellings.values())  # these keys of the config are about the model's own layers
-    return ConfigReader({**keys.values, **unsaid, **beside, **keys.default(form.section, dict, {})}, keys.source)
-
-
-def _depths(config: DraftConfig, keys: ConfigReader, target: ModelDescription, form: MtpForm) -> int:
+def _depths(config: DraftConfig, keys: ConfigReader, target: ModelDescription, mtp: MTPLayerPerToken) -> int:
     """Returns the number of draft layers in the checkpoint; without weights that of its config, or of published models.
     Raises UserError for a checkpoint with none, or with a gap among them."""
-    stated = next((keys.count(key) for key in form.counts if keys.values.get(key) is not None), form.depths)
-    most = _beginnings(form, target, max(stated, form.depths))
-    at = form.at or most
+    stated = mtp.form.depths if keys.values.get(COUNT) is None else keys.count(COUNT)
+    most = _beginnings(mtp, target, max(stated, mtp.form.depths))
+    at = mtp.tensors.at or most
     stored = config.stored(target.names, at)
     if stored is None:
         if not stated:
-            raise UserError(f"{keys.source}: {form.counts[0]} is 0: no layer drafts. {OTHERS}")
+            raise UserError(f"{keys.source}: {COUNT} is 0: no layer drafts. {OTHER_DRAFTS}")
         return stated
-    numbers = sorted(_numbers(stored, form.at or target.names.layer_prefix.partition("{layer}")[0]))
-    first = 0 if form.at else len(target.layers)
+    numbers = sorted(_numbers(stored, mtp.tensors.at or target.names.layer_prefix.partition("{layer}")[0]))
+    first = 0 if mtp.tensors.at else len(target.layers)
     if not numbers:
-        where = form.at or f"{most[0]} and behind"
+        where = mtp.tensors.at or f"{most[0]} and behind"
         raise UserError(
             f"{config.model_path} has no tensors at {where}: it has no layers for multi-token prediction, which some"
-            f" exports leave out. {OTHERS}"
+            f" exports leave out. {OTHER_DRAFTS}"
         )
     if numbers != list(range(first, first + len(numbers))):
         listed = ", ".join(map(str, numbers))
-        raise UserError(f"{config.model_path} has the draft layers {listed}, but not all from {first} on. {OTHERS}")
+        raise UserError(
+            f"{config.model_path} has the draft layers {listed}, but not all from {first} on. {OTHER_DRAFTS}"
+        )
     return len(numbers)
 
 
@@ -128,43 +109,25 @@ def _numbers(stored: Collection[str], at: str) -> set[int]:
     return {int(match[1]) for match in matches if match is not None}
 
 
-def _beginnings(form: MtpForm, target: ModelDescription, depths: int) -> tuple[str, ...]:
+def _beginnings(mtp: MTPLayerPerToken, target: ModelDescription, depths: int) -> tuple[str, ...]:
     """Returns the beginnings of the names of each depth's tensors."""
-    if form.at:
-        return tuple(f"{form.at}{i}." for i in range(depths))
+    if mtp.tensors.at:
+        return tuple(f"{mtp.tensors.at}{i}." for i in range(depths))
     return tuple(target.names.layer_prefix.format(layer=len(target.layers) + i) for i in range(depths))
 
 
-def _names(form: MtpForm, family: Family, target: ModelDescription, depths: int, used: int) -> WeightMap:
-    places = _beginnings(form, target, depths)
-    model = {f"{ours}.{i}": places[i] + name for i in range(used) for ours, name in form.names.items()}
+def _names(mtp: MTPLayerPerToken, family: Family, target: ModelDescription, depths: int, used: int) -> WeightMap:
+    places, tensors = _beginnings(mtp, target, depths), mtp.tensors
+    model = {f"{ours}.{i}": places[i] + name for i in range(used) for ours, name in tensors.names.items()}
     return replace(
         target.names,
         model={**model, "embed": target.names.model["embed"], "lm_head": target.names.model["lm_head"]},
-        layer={**family.names.layer, **form.layer_names},
-        layer_prefix=form.at + (form.layer or "{layer}.") if form.at else target.names.layer_prefix,
-        first_layer=0 if form.at else len(target.layers),
+        layer={**family.names.layer, **tensors.layer_names},
+        layer_prefix=tensors.at + (tensors.layer or "{layer}.") if tensors.at else target.names.layer_prefix,
+        first_layer=0 if tensors.at else len(target.layers),
         behind=(),
-        unread=(*(place + copy for place in places for copy in form.copies), *places[used:]),
+        unread=(*(place + copy for place in places for copy in tensors.unread), *places[used:]),
     )
-
-
-def _layers(keys: ConfigReader, form: MtpForm, first: int, used: int) -> Mapping[str, Any]:
-    """Returns the config's keys as they apply to the draft's layers: windows, and no experts."""
-    windowed, whole = form.kinds
-    local = keys.default("local_layer_ids", list, []) if whole else range(used)
-    listed = {key: keys.default(key, list, []) for key in _BY_LAYER}
-    limits = {key: (values[first : first + used] + [0.0] * used)[:used] for key, values in listed.items() if values}
-    return {
-        **limits,
-        "num_hidden_layers": used,
-        "layer_types": [windowed if depth in local else whole for depth in range(used)],
-        "mlp_layer_types": ["dense"] * used,
-        "moe_layer_freq": None,
-        "moe_layers_enum": None,
-        "hybrid_layer_pattern": None,
-        "per_layer_config": None,
-    }
 
 
 def _lagging(layer: LayerSpec, draft_tokens: int) -> LayerSpec:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from sglang.srt.configs.speculative import STANDALONE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import DraftConfig
-from sglang.srt.plan.drafts.description import DraftDescription, Separate
+from sglang.srt.plan.drafts.description import DraftDescription
+from sglang.srt.plan.drafts.forms import Separate
 from sglang.srt.plan.layer_spec import ABSENT
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model

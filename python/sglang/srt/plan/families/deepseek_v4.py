@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.configs.hf_config import bounded
+from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
+from sglang.srt.plan.drafts.forms import ByStream
 from sglang.srt.plan.families.blocks import experts, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexer_of
-from sglang.srt.plan.families.mtp import V4_MTP
+from sglang.srt.plan.families.mtp import MTPPass, MTPTensors, one_layer
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import SUM, HyperConnections, Mixer, Sum
 from sglang.srt.plan.weight_names import W123_PARTS, WeightMap
@@ -144,6 +145,29 @@ def _rotary_keys(c: Config, rate: int) -> dict[str, Any]:
     return {"rope_theta": c.values.get("compress_rope_theta") or 160000.0, **unscaled}
 
 
+def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
+    return one_layer(keys) | {"compress_ratios": [0], "num_hash_layers": 0}
+
+
+_MTP = MTPPass(
+    tensors=MTPTensors(
+        at="mtp.0.",
+        names={
+            "e_proj": "e_proj",
+            "h_proj": "h_proj",
+            "embedding_norm": "enorm",
+            "hidden_norm": "hnorm",
+            "norm": "norm",
+            "head_mix": "",
+        },
+        unread=("emb.", "embed.", "head."),
+    ),
+    form=lambda residual: ByStream(residual.streams),
+    keys=_draft_keys,
+)
+"""Editions since July 2026 bring a DSpark draft instead."""
+
+
 DEEPSEEK_V4 = Family(
     title="DeepSeek V4",
     # V4's FP8 exports use the second name.
@@ -151,5 +175,5 @@ DEEPSEEK_V4 = Family(
     architectures=("DeepseekV4ForCausalLM",),
     read=deepseek_v4,
     names=NAMES,
-    mtp=V4_MTP,
+    mtp=_MTP,
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.mtp import MtpForm
+from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPPass
 from sglang.srt.plan.layer_spec import SUM, FeedForward, LayerSpec, Mixer, Residual
 from sglang.srt.plan.weight_names import USUAL_NAMES, WeightMap
 
@@ -58,4 +58,4 @@ class Family:
     architectures: tuple[str, ...] = ()
     read: Callable[[Config], Model]
     names: WeightMap = USUAL_NAMES
-    mtp: MtpForm | None = None
+    mtp: MTPPass | MTPLayerPerToken | None = None

@@ -4,6 +4,7 @@ positions over runs of tokens that an indexer selects by pooled keys; four strea
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -13,10 +14,10 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.deepseek_v4 import hyper_connections
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexed_layers
-from sglang.srt.plan.families.mtp import GLM5_NEXT_MTP
+from sglang.srt.plan.families.mtp import EH_PROJ, one_layer
 from sglang.srt.plan.families.recurrent import KDA_CONFIG, kimi_delta
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.layer_spec import SUM, Mixer
 from sglang.srt.plan.mixers import MLA, Indexer
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.weight_names import (
@@ -122,11 +123,19 @@ def _pooled_latent(c: Config) -> PooledLatent:
     return PooledLatent(latent, indexer, block)
 
 
+def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
+    return one_layer(keys) | {KDA_CONFIG: None, "hc_mult": None}
+
+
+_MTP = replace(EH_PROJ, keys=_draft_keys, layer=lambda layer: replace(layer, residual=SUM))
+"""A layer behind the last one, of latent attention with an indexer, without hyper-connections."""
+
+
 GLM5_NEXT = Family(
     title="GLM-5.3-Flash",
     model_types=("glm5_next",),
     architectures=("Glm5NextForConditionalGeneration",),
     read=glm5_next,
     names=replace(_BELOW, unread=("model.visual.",)),
-    mtp=GLM5_NEXT_MTP,
+    mtp=_MTP,
 )

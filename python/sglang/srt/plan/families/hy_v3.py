@@ -8,7 +8,7 @@ from sglang.srt.plan.families.attention import attention_by_layer, grouped_atten
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.families.mtp import HY_MTP
+from sglang.srt.plan.families.mtp import EH_PROJ, MTPPass, MTPTensors
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, EXPERT_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -31,6 +31,13 @@ def hy_v3(c: Config) -> Model:
     return Model(c, layers_of(attention_by_layer(c, attention), blocks))
 
 
+_MTP = MTPPass(
+    tensors=MTPTensors(
+        names={**EH_PROJ.tensors.names, "norm": "final_layernorm"}, unread=("embed_tokens.", "shared_head.")
+    )
+)
+
+
 HY_V3 = Family(
     title="Hy3",
     model_types=("hy_v3",),
@@ -49,5 +56,5 @@ HY_V3 = Family(
             "moe.shared.down": "mlp.shared_mlp.down_proj",
         },
     ),
-    mtp=HY_MTP,
+    mtp=_MTP,
 )

@@ -7,12 +7,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
-from sglang.srt.plan.families.mtp import INKLING_MTP
+from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
 from sglang.srt.plan.feed_forward import MoE, Router
 from sglang.srt.plan.layer_spec import LayerSpec, ShortConvolution
 from sglang.srt.plan.mixers import GQA
@@ -126,6 +128,41 @@ def _temperature(c: Config) -> dict[str, Any]:
     }
 
 
+_DRAFT_KEYS = {
+    "num_mtp_layers": "num_nextn_predict_layers",
+    "mtp_local_layer_ids": "local_layer_ids",
+    "chain_hidden_post_norm": "chain_hidden_post_norm",
+}
+"""Names of keys for draft layers beside those of the model, and inside `mtp_config`."""
+
+
+def _draft_section(keys: ConfigReader) -> ConfigReader:
+    """Returns the keys of the draft layers: the config's, overridden by those for draft layers alone."""
+    beside = {inner: keys.values[key] for key, inner in _DRAFT_KEYS.items() if keys.values.get(key) is not None}
+    unsaid = dict.fromkeys(_DRAFT_KEYS.values())  # these keys of the config are about the model's own layers
+    return ConfigReader({**keys.values, **unsaid, **beside, **keys.default("mtp_config", dict, {})}, keys.source)
+
+
+def _draft_keys(keys: ConfigReader, first: int, used: int) -> dict[str, Any]:
+    local = keys.default("local_layer_ids", list, [])
+    kinds = [_WINDOWED if depth in local else _WHOLE for depth in range(used)]
+    return windowed_layers(keys, first, used) | {"layer_types": kinds}
+
+
+_MTP = MTPLayerPerToken(
+    tensors=MTPTensors(
+        at="model.mtp.layers.",
+        layer="{layer}.transformer_block.",
+        names={"fc": "input_proj", "embedding_norm": "embed_norm", "hidden_norm": "hidden_norm"},
+    ),
+    form=MTPByLayer(8, chained=True, final_features=True, hidden_first=True, depth_norms=False),
+    section=_draft_section,
+    keys=_draft_keys,
+    refused={"chain_hidden_post_norm": True},
+)
+"""Dense layers, with convolutions. The token's embedding is the model's, which is normed, and is normed again."""
+
+
 INKLING = Family(
     title="Inkling",
     model_types=("inkling", "inkling_model", "inkling_mm_model"),
@@ -174,6 +211,6 @@ INKLING = Family(
         parts={"q": "wq_du", "k": "wk_dv", "v": "wv_dv"},
         unread=("model.audio.", "model.visual.", "model.mtp."),
     ),
-    mtp=INKLING_MTP,
+    mtp=_MTP,
 )
 """The text half of published checkpoints, which have an image encoder and embeddings of sounds."""

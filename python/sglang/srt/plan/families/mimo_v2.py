@@ -4,9 +4,12 @@ rotates."""
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT, TP_BLOCKS
+from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import (
     FULL,
     WINDOWED,
@@ -19,7 +22,7 @@ from sglang.srt.plan.families.attention import (
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, flagged_layers, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.families.mtp import MIMO_V2_MTP
+from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import (
@@ -82,6 +85,22 @@ def _tp_blocks(c: Config, mixer: GQA) -> int:
     return tp_blocks
 
 
+def _draft_keys(keys: ConfigReader, first: int, used: int) -> dict[str, Any]:
+    return windowed_layers(keys, first, used) | {"hybrid_layer_pattern": None, "moe_layer_freq": None}
+
+
+_MTP = MTPLayerPerToken(
+    tensors=MTPTensors(
+        at="model.mtp.layers.",
+        names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "final_layernorm"},
+        layer_names={"mlp_norm": "pre_mlp_layernorm"},
+    ),
+    form=MTPByLayer(3),
+    keys=_draft_keys,
+)
+"""Published configs do not say how many layers there are."""
+
+
 MIMO_V2 = Family(
     title="MiMo-V2-Flash and MiMo-V2.5",
     # Later checkpoints with the same layers, such as V2.5 and V2.5-Pro, have the second name.
@@ -95,5 +114,5 @@ MIMO_V2 = Family(
         # V2.5 also has encoders of images and sound.
         unread=("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings."),
     ),
-    mtp=MIMO_V2_MTP,
+    mtp=_MTP,
 )

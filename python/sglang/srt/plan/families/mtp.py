@@ -1,170 +1,126 @@
-"""Names and forms of the layers with which a model drafts for itself (multi-token prediction), by family."""
+"""Layers with which a model drafts for itself (multi-token prediction): names of their tensors, and how its config
+describes them. Each family's own stand in its file; those that several families share stand here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.plan.drafts.forms import Form, MTPByLayer, Projected
+from sglang.srt.plan.families.latent import SPARSE_LAYER
+from sglang.srt.plan.layer_spec import LayerSpec, Residual
+
+COUNT = "num_nextn_predict_layers"
+"""Key of the number of draft layers in most configs."""
+OTHER_DRAFTS = "Give an EAGLE3 head with --speculative-draft-model-path, or draft with NGRAM."
+"""What messages advise where a model has no such layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MtpForm:
-    """Names and form of a family's draft layers.
+class MTPTensors:
+    """Names of draft layers' tensors in the target's checkpoint.
 
-        at: beginning of their tensors' names in the target's checkpoint; "": that of the layer behind the last one
-        names: names below it of "fc", "embedding_norm", "hidden_norm" and "norm"; {last} is the number of the last
-            draft layer
-        layer: name of a layer
-        copies: names of tensors that repeat the target's; unread: names of tensors that are not used
-        counts: keys that may hold the number of draft layers; the first one in the config counts
-        patterns: keys that may hold the kinds of these layers, in families with one block a layer
-        refused: keys with the values that are not computed
-        hidden_first, zero_first: as in `drafts.description.Projected`
-        by_stream, streamed: the form is `drafts.description.ByStream`, or `Streamed`
-        one_stream: its layers have one residual stream, however many the model has
-        dense: its layers attend to all tokens where the model's select them by pooled keys
-
-    `depths` > 0: the form is `drafts.description.MTPByLayer` with that many layers, unless the config states the
-    number; `names` and `copies` are then below each layer, and layers have a window.
-
-        chained, final_features: as in `MTPByLayer`
-        layer_names: names in these layers that differ from the model's
-        section: key of an object with keys for these layers only; spellings: equivalent keys beside it, and those in it
-        kinds: names in `layer_types` of layers with a window (`local_layer_ids` lists their depths), and of the others
+    at: where they begin; "": behind the last layer, with the prefix of the model's layers
+    layer: prefix of a layer below `at`
+    names: names of "fc", "embedding_norm", "hidden_norm" and "norm", or of what else the form has; {last} is the number
+        of the last draft layer. They are below `at`, or with `MTPLayerPerToken` below each layer
+    layer_names: names in these layers that differ from the model's
+    unread: beginnings of names of tensors that repeat the target's, or that are not used
     """
 
     at: str = ""
     layer: str = ""
     names: Mapping[str, str]
-    copies: tuple[str, ...] = ()
-    counts: tuple[str, ...] = ("num_nextn_predict_layers",)
-    patterns: tuple[str, ...] = ()
-    refused: Mapping[str, object] = field(default_factory=dict)
-    hidden_first: bool = False
-    zero_first: bool = False
-    by_stream: bool = False
-    streamed: bool = False
-    one_stream: bool = False
-    dense: bool = False
-    unread: tuple[str, ...] = ()
-    depths: int = 0
-    chained: bool = False
-    final_features: bool = False
     layer_names: Mapping[str, str] = field(default_factory=dict)
-    section: str = ""
-    spellings: Mapping[str, str] = field(default_factory=dict)
-    kinds: tuple[str, str] = ("sliding_attention", "")
+    unread: tuple[str, ...] = ()
 
 
-EH_PROJ = MtpForm(
-    names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"},
-    copies=("embed_tokens.", "shared_head.head."),
+def one_layer(keys: ConfigReader) -> dict[str, Any]:
+    """Returns the keys that turn a config into that of a single draft layer: it attends to all tokens, or selects them
+    with an indexer if the model does, and has experts if the model has."""
+    indexed = keys.count("index_topk") > 0
+    return {
+        "num_hidden_layers": 1,
+        "layer_types": [SPARSE_LAYER if indexed else "full_attention"],
+        "first_k_dense_replace": 0,
+        "mlp_layer_types": None,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    } | ({"indexer_types": None} if indexed else {})
+
+
+def windowed_layers(keys: ConfigReader, first: int, used: int) -> dict[str, Any]:
+    """Returns the keys that turn a config into that of `used` draft layers with windows and without experts. `first`:
+    their number in lists that go on behind the model's layers."""
+    return {
+        "num_hidden_layers": used,
+        "layer_types": ["sliding_attention"] * used,
+        "mlp_layer_types": ["dense"] * used,
+    }
+
+
+def _projected(residual: Residual) -> Form:
+    return Projected()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPPass:
+    """Draft layers that are all computed for every draft token; in most models it is one layer.
+
+    form: makes the draft's form from the model's residual streams
+    keys: the config's keys as they apply to the draft layers
+    layer: makes the draft layer of the layer that the family reads from these keys
+    counts: keys that may hold the number of draft layers; the first one in the config counts
+    refused: keys with the values that are not computed
+    """
+
+    tensors: MTPTensors
+    form: Callable[[Residual], Form] = _projected
+    keys: Callable[[ConfigReader], Mapping[str, Any]] = one_layer
+    layer: Callable[[LayerSpec], LayerSpec] = lambda layer: layer
+    counts: tuple[str, ...] = (COUNT,)
+    refused: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MTPLayerPerToken:
+    """Draft layers of which each makes the draft token of one depth.
+
+    form: with the number of layers in published checkpoints, unless config or weights tell
+    section: reads the config's keys for the draft layers
+    keys: these keys as they apply to the layers that are used: called with the number of the first one behind the
+        model's layers, and how many they are
+    refused: as in MTPPass
+    """
+
+    tensors: MTPTensors
+    form: MTPByLayer
+    section: Callable[[ConfigReader], ConfigReader] = lambda keys: keys
+    keys: Callable[[ConfigReader, int, int], Mapping[str, Any]] = windowed_layers
+    refused: Mapping[str, object] = field(default_factory=dict)
+
+
+EH_PROJ = MTPPass(
+    tensors=MTPTensors(
+        names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "shared_head.norm"},
+        unread=("embed_tokens.", "shared_head.head."),
+    )
 )
-"""DeepSeek V3 and GLM-4.5 to 4.7: a layer behind the last one."""
-GLM5_NEXT_MTP = replace(EH_PROJ, one_stream=True)
-"""GLM-5.3-Flash: a layer behind the last one, of latent attention with an indexer, without hyper-connections."""
-HY_MTP = replace(
-    EH_PROJ,
-    names={**EH_PROJ.names, "norm": "final_layernorm"},
-    copies=("embed_tokens.", "shared_head."),
-)
-QWEN_MTP = MtpForm(
-    at="mtp.",
-    layer="layers.{layer}.",
-    names={
-        "fc": "fc",
-        "embedding_norm": "pre_fc_norm_embedding",
-        "hidden_norm": "pre_fc_norm_hidden",
-        "norm": "norm",
-    },
-    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+"""DeepSeek V3 and models with its names: a layer behind the last one."""
+QWEN_MTP = MTPPass(
+    tensors=MTPTensors(
+        at="mtp.",
+        layer="layers.{layer}.",
+        names={
+            "fc": "fc",
+            "embedding_norm": "pre_fc_norm_embedding",
+            "hidden_norm": "pre_fc_norm_hidden",
+            "norm": "norm",
+        },
+    ),
+    counts=("mtp_num_hidden_layers", COUNT),
     refused={"mtp_use_dedicated_embeddings": True},
 )
-NEMOTRON_MTP = MtpForm(
-    at="mtp.layers.",
-    layer="{layer}.",
-    names={"fc": "0.eh_proj", "embedding_norm": "0.enorm", "hidden_norm": "0.hnorm", "norm": "{last}.final_layernorm"},
-    patterns=("mtp_layers_block_type", "mtp_hybrid_override_pattern"),
-)
-MIMO_MTP = MtpForm(
-    at="model.mtp_layers.0.",
-    names={
-        "fc": "input_proj",
-        "embedding_norm": "token_layernorm",
-        "hidden_norm": "hidden_layernorm",
-        "norm": "final_layernorm",
-    },
-    hidden_first=True,
-    zero_first=True,
-)
-V4_MTP = MtpForm(
-    at="mtp.0.",
-    names={
-        "e_proj": "e_proj",
-        "h_proj": "h_proj",
-        "embedding_norm": "enorm",
-        "hidden_norm": "hnorm",
-        "norm": "norm",
-        "head_mix": "",
-    },
-    copies=("emb.", "embed.", "head."),
-    by_stream=True,
-)
-"""DeepSeek-V4 before its editions of July 2026, which bring a DSpark draft instead."""
-MIMO_V2_MTP = MtpForm(
-    at="model.mtp.layers.",
-    names={"fc": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm", "norm": "final_layernorm"},
-    depths=3,
-    layer_names={"mlp_norm": "pre_mlp_layernorm"},
-)
-"""MiMo-V2. Published configs do not say how many layers there are."""
-STEP_MTP = MtpForm(
-    names={
-        "fc": "eh_proj",
-        "embedding_norm": "enorm",
-        "hidden_norm": "hnorm",
-        "norm": "transformer.shared_head.norm",
-    },
-    copies=("transformer.shared_head.output.", "embed_tokens."),
-    depths=3,
-    chained=True,
-)
-"""Step-3.5 and 3.7: layers behind the last one."""
-INKLING_MTP = MtpForm(
-    at="model.mtp.layers.",
-    layer="{layer}.transformer_block.",
-    names={"fc": "input_proj", "embedding_norm": "embed_norm", "hidden_norm": "hidden_norm"},
-    refused={"chain_hidden_post_norm": True},
-    hidden_first=True,
-    depths=8,
-    chained=True,
-    final_features=True,
-    section="mtp_config",
-    spellings={
-        "num_mtp_layers": "num_nextn_predict_layers",
-        "mtp_local_layer_ids": "local_layer_ids",
-        "chain_hidden_post_norm": "chain_hidden_post_norm",
-    },
-    kinds=("hybrid_sliding", "hybrid"),
-)
-"""Inkling: dense layers, with convolutions. The token's embedding is the model's, which is normed, and is normed again.
-No norm stands before the output head."""
-QWEN4_MTP = MtpForm(
-    at="mtp.",
-    layer="layers.{layer}.",
-    names={
-        "fc_embedding": "fc_embedding",
-        "fc_hidden": "fc_hidden",
-        "embedding_norm": "pre_fc_norm_embedding",
-        "hidden_norm": "pre_fc_norm_hidden",
-        "norm": "hyper_connection_mixer.hc_norm",
-        "head_mix.gates": "hyper_connection_mixer.{{part}}",
-        "head_mix.up": "hyper_connection_mixer.input_mix_weight_up",
-    },
-    counts=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
-    refused={"mtp_use_dedicated_embeddings": True},
-    streamed=True,
-    dense=True,
-    unread=("layers.0.self_attn.indexer.",),
-)
-"""Qwen3.8-Flash-Next. The draft attends to all tokens: its indexer, which would select as many tokens as the target's,
-is not used. Draft tokens are verified either way."""
+"""Qwen3 to Qwen3.6: a layer beside the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.configs.activation import RELU2
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -12,12 +13,11 @@ from sglang.srt.plan.families.attention import grouped_attention
 from sglang.srt.plan.families.blocks import activation, experts, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
-from sglang.srt.plan.families.mtp import NEMOTRON_MTP
+from sglang.srt.plan.families.mtp import OTHER_DRAFTS, MTPPass, MTPTensors
 from sglang.srt.plan.families.recurrent import state_dtype
 from sglang.srt.plan.feed_forward import MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.recurrent import Mamba2
 from sglang.srt.plan.weight_names import WeightMap
 
 _BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}
@@ -98,6 +98,43 @@ def _time_step_limit(c: Config) -> tuple[float, float]:
     return low, high
 
 
+_DRAFT_PATTERNS = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+
+
+def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
+    """Returns the config's keys as they apply to the draft layers, which are blocks as the model's are. Raises
+    UserError."""
+    key = next((key for key in _DRAFT_PATTERNS if keys.values.get(key)), None)
+    if key is None:
+        raise UserError(
+            f"{keys.source}: none of {', '.join(_DRAFT_PATTERNS)} says what the draft's layers are. {OTHER_DRAFTS}"
+        )
+    value = keys.values[key]
+    listed = isinstance(value, list)
+    pattern = {
+        "layers_block_type": value if listed else None,
+        "layer_types": None,
+        "hybrid_override_pattern": None if listed else value,
+    }
+    kinds = block_kinds(ConfigReader({**keys.values, **pattern}, keys.source))
+    return pattern | {"num_hidden_layers": len(kinds)}
+
+
+_MTP = MTPPass(
+    tensors=MTPTensors(
+        at="mtp.layers.",
+        layer="{layer}.",
+        names={
+            "fc": "0.eh_proj",
+            "embedding_norm": "0.enorm",
+            "hidden_norm": "0.hnorm",
+            "norm": "{last}.final_layernorm",
+        },
+    ),
+    keys=_draft_keys,
+)
+
+
 NEMOTRON_H = Family(
     title="Nemotron-H and Nemotron 3",
     model_types=("nemotron_h",),
@@ -130,5 +167,5 @@ NEMOTRON_H = Family(
         layer_prefix="backbone.layers.{layer}.",
         unread=("mtp.",),
     ),
-    mtp=NEMOTRON_MTP,
+    mtp=_MTP,
 )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.plan.drafts.forms import Projected
 from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.families.mtp import MIMO_MTP
+from sglang.srt.plan.families.mtp import MTPPass, MTPTensors
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.weight_names import (
@@ -53,6 +54,20 @@ QWEN2 = Family(
     read=qwen2,
     names=WeightMap(MODEL_NAMES, _LAYER),
 )
+_MIMO_MTP = MTPPass(
+    tensors=MTPTensors(
+        at="model.mtp_layers.0.",
+        names={
+            "fc": "input_proj",
+            "embedding_norm": "token_layernorm",
+            "hidden_norm": "hidden_layernorm",
+            "norm": "final_layernorm",
+        },
+    ),
+    form=lambda residual: Projected(hidden_first=True, zero_first=True),
+)
+
+
 MIMO = replace(
     QWEN2,
     title="MiMo-7B",
@@ -60,7 +75,7 @@ MIMO = replace(
     architectures=("MiMoForCausalLM",),
     read=mimo,
     names=replace(QWEN2.names, unread=("model.mtp_layers.",)),
-    mtp=MIMO_MTP,
+    mtp=_MIMO_MTP,
 )
 """MiMo-7B: Qwen 2 with a layer for multi-token prediction."""
 QWEN2_MOE = Family(

@@ -5,20 +5,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.forms import Form, Streamed
 from sglang.srt.plan.families.attention import FULL, RECURRENT, grouped_attention, kinds_by_pattern, mixers_by_kind
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.families.mtp import QWEN4_MTP
+from sglang.srt.plan.families.mtp import COUNT, MTPPass, MTPTensors, one_layer
 from sglang.srt.plan.families.recurrent import gated_delta
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.layer_spec import ABSENT, SUM, GatedStreams
+from sglang.srt.plan.layer_spec import ABSENT, SUM, GatedStreams, LayerSpec, Residual
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
-from sglang.srt.plan.recurrent import GatedDelta
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,
@@ -186,13 +189,51 @@ def _end_token(c: Config) -> int:
     return token
 
 
+def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
+    return one_layer(keys) | {"ple_layer_ids": []}
+
+
+def _draft_layer(layer: LayerSpec) -> LayerSpec:
+    """Returns a draft layer, which attends to all tokens: its indexer, which would select as many tokens as the
+    target's, is not used. Draft tokens are verified either way."""
+    return replace(layer, mixer=layer.mixer.heads) if isinstance(layer.mixer, PooledSparse) else layer
+
+
+def _draft_form(residual: Residual) -> Form:
+    assert isinstance(residual, GatedStreams), "the model's layers have such streams"
+    return Streamed(residual.streams, residual.rank)
+
+
+_MTP = MTPPass(
+    tensors=MTPTensors(
+        at="mtp.",
+        layer="layers.{layer}.",
+        names={
+            "fc_embedding": "fc_embedding",
+            "fc_hidden": "fc_hidden",
+            "embedding_norm": "pre_fc_norm_embedding",
+            "hidden_norm": "pre_fc_norm_hidden",
+            "norm": "hyper_connection_mixer.hc_norm",
+            "head_mix.gates": "hyper_connection_mixer.{{part}}",
+            "head_mix.up": "hyper_connection_mixer.input_mix_weight_up",
+        },
+        unread=("layers.0.self_attn.indexer.",),
+    ),
+    form=_draft_form,
+    keys=_draft_keys,
+    layer=_draft_layer,
+    counts=("mtp_num_hidden_layers", COUNT),
+    refused={"mtp_use_dedicated_embeddings": True},
+)
+
+
 QWEN4_EXP_TEXT = Family(
     title="Qwen3.8-Flash-Next",
     model_types=("qwen4_exp", "qwen3_8_flash_next"),
     architectures=("Qwen4ExpForCausalLM",),
     read=qwen3_8_next,
     names=_NAMES,
-    mtp=QWEN4_MTP,
+    mtp=_MTP,
 )
 QWEN4_EXP = replace(
     QWEN4_EXP_TEXT,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.kimi_delta import KimiDelta
-from sglang.srt.plan.recurrent import GatedDelta
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 

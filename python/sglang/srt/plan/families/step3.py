@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from sglang.srt.configs.activation import LEAST_RESULT_LIMIT
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.families.mtp import STEP_MTP
+from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
 from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
@@ -112,6 +114,29 @@ def _limits(c: Config, key: str) -> list[float]:
     return [float(limit) for limit in limits[: c.num_layers]]
 
 
+def _draft_keys(keys: ConfigReader, first: int, used: int) -> dict[str, Any]:
+    """Returns the config's keys as they apply to the draft layers, whose entries in lists of limits come last."""
+    listed = {key: keys.default(key, list, []) for key in ("swiglu_limits", "swiglu_limits_shared")}
+    limits = {key: (values[first : first + used] + [0.0] * used)[:used] for key, values in listed.items() if values}
+    return windowed_layers(keys, first, used) | limits | {"moe_layers_enum": None, "per_layer_config": None}
+
+
+_MTP = MTPLayerPerToken(
+    tensors=MTPTensors(
+        names={
+            "fc": "eh_proj",
+            "embedding_norm": "enorm",
+            "hidden_norm": "hnorm",
+            "norm": "transformer.shared_head.norm",
+        },
+        unread=("transformer.shared_head.output.", "embed_tokens."),
+    ),
+    form=MTPByLayer(3, chained=True),
+    keys=_draft_keys,
+)
+"""Layers behind the last one."""
+
+
 STEP3P5 = Family(
     title="Step-3.5",
     model_types=("step3p5",),
@@ -132,7 +157,7 @@ STEP3P5 = Family(
             "moe.shared.down": "share_expert.down_proj",
         },
     ),
-    mtp=STEP_MTP,
+    mtp=_MTP,
 )
 STEP3P7 = replace(
     STEP3P5,

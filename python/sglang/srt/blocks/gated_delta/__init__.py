@@ -1,0 +1,1 @@
+"""The gated delta net (arXiv 2412.06464)."""

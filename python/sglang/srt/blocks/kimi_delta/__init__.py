@@ -1,0 +1,1 @@
+"""Kimi delta attention (arXiv 2510.26692)."""

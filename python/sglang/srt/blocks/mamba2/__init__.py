@@ -1,0 +1,1 @@
+"""The Mamba-2 mixer (arXiv 2405.21060)."""

@@ -1,0 +1,1 @@
+"""What blocks with one state of fixed size for each request share: convolution, recurrence, gated norm."""
