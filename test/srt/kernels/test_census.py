@@ -7,6 +7,7 @@ Nothing is compiled but where a test says so. With every tile, sizes that are al
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import pkgutil
 import re
@@ -29,7 +30,7 @@ from sglang.ledger.launch_form import Form, kernel_name, recording
 from sglang.ledger.lock_writer import write_lock
 from sglang.ledger.measure import variant_table
 from sglang.ledger.variant import Variant
-from sglang.srt import layers
+from sglang.srt import blocks, layers
 from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import LOCK_DIR, Row, RowKey, read_lock
@@ -73,8 +74,9 @@ def rows(forms: dict[Form, int]) -> dict[Form, RowKey | None]:
 
 def kernels() -> Iterator[Any]:
     """Every Triton kernel that is launched from Python: their names end so."""
-    for module in pkgutil.walk_packages(layers.__path__, "sglang.srt.layers."):
-        if "triton" not in module.name:
+    found = (pkgutil.walk_packages(package.__path__, f"{package.__name__}.") for package in (blocks, layers))
+    for module in itertools.chain.from_iterable(found):
+        if "triton" not in module.name and ".kernels." not in module.name:
             continue
         for name, value in vars(importlib.import_module(module.name)).items():
             if name.endswith("_kernel") and hasattr(value, "arg_names") and value.fn.__module__ == module.name:

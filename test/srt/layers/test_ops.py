@@ -13,7 +13,8 @@ import pytest
 from sglang.srt.kernels.tables import TABLES
 from sglang.srt.layers.ops import OPS
 
-LAYERS = Path(importlib.import_module("sglang.srt.layers").__path__[0])
+SRT = Path(importlib.import_module("sglang.srt").__path__[0])
+CALLERS = sorted(path for package in ("blocks", "layers") for path in (SRT / package).rglob("*.py"))
 
 KERNELS = [
     (op, spec.name, spec.entry)
@@ -47,7 +48,7 @@ def _annotated(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)}
 
 
-@pytest.mark.parametrize("path", sorted(LAYERS.rglob("*.py")), ids=lambda path: path.relative_to(LAYERS).as_posix())
+@pytest.mark.parametrize("path", CALLERS, ids=lambda path: path.relative_to(SRT).as_posix())
 def test_what_calls_a_chosen_kernel_says_its_protocol(path: Path) -> None:
     """`plan.entry` gives Any, so a call that no protocol describes would pass type checks with any arguments."""
     tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -167,6 +167,6 @@ def test_the_log_says_where_tiles_come_from(
 
 def test_nothing_below_the_plan_asks_for_the_gpu() -> None:
     """Layers and kernels get what the plan decided."""
-    below = [SRT / name for name in ("layers", "models", "model_executor", "mem_cache", "sampling")]
+    below = [SRT / name for name in ("blocks", "layers", "models", "model_executor", "mem_cache", "sampling")]
     asking = [path for folder in below for path in folder.rglob("*.py") if "current_arch" in path.read_text()]
     assert asking == []
