@@ -21,6 +21,7 @@ from sglang.srt.plan.drafts.eagle import EAGLE3_ARCHITECTURES, EAGLE3_MLA_ARCHIT
 from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES
 from sglang.srt.plan.families import FAMILIES
 from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.mtp import MTPLayerPerToken
 from sglang.srt.plan.media import ENCODERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -121,7 +122,9 @@ def own_draft(families: Iterable[Family]) -> str:
     found = []
     forms = [family.mtp for family in families if family.mtp is not None]
     if forms:
-        found.append(f"`NEXTN`: MTP{', a layer for each draft token' if forms[0].depths else ''}")
+        found.append(
+            f"`NEXTN`: MTP{', a layer for each draft token' if isinstance(forms[0], MTPLayerPerToken) else ''}"
+        )
     if any(name in BUNDLING_ARCHITECTURES for family in families for name in family.architectures):
         found.append("`DSPARK`: a block draft")
     return "; ".join(found)

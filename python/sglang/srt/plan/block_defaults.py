@@ -1,21 +1,16 @@
 """What the plan asks a layer's blocks besides their ops, caches and weights, with answers that hold for most of them.
 
-A mixer or feed-forward block derives from one of these classes and overrides what differs.
+A mixer or feed-forward block derives from one of these classes and overrides what differs. Any stands for a class of a
+module that imports this one; docstrings name it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Any, Protocol
 
 from sglang.srt.plan.ranks import HeadShares
-
-if TYPE_CHECKING:
-    from sglang.srt.plan.block_selection import BlockIndexer
-    from sglang.srt.plan.feed_forward import Dense, MoE
-    from sglang.srt.plan.layer_spec import AttentionSite, Matrix, Mixer
-    from sglang.srt.plan.mixers import MLA
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class MixerDefaults(Protocol):
         """Yields problems of uneven shares. `module_of`: returns the checkpoint's name of a matrix."""
         yield from ()
 
-    def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> Mixer | Self:
+    def with_scale_rows(self, rows_of: Callable[[Any], int]) -> Any:
         """Returns the mixer with the rows noted that share scales in the checkpoint. `rows_of`: returns a matrix's."""
         return self
 
@@ -110,17 +105,17 @@ class MixerDefaults(Protocol):
 
     # --- attention and selection ---------------------------------------------------------------------------------
 
-    def attention_site(self, tp_size: int, dcp_size: int) -> AttentionSite | None:
+    def attention_site(self, tp_size: int, dcp_size: int) -> Any:
         """Returns the attention site on one rank; None: no backend plans attention."""
         return None
 
     @property
-    def latents(self) -> MLA | None:
+    def latents(self) -> Any:
         """The mixer itself if it is latent attention for which a backend plans a step."""
         return None
 
     @property
-    def block_indexer(self) -> BlockIndexer | None:
+    def block_indexer(self) -> Any:
         """The indexer that selects blocks of tokens for each KV head."""
         return None
 
@@ -155,19 +150,19 @@ class MixerDefaults(Protocol):
         """Returns whether later draft passes must take the first pass's selection."""
         return False
 
-    def unselected(self) -> Mixer | Self:
+    def unselected(self) -> Any:
         """Returns the mixer as attention to all tokens."""
         return self
 
-    def in_blocks(self, size: int) -> Mixer:
+    def in_blocks(self, size: int) -> Any:
         """Returns the mixer for drafts whose `size` rows of a request see each other."""
         raise TypeError(f"{type(self).__name__} has no rows that see each other")
 
-    def with_input_size(self, size: int) -> Mixer:
+    def with_input_size(self, size: int) -> Any:
         """Returns the mixer for inputs of `size` elements."""
         raise TypeError(f"{type(self).__name__} takes inputs of the hidden size")
 
-    def lagging(self, draft_tokens: int, convolved: bool) -> Mixer:
+    def lagging(self, draft_tokens: int, convolved: bool) -> Any:
         """Returns the mixer for drafts whose rows lag behind the request (`mtp_by_layer`). `convolved`: outputs of
         blocks are convolved, and so are keys and values."""
         raise TypeError(f"{type(self).__name__} keeps no tokens for rows that lag behind")
@@ -179,12 +174,12 @@ class FeedForwardDefaults(Protocol):
     __slots__ = ()
 
     @property
-    def experts(self) -> MoE | None:
+    def experts(self) -> Any:
         """The block itself if it has routed experts."""
         return None
 
     @property
-    def mlp(self) -> Dense | None:
+    def mlp(self) -> Any:
         """The MLP that computes every token: the block itself, or a shared expert apart from the routed ones."""
         return None
 
@@ -193,7 +188,7 @@ class FeedForwardDefaults(Protocol):
         """Returns whether no bias is part of the sum over ranks."""
         return True
 
-    def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> Self:
+    def with_scale_groups(self, group_of: Callable[[str, Any], int]) -> Any:
         """Returns the block with the intermediate dims noted that share scales in the checkpoint. `group_of`: returns
         those of an MLP by the beginning of its matrices' names."""
         return self
