@@ -29,7 +29,10 @@ def said(tmp_path: Path, name: str) -> list[str]:
 def test_lanes_share_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lanes = f"# name | GPUs | command\none | 1 | {SAY}\n\ntwo | 2 | {SAY} | cat\nbad | 1 | echo wrong; exit 3\n"
+    two_runs = tmp_path / "two_runs"
+    wait = f"until test -e {two_runs}; do sleep 0.02; done"  # a lane that ends gives its GPU to the next
+    lanes = f"# name | GPUs | command\none | 1 | {SAY}; {wait}\n\n"
+    lanes += f"two | 2 | touch {two_runs}; {SAY} | cat\nbad | 1 | echo wrong; exit 3\n"
     assert run(tmp_path, monkeypatch, lanes) == 1
     found = {name: said(tmp_path, name) for name in ("one", "two")}
     assert found["one"] == ["4", "32000", str(tmp_path / "out" / "one")]
