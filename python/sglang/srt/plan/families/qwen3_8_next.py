@@ -196,7 +196,7 @@ def _draft_keys(keys: ConfigReader) -> dict[str, Any]:
 def _draft_layer(layer: LayerSpec) -> LayerSpec:
     """Returns a draft layer, which attends to all tokens: its indexer, which would select as many tokens as the
     target's, is not used. Draft tokens are verified either way."""
-    return replace(layer, mixer=layer.mixer.heads) if isinstance(layer.mixer, PooledSparse) else layer
+    return replace(layer, mixer=layer.mixer.unselected())
 
 
 def _draft_form(residual: Residual) -> Form:
