@@ -75,6 +75,7 @@ def describe_assistant(config: DraftConfig, target: ModelDescription) -> DraftDe
 def check_stage(draft: DraftDescription, first_layer: int) -> None:
     """Raises UserError if a pipeline's last stage, which begins with layer `first_layer`, lacks caches that the draft
     reads."""
+    # Only this kind of attention can read another layer's cache.
     sources = [layer.mixer.cache_layer for layer in draft.model.layers if isinstance(layer.mixer, GQA)]
     if isinstance(draft.form, Assistant) and min(sources) < first_layer:
         raise UserError(
