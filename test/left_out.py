@@ -30,10 +30,12 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "--tp-size 2-detokenizer-killed-True",
         "--tp-size 2 --ep-size 2-TP1-killed-True",
     ),
+    # One broken protocol shows that the test notices.
     "sgl_kernel/test_all_reduce_protocol.py::test_a_broken_protocol_is_noticed": (
         "a flag before the data",
         "words that are not looked at",
     ),
+    # The other value of a flag, or of a format of weights, takes the same way through the code.
     "http/test_client_fields.py::test_an_answer_that_fills_the_context": ("False",),
     "srt/layers/test_dependent_launches.py::test_what_is_read_before_the_wait": ("fused_moe-down_sum/fp8_block",),
     "srt/entrypoints/test_bodies_let_go.py::test_nothing_holds_the_body_of_a_call_that_was_submitted": (
@@ -85,7 +87,8 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "qwen4_exp",
         "step3p7",
     ),
-    # Each drafter and each kind of layer is in other cases of these files.
+    # Each drafter is in other cases of these files. Kinds of layers that are in none of them take draft tokens in
+    # test_compressed_steps.py and test_kv_sharing_assistant.py, several ranks in test_parallel_schedules.py.
     "srt/speculative/test_draft_matrix.py::test_drafts_change_nothing": (
         "DSPARK-dense-TP2",
         "NEXTN-compressed-eager",
@@ -110,7 +113,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "qwen3_next-wrong",
     ),
     "srt/managers/test_fp4_schedules.py::test_random_schedules": ("sinks-none-4",),
-    # Models whose plan differs from another one's here by sizes alone.
+    # The same family or the same format of weights is in other cases; goldens of `explain` and of descriptions have both.
     "commands/test_advice.py::test_advice_works_when_it_is_followed": (
         "DeepSeek-V4-Pro-FP8-rtx-pro-6000-server-4",
         "GLM-5.2-FP8-rtx-pro-6000-server-2",
