@@ -113,7 +113,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "qwen3_next-wrong",
     ),
     "srt/managers/test_fp4_schedules.py::test_random_schedules": ("sinks-none-4",),
-    # The same family or the same format of weights is in other cases; goldens of `explain` and of descriptions have both.
+    # The same family or the same format of weights is in other cases; goldens have both.
     "commands/test_advice.py::test_advice_works_when_it_is_followed": (
         "DeepSeek-V4-Pro-FP8-rtx-pro-6000-server-4",
         "GLM-5.2-FP8-rtx-pro-6000-server-2",

@@ -11,9 +11,9 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 VERIFY_ROWS = 512
-"""Rows up to which requests may bring draft tokens, where no more requests than that may run; else their number. Cards
-in view compute for longer than they read weights from about 250 rows in 16 bits and 500 in 8 bits; 48 requests, the
-usual limit of others, may bring ten tokens each."""
+"""Rows up to which requests may bring draft tokens, where no more requests than that may run; else their number. By
+FLOPs and bandwidth (not measured), SM120 cards compute for longer than they read weights from about 250 rows in 16 bits
+and 500 in 8 bits. With this limit 48 requests may bring ten tokens each."""
 
 
 @dataclass(frozen=True, slots=True)
