@@ -21,6 +21,8 @@ import tiny_models
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # a second of the processors for each server of a test
+# A store of files refuses to fill the disk: its tests pass on a nearly full one too.
+os.environ.setdefault("SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE", "0")
 # httpx reads all certificates of the system for each client, and for each request without one: 25 ms of a processor.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
