@@ -21,6 +21,7 @@ from sglang.srt.kernels.all_reduce_table import quantized_from
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.attention_parts import RelativeBias
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
@@ -304,8 +305,8 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
         yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
     if mixer.head_gate:
         yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
-    if mixer.bias_extent:
-        yield "attention_biases", _biases(mixer, step, heads)
+    if mixer.relative_bias is not None:
+        yield "attention_biases", _biases(mixer.relative_bias, mixer.window, step, heads)
     sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
     yield from _gathered_queries(step, sharing, heads * dims[0])
     if mixer.block > 1:  # the rows of a draft block count as heads of one token
@@ -352,11 +353,11 @@ def _mamba(mixer: Mamba2, parallel: ParallelConfig, step: Step) -> Iterator[tupl
     yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
 
 
-def _biases(mixer: GQA, step: Step, heads: int) -> Elementwise:
+def _biases(bias: RelativeBias, window: int, step: Step, heads: int) -> Elementwise:
     """Returns the 16-bit product that makes a bias of each distance for each head and token, and the biases that
     attention reads besides keys."""
-    seen = min(mixer.bias_extent, mixer.window or mixer.bias_extent, _mean_context(step))
-    return Elementwise("attention_biases", 2.0 * step.tokens * heads * (mixer.bias_dims + mixer.bias_extent + seen))
+    seen = min(bias.extent, window or bias.extent, _mean_context(step))
+    return Elementwise("attention_biases", 2.0 * step.tokens * heads * (bias.elements + seen))
 
 
 @_mixer.register

@@ -350,7 +350,15 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
         _rope_store(shape, mixer)
     if mixer.qk_norm == "whole":
         _whole_norm(shape)
-    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, mixer.chunked, extent=mixer.bias_extent)
+    _attention(
+        shape,
+        mixer.window,
+        mixer.logit_cap,
+        mixer.sinks,
+        arch,
+        mixer.chunked,
+        extent=mixer.relative_bias.extent if mixer.relative_bias else 0,
+    )
     if mixer.conv_taps:
         width = shape.num_heads * shape.head_dim
         channels = mixer.convolution(tp_size).channels

@@ -19,6 +19,7 @@ from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, Q
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, share_param
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
+from sglang.srt.plan.attention_parts import AttentionTemperature
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
@@ -64,12 +65,7 @@ class GQAttention:
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.scale_dims(dim), kv_heads.scale_dims(dim)
         self.value_scale, self.is_neox_style = spec.value_scale, spec.is_neox_style
-        self.growth = (
-            spec.attn_temperature,
-            spec.attn_temperature_length,
-            spec.attn_temperature_offset,
-            spec.attn_temperature_smooth,
-        )
+        self.temperature = spec.attn_temperature
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.scale_dims(spec.v_head_dim)))
@@ -112,11 +108,10 @@ class GQAttention:
             weight = convolution_weight(scope.sub("convolution"), spec.conv_taps, parts)
             self.convolution = ConvolvedRows(scope, weight, scope.cache(site.layer_id, "kv_rows"), "rows")
         self.relative: ColumnParallelLinear | None = None
-        self.bias_dims = spec.bias_dims
-        if spec.bias_extent:
+        if (bias := spec.relative_bias) is not None:
             relative = scope.sub("relative")
-            self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.scale_dims(spec.bias_dims)})
-            self.profiles = scope.sub("profiles").param("proj", (spec.bias_dims, spec.bias_extent))
+            self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.scale_dims(bias.dims)})
+            self.profiles = scope.sub("profiles").param("proj", (bias.dims, bias.extent))
         self.k_scale = self.v_scale = None
         self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
         self.cache_shared = spec.cache_shared
@@ -147,7 +142,7 @@ class GQAttention:
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
             dcp_size=spec.effective_dcp_size(group.size, scope.groups.context.size),
-            bias_extent=spec.bias_extent,
+            bias_extent=spec.relative_bias.extent if spec.relative_bias is not None else 0,
             top_k=spec.top_k,
         )
 
@@ -176,9 +171,9 @@ class GQAttention:
         if self.relative is None:
             return None
         rows = self.relative(values_of(x))
-        if self.growth[0]:
-            rows = (rows * growth_of_queries(batch, *self.growth)).to(rows.dtype)
-        return (rows.view(-1, self.bias_dims) @ self.profiles).view(len(rows), self.num_heads, -1)
+        if self.temperature is not None:
+            rows = (rows * growth_of_queries(batch, self.temperature)).to(rows.dtype)
+        return (rows.view(-1, len(self.profiles)) @ self.profiles).view(len(rows), self.num_heads, -1)
 
     def _stored(
         self, x: Activations, batch: ForwardBatch
@@ -193,8 +188,8 @@ class GQAttention:
             qkv = self.value_norm(qkv)
         if self.convolution is not None:
             self.convolution.in_place(qkv[:, self.num_heads * self.head_dim :], batch)
-        if self.growth[0] and self.q_norm is None:  # a rotation keeps factors
-            qkv[:, : self.num_heads * self.head_dim] *= growth_of_queries(batch, *self.growth).to(qkv.dtype)
+        if self.temperature is not None and self.q_norm is None:  # a rotation keeps factors
+            qkv[:, : self.num_heads * self.head_dim] *= growth_of_queries(batch, self.temperature).to(qkv.dtype)
         if self.output_gate is not None:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
             qkv, gates = qkv[:, :width], qkv[:, width:]
@@ -217,8 +212,8 @@ class GQAttention:
             k_group_scales=scales.get("k_group_scales"),
             v_group_scales=scales.get("v_group_scales"),
         )
-        if self.growth[0] and self.q_norm is not None:
-            q.mul_(growth_of_queries(batch, *self.growth)[..., None])
+        if self.temperature is not None and self.q_norm is not None:
+            q.mul_(growth_of_queries(batch, self.temperature)[..., None])
         return q, k, v, gates
 
     def _take_cache_scales(self) -> None:
@@ -234,19 +229,17 @@ def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def growth_of_queries(
-    batch: ForwardBatch, growth: float, length: int, offset: int = 0, smooth: bool = False
-) -> torch.Tensor:
+def growth_of_queries(batch: ForwardBatch, temperature: AttentionTemperature) -> torch.Tensor:
     """Returns the attention temperature factors [T, 1] fp32 of queries by position, computed once per step. Source:
     Llama 4 (arXiv 2501.19399); Ministral 3 uses it without an offset, Inkling smooth."""
-    name = f"attn_temperature.{growth}.{length}.{offset}.{smooth}"
+    name = f"attn_temperature.{temperature}"
     if name not in batch.step_cache:
-        ends = batch.positions + offset
-        if smooth:
+        ends, length = batch.positions + temperature.offset, temperature.length
+        if temperature.smooth:
             logs = torch.log((ends / length).clamp(min=1.0))
         else:
             logs = torch.log1p(torch.div(ends, length, rounding_mode="floor").float())
-        batch.step_cache[name] = (1.0 + growth * logs)[:, None]
+        batch.step_cache[name] = (1.0 + temperature.scale * logs)[:, None]
     return batch.step_cache[name]
 
 

@@ -91,8 +91,8 @@ class LatentAttention(LatentHeads):
             q = self.q_b(q_latent)
             if self.indexer is not None:
                 self._select(self.indexer, x, q_latent, rotation, batch, metadata.sparse)
-        if spec.attn_temperature:  # a rotation keeps factors
-            q *= growth_of_queries(batch, spec.attn_temperature, spec.attn_temperature_length).to(q.dtype)
+        if spec.attn_temperature is not None:  # a rotation keeps factors
+            q *= growth_of_queries(batch, spec.attn_temperature).to(q.dtype)
         q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
         expanded = metadata.latent_chunks is not None
         num_absorbed = batch.num_decodes if expanded else len(x)

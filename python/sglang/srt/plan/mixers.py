@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.attention_parts import AttentionTemperature, RelativeBias
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.fused_rows import FUSED_PART, fused_rows, keep_groups
@@ -58,14 +59,9 @@ class GQA(MixerDefaults):
     indexer: selects the blocks of tokens that each KV head attends to
     is_neox_style: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours, 2i and 2i + 1
     scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
-    attn_temperature: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
-        attn_temperature_offset) / attn_temperature_length)); with attn_temperature_smooth by 1 + attn_temperature *
-        ln((p + attn_temperature_offset) / attn_temperature_length) where that is above 1
     tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
     conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
         conv_slack: its window_slack
-    bias_extent: > 0: scores of keys at distances below it get a learned bias by distance, made of bias_dims numbers
-        of each head and token; attn_temperature multiplies it, too
     """
 
     num_heads: int
@@ -98,15 +94,11 @@ class GQA(MixerDefaults):
     indexer: BlockIndexer | None = None
     is_neox_style: bool = True
     scale_rows: int = 1
-    attn_temperature: float = 0.0
-    attn_temperature_length: int = 1
-    attn_temperature_offset: int = 0
-    attn_temperature_smooth: bool = False
+    attn_temperature: AttentionTemperature | None = None
     tp_blocks: int = 0
     conv_taps: int = 0
     conv_slack: int = 0
-    bias_dims: int = 0
-    bias_extent: int = 0
+    relative_bias: RelativeBias | None = None
 
     @property
     def value_dim(self) -> int:
@@ -198,7 +190,7 @@ class GQA(MixerDefaults):
         biases are not sharded."""
         copies = self.shares(tp_size).kv_copies
         shared = copies is not None and copies % dcp_size == 0
-        shared = shared and not self.window and self.block == 1 and self.indexer is None and not self.bias_extent
+        shared = shared and not self.window and self.block == 1 and self.indexer is None and self.relative_bias is None
         return dcp_size if shared else 1
 
     def dequantized(self, tp_size: int) -> bool:
@@ -242,8 +234,8 @@ class GQA(MixerDefaults):
             yield HeadDims("attn.qkv", ("gate",), 0, self.v_head_dim)
         if self.head_gate:
             yield HeadDims("attn.head_gate", ("",), 0, 1)
-        if self.bias_extent:
-            yield HeadDims("attn.relative", ("",), 0, self.bias_dims)
+        if self.relative_bias is not None:
+            yield HeadDims("attn.relative", ("",), 0, self.relative_bias.dims)
         if self.indexer is not None:
             yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
@@ -267,7 +259,7 @@ class GQA(MixerDefaults):
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
             "window_slack": self.window > 0 and self.window_slack > 0,
-            "relative_bias": self.bias_extent > 0,
+            "relative_bias": self.relative_bias is not None,
         }
         traits = [name for name, here in present.items() if here]
         traits += [self.hybrid_kind] if self.hybrid_kind else []
@@ -296,7 +288,7 @@ class GQA(MixerDefaults):
         dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
         if dcp_size > 1:
             refuse_fp4(parallel.kv_dtype, f"with --dcp-size {parallel.dcp_size} ranks share out their tokens")
-        if self.bias_extent:
+        if self.relative_bias is not None:
             refuse_fp4(parallel.kv_dtype, "attention with relative biases has no kernel for them")
         if self.conv_taps:
             rows = self.convolution(parallel.attn_tp_size).rows("rows", parallel.dtype)
@@ -343,21 +335,17 @@ class GQA(MixerDefaults):
             Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.dequantized(tp_size)),
             *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
-            *(self._bias_rows(heads, width) if self.bias_extent else ()),
+            *(self.relative_bias.weights(heads, width) if self.relative_bias is not None else ()),
             Elements(norms, "float32" if self.fp32_norms else None),
-            Elements(self.bias_dims * self.bias_extent),
             self.convolution(tp_size).weights(),
             Elements(heads if self.sinks else 0, "float32"),
             *(self.indexer.weights(hidden_size, kv_heads) if self.indexer is not None else ()),
         )
 
-    def _bias_rows(self, heads: int, width: int) -> Weights:
-        return (Matrix("attn.relative", ("",), heads * self.bias_dims, width, quantized=False),)
-
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
         index = 0 if self.indexer is None else 2 * (shares.padded_kv_heads + 1) * self.indexer.head_dim
-        biases = shares.padded_heads * (self.bias_dims + self.bias_extent)
+        biases = 0 if self.relative_bias is None else shares.padded_heads * self.relative_bias.elements
         convolved = 2 * self.convolution(tp_size).channels if self.conv_taps else 0
         return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim + index + biases + convolved
 
@@ -397,7 +385,7 @@ class MLA(MixerDefaults):
         top_k: > 0: attention is over that many tokens, selected by `indexer`; None: by the last layer before that has
             one
         is_neox_style: dims half a rotary key apart rotate together; otherwise neighbours
-        input_size, attn_temperature: as in GQA
+        input_size: as in GQA
     """
 
     num_heads: int
@@ -411,8 +399,7 @@ class MLA(MixerDefaults):
     top_k: int = 0
     indexer: Indexer | None = None
     input_size: int = 0
-    attn_temperature: float = 0.0
-    attn_temperature_length: int = 1
+    attn_temperature: AttentionTemperature | None = None
 
     @property
     def sparse(self) -> bool:

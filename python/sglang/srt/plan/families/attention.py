@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_parameters, unrotated
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import AttentionTemperature
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.mixers import GQA
@@ -151,9 +152,9 @@ def with_window_heads(c: Config) -> Config:
     return c.with_values({key: value for key, value in stated.items() if value is not None})
 
 
-def temperature_scaling(c: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (fields of a mixer for attention temperature scaling by `llama_4_scaling_beta` of the rotary parameters,
-    rotary keys without it). Raises UserError for values that cannot be read."""
+def temperature_scaling(c: Config) -> tuple[AttentionTemperature | None, dict[str, Any]]:
+    """Returns (attention temperature scaling by `llama_4_scaling_beta` of the rotary parameters, rotary keys without
+    it). Raises UserError for values that cannot be read."""
     written = rope_parameters(c.values)
     beta, length = written.get(_BETA) or 0.0, written.get("original_max_position_embeddings")
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or beta < 0:
@@ -161,10 +162,10 @@ def temperature_scaling(c: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     others = {key: value for key, value in written.items() if key not in (_BETA, "max_position_embeddings")}
     keys = {"rope_parameters": others, "rope_scaling": None}
     if not beta:
-        return {}, keys
+        return None, keys
     if type(length) is not int or length < 1:
         raise UserError(f"{c.source}: {_BETA!r} needs 'original_max_position_embeddings'; got {length!r}.")
-    return {"attn_temperature": float(beta), "attn_temperature_length": length}, keys
+    return AttentionTemperature(float(beta), length), keys
 
 
 _BETA = "llama_4_scaling_beta"

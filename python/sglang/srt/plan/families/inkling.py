@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import AttentionTemperature, RelativeBias
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
@@ -93,9 +94,8 @@ def _attention(c: Config, window: int) -> GQA:
         o_bias=False,
         rotates=False,
         conv_taps=_convolution(c, 1).taps,
-        bias_dims=c.positive("d_rel"),
-        bias_extent=window or c.positive("rel_extent"),
-        **({} if window else _temperature(c)),
+        relative_bias=RelativeBias(c.positive("d_rel"), window or c.positive("rel_extent")),
+        attn_temperature=None if window else _temperature(c),
     )
     return replace(mixer, scale=1.0 / mixer.head_dim)  # heads are normed
 
@@ -115,17 +115,9 @@ def _kinds(c: Config) -> list[str]:
     return kinds
 
 
-def _temperature(c: Config) -> dict[str, Any]:
-    """Returns the fields of GQA for attention temperature scaling."""
-    length, growth = c.count("log_scaling_n_floor"), c.default("log_scaling_alpha", float, 0.1)
-    if not length or not growth:
-        return {}
-    return {
-        "attn_temperature": growth,
-        "attn_temperature_length": length,
-        "attn_temperature_offset": 1,
-        "attn_temperature_smooth": True,
-    }
+def _temperature(c: Config) -> AttentionTemperature | None:
+    length, scale = c.count("log_scaling_n_floor"), c.default("log_scaling_alpha", float, 0.1)
+    return AttentionTemperature(scale, length, offset=1, smooth=True) if length and scale else None
 
 
 _DRAFT_KEYS = {

@@ -34,7 +34,7 @@ def latent_attention(
     if indexer is not None and others:
         raise UserError(f"{c.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = c.positive("qk_rope_head_dim")
-    scaling, rotary = temperature_scaling(c) if temperature else ({}, {})
+    scaling, rotary = temperature_scaling(c) if temperature else (None, {})
     # This factor is the rotary key's share of a head, and all of the rotary key rotates.
     rotary.get("rope_parameters", {}).pop("partial_rotary_factor", None)
     return MLA(
@@ -48,7 +48,7 @@ def latent_attention(
         is_neox_style=not c.default("rope_interleave", bool, True),
         top_k=indexer.top_k if indexer is not None else 0,
         indexer=indexer if has_indexer else None,
-        **scaling,
+        attn_temperature=scaling,
     )
 
 

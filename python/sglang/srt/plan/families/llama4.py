@@ -5,10 +5,10 @@ multiplied by its weight, and a shared expert."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import AttentionTemperature
 from sglang.srt.plan.families.attention import FULL, grouped_attention, rotating_layers
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
@@ -60,20 +60,19 @@ def _mixers(c: Config) -> list[GQA]:
         what = f"{', '.join(unknown)}" if unknown else f"of {len(kinds)} layers for {c.num_layers}"
         raise UserError(f"{c.source}: layer_types {what} are not described here yet.")
     size = c.positive("attention_chunk_size") if _CHUNKED in kinds else 0
-    unrotating = replace(whole, rope=unrotated(whole.head_dim), qk_norm="", **_temperature(c))
+    unrotating = replace(whole, rope=unrotated(whole.head_dim), qk_norm="", attn_temperature=_temperature(c))
     return [
         replace(whole if here else unrotating, window=size if kind == _CHUNKED else 0, chunked=kind == _CHUNKED)
         for here, kind in zip(rotates, kinds, strict=True)
     ]
 
 
-def _temperature(c: Config) -> dict[str, Any]:
-    """Returns the fields of GQA for attention temperature scaling. Configs of the first releases have a number where
-    later ones have a flag."""
+def _temperature(c: Config) -> AttentionTemperature | None:
+    """Configs of the first releases have a number where later ones have a flag."""
     if not c.values["attn_temperature_tuning"]:
-        return {}
+        return None
     scale, length = c.default("attn_scale", float, 0.0), c.positive("floor_scale")
-    return {"attn_temperature": scale, "attn_temperature_length": length, "attn_temperature_offset": 1} if scale else {}
+    return AttentionTemperature(scale, length, offset=1) if scale else None
 
 
 LLAMA4_TEXT = Family(
