@@ -421,7 +421,7 @@ def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
         rope_store.qk_norm_rope_store(
             empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
             empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim,
-            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.is_neox_style, **stored,
+            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.rope.is_neox_style, **stored,
         )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class GQAttention:
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.scale_dims(dim), kv_heads.scale_dims(dim)
-        self.value_scale, self.is_neox_style = spec.value_scale, spec.is_neox_style
+        self.value_scale, self.is_neox_style = spec.value_scale, spec.rope.is_neox_style
         self.temperature = spec.attn_temperature
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:

@@ -67,7 +67,7 @@ class LatentAttention(LatentHeads):
             top_k=spec.top_k,
             dcp_size=spec.effective_dcp_size(scope.groups.attention.size, scope.groups.context.size),
         )
-        self.rotary = site.rotary.of(spec.rope)
+        self.rotary, self.is_neox_style = site.rotary.of(spec.rope), spec.rope.is_neox_style
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
         self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
         self.store: LatentStoreOp = scope.plan.entry("latent_norm_rope_store")
@@ -111,7 +111,7 @@ class LatentAttention(LatentHeads):
             into,
             at,
             cache.k_scale,
-            spec.is_neox_style,
+            self.is_neox_style,
         )
         if self.pack is not None:
             self.pack(entries, cache.k, batch.slots_of(cache).out_cache_loc)

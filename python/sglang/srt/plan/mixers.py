@@ -57,7 +57,6 @@ class GQA(MixerDefaults):
     input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
     block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
     indexer: selects the blocks of tokens that each KV head attends to
-    is_neox_style: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours, 2i and 2i + 1
     scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
     tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
     conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
@@ -92,7 +91,6 @@ class GQA(MixerDefaults):
     input_size: int = 0
     block: int = 1
     indexer: BlockIndexer | None = None
-    is_neox_style: bool = True
     scale_rows: int = 1
     attn_temperature: AttentionTemperature | None = None
     tp_blocks: int = 0
@@ -353,7 +351,7 @@ class GQA(MixerDefaults):
 @dataclass(frozen=True, slots=True)
 class Indexer:
     """An indexer that scores every cached token with few small heads and selects the `top_k` best for attention
-    (DeepSeek-V3.2). `is_neox_style`: as in MLA, for its own heads."""
+    (DeepSeek-V3.2). `is_neox_style`: as in RopeSpec, for its own heads."""
 
     num_heads: int
     head_dim: int
@@ -384,7 +382,6 @@ class MLA(MixerDefaults):
         q_lora_rank: 0: q is not compressed
         top_k: > 0: attention is over that many tokens, selected by `indexer`; None: by the last layer before that has
             one
-        is_neox_style: dims half a rotary key apart rotate together; otherwise neighbours
         input_size: as in GQA
     """
 
@@ -395,7 +392,6 @@ class MLA(MixerDefaults):
     rope_dim: int
     v_dim: int
     rope: RopeSpec | None = None
-    is_neox_style: bool = False
     top_k: int = 0
     indexer: Indexer | None = None
     input_size: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_parameters, unrotated
@@ -24,13 +25,14 @@ def grouped_attention(
     kv_heads: int = 0,
     rotates: bool = True,
     rotary: Mapping[str, Any] | None = None,
+    is_neox_style: bool = True,
     **facts: Any,
 ) -> GQA:
     """Returns grouped-query attention of the usual keys. Raises UserError.
 
     window: tokens that a token attends to; 0: all
     head_dim, kv_heads: values where the config states none; 0: hidden_size / heads, and as many as heads
-    rotates: heads rotate; rotary: rotary keys with other values than the config's
+    rotates: heads rotate; rotary: rotary keys with other values than the config's; is_neox_style: as in RopeSpec
     facts: further fields of GQA; `qkv_bias` and `o_bias` are what `attention_bias` says unless they are among them
     """
     heads = c.positive("num_attention_heads")
@@ -39,12 +41,13 @@ def grouped_attention(
     if heads % kv_heads:
         raise UserError(f"{c.source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     bias = c.default("attention_bias", bool, False)
+    rope = _rope(c, head_dim, window, rotary or {}) if rotates else unrotated(head_dim)
     return GQA(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         window=window,
-        rope=_rope(c, head_dim, window, rotary or {}) if rotates else unrotated(head_dim),
+        rope=replace(rope, is_neox_style=is_neox_style),
         **{"v_head_dim": c.positive("v_head_dim", head_dim), "qkv_bias": bias, "o_bias": bias, **facts},
     )
 

@@ -5,8 +5,8 @@ multiplied by its weight, and a shared expert."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from sglang.srt.configs.rope import unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import AttentionTemperature
 from sglang.srt.plan.families.attention import FULL, grouped_attention, rotating_layers
@@ -51,8 +51,9 @@ def _sparse_layers(c: Config) -> list[bool]:
 def _mixers(c: Config) -> list[GQA]:
     """Returns the attention of each layer. Layers that rotate heads see chunks of tokens unless `layer_types` say
     otherwise. The others see all tokens, and have no norms of heads but attention temperature scaling."""
-    qk_norm = "unit" if c.default("use_qk_norm", bool, True) else ""
-    whole = grouped_attention(c, head_dim=128, kv_heads=8, qk_norm=qk_norm, is_neox_style=False)
+    heads = partial(grouped_attention, c, head_dim=128, kv_heads=8, is_neox_style=False)
+    rotating = heads(qk_norm="unit" if c.default("use_qk_norm", bool, True) else "")
+    others = heads(rotates=False, attn_temperature=_temperature(c))
     rotates = rotating_layers(c)
     kinds = c.default("layer_types", list, [_CHUNKED if here else FULL for here in rotates])[: c.num_layers]
     unknown = sorted({str(kind) for kind in kinds} - {_CHUNKED, FULL})
@@ -60,9 +61,8 @@ def _mixers(c: Config) -> list[GQA]:
         what = f"{', '.join(unknown)}" if unknown else f"of {len(kinds)} layers for {c.num_layers}"
         raise UserError(f"{c.source}: layer_types {what} are not described here yet.")
     size = c.positive("attention_chunk_size") if _CHUNKED in kinds else 0
-    unrotating = replace(whole, rope=unrotated(whole.head_dim), qk_norm="", attn_temperature=_temperature(c))
     return [
-        replace(whole if here else unrotating, window=size if kind == _CHUNKED else 0, chunked=kind == _CHUNKED)
+        replace(rotating if here else others, window=size if kind == _CHUNKED else 0, chunked=kind == _CHUNKED)
         for here, kind in zip(rotates, kinds, strict=True)
     ]
 
