@@ -21,7 +21,7 @@ from sglang.srt.kernels.all_reduce_table import quantized_from
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
-from sglang.srt.plan.attention_parts import RelativeBias
+from sglang.srt.plan.attention_parts import ElementGate, RelativeBias, Whole
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
@@ -298,13 +298,12 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
     heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
     dims = (mixer.head_dim, mixer.v_head_dim)
     size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
-    if mixer.qk_norm == "whole":
+    if isinstance(mixer.qk_norm, Whole):
         yield from _whole_norm(step.tokens, (heads + kv) * mixer.head_dim, tp)
     yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
-    if mixer.output_gate:
-        yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
-    if mixer.head_gate:
-        yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
+    if (gate := mixer.gate) is not None:
+        passes = 3.0 if isinstance(gate, ElementGate) else 2.0  # over 16-bit outputs, results, and gates of elements
+        yield gate.op, Elementwise(gate.op, passes * 2 * step.tokens * heads * dims[1])
     if mixer.relative_bias is not None:
         yield "attention_biases", _biases(mixer.relative_bias, mixer.window, step, heads)
     sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)

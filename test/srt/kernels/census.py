@@ -90,6 +90,7 @@ from sglang.srt.layers.triton_ops import (
     whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.engram import Engram
@@ -348,7 +349,7 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     shape = mixer.attention_shape(tp_size)
     if mixer.caches_tokens and shape.head_dim == shape.v_head_dim:  # the kernel refuses others, which torch serves
         _rope_store(shape, mixer)
-    if mixer.qk_norm == "whole":
+    if isinstance(mixer.qk_norm, Whole):
         _whole_norm(shape)
     _attention(
         shape,
@@ -363,12 +364,12 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
         width = shape.num_heads * shape.head_dim
         channels = mixer.convolution(tp_size).channels
         _convolution(mixer.conv_taps, empty(100, width + channels)[:, width:])
-    if mixer.head_gate:
+    if isinstance(mixer.gate, HeadGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
     if mixer.indexer is not None:
         _block_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
-    if mixer.output_gate:
+    if isinstance(mixer.gate, ElementGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
 
@@ -411,7 +412,9 @@ def _whole_norm(shape: AttentionShape) -> None:
 
 def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    weight = empty(dim, dtype=torch.float32 if mixer.fp32_norms else BF16) if mixer.qk_norm == "head" else None
+    norm, weight = mixer.qk_norm, None
+    if isinstance(norm, PerHead):
+        weight = empty(dim, dtype=torch.float32 if norm.fp32 else BF16)
     caches = [
         {name: empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for name in CACHE_NAMES} for dtype in CACHES
     ]

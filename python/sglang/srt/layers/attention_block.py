@@ -19,7 +19,7 @@ from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, Q
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, share_param
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
-from sglang.srt.plan.attention_parts import AttentionTemperature
+from sglang.srt.plan.attention_parts import AttentionTemperature, ElementGate, HeadGate, PerHead, Unweighted, Whole
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
@@ -69,9 +69,9 @@ class GQAttention:
         projections = [("q", q_rows), ("k", kv_rows)]
         if not spec.values_from_keys:
             projections.append(("v", kv_heads.scale_dims(spec.v_head_dim)))
-        if spec.gate_projection:
+        if spec.gate == ElementGate(own_projection=True):
             projections.append(("gate", heads.scale_dims(spec.v_head_dim)))
-        elif spec.output_gate:
+        elif isinstance(spec.gate, ElementGate):
             projections = _with_gates(projections, heads, dim)
         if spec.tp_blocks:
             projections = [(FUSED_PART, share) for share in spec.fused_rows(group.size, group.rank)]
@@ -83,13 +83,13 @@ class GQAttention:
         )
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
-        if spec.qk_norm == "head":
+        if isinstance(spec.qk_norm, PerHead):
             zero_centred = site.model.zero_centred_norms
             self.q_norm = norm_weight(scope.sub("q_norm"), dim, zero_centred)
             self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
-        elif spec.qk_norm == "unit":
+        elif isinstance(spec.qk_norm, Unweighted):
             self.q_norm = self.k_norm = torch.ones(dim, dtype=scope.dtype, device=scope.device)
-        elif spec.qk_norm == "whole":
+        elif isinstance(spec.qk_norm, Whole):
             assert shares.kv_copies is not None, "such layouts are refused"
             self.whole_norm = WholeNorm(scope, q_rows, kv_rows, shares.kv_copies, self.eps)
         self.value_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -119,15 +119,13 @@ class GQAttention:
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
         self.output_gate: OutputGateOp | None = None
-        if spec.output_gate:
-            self.output_gate = scope.plan.entry("attention_output_gate")
+        if isinstance(spec.gate, ElementGate):
+            self.output_gate = scope.plan.entry(spec.gate.op)
         self.head_gate: ColumnParallelLinear | None = None
-        if spec.head_gate:
+        if isinstance(spec.gate, HeadGate):
             gate = scope.sub("head_gate")
             self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
-            self.gate_heads: HeadGateOp = (
-                softplus_gates if spec.softplus_gates else scope.plan.entry("attention_head_gate")
-            )
+            self.gate_heads: HeadGateOp = softplus_gates if spec.gate.softplus else scope.plan.entry(spec.gate.op)
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
         self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
@@ -248,7 +246,7 @@ class BlockAttention(GQAttention):
     H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert not (spec.output_gate or spec.head_gate or spec.sinks or spec.cache_shared)
+        assert spec.gate is None and not (spec.sinks or spec.cache_shared)
         super().__init__(scope, spec, site)
         self.block = spec.block
 

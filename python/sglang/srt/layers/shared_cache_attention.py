@@ -13,6 +13,7 @@ from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import QNormRopeOp
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.plan.attention_parts import PerHead
 from sglang.srt.plan.mixers import GQA
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ class SharedCacheAttention:
     prompts into their site's metadata; decoding rows only read the cache."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert (
-            spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.head_gate or spec.sinks)
-        )
+        assert spec.rope is not None and isinstance(spec.qk_norm, PerHead) and spec.gate is None and not spec.sinks
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
         shares = spec.shares(group.size)

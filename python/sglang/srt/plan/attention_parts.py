@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
-from sglang.srt.plan.layer_spec import Elements, Matrix, Weights
+from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.block_defaults import HeadDims
+from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +38,73 @@ class RelativeBias:
     def weights(self, heads: int, input_size: int) -> Weights:
         rows = Matrix("attn.relative", ("",), heads * self.dims, input_size, quantized=False)
         return (rows, Elements(self.dims * self.extent))
+
+
+@dataclass(frozen=True, slots=True)
+class PerHead:
+    """A norm over each head of q and of k. `fp32`: its weights are fp32."""
+
+    fp32: bool = False
+
+    def weights(self, head_dim: int, q_rows: int, k_rows: int) -> Elements:
+        return Elements(head_dim * ((q_rows > 0) + (k_rows > 0)), "float32" if self.fp32 else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Unweighted:
+    """A norm over each head of q and of k, without weights."""
+
+    def weights(self, head_dim: int, q_rows: int, k_rows: int) -> Elements:
+        return Elements(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A norm over all of q, and one over all of k."""
+
+    def weights(self, head_dim: int, q_rows: int, k_rows: int) -> Elements:
+        return Elements(q_rows + k_rows)
+
+
+QKNorm = PerHead | Unweighted | Whole
+
+
+@dataclass(frozen=True, slots=True)
+class ElementGate:
+    """A sigmoid gate for every element of the output. q_proj makes it, or with `own_projection` a projection of its
+    own."""
+
+    own_projection: bool = False
+    op: ClassVar[str] = "attention_output_gate"
+
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        yield Need(self.op, q_dtype=parallel.dtype)
+
+    def head_dims(self, v_head_dim: int) -> Iterator[HeadDims]:
+        if self.own_projection:
+            yield HeadDims("attn.qkv", ("gate",), 0, v_head_dim)
+
+    def weights(self, heads: int, input_size: int) -> Weights:
+        """Returns the weights apart from those of q, k and v."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGate:
+    """A gate for each head of the output: a sigmoid, or with `softplus` a softplus."""
+
+    softplus: bool = False
+    op: ClassVar[str] = "attention_head_gate"
+
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        if not self.softplus:
+            yield Need(self.op, q_dtype=parallel.dtype)
+
+    def head_dims(self, v_head_dim: int) -> Iterator[HeadDims]:
+        yield HeadDims("attn.head_gate", ("",), 0, 1)
+
+    def weights(self, heads: int, input_size: int) -> Weights:
+        return (Matrix("attn.head_gate", ("",), heads, input_size, quantized=False),)
+
+
+Gate = ElementGate | HeadGate

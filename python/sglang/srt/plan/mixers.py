@@ -9,7 +9,16 @@ from fractions import Fraction
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.attention_parts import AttentionTemperature, RelativeBias
+from sglang.srt.plan.attention_parts import (
+    AttentionTemperature,
+    ElementGate,
+    Gate,
+    PerHead,
+    QKNorm,
+    RelativeBias,
+    Unweighted,
+    Whole,
+)
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.fused_rows import FUSED_PART, fused_rows, keep_groups
@@ -45,10 +54,6 @@ class GQA(MixerDefaults):
     chunked: windows are chunks of `window` tokens from the first token on; a token attends to those before it in
         its chunk
     window_slack: further tokens behind a window that the cache keeps, for drafts whose rows lag behind the request
-    qk_norm: "head": a norm over each head of q and k; "unit": one without weights; "whole": one over all of q, one
-        over all of k
-    output_gate: q_proj makes a gate for every element of a head, too; gate_projection: a projection of its own does
-    head_gate: one gate for each head, a sigmoid, or a softplus with softplus_gates
     logit_cap: > 0 caps the scores softly to within +-logit_cap
     value_norm: norms each head of v, without weights; value_scale multiplies v
     values_from_keys: k_proj makes both: v is k before its norm
@@ -72,14 +77,10 @@ class GQA(MixerDefaults):
     window: int = 0
     chunked: bool = False
     window_slack: int = 0
-    qk_norm: str = ""
-    fp32_norms: bool = False
+    qk_norm: QKNorm | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    output_gate: bool = False
-    gate_projection: bool = False
-    head_gate: bool = False
-    softplus_gates: bool = False
+    gate: Gate | None = None
     sinks: bool = False
     logit_cap: float = 0.0
     hybrid_kind: str = ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
@@ -126,7 +127,7 @@ class GQA(MixerDefaults):
 
     @property
     def defers_all_reduce(self) -> bool:
-        return not self.o_bias and self.qk_norm != "whole"
+        return not self.o_bias and not isinstance(self.qk_norm, Whole)
 
     @property
     def cache_scale_bytes(self) -> int:
@@ -167,7 +168,7 @@ class GQA(MixerDefaults):
 
     def share_problems(self, tp_size: int, module_of: Callable[[str], str]) -> Iterator[str]:
         shares = self.shares(tp_size)
-        if self.qk_norm == "whole" and shares.kv_copies is None:
+        if isinstance(self.qk_norm, Whole) and shares.kv_copies is None:
             yield (
                 f"--tp-size {tp_size} is no multiple of the model's {self.num_kv_heads} KV heads, over all of which"
                 " keys are normed"
@@ -228,10 +229,8 @@ class GQA(MixerDefaults):
             yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
             if not self.values_from_keys:
                 yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
-        if self.gate_projection:
-            yield HeadDims("attn.qkv", ("gate",), 0, self.v_head_dim)
-        if self.head_gate:
-            yield HeadDims("attn.head_gate", ("",), 0, 1)
+        if self.gate is not None:
+            yield from self.gate.head_dims(self.v_head_dim)
         if self.relative_bias is not None:
             yield HeadDims("attn.relative", ("",), 0, self.relative_bias.dims)
         if self.indexer is not None:
@@ -242,8 +241,8 @@ class GQA(MixerDefaults):
         dims = (self.head_dim, self.v_head_dim)
         shares = self.shares(parallel.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
-        norms = ["head_norm"] if self.qk_norm in ("head", "unit") else []
-        if self.qk_norm == "whole":
+        norms = ["head_norm"] if isinstance(self.qk_norm, PerHead | Unweighted) else []
+        if isinstance(self.qk_norm, Whole):
             yield Need("qk_whole_norm", q_dtype=parallel.dtype)
         if self.value_norm and self.caches_tokens:
             yield Need("value_norm", q_dtype=parallel.dtype)
@@ -271,10 +270,8 @@ class GQA(MixerDefaults):
             yield parallel.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
         if self.conv_taps:
             yield Need("short_convolution", q_dtype=parallel.dtype)
-        if self.output_gate:
-            yield Need("attention_output_gate", q_dtype=parallel.dtype)
-        if self.head_gate and not self.softplus_gates:
-            yield Need("attention_head_gate", q_dtype=parallel.dtype)
+        if self.gate is not None:
+            yield from self.gate.needs(parallel)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
@@ -318,23 +315,22 @@ class GQA(MixerDefaults):
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
         q, k = heads * self.head_dim, kv_heads * self.head_dim
-        gates_in_q = self.output_gate and not self.gate_projection
-        parts = {"q": q * (2 if gates_in_q else 1), "k": k, "v": kv_heads * self.v_head_dim}
-        if self.gate_projection:
-            parts["gate"] = heads * self.v_head_dim
-        norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
+        parts = {"q": q, "k": k, "v": kv_heads * self.v_head_dim}
+        if isinstance(self.gate, ElementGate):
+            parts |= {"gate": heads * self.v_head_dim} if self.gate.own_projection else {"q": 2 * q}
         if not self.caches_tokens:
-            parts, norms = {"q": parts["q"]}, norms // 2  # there is no norm of k
+            parts, k = {"q": parts["q"]}, 0
         elif self.values_from_keys:
             del parts["v"]
+        norms = () if self.qk_norm is None else (self.qk_norm.weights(self.head_dim, q, k),)
         width, rows = self.input_size or hidden_size, sum(parts.values())
         modules = (FUSED_PART,) if self.tp_blocks else tuple(parts)
         return (
             Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.dequantized(tp_size)),
-            *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
+            *(self.gate.weights(heads, width) if self.gate is not None else ()),
             Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
             *(self.relative_bias.weights(heads, width) if self.relative_bias is not None else ()),
-            Elements(norms, "float32" if self.fp32_norms else None),
+            *norms,
             self.convolution(tp_size).weights(),
             Elements(heads if self.sinks else 0, "float32"),
             *(self.indexer.weights(hidden_size, kv_heads) if self.indexer is not None else ()),

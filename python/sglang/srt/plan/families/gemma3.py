@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from sglang.srt.configs.activation import GELU
+from sglang.srt.plan.attention_parts import PerHead
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -34,8 +35,7 @@ def gemma3(c: Config) -> Model:
     attention = partial(
         grouped_attention,
         head_dim=256,
-        qk_norm="head",
-        fp32_norms=True,
+        qk_norm=PerHead(fp32=True),
         scale=scalar**-0.5 if scalar else 0.0,
         logit_cap=c.default("attn_logit_softcapping", float, 0.0),
     )

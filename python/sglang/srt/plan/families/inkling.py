@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import AttentionTemperature, RelativeBias
+from sglang.srt.plan.attention_parts import AttentionTemperature, PerHead, RelativeBias
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
@@ -89,7 +89,7 @@ def _attention(c: Config, window: int) -> GQA:
         with_window_heads(c) if window else c,
         window,
         head_dim=128,
-        qk_norm="head",
+        qk_norm=PerHead(),
         qkv_bias=False,
         o_bias=False,
         rotates=False,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import AttentionTemperature
+from sglang.srt.plan.attention_parts import AttentionTemperature, Unweighted
 from sglang.srt.plan.families.attention import FULL, grouped_attention, rotating_layers
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
@@ -52,7 +52,7 @@ def _mixers(c: Config) -> list[GQA]:
     """Returns the attention of each layer. Layers that rotate heads see chunks of tokens unless `layer_types` say
     otherwise. The others see all tokens, and have no norms of heads but attention temperature scaling."""
     heads = partial(grouped_attention, c, head_dim=128, kv_heads=8, is_neox_style=False)
-    rotating = heads(qk_norm="unit" if c.default("use_qk_norm", bool, True) else "")
+    rotating = heads(qk_norm=Unweighted() if c.default("use_qk_norm", bool, True) else None)
     others = heads(rotates=False, attn_temperature=_temperature(c))
     rotates = rotating_layers(c)
     kinds = c.default("layer_types", list, [_CHUNKED if here else FULL for here in rotates])[: c.num_layers]

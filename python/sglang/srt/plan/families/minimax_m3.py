@@ -11,6 +11,7 @@ from typing import Any
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import PerHead
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.families.attention import FULL, grouped_attention, layer_kinds, mixers_by_kind
 from sglang.srt.plan.families.blocks import activation, experts, ffn_by_layer, flagged_layers, mlp, shared_experts
@@ -68,7 +69,7 @@ def minimax_m3(c: Config) -> Model:
     c.only("use_qk_norm", True)
     c.only("use_routing_bias", True)
     function = activation(c, GPT_OSS_SWIGLU, ("swigluoai", "silu"))  # transformers writes silu for it
-    attention = partial(grouped_attention, qk_norm="head", fp32_norms=True)
+    attention = partial(grouped_attention, qk_norm=PerHead(fp32=True))
 
     def block_sparse(c: Config) -> GQA:
         heads = attention(c)

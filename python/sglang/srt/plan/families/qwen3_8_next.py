@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import ElementGate, PerHead
 from sglang.srt.plan.drafts.forms import Form, Streamed
 from sglang.srt.plan.families.attention import FULL, RECURRENT, grouped_attention, kinds_by_pattern, mixers_by_kind
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
@@ -108,9 +109,8 @@ def _pooled_sparse(c: Config) -> PooledSparse:
         c,
         head_dim=256,
         kv_heads=2,
-        qk_norm="head",
-        fp32_norms=True,
-        output_gate=c.default("attn_output_gate", bool, True),
+        qk_norm=PerHead(fp32=True),
+        gate=ElementGate() if c.default("attn_output_gate", bool, True) else None,
         hybrid_kind="hybrid_gdn",
     )
     block, budget = c.positive("indexer_compress_ratio"), c.positive("indexer_budget")

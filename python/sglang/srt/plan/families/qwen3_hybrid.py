@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.plan.attention_parts import ElementGate, PerHead
 from sglang.srt.plan.families.attention import (
     RECURRENT,
     full_and_windowed,
@@ -47,9 +48,8 @@ def qwen3_hybrid(c: Config, *, moe: bool, kv_heads: int, by_key_head: bool = Fal
         grouped_attention,
         head_dim=256,
         kv_heads=kv_heads,
-        qk_norm="head",
-        fp32_norms=True,
-        output_gate=c.default("attn_output_gate", bool, True),
+        qk_norm=PerHead(fp32=True),
+        gate=ElementGate() if c.default("attn_output_gate", bool, True) else None,
         hybrid_kind="hybrid_gdn",
     )
     kinds = kinds_by_pattern(c, "full_attention_interval", 4, RECURRENT)
