@@ -19,7 +19,16 @@ from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, Q
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, share_param
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
-from sglang.srt.plan.attention_parts import AttentionTemperature, ElementGate, HeadGate, PerHead, Unweighted, Whole
+from sglang.srt.plan.attention_parts import (
+    OWN_CACHE,
+    AttentionTemperature,
+    ElementGate,
+    HeadGate,
+    OwnCache,
+    PerHead,
+    Unweighted,
+    Whole,
+)
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
@@ -54,7 +63,6 @@ class GQAttention:
     KV cache in one op; attention; output projection."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.rope is not None
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
         shares = spec.shares(group.size)
@@ -64,10 +72,10 @@ class GQAttention:
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.scale_dims(dim), kv_heads.scale_dims(dim)
-        self.value_scale, self.is_neox_style = spec.value_scale, spec.rope.is_neox_style
+        self.value_scale, self.is_neox_style = spec.values.scale, spec.rope.is_neox_style
         self.temperature = spec.attn_temperature
         projections = [("q", q_rows), ("k", kv_rows)]
-        if not spec.values_from_keys:
+        if not spec.values.from_keys:
             projections.append(("v", kv_heads.scale_dims(spec.v_head_dim)))
         if spec.gate == ElementGate(own_projection=True):
             projections.append(("gate", heads.scale_dims(spec.v_head_dim)))
@@ -93,14 +101,14 @@ class GQAttention:
             assert shares.kv_copies is not None, "such layouts are refused"
             self.whole_norm = WholeNorm(scope, q_rows, kv_rows, shares.kv_copies, self.eps)
         self.value_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if spec.value_norm:
+        if spec.values.norm:
             value_norm: ValueNormOp = scope.plan.entry("value_norm")
             self.value_norm = functools.partial(
                 value_norm,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=dim,
                 eps=self.eps,
-                from_keys=spec.values_from_keys,
+                from_keys=spec.values.from_keys,
             )
         self.convolution: ConvolvedRows | None = None
         if spec.conv_taps:
@@ -114,7 +122,7 @@ class GQAttention:
             self.profiles = scope.sub("profiles").param("proj", (bias.dims, bias.extent))
         self.k_scale = self.v_scale = None
         self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
-        self.cache_shared = spec.cache_shared
+        self.cache_shared = spec.cache == OwnCache(shared=True)
         if has_tensor_scales(scope.plan.kv_cache_dtype):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
@@ -246,7 +254,7 @@ class BlockAttention(GQAttention):
     H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.gate is None and not (spec.sinks or spec.cache_shared)
+        assert spec.gate is None and not spec.sinks and spec.cache == OWN_CACHE
         super().__init__(scope, spec, site)
         self.block = spec.block
 

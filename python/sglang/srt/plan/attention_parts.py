@@ -108,3 +108,47 @@ class HeadGate:
 
 
 Gate = ElementGate | HeadGate
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What values are.
+
+    dim: elements of a head; 0: as many as keys have
+    from_keys: k_proj makes both: v is k before its norm
+    norm: each head is normed, without weights
+    scale: multiplies v
+    """
+
+    dim: int = 0
+    from_keys: bool = False
+    norm: bool = False
+    scale: float = 1.0
+
+
+PLAIN_VALUES = Values()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCache:
+    """The layer caches keys and values. `shared`: later layers attend to them, too."""
+
+    shared: bool = False
+
+    def source(self, layer: int) -> int:
+        """Returns the layer whose keys and values layer number `layer` reads."""
+        return layer
+
+
+OWN_CACHE = OwnCache()
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOfLayer:
+    """The layer has no keys and values of its own and attends to those of layer number `layer`."""
+
+    layer: int
+
+    def source(self, layer: int) -> int:
+        """Returns the layer whose keys and values layer number `layer` reads."""
+        return self.layer

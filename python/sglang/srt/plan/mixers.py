@@ -10,13 +10,18 @@ from fractions import Fraction
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import (
+    OWN_CACHE,
+    PLAIN_VALUES,
     AttentionTemperature,
+    CacheOfLayer,
     ElementGate,
     Gate,
+    OwnCache,
     PerHead,
     QKNorm,
     RelativeBias,
     Unweighted,
+    Values,
     Whole,
 )
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
@@ -55,10 +60,6 @@ class GQA(MixerDefaults):
         its chunk
     window_slack: further tokens behind a window that the cache keeps, for drafts whose rows lag behind the request
     logit_cap: > 0 caps the scores softly to within +-logit_cap
-    value_norm: norms each head of v, without weights; value_scale multiplies v
-    values_from_keys: k_proj makes both: v is k before its norm
-    cache_layer: >= 0: the layer has no keys and values of its own and attends to those of that layer (which has
-        cache_shared)
     input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
     block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
     indexer: selects the blocks of tokens that each KV head attends to
@@ -71,8 +72,9 @@ class GQA(MixerDefaults):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    v_head_dim: int
-    rope: RopeSpec | None
+    rope: RopeSpec
+    values: Values = PLAIN_VALUES
+    cache: OwnCache | CacheOfLayer = OWN_CACHE
     scale: float = 0.0
     window: int = 0
     chunked: bool = False
@@ -84,11 +86,6 @@ class GQA(MixerDefaults):
     sinks: bool = False
     logit_cap: float = 0.0
     hybrid_kind: str = ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
-    value_norm: bool = False
-    value_scale: float = 1.0
-    values_from_keys: bool = False
-    cache_layer: int = -1
-    cache_shared: bool = False
     input_size: int = 0
     block: int = 1
     indexer: BlockIndexer | None = None
@@ -98,6 +95,10 @@ class GQA(MixerDefaults):
     conv_taps: int = 0
     conv_slack: int = 0
     relative_bias: RelativeBias | None = None
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.values.dim or self.head_dim
 
     @property
     def value_dim(self) -> int:
@@ -110,7 +111,7 @@ class GQA(MixerDefaults):
 
     @property
     def rotary_dim(self) -> int:
-        return self.rope.rot_dim if self.rope is not None else 0
+        return self.rope.rot_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -119,7 +120,7 @@ class GQA(MixerDefaults):
     @property
     def caches_tokens(self) -> bool:
         """Returns whether the layer has keys and values of its own."""
-        return self.cache_layer < 0
+        return isinstance(self.cache, OwnCache)
 
     @property
     def kv_heads(self) -> int:
@@ -148,6 +149,10 @@ class GQA(MixerDefaults):
         if self.indexer is None:
             return context_len
         return self.shares(tp_size).padded_kv_heads * -(-context_len // self.indexer.block)
+
+    def reading(self, layer: int) -> GQA:
+        """Returns the mixer without keys and values of its own: it attends to those of layer number `layer`."""
+        return replace(self, cache=CacheOfLayer(layer), values=Values(self.values.dim))
 
     def in_blocks(self, size: int) -> GQA:
         return replace(self, block=size)
@@ -227,7 +232,7 @@ class GQA(MixerDefaults):
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
         if self.caches_tokens:
             yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
-            if not self.values_from_keys:
+            if not self.values.from_keys:
                 yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
         if self.gate is not None:
             yield from self.gate.head_dims(self.v_head_dim)
@@ -244,7 +249,7 @@ class GQA(MixerDefaults):
         norms = ["head_norm"] if isinstance(self.qk_norm, PerHead | Unweighted) else []
         if isinstance(self.qk_norm, Whole):
             yield Need("qk_whole_norm", q_dtype=parallel.dtype)
-        if self.value_norm and self.caches_tokens:
+        if self.values.norm:
             yield Need("value_norm", q_dtype=parallel.dtype)
         if self.caches_tokens:
             yield parallel.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
@@ -320,7 +325,7 @@ class GQA(MixerDefaults):
             parts |= {"gate": heads * self.v_head_dim} if self.gate.own_projection else {"q": 2 * q}
         if not self.caches_tokens:
             parts, k = {"q": parts["q"]}, 0
-        elif self.values_from_keys:
+        elif self.values.from_keys:
             del parts["v"]
         norms = () if self.qk_norm is None else (self.qk_norm.weights(self.head_dim, q, k),)
         width, rows = self.input_size or hidden_size, sum(parts.values())

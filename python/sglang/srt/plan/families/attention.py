@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_parameters, unrotated
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import AttentionTemperature
+from sglang.srt.plan.attention_parts import PLAIN_VALUES, AttentionTemperature, Values
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.mixers import GQA
@@ -26,6 +26,7 @@ def grouped_attention(
     rotates: bool = True,
     rotary: Mapping[str, Any] | None = None,
     is_neox_style: bool = True,
+    values: Values = PLAIN_VALUES,
     **facts: Any,
 ) -> GQA:
     """Returns grouped-query attention of the usual keys. Raises UserError.
@@ -33,6 +34,7 @@ def grouped_attention(
     window: tokens that a token attends to; 0: all
     head_dim, kv_heads: values where the config states none; 0: hidden_size / heads, and as many as heads
     rotates: heads rotate; rotary: rotary keys with other values than the config's; is_neox_style: as in RopeSpec
+    values: without their dim, which the config says
     facts: further fields of GQA; `qkv_bias` and `o_bias` are what `attention_bias` says unless they are among them
     """
     heads = c.positive("num_attention_heads")
@@ -48,7 +50,8 @@ def grouped_attention(
         head_dim=head_dim,
         window=window,
         rope=replace(rope, is_neox_style=is_neox_style),
-        **{"v_head_dim": c.positive("v_head_dim", head_dim), "qkv_bias": bias, "o_bias": bias, **facts},
+        values=replace(values, dim=c.positive("v_head_dim", head_dim)),
+        **{"qkv_bias": bias, "o_bias": bias, **facts},
     )
 
 
@@ -117,16 +120,16 @@ def mixers_by_kind(c: Config, kinds: Sequence[str], makers: Mapping[str, Callabl
     return [mixers[key] for key in written]
 
 
-Values = tuple[tuple[str, Any], ...]
+LayerValues = tuple[tuple[str, Any], ...]
 """Keys and values of one layer that differ from those of the config."""
 _BY_LAYER = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
 
 
-def layer_values(c: Config) -> list[Values]:
+def layer_values(c: Config) -> list[LayerValues]:
     """Returns the values of each layer from `num_attention_heads_per_layer` and `per_layer_config`, as newer
     transformers write it: {"5": {"head_dim": 512}}. Raises UserError."""
     count, written = c.num_layers, c.default("per_layer_config", dict, {})
-    values: list[Values] = [()] * count
+    values: list[LayerValues] = [()] * count
     heads = c.default("num_attention_heads_per_layer", list, [])
     if heads and (len(heads) < count or any(type(number) is not int or number < 1 for number in heads)):
         raise UserError(f"{c.source}: 'num_attention_heads_per_layer' must be {count} numbers; got {heads!r}.")

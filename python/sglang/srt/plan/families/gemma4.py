@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sglang.srt.configs.activation import GELU, Activation
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import PerHead
+from sglang.srt.plan.attention_parts import OwnCache, PerHead, Values
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -88,7 +88,7 @@ def _attention(c: Config, window: int) -> GQA:
         stated = {"num_key_value_heads": kv_heads} if kv_heads else {}
         c = c.with_values({"head_dim": c.positive("global_head_dim"), **stated})
     return grouped_attention(
-        c, window, head_dim=256, scale=1.0, qk_norm=PerHead(), value_norm=True, values_from_keys=keys_are_values
+        c, window, head_dim=256, scale=1.0, qk_norm=PerHead(), values=Values(norm=True, from_keys=keys_are_values)
     )
 
 
@@ -106,8 +106,8 @@ def with_shared_caches(c: Config, mixers: Sequence[Mixer], kinds: Sequence[str])
             )
         shared, sharing = result[source], result[i]
         assert isinstance(shared, GQA) and isinstance(sharing, GQA)
-        result[source] = replace(shared, cache_shared=True)
-        result[i] = replace(sharing, cache_layer=source, values_from_keys=False)
+        result[source] = replace(shared, cache=OwnCache(shared=True))
+        result[i] = sharing.reading(source)
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT, TP_BLOCKS
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import Values
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import (
     FULL,
@@ -60,7 +61,7 @@ def _attention(c: Config, window: int) -> GQA:
         qkv_bias=c.default("attention_bias", bool, False),
         o_bias=False,
         sinks=c.default(sinks, bool, window > 0),
-        value_scale=c.default("attention_value_scale", float, 1.0),
+        values=Values(scale=c.default("attention_value_scale", float, 1.0)),
     )
     return replace(mixer, tp_blocks=_tp_blocks(c, mixer)) if _fuses_projections(c) else mixer
 
