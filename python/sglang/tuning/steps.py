@@ -308,15 +308,15 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
         yield "attention_biases", _biases(mixer.relative_bias, mixer.window, step, heads)
     sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
     yield from _gathered_queries(step, sharing, heads * dims[0])
-    if mixer.block > 1:  # the rows of a draft block count as heads of one token
+    if mixer.mask.rows > 1:  # the rows of a draft block count as heads of one token
         one = decode_step(step.batch, step.context)
-        yield _attention(one, heads * mixer.block, kv, dims, item, mixer.window)
+        yield _attention(one, heads * mixer.mask.rows, kv, dims, item, mixer.window)
     elif mixer.indexer is not None and step.context > mixer.top_k:
         yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
     else:
         local = _own_tokens(step, sharing)
         long = parallel.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
-        here = _in_chunks(local, mixer.window) if mixer.chunked else local
+        here = _in_chunks(local, mixer.window) if mixer.mask.chunked else local
         yield _attention(here, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
     yield from _exchanged_parts(step, sharing, heads * dims[1])
 

@@ -351,15 +351,8 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
         _rope_store(shape, mixer)
     if isinstance(mixer.qk_norm, Whole):
         _whole_norm(shape)
-    _attention(
-        shape,
-        mixer.window,
-        mixer.logit_cap,
-        mixer.sinks,
-        arch,
-        mixer.chunked,
-        extent=mixer.relative_bias.extent if mixer.relative_bias else 0,
-    )
+    mask, extent = mixer.mask, mixer.relative_bias.extent if mixer.relative_bias is not None else 0
+    _attention(shape, mask.window, mixer.logit_cap, mixer.sinks, arch, mask.chunked, extent=extent)
     if mixer.conv_taps:
         width = shape.num_heads * shape.head_dim
         channels = mixer.convolution(tp_size).channels

@@ -138,13 +138,13 @@ class GQAttention:
         self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
             self.cache,
-            self.num_heads * spec.block,
+            self.num_heads * spec.mask.rows,
             self.num_kv_heads,
             dim,
             spec.softmax_scale,
             spec.v_head_dim,
             sliding_window=spec.window,
-            chunked=spec.chunked,
+            chunked=spec.mask.chunked,
             logit_cap=spec.logit_cap,
             sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
             dcp_size=spec.effective_dcp_size(group.size, scope.groups.context.size),
@@ -250,13 +250,13 @@ def growth_of_queries(batch: ForwardBatch, temperature: AttentionTemperature) ->
 
 
 class BlockAttention(GQAttention):
-    """Attention of a block draft, whose rows come in blocks of one request each (`GQA.block`), [R * B, H] -> [R * B,
+    """Attention of a block draft, whose rows come in blocks of one request each (`RowBlock`), [R * B, H] -> [R * B,
     H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert spec.gate is None and not spec.sinks and spec.cache == OWN_CACHE
         super().__init__(scope, spec, site)
-        self.block = spec.block
+        self.block = spec.mask.rows
 
     def keep(self, x: Activations, batch: ForwardBatch) -> None:
         """Stores keys and values of x [T, H] at the batch's tokens."""

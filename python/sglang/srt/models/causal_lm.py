@@ -86,7 +86,7 @@ class BlockKind:
 
 
 def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
-    if spec.block > 1:
+    if spec.mask.rows > 1:
         return BlockAttention(scope, spec, site)
     return (GQAttention if spec.caches_tokens else SharedCacheAttention)(scope, spec, site)
 

@@ -29,7 +29,6 @@ from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.fused_rows import FUSED_PART, fused_rows, keep_groups
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, refuse_fp4
 from sglang.srt.plan.layer_spec import (
-    FULL,
     PER_REQUEST,
     AttentionShape,
     AttentionSite,
@@ -40,13 +39,13 @@ from sglang.srt.plan.layer_spec import (
     ParallelConfig,
     ShortConvolution,
     Weights,
-    Window,
     dcp_sharded,
     key_value_cache,
     latent_cache,
     packed_latent_cache,
     uneven_sizes,
 )
+from sglang.srt.plan.masks import CAUSAL, Mask, RowBlock
 from sglang.srt.plan.ranks import HeadShares, ShardRange
 
 
@@ -55,14 +54,8 @@ class GQA(MixerDefaults):
     """Grouped-query attention: `num_heads / num_kv_heads` query heads share a KV head.
 
     scale: multiplies the products of q and k; 0: head_dim ** -0.5
-    window: tokens that a token attends to; 0: all of the request
-    chunked: windows are chunks of `window` tokens from the first token on; a token attends to those before it in
-        its chunk
-    window_slack: further tokens behind a window that the cache keeps, for drafts whose rows lag behind the request
     logit_cap: > 0 caps the scores softly to within +-logit_cap
     input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
-    block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
-    indexer: selects the blocks of tokens that each KV head attends to
     scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
     tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
     conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
@@ -76,9 +69,7 @@ class GQA(MixerDefaults):
     values: Values = PLAIN_VALUES
     cache: OwnCache | CacheOfLayer = OWN_CACHE
     scale: float = 0.0
-    window: int = 0
-    chunked: bool = False
-    window_slack: int = 0
+    mask: Mask = CAUSAL
     qk_norm: QKNorm | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -87,8 +78,6 @@ class GQA(MixerDefaults):
     logit_cap: float = 0.0
     hybrid_kind: str = ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
     input_size: int = 0
-    block: int = 1
-    indexer: BlockIndexer | None = None
     scale_rows: int = 1
     attn_temperature: AttentionTemperature | None = None
     tp_blocks: int = 0
@@ -103,6 +92,14 @@ class GQA(MixerDefaults):
     @property
     def value_dim(self) -> int:
         return self.v_head_dim
+
+    @property
+    def window(self) -> int:
+        return self.mask.window
+
+    @property
+    def indexer(self) -> BlockIndexer | None:
+        return self.mask.indexer
 
     @property
     def top_k(self) -> int:
@@ -155,14 +152,14 @@ class GQA(MixerDefaults):
         return replace(self, cache=CacheOfLayer(layer), values=Values(self.values.dim))
 
     def in_blocks(self, size: int) -> GQA:
-        return replace(self, block=size)
+        return replace(self, mask=RowBlock(size, self.mask))
 
     def with_input_size(self, size: int) -> GQA:
         return replace(self, input_size=size)
 
     def lagging(self, draft_tokens: int, convolved: bool) -> GQA:
         slack = draft_tokens if convolved else self.conv_slack
-        return replace(self, window_slack=draft_tokens - 1, conv_slack=slack)
+        return replace(self, mask=self.mask.lagging(draft_tokens), conv_slack=slack)
 
     def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> GQA:
         return replace(self, scale_rows=rows_of(Matrix("attn.qkv", ("q",), 0, 0)))
@@ -194,8 +191,7 @@ class GQA(MixerDefaults):
         biases are not sharded."""
         copies = self.shares(tp_size).kv_copies
         shared = copies is not None and copies % dcp_size == 0
-        shared = shared and not self.window and self.block == 1 and self.indexer is None and self.relative_bias is None
-        return dcp_size if shared else 1
+        return dcp_size if shared and self.mask == CAUSAL and self.relative_bias is None else 1
 
     def dequantized(self, tp_size: int) -> bool:
         """Returns whether ranks hold q, k and v in the model's dtype although the checkpoint quantizes them, because a
@@ -256,14 +252,11 @@ class GQA(MixerDefaults):
         else:
             yield Need("q_norm_rope", q_dtype=parallel.dtype)
         present = {
-            "sliding_window": self.window > 0,
-            "chunked": self.chunked,
             "sinks": self.sinks,
             "logit_cap": self.logit_cap > 0,
-            "window_slack": self.window > 0 and self.window_slack > 0,
             "relative_bias": self.relative_bias is not None,
         }
-        traits = [name for name, here in present.items() if here]
+        traits = [*self.mask.traits, *(name for name, here in present.items() if here)]
         traits += [self.hybrid_kind] if self.hybrid_kind else []
         if self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size) > 1:
             traits.append("token_shares")
@@ -282,9 +275,7 @@ class GQA(MixerDefaults):
         if not self.caches_tokens:
             return ()
         heads = self.shares(parallel.attn_tp_size).padded_kv_heads
-        assert not (self.chunked and self.window_slack), "drafts that lag behind keep windows only"
-        lifetime = Window(self.window + self.window_slack, self.chunked) if self.window else FULL
-        cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, parallel.kv_dtype, lifetime)
+        cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, parallel.kv_dtype, self.mask.lifetime)
         dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
         if dcp_size > 1:
             refuse_fp4(parallel.kv_dtype, f"with --dcp-size {parallel.dcp_size} ranks share out their tokens")
@@ -310,12 +301,12 @@ class GQA(MixerDefaults):
         """Returns the heads with which decode attends. All rows of a block see the same tokens, so they count as more
         heads of one row."""
         shares = self.shares(tp_size)
-        heads = shares.padded_heads * self.block
+        heads = shares.padded_heads * self.mask.rows
         return AttentionShape(heads, shares.padded_kv_heads, self.head_dim, self.v_head_dim)
 
     def attention_site(self, tp_size: int, dcp_size: int) -> AttentionSite:
         sharing = self.effective_dcp_size(tp_size, dcp_size)
-        return AttentionSite(self.attention_shape(tp_size), self.window, self.top_k, sharing, self.chunked)
+        return AttentionSite(self.attention_shape(tp_size), self.window, self.top_k, sharing, self.mask.chunked)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads

@@ -17,6 +17,7 @@ from sglang.srt.plan.drafts.forms import Assistant
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4
 from sglang.srt.plan.layer_spec import LayerSpec
+from sglang.srt.plan.masks import windowed
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_as
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
@@ -101,7 +102,7 @@ def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> 
             )
         # The draft token's own position is part of its window, and the target's cache keeps no token more than that.
         window = min(reader.window, mixer.window) - 1 if reader.window else 0
-        reading = replace(reader.reading(mixer.cache.source(i)), num_kv_heads=mixer.num_kv_heads, window=window)
+        reading = replace(reader.reading(mixer.cache.source(i)), num_kv_heads=mixer.num_kv_heads, mask=windowed(window))
         return replace(layer, mixer=reading)
     kind = "a window" if reader.window else "full attention"
     raise UserError(

@@ -11,6 +11,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import PLAIN_VALUES, AttentionTemperature, Values
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.masks import windowed
 from sglang.srt.plan.mixers import GQA
 
 FULL, WINDOWED, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
@@ -48,7 +49,7 @@ def grouped_attention(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        window=window,
+        mask=windowed(window),
         rope=replace(rope, is_neox_style=is_neox_style),
         values=replace(values, dim=c.positive("v_head_dim", head_dim)),
         **{"qkv_bias": bias, "o_bias": bias, **facts},

@@ -14,6 +14,7 @@ from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.masks import CAUSAL, Chunks
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
@@ -62,7 +63,7 @@ def _mixers(c: Config) -> list[GQA]:
         raise UserError(f"{c.source}: layer_types {what} are not described here yet.")
     size = c.positive("attention_chunk_size") if _CHUNKED in kinds else 0
     return [
-        replace(rotating if here else others, window=size if kind == _CHUNKED else 0, chunked=kind == _CHUNKED)
+        replace(rotating if here else others, mask=Chunks(size) if kind == _CHUNKED else CAUSAL)
         for here, kind in zip(rotates, kinds, strict=True)
     ]
 

@@ -19,6 +19,7 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router, Shared
 from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.masks import SelectedBlocks
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -73,7 +74,7 @@ def minimax_m3(c: Config) -> Model:
 
     def block_sparse(c: Config) -> GQA:
         heads = attention(c)
-        return replace(heads, indexer=_block_indexer(c, heads.num_kv_heads))
+        return replace(heads, mask=SelectedBlocks(_block_indexer(c, heads.num_kv_heads)))
 
     kinds: dict[str, Callable[[Config], Mixer]] = {FULL: attention, _BLOCK_SPARSE: block_sparse}
     mixers = mixers_by_kind(c, _block_sparse_layers(c) or layer_kinds(c), kinds)
