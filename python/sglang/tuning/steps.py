@@ -304,8 +304,8 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
     if (gate := mixer.gate) is not None:
         passes = 3.0 if isinstance(gate, ElementGate) else 2.0  # over 16-bit outputs, results, and gates of elements
         yield gate.op, Elementwise(gate.op, passes * 2 * step.tokens * heads * dims[1])
-    if mixer.relative_bias is not None:
-        yield "attention_biases", _biases(mixer.relative_bias, mixer.window, step, heads)
+    if (bias := mixer.softmax.relative_bias) is not None:
+        yield "attention_biases", _biases(bias, mixer.window, step, heads)
     sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
     yield from _gathered_queries(step, sharing, heads * dims[0])
     if mixer.mask.rows > 1:  # the rows of a draft block count as heads of one token

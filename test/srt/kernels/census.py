@@ -351,12 +351,12 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
         _rope_store(shape, mixer)
     if isinstance(mixer.qk_norm, Whole):
         _whole_norm(shape)
-    mask, extent = mixer.mask, mixer.relative_bias.extent if mixer.relative_bias is not None else 0
-    _attention(shape, mask.window, mixer.logit_cap, mixer.sinks, arch, mask.chunked, extent=extent)
-    if mixer.conv_taps:
+    mask, softmax = mixer.mask, mixer.softmax
+    _attention(shape, mask.window, softmax.logit_cap, softmax.sinks, arch, mask.chunked, extent=softmax.extent)
+    if mixer.kv_convolution is not None:
         width = shape.num_heads * shape.head_dim
-        channels = mixer.convolution(tp_size).channels
-        _convolution(mixer.conv_taps, empty(100, width + channels)[:, width:])
+        channels = mixer.kv_channels(tp_size)
+        _convolution(mixer.kv_convolution.taps, empty(100, width + channels)[:, width:])
     if isinstance(mixer.gate, HeadGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))

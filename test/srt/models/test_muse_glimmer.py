@@ -36,7 +36,7 @@ def test_layers_of_the_published_config() -> None:
     kinds = {(m.window, m.rope.kind) for m in mixers if isinstance(m, GQA) and m.rope is not None}
     assert kinds == {(2048, "default"), (0, UNROTATED)}
     first = mixers[0]
-    assert isinstance(first, GQA) and first.scale == pytest.approx(3.87 * 128**-0.5)
+    assert isinstance(first, GQA) and first.softmax.scale == pytest.approx(3.87 * 128**-0.5)
     assert (model.logit_cap, model.logit_scale) == (20.0, pytest.approx((6656 / 256) ** -0.5))
 
 

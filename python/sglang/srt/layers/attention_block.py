@@ -81,13 +81,13 @@ class GQAttention:
             projections.append(("gate", heads.scale_dims(spec.v_head_dim)))
         elif isinstance(spec.gate, ElementGate):
             projections = _with_gates(projections, heads, dim)
-        if spec.tp_blocks:
+        if spec.stored.tp_blocks:
             projections = [(FUSED_PART, share) for share in spec.fused_rows(group.size, group.rank)]
         width, dequantized = spec.input_size or hidden_size, spec.dequantized(group.size)
-        self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.qkv_bias, dequantized)
+        self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.biases.qkv, dequantized)
         self.row_format = self.qkv.row_format
         self.o = RowParallelLinear(
-            scope.sub("o"), heads.scale_dims(spec.v_head_dim), hidden_size, spec.o_bias, group=group
+            scope.sub("o"), heads.scale_dims(spec.v_head_dim), hidden_size, spec.biases.output, group=group
         )
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
@@ -111,12 +111,12 @@ class GQAttention:
                 from_keys=spec.values.from_keys,
             )
         self.convolution: ConvolvedRows | None = None
-        if spec.conv_taps:
+        if spec.kv_convolution is not None:
             parts = {"k": kv_rows, "v": kv_heads.scale_dims(spec.v_head_dim)}
-            weight = convolution_weight(scope.sub("convolution"), spec.conv_taps, parts)
+            weight = convolution_weight(scope.sub("convolution"), spec.kv_convolution.taps, parts)
             self.convolution = ConvolvedRows(scope, weight, scope.cache(site.layer_id, "kv_rows"), "rows")
         self.relative: ColumnParallelLinear | None = None
-        if (bias := spec.relative_bias) is not None:
+        if (bias := spec.softmax.relative_bias) is not None:
             relative = scope.sub("relative")
             self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.scale_dims(bias.dims)})
             self.profiles = scope.sub("profiles").param("proj", (bias.dims, bias.extent))
@@ -145,10 +145,10 @@ class GQAttention:
             spec.v_head_dim,
             sliding_window=spec.window,
             chunked=spec.mask.chunked,
-            logit_cap=spec.logit_cap,
-            sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
+            logit_cap=spec.softmax.logit_cap,
+            sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.softmax.sinks else None,
             dcp_size=spec.effective_dcp_size(group.size, scope.groups.context.size),
-            bias_extent=spec.relative_bias.extent if spec.relative_bias is not None else 0,
+            bias_extent=spec.softmax.extent,
             top_k=spec.top_k,
         )
 
@@ -254,7 +254,7 @@ class BlockAttention(GQAttention):
     H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.gate is None and not spec.sinks and spec.cache == OWN_CACHE
+        assert spec.gate is None and not spec.softmax.sinks and spec.cache == OWN_CACHE
         super().__init__(scope, spec, site)
         self.block = spec.mask.rows
 

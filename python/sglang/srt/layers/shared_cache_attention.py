@@ -29,7 +29,7 @@ class SharedCacheAttention:
             isinstance(spec.cache, CacheOfLayer)
             and isinstance(spec.qk_norm, PerHead)
             and spec.gate is None
-            and not spec.sinks
+            and not spec.softmax.sinks
         )
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
@@ -38,8 +38,8 @@ class SharedCacheAttention:
         self.source = spec.cache.layer
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
-        self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": rows}, spec.qkv_bias)
-        self.o = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.o_bias, group=group)
+        self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": rows}, spec.biases.qkv)
+        self.o = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.biases.output, group=group)
         self.q_norm = norm_weight(scope.sub("q_norm"), dim, site.model.zero_centred_norms)
         self.norm_rope: QNormRopeOp = scope.plan.entry("q_norm_rope")
         self.attention = Attention(
@@ -49,7 +49,7 @@ class SharedCacheAttention:
             dim,
             spec.softmax_scale,
             sliding_window=spec.window,
-            logit_cap=spec.logit_cap,
+            logit_cap=spec.softmax.logit_cap,
         )
 
     def defer_all_reduce(self) -> Group | None:

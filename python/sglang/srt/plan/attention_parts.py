@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import HeadDims
-from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
+from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, ShortConvolution, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +152,79 @@ class CacheOfLayer:
     def source(self, layer: int) -> int:
         """Returns the layer whose keys and values layer number `layer` reads."""
         return self.layer
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """How products of queries and keys become the weights of values.
+
+    scale: multiplies the products; 0: head_dim ** -0.5
+    logit_cap: > 0 caps the scores softly to within +-logit_cap
+    sinks: a learned logit of each head takes part, without a value
+    relative_bias: is added to the scores
+    """
+
+    scale: float = 0.0
+    logit_cap: float = 0.0
+    sinks: bool = False
+    relative_bias: RelativeBias | None = None
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """Traits of the needs of attention."""
+        here = {
+            "sinks": self.sinks,
+            "logit_cap": self.logit_cap > 0,
+            "relative_bias": self.relative_bias is not None,
+        }
+        return tuple(trait for trait, present in here.items() if present)
+
+    @property
+    def extent(self) -> int:
+        """Distances that have a bias."""
+        return 0 if self.relative_bias is None else self.relative_bias.extent
+
+    def weights(self, heads: int, input_size: int) -> Weights:
+        biases = () if self.relative_bias is None else self.relative_bias.weights(heads, input_size)
+        return (*biases, Elements(heads if self.sinks else 0, "float32"))
+
+
+PLAIN_SOFTMAX = Softmax()
+
+
+@dataclass(frozen=True, slots=True)
+class Biases:
+    """Biases of the linear layers: of q, k and v, and of the output."""
+
+    qkv: bool = False
+    output: bool = False
+
+
+NO_BIASES = Biases()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQKV:
+    """How the checkpoint stores q, k and v.
+
+    tp_blocks: > 0: as one TP-interleaved tensor (`fused_rows`)
+    scale_rows: contiguous rows that share quantization scales
+    """
+
+    tp_blocks: int = 0
+    scale_rows: int = 1
+
+
+APART = StoredQKV()
+
+
+@dataclass(frozen=True, slots=True)
+class KVConvolution:
+    """k and v are convolved over `taps` tokens before the norm of k. `window_slack`: as in ShortConvolution."""
+
+    taps: int
+    window_slack: int = 0
+
+    def over(self, channels: int) -> ShortConvolution:
+        """Returns the convolution over a rank's k and v, which have `channels` elements together."""
+        return ShortConvolution(self.taps, channels, self.window_slack)

@@ -10,16 +10,22 @@ from fractions import Fraction
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import (
+    APART,
+    NO_BIASES,
     OWN_CACHE,
+    PLAIN_SOFTMAX,
     PLAIN_VALUES,
     AttentionTemperature,
+    Biases,
     CacheOfLayer,
     ElementGate,
     Gate,
+    KVConvolution,
     OwnCache,
     PerHead,
     QKNorm,
-    RelativeBias,
+    Softmax,
+    StoredQKV,
     Unweighted,
     Values,
     Whole,
@@ -37,7 +43,6 @@ from sglang.srt.plan.layer_spec import (
     Elements,
     Matrix,
     ParallelConfig,
-    ShortConvolution,
     Weights,
     dcp_sharded,
     key_value_cache,
@@ -53,13 +58,11 @@ from sglang.srt.plan.ranks import HeadShares, ShardRange
 class GQA(MixerDefaults):
     """Grouped-query attention: `num_heads / num_kv_heads` query heads share a KV head.
 
-    scale: multiplies the products of q and k; 0: head_dim ** -0.5
-    logit_cap: > 0 caps the scores softly to within +-logit_cap
+    The other fields are values that say one thing each (`attention_parts`, `masks`). None, or the default: the model has
+    nothing of the kind.
+
+    hybrid_kind: trait of models whose other layers have a recurrent state (`kernels.conditions.HYBRIDS`)
     input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
-    scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
-    tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
-    conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
-        conv_slack: its window_slack
     """
 
     num_heads: int
@@ -68,22 +71,16 @@ class GQA(MixerDefaults):
     rope: RopeSpec
     values: Values = PLAIN_VALUES
     cache: OwnCache | CacheOfLayer = OWN_CACHE
-    scale: float = 0.0
     mask: Mask = CAUSAL
     qk_norm: QKNorm | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
+    biases: Biases = NO_BIASES
     gate: Gate | None = None
-    sinks: bool = False
-    logit_cap: float = 0.0
-    hybrid_kind: str = ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
-    input_size: int = 0
-    scale_rows: int = 1
+    softmax: Softmax = PLAIN_SOFTMAX
     attn_temperature: AttentionTemperature | None = None
-    tp_blocks: int = 0
-    conv_taps: int = 0
-    conv_slack: int = 0
-    relative_bias: RelativeBias | None = None
+    kv_convolution: KVConvolution | None = None
+    stored: StoredQKV = APART
+    hybrid_kind: str = ""
+    input_size: int = 0
 
     @property
     def v_head_dim(self) -> int:
@@ -112,7 +109,7 @@ class GQA(MixerDefaults):
 
     @property
     def softmax_scale(self) -> float:
-        return self.scale or self.head_dim**-0.5
+        return self.softmax.scale or self.head_dim**-0.5
 
     @property
     def caches_tokens(self) -> bool:
@@ -125,7 +122,7 @@ class GQA(MixerDefaults):
 
     @property
     def defers_all_reduce(self) -> bool:
-        return not self.o_bias and not isinstance(self.qk_norm, Whole)
+        return not self.biases.output and not isinstance(self.qk_norm, Whole)
 
     @property
     def cache_scale_bytes(self) -> int:
@@ -158,11 +155,13 @@ class GQA(MixerDefaults):
         return replace(self, input_size=size)
 
     def lagging(self, draft_tokens: int, convolved: bool) -> GQA:
-        slack = draft_tokens if convolved else self.conv_slack
-        return replace(self, mask=self.mask.lagging(draft_tokens), conv_slack=slack)
+        convolution = self.kv_convolution
+        if convolution is not None and convolved:
+            convolution = replace(convolution, window_slack=draft_tokens)
+        return replace(self, mask=self.mask.lagging(draft_tokens), kv_convolution=convolution)
 
     def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> GQA:
-        return replace(self, scale_rows=rows_of(Matrix("attn.qkv", ("q",), 0, 0)))
+        return replace(self, stored=replace(self.stored, scale_rows=rows_of(Matrix("attn.qkv", ("q",), 0, 0))))
 
     def shares(self, tp_size: int) -> HeadShares:
         """Returns how query and KV heads are divided over ranks."""
@@ -175,14 +174,14 @@ class GQA(MixerDefaults):
                 f"--tp-size {tp_size} is no multiple of the model's {self.num_kv_heads} KV heads, over all of which"
                 " keys are normed"
             )
-        if self.tp_blocks and self.cuts_scales(tp_size) and shares.padded:
+        if self.stored.tp_blocks and self.cuts_scales(tp_size) and shares.padded:
             yield (
                 f"--tp-size {tp_size} gives some ranks more heads than others, for which the tensor with q, k and v at"
-                f" once ({module_of('attn.qkv')}) is not cut within {self.scale_rows} rows of one scale"
+                f" once ({module_of('attn.qkv')}) is not cut within {self.stored.scale_rows} rows of one scale"
             )
 
     def scaled_head_dims(self, tp_size: int) -> Iterator[HeadDims]:
-        in_place = self.tp_blocks > 0 or self.dequantized(tp_size)
+        in_place = self.stored.tp_blocks > 0 or self.dequantized(tp_size)
         return (part for part in self.head_dims() if not in_place or part.matrix != "attn.qkv")
 
     def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
@@ -191,7 +190,7 @@ class GQA(MixerDefaults):
         biases are not sharded."""
         copies = self.shares(tp_size).kv_copies
         shared = copies is not None and copies % dcp_size == 0
-        return dcp_size if shared and self.mask == CAUSAL and self.relative_bias is None else 1
+        return dcp_size if shared and self.mask == CAUSAL and not self.softmax.extent else 1
 
     def dequantized(self, tp_size: int) -> bool:
         """Returns whether ranks hold q, k and v in the model's dtype although the checkpoint quantizes them, because a
@@ -200,14 +199,14 @@ class GQA(MixerDefaults):
 
     def cuts_scales(self, tp_size: int) -> bool:
         """Returns whether dividing q, k and v over ranks separates rows that share scales in the checkpoint."""
-        if self.scale_rows == 1:
+        if self.stored.scale_rows == 1:
             return False
-        if self.tp_blocks:
+        if self.stored.tp_blocks:
             rows = (self.fused_rows(tp_size, rank) for rank in range(tp_size))
-            return not all(keep_groups(shares, self.scale_rows) for shares in rows)
+            return not all(keep_groups(shares, self.stored.scale_rows) for shares in rows)
         shares = self.shares(tp_size)
         return any(
-            shares.cuts(part.dims, part.of_kv, rank, self.scale_rows)
+            shares.cuts(part.dims, part.of_kv, rank, self.stored.scale_rows)
             for part in self.head_dims()
             if part.matrix == "attn.qkv"
             for rank in range(tp_size)
@@ -221,7 +220,7 @@ class GQA(MixerDefaults):
             (shares.kv_heads(rank), self.head_dim),
             (shares.kv_heads(rank), self.v_head_dim),
         )
-        return fused_rows(parts, self.tp_blocks)
+        return fused_rows(parts, self.stored.tp_blocks)
 
     def head_dims(self) -> Iterator[HeadDims]:
         """Yields the rows and columns of each matrix that go with a head, from which shares of ranks follow."""
@@ -232,8 +231,8 @@ class GQA(MixerDefaults):
                 yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
         if self.gate is not None:
             yield from self.gate.head_dims(self.v_head_dim)
-        if self.relative_bias is not None:
-            yield HeadDims("attn.relative", ("",), 0, self.relative_bias.dims)
+        if (bias := self.softmax.relative_bias) is not None:
+            yield HeadDims("attn.relative", ("",), 0, bias.dims)
         if self.indexer is not None:
             yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
@@ -251,12 +250,7 @@ class GQA(MixerDefaults):
             yield parallel.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
         else:
             yield Need("q_norm_rope", q_dtype=parallel.dtype)
-        present = {
-            "sinks": self.sinks,
-            "logit_cap": self.logit_cap > 0,
-            "relative_bias": self.relative_bias is not None,
-        }
-        traits = [*self.mask.traits, *(name for name, here in present.items() if here)]
+        traits = [*self.mask.traits, *self.softmax.traits]
         traits += [self.hybrid_kind] if self.hybrid_kind else []
         if self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size) > 1:
             traits.append("token_shares")
@@ -266,7 +260,7 @@ class GQA(MixerDefaults):
         if self.indexer is not None:
             yield from self.indexer.needs(parallel, heads[1], self.rotary_dim)
             yield parallel.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
-        if self.conv_taps:
+        if self.kv_convolution is not None:
             yield Need("short_convolution", q_dtype=parallel.dtype)
         if self.gate is not None:
             yield from self.gate.needs(parallel)
@@ -279,10 +273,10 @@ class GQA(MixerDefaults):
         dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
         if dcp_size > 1:
             refuse_fp4(parallel.kv_dtype, f"with --dcp-size {parallel.dcp_size} ranks share out their tokens")
-        if self.relative_bias is not None:
+        if self.softmax.extent:
             refuse_fp4(parallel.kv_dtype, "attention with relative biases has no kernel for them")
-        if self.conv_taps:
-            rows = self.convolution(parallel.attn_tp_size).rows("rows", parallel.dtype)
+        if self.kv_convolution is not None:
+            rows = self.kv_convolution.over(self.kv_channels(parallel.attn_tp_size)).rows("rows", parallel.dtype)
             return cache, CacheSpec("kv_rows", (rows,), lifetime=PER_REQUEST)
         if self.indexer is None:
             return (dcp_sharded(cache, dcp_size),)
@@ -290,12 +284,11 @@ class GQA(MixerDefaults):
         return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(parallel))
 
     def convolved_elements(self, tp_size: int) -> int:
-        return self.convolution(tp_size).channels if self.conv_taps else 0
+        return 0 if self.kv_convolution is None else self.kv_channels(tp_size)
 
-    def convolution(self, tp_size: int) -> ShortConvolution:
-        """Returns the convolution over a rank's k and v, whose channels are concatenated."""
-        channels = self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
-        return ShortConvolution(self.conv_taps, channels, self.conv_slack)
+    def kv_channels(self, tp_size: int) -> int:
+        """Returns the elements of a rank's k and v of one token, over which convolutions are concatenated."""
+        return self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         """Returns the heads with which decode attends. All rows of a block see the same tokens, so they count as more
@@ -319,24 +312,25 @@ class GQA(MixerDefaults):
         elif self.values.from_keys:
             del parts["v"]
         norms = () if self.qk_norm is None else (self.qk_norm.weights(self.head_dim, q, k),)
+        conv = self.kv_convolution
         width, rows = self.input_size or hidden_size, sum(parts.values())
-        modules = (FUSED_PART,) if self.tp_blocks else tuple(parts)
+        modules = (FUSED_PART,) if self.stored.tp_blocks else tuple(parts)
         return (
-            Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.dequantized(tp_size)),
+            Matrix("attn.qkv", modules, rows, width, self.biases.qkv, quantized=not self.dequantized(tp_size)),
             *(self.gate.weights(heads, width) if self.gate is not None else ()),
-            Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
-            *(self.relative_bias.weights(heads, width) if self.relative_bias is not None else ()),
+            Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.biases.output),
             *norms,
-            self.convolution(tp_size).weights(),
-            Elements(heads if self.sinks else 0, "float32"),
+            *self.softmax.weights(heads, width),
+            *(() if conv is None else (conv.over(self.kv_channels(tp_size)).weights(),)),
             *(self.indexer.weights(hidden_size, kv_heads) if self.indexer is not None else ()),
         )
 
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
         index = 0 if self.indexer is None else 2 * (shares.padded_kv_heads + 1) * self.indexer.head_dim
-        biases = 0 if self.relative_bias is None else shares.padded_heads * self.relative_bias.elements
-        convolved = 2 * self.convolution(tp_size).channels if self.conv_taps else 0
+        bias = self.softmax.relative_bias
+        biases = 0 if bias is None else shares.padded_heads * bias.elements
+        convolved = 2 * self.convolved_elements(tp_size)
         return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim + index + biases + convolved
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_parameters, unrotated
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import PLAIN_VALUES, AttentionTemperature, Values
+from sglang.srt.plan.attention_parts import PLAIN_VALUES, AttentionTemperature, Biases, Values
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.masks import windowed
@@ -36,7 +36,7 @@ def grouped_attention(
     head_dim, kv_heads: values where the config states none; 0: hidden_size / heads, and as many as heads
     rotates: heads rotate; rotary: rotary keys with other values than the config's; is_neox_style: as in RopeSpec
     values: without their dim, which the config says
-    facts: further fields of GQA; `qkv_bias` and `o_bias` are what `attention_bias` says unless they are among them
+    facts: further fields of GQA; `biases` are what `attention_bias` says unless they are among them
     """
     heads = c.positive("num_attention_heads")
     head_dim = c.positive("head_dim", head_dim or max(1, c.positive("hidden_size") // heads))
@@ -52,7 +52,7 @@ def grouped_attention(
         mask=windowed(window),
         rope=replace(rope, is_neox_style=is_neox_style),
         values=replace(values, dim=c.positive("v_head_dim", head_dim)),
-        **{"qkv_bias": bias, "o_bias": bias, **facts},
+        **{"biases": Biases(bias, bias), **facts},
     )
 
 

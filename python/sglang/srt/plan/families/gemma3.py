@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from sglang.srt.configs.activation import GELU
-from sglang.srt.plan.attention_parts import PerHead
+from sglang.srt.plan.attention_parts import PerHead, Softmax
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -36,8 +36,7 @@ def gemma3(c: Config) -> Model:
         grouped_attention,
         head_dim=256,
         qk_norm=PerHead(fp32=True),
-        scale=scalar**-0.5 if scalar else 0.0,
-        logit_cap=c.default("attn_logit_softcapping", float, 0.0),
+        softmax=Softmax(scalar**-0.5 if scalar else 0.0, c.default("attn_logit_softcapping", float, 0.0)),
     )
     kinds = kinds_by_pattern(c, "sliding_window_pattern", 6, WINDOWED)
     mixers = mixers_by_kind(c, kinds, full_and_windowed(attention))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sglang.srt.configs.activation import GELU, Activation
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import OwnCache, PerHead, Values
+from sglang.srt.plan.attention_parts import OwnCache, PerHead, Softmax, Values
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -88,7 +88,12 @@ def _attention(c: Config, window: int) -> GQA:
         stated = {"num_key_value_heads": kv_heads} if kv_heads else {}
         c = c.with_values({"head_dim": c.positive("global_head_dim"), **stated})
     return grouped_attention(
-        c, window, head_dim=256, scale=1.0, qk_norm=PerHead(), values=Values(norm=True, from_keys=keys_are_values)
+        c,
+        window,
+        head_dim=256,
+        softmax=Softmax(1.0),
+        qk_norm=PerHead(),
+        values=Values(norm=True, from_keys=keys_are_values),
     )
 
 

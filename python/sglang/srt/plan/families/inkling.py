@@ -9,7 +9,14 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import AttentionTemperature, PerHead, RelativeBias
+from sglang.srt.plan.attention_parts import (
+    NO_BIASES,
+    AttentionTemperature,
+    KVConvolution,
+    PerHead,
+    RelativeBias,
+    Softmax,
+)
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
@@ -51,7 +58,7 @@ def inkling(c: Config) -> Model:
     c = (c.usual(_USUAL) if c.count("n_routed_experts") == 256 else c).renamed(_OWN_NAMES)
     router = Router(0, "sigmoid", correction="bias", exact_logits=True, scaled=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c, alternating=True, scaled=True), lambda: _experts(c, router))
-    convolution = _convolution(c, c.positive("hidden_size"))
+    convolution = ShortConvolution(_taps(c), c.positive("hidden_size"))
     layers = [LayerSpec(mixer, block, convolution=convolution) for mixer, block in zip(_mixers(c), blocks, strict=True)]
     divisor = c.default("logits_mup_width_multiplier", float, 1.0)
     if divisor <= 0:
@@ -67,12 +74,12 @@ def _experts(c: Config, router: Router) -> MoE:
     return replace(moe, router=replace(moe.router, sinks=sinks), shared=replace(moe.shared, members=sinks))
 
 
-def _convolution(c: Config, channels: int) -> ShortConvolution:
-    """Returns the convolution over `channels` channels. Raises UserError for one that sees no earlier token."""
+def _taps(c: Config) -> int:
+    """Returns over how many tokens convolutions go. Raises UserError for one that sees no earlier token."""
     taps = c.count("sconv_kernel_size", "conv_kernel_size") or 4
     if taps < 2:
         raise UserError(f"{c.source}: 'sconv_kernel_size' must be at least 2; got {taps}.")
-    return ShortConvolution(taps, channels)
+    return taps
 
 
 def _mixers(c: Config) -> list[GQA]:
@@ -90,14 +97,13 @@ def _attention(c: Config, window: int) -> GQA:
         window,
         head_dim=128,
         qk_norm=PerHead(),
-        qkv_bias=False,
-        o_bias=False,
+        biases=NO_BIASES,
         rotates=False,
-        conv_taps=_convolution(c, 1).taps,
-        relative_bias=RelativeBias(c.positive("d_rel"), window or c.positive("rel_extent")),
+        kv_convolution=KVConvolution(_taps(c)),
         attn_temperature=None if window else _temperature(c),
     )
-    return replace(mixer, scale=1.0 / mixer.head_dim)  # heads are normed
+    bias = RelativeBias(c.positive("d_rel"), window or c.positive("rel_extent"))
+    return replace(mixer, softmax=Softmax(1.0 / mixer.head_dim, relative_bias=bias))  # heads are normed
 
 
 def _kinds(c: Config) -> list[str]:

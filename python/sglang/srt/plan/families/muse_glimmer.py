@@ -5,7 +5,7 @@ scaled and softly capped logits."""
 from __future__ import annotations
 
 from sglang.srt.configs.rope import by_layer_type
-from sglang.srt.plan.attention_parts import ElementGate, Unweighted
+from sglang.srt.plan.attention_parts import ElementGate, Softmax, Unweighted
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -61,7 +61,7 @@ def _attention(c: Config, window: int) -> GQA:
         c,
         window,
         rotates=rotates,
-        scale=c.default("qk_scale_factor", float, 0.0) * head_dim**-0.5,
+        softmax=Softmax(c.default("qk_scale_factor", float, 0.0) * head_dim**-0.5),
         qk_norm=Unweighted(),
         gate=ElementGate(own_projection=True) if c.default("attn_output_gate", bool, True) else None,
     )

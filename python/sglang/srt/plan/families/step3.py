@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.configs.activation import LEAST_RESULT_LIMIT
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
-from sglang.srt.plan.attention_parts import HeadGate, PerHead
+from sglang.srt.plan.attention_parts import Biases, HeadGate, PerHead, Softmax
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, sparse_layers
@@ -56,10 +56,9 @@ def _attention(c: Config, window: int) -> GQA:
         _window_heads(c) if window else c,
         window,
         head_dim=128,
-        scale=scalar**-0.5 if scalar else 0.0,
+        softmax=Softmax(scalar**-0.5 if scalar else 0.0),
         qk_norm=PerHead(fp32=True),
-        qkv_bias=c.default("attention_bias", bool, False),
-        o_bias=False,
+        biases=Biases(qkv=c.default("attention_bias", bool, False)),
         gate=HeadGate(),
     )
 
