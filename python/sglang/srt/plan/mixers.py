@@ -58,8 +58,8 @@ from sglang.srt.plan.ranks import HeadShares, ShardRange
 class GQA(MixerDefaults):
     """Grouped-query attention: `num_heads / num_kv_heads` query heads share a KV head.
 
-    The other fields are values that say one thing each (`attention_parts`, `masks`). None, or the default: the model has
-    nothing of the kind.
+    The other fields are values that say one thing each (`attention_parts`, `masks`). None, or the default, means that
+    the model has nothing of the kind.
 
     hybrid_kind: trait of models whose other layers have a recurrent state (`kernels.conditions.HYBRIDS`)
     input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
