@@ -37,7 +37,7 @@ def test_layers_of_the_published_config() -> None:
     assert kinds == {(2048, "default"), (0, UNROTATED)}
     first = mixers[0]
     assert isinstance(first, GQA) and first.softmax.scale == pytest.approx(3.87 * 128**-0.5)
-    assert (model.logit_cap, model.logit_scale) == (20.0, pytest.approx((6656 / 256) ** -0.5))
+    assert (model.logits.cap, model.logits.scale) == (20.0, pytest.approx((6656 / 256) ** -0.5))
 
 
 def test_the_encoder_of_the_published_config() -> None:

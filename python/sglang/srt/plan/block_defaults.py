@@ -49,8 +49,8 @@ class MixerDefaults(Protocol):
         """Yields the rows and columns of heads within which ranks must not cut quantization groups."""
         yield from ()
 
-    def share_problems(self, tp_size: int, module_of: Callable[[str], str]) -> Iterator[str]:
-        """Yields problems of uneven shares. `module_of`: returns the checkpoint's name of a matrix."""
+    def share_problems(self, tp_size: int, module_of: Callable[[str, str], str]) -> Iterator[str]:
+        """Yields problems of uneven shares. `module_of`: returns the checkpoint's name of a matrix's part."""
         yield from ()
 
     def with_scale_rows(self, rows_of: Callable[[Any], int]) -> Any:

@@ -167,7 +167,7 @@ class GQA(MixerDefaults):
         """Returns how query and KV heads are divided over ranks."""
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
-    def share_problems(self, tp_size: int, module_of: Callable[[str], str]) -> Iterator[str]:
+    def share_problems(self, tp_size: int, module_of: Callable[[str, str], str]) -> Iterator[str]:
         shares = self.shares(tp_size)
         if isinstance(self.qk_norm, Whole) and shares.kv_copies is None:
             yield (
@@ -175,9 +175,10 @@ class GQA(MixerDefaults):
                 " keys are normed"
             )
         if self.stored.tp_blocks and self.cuts_scales(tp_size) and shares.padded:
+            fused = module_of("attn.qkv", FUSED_PART)
             yield (
                 f"--tp-size {tp_size} gives some ranks more heads than others, for which the tensor with q, k and v at"
-                f" once ({module_of('attn.qkv')}) is not cut within {self.stored.scale_rows} rows of one scale"
+                f" once ({fused}) is not cut within {self.stored.scale_rows} rows of one scale"
             )
 
     def scaled_head_dims(self, tp_size: int) -> Iterator[HeadDims]:

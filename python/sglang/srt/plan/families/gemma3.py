@@ -17,7 +17,7 @@ from sglang.srt.plan.families.attention import (
 )
 from sglang.srt.plan.families.blocks import activation, mlp
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Embedding, Family, Logits, Model, StoredNorms, layers_of
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -29,6 +29,7 @@ NORMS_AROUND = {
 
 
 def gemma3(c: Config) -> Model:
+    c = c.usual({"tie_word_embeddings": True})
     c.only("use_bidirectional_attention", False)
     c.only("hidden_activation", "gelu_pytorch_tanh")
     scalar = c.default("query_pre_attn_scalar", float, 0.0)
@@ -44,10 +45,9 @@ def gemma3(c: Config) -> Model:
     return Model(
         c,
         layers_of(mixers, blocks, Sum(norms_after=True, fp32_norms=True)),
-        tie_embeddings=True,
-        zero_centred_norms=True,
-        embedding_scale=c.positive("hidden_size") ** 0.5,
-        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+        norms=StoredNorms(zero_centred=True),
+        embedding=Embedding(c.positive("hidden_size") ** 0.5),
+        logits=Logits(cap=c.default("final_logit_softcapping", float, 0.0)),
     )
 
 

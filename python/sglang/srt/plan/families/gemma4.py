@@ -18,7 +18,7 @@ from sglang.srt.plan.families.attention import (
 )
 from sglang.srt.plan.families.blocks import EXPERT_COUNTS, activation, experts, mlp
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model
+from sglang.srt.plan.families.family import Embedding, Family, Logits, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec, Mixer, Sum
@@ -53,6 +53,7 @@ _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND, **_EX
 
 
 def gemma4(c: Config) -> Model:
+    c = c.usual({"tie_word_embeddings": True})
     # "vision" makes image tokens see each other in both directions; text stays causal.
     c.only("use_bidirectional_attention", "vision")
     c.only("hidden_activation", "gelu_pytorch_tanh")
@@ -74,9 +75,8 @@ def gemma4(c: Config) -> Model:
     return Model(
         c,
         layers,
-        tie_embeddings=True,
-        embedding_scale=c.positive("hidden_size") ** 0.5,
-        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+        embedding=Embedding(c.positive("hidden_size") ** 0.5),
+        logits=Logits(cap=c.default("final_logit_softcapping", float, 0.0)),
     )
 
 

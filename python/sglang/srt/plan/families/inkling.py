@@ -21,7 +21,7 @@ from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model
+from sglang.srt.plan.families.family import Embedding, EmbeddingNorm, Family, Logits, Model
 from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
 from sglang.srt.plan.feed_forward import MoE, Router
 from sglang.srt.plan.layer_spec import LayerSpec, ShortConvolution
@@ -63,7 +63,7 @@ def inkling(c: Config) -> Model:
     divisor = c.default("logits_mup_width_multiplier", float, 1.0)
     if divisor <= 0:
         raise UserError(f"{c.source}: 'logits_mup_width_multiplier' must be more than 0; got {divisor}.")
-    return Model(c, layers, embedding_norm=True, logit_scale=1.0 / divisor)
+    return Model(c, layers, embedding=Embedding(norm=EmbeddingNorm(weighted=True)), logits=Logits(1.0 / divisor))
 
 
 def _experts(c: Config, router: Router) -> MoE:

@@ -48,7 +48,7 @@ def mimo_v2(c: Config) -> Model:
     mixers = mixers_by_kind(c, kinds, full_and_windowed(_attention))
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(flagged_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers_of(mixers, blocks), fused_qkv=_fuses_projections(c))
+    return Model(c, layers_of(mixers, blocks))
 
 
 def _attention(c: Config, window: int) -> GQA:

@@ -16,7 +16,7 @@ from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.families.attention import FULL, grouped_attention, layer_kinds, mixers_by_kind
 from sglang.srt.plan.families.blocks import activation, experts, ffn_by_layer, flagged_layers, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.feed_forward import Router, Shared
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.masks import SelectedBlocks
@@ -82,7 +82,7 @@ def minimax_m3(c: Config) -> Model:
     blocks = ffn_by_layer(
         flagged_layers(c), lambda: mlp(c, function), lambda: experts(c, router, function, shared=_shared(c))
     )
-    return Model(c, layers_of(mixers, blocks), zero_centred_norms=True)
+    return Model(c, layers_of(mixers, blocks), norms=StoredNorms(zero_centred=True))
 
 
 def _shared(c: Config) -> Shared | None:

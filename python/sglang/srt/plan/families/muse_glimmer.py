@@ -15,7 +15,7 @@ from sglang.srt.plan.families.attention import (
 )
 from sglang.srt.plan.families.blocks import mlp
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Embedding, EmbeddingNorm, Family, Logits, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.mixers import GQA
@@ -44,11 +44,9 @@ def muse_glimmer(c: Config) -> Model:
     return Model(
         c,
         layers_of(mixers, [mlp(c)] * c.num_layers, residual),
-        zero_centred_norms=True,
-        plain_final_norm=True,
-        normed_embedding=True,
-        logit_scale=c.default("output_multiplier", float, 1.0),
-        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+        norms=StoredNorms(zero_centred=True, plain_final=True),
+        embedding=Embedding(norm=EmbeddingNorm()),
+        logits=Logits(c.default("output_multiplier", float, 1.0), c.default("final_logit_softcapping", float, 0.0)),
     )
 
 

@@ -15,7 +15,7 @@ from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
 from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
 from sglang.srt.plan.mixers import GQA
@@ -46,7 +46,7 @@ def step3(c: Config) -> Model:
         lambda: mlp(c),
         lambda: experts(c, router, shared=Shared(width) if width else None, form="by_matrix"),
     )
-    return Model(c, layers_of(mixers, _with_limits(c, blocks)), zero_centred_norms=True)
+    return Model(c, layers_of(mixers, _with_limits(c, blocks)), norms=StoredNorms(zero_centred=True))
 
 
 def _attention(c: Config, window: int) -> GQA:
