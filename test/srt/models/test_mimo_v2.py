@@ -73,7 +73,7 @@ def test_layers_of_the_published_config(tmp_path: Path) -> None:
     full, window = layers[0].mixer, layers[1].mixer
     assert isinstance(full, GQA) and isinstance(window, GQA) and full.rope is not None and window.rope is not None
     assert (full.num_kv_heads, full.window, full.softmax.sinks, full.rope.theta) == (4, 0, False, 5e6)
-    assert (window.num_kv_heads, window.window, window.sinks, window.rope.theta) == (8, 128, True, 1e4)
+    assert (window.num_kv_heads, window.window, window.softmax.sinks, window.rope.theta) == (8, 128, True, 1e4)
     assert {layer.mixer.head_dim for layer in layers if isinstance(layer.mixer, GQA)} == {192}
     assert (full.v_head_dim, full.rope.rot_dim, full.values.scale) == (128, 64, 0.707)
     assert [isinstance(layer.ffn, Dense) for layer in layers] == [True] + [False] * 47

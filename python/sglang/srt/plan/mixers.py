@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
@@ -148,19 +149,19 @@ class GQA(MixerDefaults):
         """Returns the mixer without keys and values of its own: it attends to those of layer number `layer`."""
         return replace(self, cache=CacheOfLayer(layer), values=Values(self.values.dim))
 
-    def in_blocks(self, size: int) -> GQA:
+    def in_blocks(self, size: int) -> Self:
         return replace(self, mask=RowBlock(size, self.mask))
 
-    def with_input_size(self, size: int) -> GQA:
+    def with_input_size(self, size: int) -> Self:
         return replace(self, input_size=size)
 
-    def lagging(self, draft_tokens: int, convolved: bool) -> GQA:
+    def lagging(self, draft_tokens: int, convolved: bool) -> Self:
         convolution = self.kv_convolution
         if convolution is not None and convolved:
             convolution = replace(convolution, window_slack=draft_tokens)
         return replace(self, mask=self.mask.lagging(draft_tokens), kv_convolution=convolution)
 
-    def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> GQA:
+    def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> Self:
         return replace(self, stored=replace(self.stored, scale_rows=rows_of(Matrix("attn.qkv", ("q",), 0, 0))))
 
     def shares(self, tp_size: int) -> HeadShares:
@@ -408,7 +409,7 @@ class MLA(MixerDefaults):
     def selected_slots(self, tp_size: int) -> int:
         return self.top_k
 
-    def with_input_size(self, size: int) -> MLA:
+    def with_input_size(self, size: int) -> Self:
         return replace(self, input_size=size)
 
     @property
