@@ -184,6 +184,24 @@ class FeedForwardDefaults(Protocol):
         return None
 
     @property
+    def per_layer(self) -> Any:
+        """The block itself if it adds an embedding of the token in every layer."""
+        return None
+
+    @property
+    def table(self) -> Any:
+        """The block itself if it looks up n-grams in a table."""
+        return None
+
+    def uneven_part(self, tp_size: int) -> str:
+        """Returns the number and name of a part that ranks cannot divide evenly; "": they can."""
+        return ""
+
+    def with_image_token(self, token: int) -> Self:
+        """Returns the block for a model that is served with images, whose placeholder is `token`."""
+        return self
+
+    @property
     def defers_all_reduce(self) -> bool:
         """Returns whether no bias is part of the sum over ranks."""
         return True

@@ -4,7 +4,8 @@ of `layer_spec`."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
@@ -33,6 +34,9 @@ class Engram(NgramEmbedding):
     num_texts: int
     pad_token: int
     image_token: int | None = None
+
+    def with_image_token(self, token: int) -> Self:
+        return replace(self, image_token=token)
 
     @property
     def multipliers(self) -> tuple[int, ...]:

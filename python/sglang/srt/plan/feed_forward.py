@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
@@ -207,6 +208,11 @@ class MoE(FeedForwardDefaults):
     @property
     def mlp(self) -> Dense | None:
         return None if self.shared is None or self.fused_shared else self.shared.dense(self.activation)
+
+    def with_image_token(self, token: int) -> Self:
+        if not self.router.image_correction:
+            return self
+        return replace(self, router=replace(self.router, image_token=token))
 
     def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> MoE:
         if self.shared is None:

@@ -7,28 +7,25 @@ from dataclasses import replace
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 
 
 def has_tables(model: ModelDescription) -> bool:
     """Returns whether any layer has n-gram tables."""
-    return any(isinstance(layer.ngrams, NgramEmbedding) for layer in model.layers)
+    return any(layer.ngrams.table for layer in model.layers)
 
 
 def with_tables(model: ModelDescription, on_host: bool) -> ModelDescription:
     """Returns the model with its n-gram tables in host memory (`on_host`) or in GPU memory."""
-    layers = [
-        replace(layer, ngrams=replace(layer.ngrams, on_host=on_host))
-        if isinstance(layer.ngrams, NgramEmbedding)
-        else layer
+    layers = (
+        replace(layer, ngrams=replace(table, on_host=on_host)) if (table := layer.ngrams.table) else layer
         for layer in model.layers
-    ]
+    )
     return replace(model, layers=tuple(layers))
 
 
 def host_table_bytes(model: ModelDescription, parallel: ParallelConfig) -> int:
     """Returns the bytes of n-gram tables in host memory, for each rank of the stage that has them."""
-    tables = (layer.ngrams for layer in model.layers if isinstance(layer.ngrams, NgramEmbedding))
+    tables = (table for layer in model.layers if (table := layer.ngrams.table))
     return sum(
         table.table_elements(parallel.attn_tp_size) * KV_DTYPE_BYTES[table.table_dtype or parallel.dtype]
         for table in tables

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.layer_spec import LayerSpec
 
 
 def with_image_token(layer: LayerSpec, token: int) -> LayerSpec:
     """Returns the layer for a model that is served with images, whose placeholder is `token`."""
-    ffn, ngrams = layer.ffn, layer.ngrams
-    if (experts := ffn.experts) and experts.router.image_correction:
-        layer = replace(layer, ffn=replace(experts, router=replace(experts.router, image_token=token)))
-    if isinstance(ngrams, Engram):
-        layer = replace(layer, ngrams=replace(ngrams, image_token=token))
-    return layer
+    ffn, ngrams = layer.ffn.with_image_token(token), layer.ngrams.with_image_token(token)
+    return replace(layer, ffn=ffn, ngrams=ngrams)

@@ -11,7 +11,6 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.stages import uncut_runs
@@ -202,9 +201,9 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     for i, layer in enumerate(model.layers):
         yield from _mixer_problems(model, i, layer.mixer, ranks.attn_tp_size)
         yield from _dense_problems(layer.ffn, tp_size)
-        if isinstance(layer.ngrams, NgramEmbedding) and layer.ngrams.num_heads % ranks.attn_tp_size:
+        if part := layer.ngrams.uneven_part(ranks.attn_tp_size):
             asked = f"--tp-size {tp_size}" + (f" --attn-dp-size {ranks.attn_dp_size}" if ranks.attn_dp_size > 1 else "")
-            yield f"{asked} does not divide the {layer.ngrams.num_heads} rows of n-grams of a token"
+            yield f"{asked} does not divide the {part}"
     try:
         expert_rows(model, ranks)
     except UserError as error:

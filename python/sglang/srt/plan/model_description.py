@@ -92,8 +92,8 @@ class ModelDescription:
     @property
     def per_layer_inputs(self) -> PerLayerEmbedding | None:
         """The embeddings that tokens add in every layer (Gemma 4); None: there are none."""
-        inputs = self.layers[0].inputs
-        return inputs if isinstance(inputs, PerLayerEmbedding) else None
+        inputs: PerLayerEmbedding | None = self.layers[0].inputs.per_layer
+        return inputs
 
     @property
     def expert_quant(self) -> ModuleQuant | None:

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults
@@ -73,8 +74,15 @@ class NgramEmbedding(FeedForwardDefaults):
     on_host: bool = False
 
     @property
+    def table(self) -> Self:
+        return self
+
+    @property
     def num_heads(self) -> int:
         return (self.longest - 1) * self.heads
+
+    def uneven_part(self, tp_size: int) -> str:
+        return f"{self.num_heads} rows of n-grams of a token" if self.num_heads % tp_size else ""
 
     @property
     def width(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.kernels.spec import Need
@@ -21,6 +22,10 @@ class PerLayerEmbedding(FeedForwardDefaults):
     num_layers: int
     vocab_size: int
     activation: Activation
+
+    @property
+    def per_layer(self) -> Self:
+        return self
 
     @property
     def stream_elements(self) -> int:
