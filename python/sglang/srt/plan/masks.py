@@ -117,11 +117,10 @@ class SelectedBlocks(Mask):
 
 @dataclass(frozen=True, slots=True)
 class RowBlock(Mask):
-    """`size` rows of a request see each other, and before them the tokens that `before` lets them see (block
-    drafts)."""
+    """`size` rows of a request see each other, and before them all tokens, or those of a window (block drafts)."""
 
     size: int
-    before: Mask
+    before: Causal | SlidingWindow
 
     @property
     def window(self) -> int:

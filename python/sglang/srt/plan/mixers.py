@@ -51,7 +51,7 @@ from sglang.srt.plan.layer_spec import (
     packed_latent_cache,
     uneven_sizes,
 )
-from sglang.srt.plan.masks import CAUSAL, Mask, RowBlock
+from sglang.srt.plan.masks import CAUSAL, Causal, Mask, RowBlock, SlidingWindow
 from sglang.srt.plan.ranks import HeadShares, ShardRange
 
 
@@ -150,6 +150,7 @@ class GQA(MixerDefaults):
         return replace(self, cache=CacheOfLayer(layer), values=Values(self.values.dim))
 
     def in_blocks(self, size: int) -> Self:
+        assert isinstance(self.mask, Causal | SlidingWindow), "rows of drafts see all tokens, or a window"
         return replace(self, mask=RowBlock(size, self.mask))
 
     def with_input_size(self, size: int) -> Self:
