@@ -21,8 +21,7 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import (
     CPU_KV_TOKENS,
     FixedMemory,
-    cache_room,
-    cpu_cache_room,
+    Room,
     fixed_memory,
     plan_cpu_memory,
     plan_gpu_memory,
@@ -73,6 +72,10 @@ class CapacityPlanner:
     def groups(self) -> tuple[CacheGroup, ...]:
         return fullest_caches(cache_groups(self.everything, self.parallel), self.stages)
 
+    @cached_property
+    def room(self) -> Room:
+        return Room(self.weights, self.available, self.args.mem_fraction_static)
+
     @property
     def on_cpu(self) -> bool:
         return self.arch.device == "cpu"
@@ -96,8 +99,7 @@ class CapacityPlanner:
 
     def _capacity(self, size: defaults.DefaultSizes) -> Capacity:
         args, cost = self.args, cache_cost(self.groups)
-        room = partial(self._room, size)
-        states = state_rows(args, size.max_running_requests, self.context_len, cost, room)
+        states = state_rows(args, size.max_running_requests, self.context_len, cost, partial(self._left, size))
         sizes, cost, notes = self._sized(size, states.running)
         sizes = replace(sizes, checkpoints=states.checkpoints)
         tables = host_table_bytes(self.everything, self.parallel)
@@ -108,12 +110,11 @@ class CapacityPlanner:
             max_tokens = min(max_tokens, sizes.num_positions - SPARE)
         if not cost.bytes_per_token:
             max_tokens = min(max_tokens, FREE_TOKENS, states.running * self.context_len)
-        of_rank = self.weights, self.available, sizes, cost
         if self.on_cpu:
             model, dtype = self.of_rank.model, self.parallel.dtype
-            memory, pools = plan_cpu_memory(model, dtype, *of_rank, max_tokens, args.max_total_tokens)
+            memory, pools = plan_cpu_memory(model, dtype, self.room, sizes, cost, max_tokens, args.max_total_tokens)
         else:
-            memory, pools = plan_gpu_memory(*of_rank, self._fixed(sizes, cost), args.mem_fraction_static, max_tokens)
+            memory, pools = plan_gpu_memory(self.room, sizes, cost, self._fixed(sizes, cost), max_tokens)
         tokens = pools.tokens - self.parallel.page_size  # page 0 is padding
         chunk = self._chunk(size)
         return Capacity(sizes, self.groups, self.stages, memory, tokens, pools.windows, chunk, states.reason, notes)
@@ -150,33 +151,29 @@ class CapacityPlanner:
 
     def _pool_tokens(self, sizes: Sizes, cost: CacheCost) -> int:
         """Returns the most tokens that the pool can have besides rotary tables with a position for each of them."""
-        asked, fraction = self.args.max_total_tokens, self.args.mem_fraction_static
+        asked = self.args.max_total_tokens
         if self.on_cpu:
             return asked or CPU_KV_TOKENS
         if not cost.bytes_per_token:
             return self.context_len
         none, one = (self._fixed(replace(sizes, num_positions=rows), cost) for rows in (0, 1))
-        row = one.rotary - none.rotary if fraction is None else 0  # a fraction fixes the caches, whatever tables take
-        left = cache_room(self.weights, self.available, none, fraction)
-        return tokens_beside_rows(cost, left, row, self.parallel.page_size, asked or self.available)
+        # A fraction fixes the caches, whatever tables take.
+        row = one.rotary - none.rotary if self.room.fraction is None else 0
+        return tokens_beside_rows(
+            cost, self.room.of_caches(none), row, self.parallel.page_size, asked or self.available
+        )
 
     def _fixed(self, sizes: Sizes, cost: CacheCost) -> FixedMemory:
         model, dtype, everything = self.of_rank.model, self.parallel.dtype, self.everything
-        fixed = fixed_memory(
-            model, everything, dtype, self.weights, self.available, sizes, cost, self.choices, self.arch
-        )
+        fixed = fixed_memory(model, everything, dtype, self.room, sizes, cost, self.choices, self.arch)
         if self.arch.unified_memory:
             fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, self.parallel))
         return fixed if self.draft is None else with_draft_memory(fixed, self.draft, model, dtype, sizes)
 
-    def _room(self, size: defaults.DefaultSizes, running: int) -> int:
+    def _left(self, size: defaults.DefaultSizes, running: int) -> int:
         """Returns the bytes for tokens and states besides the windows of `running` requests."""
         sizes, cost, _ = self._sized(size, running)
-        if self.on_cpu:
-            caches = cpu_cache_room(self.weights, self.available)
-        else:
-            fraction = self.args.mem_fraction_static
-            caches = cache_room(self.weights, self.available, self._fixed(sizes, cost), fraction)
+        caches = self.room.on_cpu() if self.on_cpu else self.room.of_caches(self._fixed(sizes, cost))
         return caches - cost.limited(caches).max_window_bytes
 
     def _chunk(self, size: defaults.DefaultSizes) -> int:

@@ -286,12 +286,32 @@ class FixedMemory:
         return sum(asdict(self).values())
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The memory of a rank. `available`: free before the first allocation. `fraction`: --mem-fraction-static, the share
+    of `available` that weights and caches get; None: caches get what everything else leaves."""
+
+    weights: int
+    available: int
+    fraction: float | None
+
+    def of_caches(self, fixed: FixedMemory) -> int:
+        """Returns the bytes for all caches, states included. Negative where even the weights do not fit."""
+        if self.fraction is None:
+            return self.available - fixed.total - self.weights
+        allocated_first = fixed.tables + fixed.rotary + fixed.attention
+        return min(int(self.available * self.fraction), self.available - allocated_first) - self.weights
+
+    def on_cpu(self, others: int = 0) -> int:
+        """Returns the bytes for all caches on a CPU: a modest share of what weights and `others` leave."""
+        return int((self.available - self.weights - others) * CPU_KV_SHARE)
+
+
 def fixed_memory(
     model: ModelDescription,
     everything: ModelDescription,
     dtype: str,
-    weights: int,
-    available: int,
+    room: Room,
     sizes: Sizes,
     cost: CacheCost,
     choices: Mapping[str, Choice],
@@ -302,7 +322,8 @@ def fixed_memory(
     ranks = sizes.ranks
     groups = (ranks.tp_size > 1) + (ranks.pp_size > 1) + (1 < ranks.dcp_size < ranks.tp_size)
     groups += (1 < ranks.attn_dp_size < ranks.tp_size) + (ranks.attn_dp_size > 1)
-    heads = _attention_sizes(everything, sizes, arch.num_sms, available - weights, cost)
+    available = room.available
+    heads = _attention_sizes(everything, sizes, arch.num_sms, available - room.weights, cost)
     return FixedMemory(
         tables=table_bytes(sizes),
         activations=activation_bytes(model, dtype, sizes.tokens_per_step, sizes.ranks)
@@ -324,43 +345,23 @@ def fixed_memory(
     )
 
 
-def cache_room(weights: int, available: int, fixed: FixedMemory, fraction: float | None) -> int:
-    """Returns the bytes for all caches, states included: what everything else leaves, or with `fraction`
-    (--mem-fraction-static) that share of `available` without the weights. Negative where even the weights do not fit.
-    """
-    if fraction is None:
-        return available - fixed.total - weights
-    allocated_first = fixed.tables + fixed.rotary + fixed.attention
-    return min(int(available * fraction), available - allocated_first) - weights
-
-
-def cpu_cache_room(weights: int, available: int) -> int:
-    """Returns the bytes for all caches on a CPU: a modest share of main memory."""
-    return int((available - weights) * CPU_KV_SHARE)
-
-
 def plan_gpu_memory(
-    weights: int,
-    available: int,
-    sizes: Sizes,
-    cost: CacheCost,
-    fixed: FixedMemory,
-    fraction: float | None,
-    max_tokens: int,
+    room: Room, sizes: Sizes, cost: CacheCost, fixed: FixedMemory, max_tokens: int
 ) -> tuple[MemoryPlan, Pools]:
     """Plans the memory of a GPU. The pools of tokens get what states leave of the room for caches, for at most
     `max_tokens` tokens. Raises DoesNotFit where nothing is left."""
     states = cost.states_bytes(sizes.state_rows)
-    pools = cache_room(weights, available, fixed, fraction) - states
+    pools = room.of_caches(fixed) - states
     if pools <= 0:
-        raise DoesNotFit(_why_nothing_is_left(weights, states, fixed.total, available, fraction))
+        raise DoesNotFit(_why_nothing_is_left(room, states, fixed.total))
     split = plan_pools(cost, pools, sizes.page_size, max_tokens)
     pools_of = {"kv_cache": split.token_bytes, "windows": split.window_bytes, "states": states}
-    return MemoryPlan(available=available, weights=weights, **pools_of, **asdict(fixed)), split
+    return MemoryPlan(available=room.available, weights=room.weights, **pools_of, **asdict(fixed)), split
 
 
-def _why_nothing_is_left(weights: int, states: int, others: int, available: int, fraction: float | None) -> str:
+def _why_nothing_is_left(room: Room, states: int, others: int) -> str:
     """Explains why no memory is left for a cache. `others`: everything but weights, states of requests and caches."""
+    weights, available, fraction = room.weights, room.available, room.fraction
     what = f"the weights take {weights / GIB:.2f} GiB"
     if states:
         what += f" and the states of the running requests {states / GIB:.2f} GiB"
@@ -408,8 +409,7 @@ def _attention_sizes(
 def plan_cpu_memory(
     model: ModelDescription,
     dtype: str,
-    weights: int,
-    available: int,
+    room: Room,
     sizes: Sizes,
     cost: CacheCost,
     max_tokens: int,
@@ -417,7 +417,7 @@ def plan_cpu_memory(
 ) -> tuple[MemoryPlan, Pools]:
     """Plans main memory for a CPU: a modest share of it for caches, unless --max-total-tokens asks for another size.
     Raises UserError where it does not fit."""
-    tables, rotary = table_bytes(sizes), rotary_bytes(model, sizes)
+    weights, available, tables, rotary = room.weights, room.available, table_bytes(sizes), rotary_bytes(model, sizes)
     states = cost.states_bytes(sizes.state_rows)
     fixed = weights + tables + rotary + states
     if fixed >= available:
@@ -427,7 +427,7 @@ def plan_cpu_memory(
             f" {available / GIB:.2f} GiB of main memory are free; choose a smaller model or --dtype bfloat16, a smaller"
             " --context-length or --max-running-requests"
         )
-    share = int(min((available - fixed) * CPU_KV_SHARE, CPU_KV_LIMIT))
+    share = min(room.on_cpu(fixed - weights), CPU_KV_LIMIT)
     split = plan_pools(cost, share, sizes.page_size, min(CPU_KV_TOKENS, max_tokens))
     if max_total_tokens is not None:
         wanted = cost.pool_bytes(max_total_tokens + sizes.page_size)
