@@ -17,10 +17,10 @@ from live_server import PYTHON_ROOT
 from transformers import PreTrainedTokenizerFast
 
 from sglang.srt.managers.front.media.media_tokens import media_tokens
-from sglang.srt.managers.front.media.processor_files import read_processor_files
 from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.towers.pictures.processor_files import read_processor_files
 from sglang.srt.utils.token_texts import read_text_numbers
 
 

@@ -5,21 +5,22 @@ Source: `Step3p7ImageProcessor` of transformers 5.23, which needs torchvision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from sglang.srt.managers.front.media.decoding import MediaError
-from sglang.srt.managers.front.media.patch_types import as_type
-from sglang.srt.managers.front.media.processors import OF_CLIP, Patches, cut, levels_of
 from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.towers.pictures.patch_types import as_type
+from sglang.srt.towers.pictures.patches import CLIP, Patches, Settings, cut, levels_of
+from sglang.srt.towers.pictures.processor import Processor, Views
+from sglang.srt.towers.pictures.video import MediaError
 
 MAX_TILES = 64
 """Most tiles: a picture of the largest size has 36, one that is far longer than wide has more."""
-_DEFAULTS = {**OF_CLIP, "patch_size": 504, "max_image_size": 3024, "vision_patch_size": 14}
+_DEFAULTS = {**CLIP, "patch_size": 504, "max_image_size": 3024, "vision_patch_size": 14}
 _ROW_BY_ROW = 1
 _STRIP_SIDE, _STRIP_ASPECT = 32, 4
 """A picture whose shorter side is less than 32 pixels and a quarter of the longer one is put on a black square."""
@@ -126,3 +127,25 @@ class TiledProcessor:
 
 def _resized(image: Image.Image, size: Size) -> Image.Image:
     return image if image.size == size else image.resize(size, Image.Resampling.BILINEAR)
+
+
+def _in_tiles(settings: Settings, dtype: str) -> Callable[[Image.Image], Views]:
+    """Returns the function: each tile and the whole picture have a run between marks; another mark follows
+    each row of tiles except the last."""
+
+    process = TiledProcessor(settings, dtype)
+
+    def see(image: Image.Image) -> Views:
+        tiles, patches = process(image)
+        parts: list[str | int] = []
+        for number in range(tiles.rows * tiles.columns):
+            parts += ["<patch_start>", patches[0].num_tokens // patches[0].grid[0], "<patch_end>"]
+            if (number + 1) % tiles.columns == 0 and number + 1 < tiles.rows * tiles.columns:
+                parts.append("<patch_newline>")
+        parts += ["<im_start>", patches[-1].num_tokens, "<im_end>"]
+        return Views(patches, parts)
+
+    return see
+
+
+PROCESSOR = Processor(views=_in_tiles)

@@ -6,16 +6,17 @@ Source: `Llama4ImageProcessor` of transformers 5.17, which needs torchvision.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from sglang.srt.managers.front.media.decoding import MediaError
-from sglang.srt.managers.front.media.patch_types import as_type
-from sglang.srt.managers.front.media.processors import Patches, cut, given, resized
 from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.towers.pictures.patch_types import as_type
+from sglang.srt.towers.pictures.patches import Patches, Settings, cut, given, resized
+from sglang.srt.towers.pictures.processor import Processor, Views
+from sglang.srt.towers.pictures.video import MediaError
 
 _DEFAULTS: Mapping[str, Any] = {
     "image_mean": (0.5,) * 3,
@@ -121,3 +122,24 @@ class CanvasProcessor:
     @property
     def _square(self) -> tuple[int, int, int]:
         return self._tile, self._tile, 3
+
+
+def _on_a_canvas(settings: Settings, dtype: str) -> Callable[[Image.Image], Views]:
+    """Returns the function: each tile has a run; one mark separates the tiles of a row, another follows
+    each row, and one precedes the whole picture."""
+
+    process = CanvasProcessor(settings, dtype)
+
+    def see(image: Image.Image) -> Views:
+        (rows, columns), patches = process(image)
+        tokens = patches.num_tokens // patches.grid[0]
+        parts: list[str | int] = ["<|image_start|>"]
+        for _ in range(rows if patches.grid[0] > 1 else 0):
+            between: list[str | int] = ["<|tile_x_separator|>", tokens]
+            parts += [tokens, *between * (columns - 1), "<|tile_y_separator|>"]
+        return Views([patches], [*parts, "<|image|>", tokens, "<|image_end|>"])
+
+    return see
+
+
+PROCESSOR = Processor(views=_on_a_canvas)

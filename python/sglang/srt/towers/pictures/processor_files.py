@@ -15,6 +15,7 @@ from typing import Any
 from sglang.srt.configs.hf_config import read_json_object
 from sglang.srt.errors import UserError
 from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.towers.pictures.processor import Processor, load_processor
 
 _IMAGE_FILE, _VIDEO_FILE, _BOTH_FILE = (
     "preprocessor_config.json",
@@ -26,8 +27,8 @@ _BY_KIND = ("image", "video")
 
 @dataclass(frozen=True, slots=True)
 class ProcessorFiles:
-    """Settings by kind. `family`: one of those in `processors`; GLM has two under one model_type, which the files tell
-    apart."""
+    """Settings by kind. `family`: folder of the processor in `towers`; GLM has two under one model_type, which the
+    files tell apart."""
 
     family: str
     image: Mapping[str, Any]
@@ -39,11 +40,11 @@ def read_processor_files(
 ) -> ProcessorFiles:
     """Reads the settings. `mm_process_config`: the flag's JSON, which takes precedence. `config`: the whole
     config.json, which has the settings of models without such files. Raises UserError."""
-    both = _optional(directory / _BOTH_FILE)
-    image = _transformers_keys(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
-    if not image and family in _IN_CONFIG:
-        image = dict(_part(config or {}, "vision_config"))
-    video = _transformers_keys(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
+    processor, both = load_processor(family), _optional(directory / _BOTH_FILE)
+    image = processor.usual(_optional(directory / _IMAGE_FILE)) or _part(both, "image_processor")
+    if not image and processor.reads_config:
+        image = _part(config or {}, "vision_config")
+    video = processor.usual(_optional(directory / _VIDEO_FILE)) or _part(both, "video_processor")
     if not image:
         raise UserError(
             f"{directory} has no {_IMAGE_FILE}, which says how images are prepared for the model; add it, or serve "
@@ -55,67 +56,25 @@ def read_processor_files(
         raise UserError(
             '--mm-process-config must hold objects for "image" and "video", such as {"image": {"max_pixels": 1048576}}.'
         )
-    if family in _IN_CONFIG:
-        _check_tokens({**image, **changed.get("image", {})})
-    if "Glm46V" in str(image.get("image_processor_type")):
-        family = "glm46v"
+    if processor.check is not None:
+        processor.check({**image, **changed.get("image", {})})
+    class_name = str(image.get("image_processor_type"))
+    family = next((other for part, other in processor.other_classes.items() if part in class_name), family)
     return ProcessorFiles(
         family,
-        _no_larger_than_a_step(_with_pixels(image, changed.get("image", {})), family),
+        _no_larger_than_a_step(_with_pixels(image, changed.get("image", {})), load_processor(family)),
         _with_pixels(video or image, changed.get("video", {})),
     )
 
 
-_OF_KIMI = "media_proc_cfg"
-_IN_CONFIG = ("deepseek_v41",)
-"""Families whose vision_config contains the settings of their processors."""
-
-
-def _transformers_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings, with the keys of published Kimi K2.5 checkpoints renamed to those of transformers."""
-    published = _part(settings, _OF_KIMI)
-    if not published:
-        return dict(settings)
-    if published.get("fixed_output_tokens") is not None:
-        raise UserError(
-            f"{_IMAGE_FILE}: {_OF_KIMI}.fixed_output_tokens is not supported; serve text with --language-model-only."
-        )
-    words = {
-        "in_patch_limit": "max_patches",
-        "merge_kernel_size": "merge_size",
-        "max_num_frames_each_video": "max_frames",
-    }
-    usual = {words.get(name, name): value for name, value in published.items()}
-    side = usual.pop("patch_limit_on_one_side", None)
-    return usual if side is None else {**usual, "size": {"max_height": side, "max_width": side}}
-
-
-_MIN_TOKENS = 4
-"""Tokens of the smallest image of DeepSeek-V4.1: one of its patches, and those around it."""
-
-
-def _check_tokens(settings: Mapping[str, Any]) -> None:
-    maximum = settings.get("max_image_tokens", _MIN_TOKENS)
-    if type(maximum) is not int or maximum < _MIN_TOKENS:
-        raise UserError(f"max_image_tokens must be a whole number from {_MIN_TOKENS} on; got {maximum!r}.")
-    if "max_pixels" in settings:
-        raise UserError("This model limits an image by its tokens; use max_image_tokens in place of max_pixels.")
-
-
-_COUNTED_PER_FRAME = ("glm4v", "glm46v")
-"""Families whose limits count the pixels of an image once for each of the frames that it stands for."""
-
-
-def _no_larger_than_a_step(settings: dict[str, Any], family: str) -> dict[str, Any]:
+def _no_larger_than_a_step(settings: dict[str, Any], processor: Processor) -> dict[str, Any]:
     """Limits the settings of images so that one fits an encoder step, as the memory plan assumes."""
     if isinstance(settings.get("max_patches"), int):
         settings = {**settings, "max_patches": min(settings["max_patches"], PATCHES_A_STEP)}
     size, patch = settings.get("size"), settings.get("patch_size")
     if not isinstance(size, dict) or not isinstance(patch, int) or "longest_edge" not in size:
         return settings
-    maximum = (
-        PATCHES_A_STEP * patch**2 * (settings.get("temporal_patch_size", 2) if family in _COUNTED_PER_FRAME else 1)
-    )
+    maximum = PATCHES_A_STEP * patch**2 * (settings.get("temporal_patch_size", 2) if processor.counts_frames else 1)
     return {**settings, "size": {**size, "longest_edge": min(size["longest_edge"], maximum)}}
 
 
