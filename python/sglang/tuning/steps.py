@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import singledispatch
 
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
@@ -24,15 +26,7 @@ from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
-from sglang.srt.plan.layer_spec import (
-    FeedForward,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    Matrix,
-    Mixer,
-    ParallelConfig,
-)
+from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, Matrix, Mixer, ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of

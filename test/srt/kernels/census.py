@@ -16,9 +16,14 @@ from unittest.mock import patch
 import torch
 
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.kernels import gated_streams
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.kernels import hyper_connection
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence
 from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
 from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
@@ -69,9 +74,7 @@ from sglang.srt.layers.triton_ops import (
     decode_inputs,
     draft_rows,
     embedding,
-    gated_streams,
     gemv,
-    hyper_connection,
     index_rope,
     index_store,
     latent_pack,
@@ -94,20 +97,10 @@ from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.layer_spec import (
-    Absent,
-    AttentionShape,
-    FeedForward,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    Matrix,
-    ShortConvolution,
-)
+from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix, ShortConvolution
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout

@@ -9,10 +9,10 @@ from typing import Any
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.ledger.variants.sparse import merges, tile_variants
+from sglang.srt.blocks.gated_streams.kernels import gated_streams
 from sglang.srt.kernels import tiles
 from sglang.srt.layers.attention.triton_ops import selected_blocks
 from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
-from sglang.srt.layers.triton_ops import gated_streams
 from sglang.srt.layers.triton_ops.norm import row_launch
 from sglang.srt.plan.engram import SCALE_GROUP
 

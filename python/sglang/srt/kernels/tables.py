@@ -66,6 +66,8 @@ _COMPRESSED = "sglang.srt.layers.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
 _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
 _NGRAMS = "sglang.srt.layers.ngrams"
+_STREAMS = "sglang.srt.blocks.gated_streams"
+_HYPER = "sglang.srt.blocks.hyper_connections"
 
 
 def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, ...]:
@@ -311,8 +313,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "tail_rotation": _compressed("tail_rotation:tail_rotation", "tail_rotation"),
     "gated_streams": (
-        KernelSpec("triton", f"{_TRITON}.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=HALF),
-        KernelSpec("torch_native", "sglang.srt.layers.native_streams:GATED_STREAMS"),
+        KernelSpec("triton", f"{_STREAMS}.kernels.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", f"{_STREAMS}.reference:GATED_STREAMS"),
     ),
     "ngram_embedding": (
         KernelSpec(
@@ -333,12 +335,12 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "hyper_connection": (
         KernelSpec(
             "triton",
-            f"{_TRITON}.hyper_connection:hyper_connection",
+            f"{_HYPER}.kernels.hyper_connection:hyper_connection",
             CP_ASYNC,
             "triton",
             refuse=all_of(only_dtypes("bfloat16"), lacks("uneven_sizes")),
         ),
-        KernelSpec("torch_native", "sglang.srt.layers.hyper_native:hyper_connection"),
+        KernelSpec("torch_native", f"{_HYPER}.reference:hyper_connection"),
     ),
     "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
     "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),

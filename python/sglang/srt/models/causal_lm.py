@@ -11,10 +11,16 @@ import torch
 
 from sglang.srt.blocks.gated_delta.layer import GatedDeltaNet
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.layer import GatedResidual
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.layer import HyperResidual
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.layer import Mamba2Mixer
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.per_layer_embedding.layer import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
@@ -25,8 +31,6 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
 from sglang.srt.layers.compressed.shared import SharedSparseAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.gated_streams import GatedResidual
-from sglang.srt.layers.hyper_connections import HyperResidual
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
@@ -35,7 +39,6 @@ from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ngrams.block import NgramBlock
 from sglang.srt.layers.ngrams.engram import EngramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
-from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
 from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
 from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
@@ -49,18 +52,9 @@ from sglang.srt.layers.short_convolution import ConvolvedOutput
 from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import (
-    ABSENT,
-    BLOCK_ROWS,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    ShortConvolution,
-    Sum,
-)
+from sglang.srt.plan.layer_spec import ABSENT, BLOCK_ROWS, LayerSpec, ShortConvolution, Sum
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.shared_sparse import SharedSparse

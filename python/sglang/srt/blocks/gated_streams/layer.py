@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from sglang.srt.blocks.gated_streams.reference import place
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.gated_streams.stream_kernels import StreamKernels
 from sglang.srt.errors import UserError
-from sglang.srt.layers.native_streams import place
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.layers.residual import FFN, MIXER, NGRAMS, Block, Join
-from sglang.srt.layers.stream_kernels import StreamKernels
-from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.weight_names import PartKey
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.layers.stream_kernels import StreamKernels
+from sglang.srt.blocks.gated_streams.stream_kernels import StreamKernels
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 import torch
 
+from sglang.srt.blocks.hyper_connections.reference import placed, weights_behind
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.errors import UserError
-from sglang.srt.layers.hyper_native import placed, weights_behind
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.ops import HyperConnectionOp, RMSNormOp
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.residual import FFN, MIXER, NGRAMS, Block, Join
-from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.model_description import ModelDescription
 
 PLACES: Mapping[str, tuple[str, str]] = {MIXER: ("attn_mix", "hc_attn"), FFN: ("mlp_mix", "hc_ffn")}

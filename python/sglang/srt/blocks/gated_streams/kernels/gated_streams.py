@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.stream_kernels import StreamKernels
+from sglang.srt.blocks.gated_streams.stream_kernels import StreamKernels
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.norm import row_launch
 

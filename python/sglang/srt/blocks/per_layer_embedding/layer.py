@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import VocabParallelEmbedding
@@ -17,7 +18,6 @@ from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.per_layer import PerLayerEmbedding
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
