@@ -16,6 +16,7 @@ from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
@@ -30,7 +31,6 @@ from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, Matrix, Mixer, Pa
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.tuning.attention_model import Keys, Prompt

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.gated_streams.kernels import gated_streams
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
@@ -23,6 +24,9 @@ from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence
 from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
@@ -65,8 +69,6 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
-from sglang.srt.layers.ngrams.kernels import NgramHash
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
 from sglang.srt.layers.quantization.activations import RowForm
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.triton_ops import (
@@ -77,6 +79,7 @@ from sglang.srt.layers.triton_ops import (
     gemv,
     index_rope,
     index_store,
+    keep_last,
     latent_pack,
     latent_store,
     linear_tiles,
@@ -88,6 +91,7 @@ from sglang.srt.layers.triton_ops import (
     quantized_sums,
     rope_store,
     sampling,
+    short_convolution,
     skinny_gemm,
     topk,
     whole_norm,
@@ -95,12 +99,10 @@ from sglang.srt.layers.triton_ops import (
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix, ShortConvolution
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout
@@ -475,7 +477,7 @@ def _convolution(taps: int, out: torch.Tensor) -> None:
         at = empty(tokens, dtype=torch.int64)
         requests, rows = TokenRequests(at, at, at, at), empty(tokens, width)
         short_convolution.convolve(rows, weight, kept, requests, out[:tokens])
-        ngram_embedding.keep_last(rows, kept, requests)
+        keep_last.keep_last(rows, kept, requests)
 
 
 def fp4_caches(shape: AttentionShape) -> dict[str, torch.Tensor]:
@@ -734,8 +736,8 @@ def _ngrams(spec: NgramEmbedding, tp_size: int) -> None:
         streams = empty(tokens, spec.streams, size)
         values, normed = ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
         ngram_embedding.convolve_values(values, normed, empty(width, spec.taps), spec.longest, kept_rows, requests)
-        ngram_embedding.keep_last(at, kept_ids, requests)
-        ngram_embedding.keep_last(normed, kept_rows, requests)
+        keep_last.keep_last(at, kept_ids, requests)
+        keep_last.keep_last(normed, kept_rows, requests)
 
 
 def _engram(spec: Engram, tp_size: int) -> None:
@@ -752,7 +754,7 @@ def _engram(spec: Engram, tp_size: int) -> None:
             empty(SLOTS, spec.dim // 32, dtype=torch.uint8),
         )
         ngram_embedding.ngram_rows(at, kept, requests, hashed, table, scale, empty(tokens, heads * spec.dim))
-        ngram_embedding.keep_last(at, kept, requests)
+        keep_last.keep_last(at, kept, requests)
         streams = empty(tokens, spec.streams, size)
         ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
 

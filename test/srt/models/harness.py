@@ -19,6 +19,7 @@ from tiny_models import made_once
 
 from sglang.srt.blocks.gated_streams import reference as native_streams
 from sglang.srt.blocks.hyper_connections import reference as hyper_native
+from sglang.srt.blocks.ngram_embedding import reference as ngram_ops
 from sglang.srt.blocks.recurrent_state import reference as recurrent_ops
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
@@ -36,7 +37,6 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.compressed import candidates as candidate_ops
 from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.ngrams import native as ngram_ops
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import filled_model

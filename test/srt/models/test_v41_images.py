@@ -14,13 +14,13 @@ import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.engram.layer import OF_IMAGE, EngramBlock
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.layers.ngrams.engram import OF_IMAGE, EngramBlock
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_model, load_tower
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes

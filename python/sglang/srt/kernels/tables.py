@@ -65,7 +65,7 @@ _MOE = f"{_EXPERTS}.fused_moe_triton"
 _COMPRESSED = "sglang.srt.layers.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
 _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
-_NGRAMS = "sglang.srt.layers.ngrams"
+_NGRAMS = "sglang.srt.blocks.ngram_embedding"
 _STREAMS = "sglang.srt.blocks.gated_streams"
 _HYPER = "sglang.srt.blocks.hyper_connections"
 
@@ -319,17 +319,15 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "ngram_embedding": (
         KernelSpec(
             "triton",
-            f"{_NGRAMS}.triton_ops.ngram_embedding:NGRAM_EMBEDDING",
+            f"{_NGRAMS}.kernels.ngram_embedding:NGRAM_EMBEDDING",
             CP_ASYNC,
             "triton",
             refuse=all_of(HALF, no_e4m3_conversion),
         ),
-        KernelSpec("torch_native", f"{_NGRAMS}.native:NGRAM_EMBEDDING"),
+        KernelSpec("torch_native", f"{_NGRAMS}.reference:NGRAM_EMBEDDING"),
     ),
     "short_convolution": (
-        KernelSpec(
-            "triton", f"{_NGRAMS}.triton_ops.short_convolution:SHORT_CONVOLUTION", CP_ASYNC, "triton", refuse=HALF
-        ),
+        KernelSpec("triton", f"{_TRITON}.short_convolution:SHORT_CONVOLUTION", CP_ASYNC, "triton", refuse=HALF),
         KernelSpec("torch_native", "sglang.srt.layers.native_convolution:SHORT_CONVOLUTION"),
     ),
     "hyper_connection": (

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.blocks.engram.layer import EngramBlock
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.layer import GatedDeltaNet
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.gated_streams.layer import GatedResidual
@@ -19,6 +21,8 @@ from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.layer import Mamba2Mixer
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.layer import NgramBlock
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.per_layer_embedding.layer import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.distributed import parallel_state
@@ -36,8 +40,6 @@ from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
-from sglang.srt.layers.ngrams.block import NgramBlock
-from sglang.srt.layers.ngrams.engram import EngramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
 from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
@@ -50,11 +52,9 @@ from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.layers.short_convolution import ConvolvedOutput
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ABSENT, BLOCK_ROWS, LayerSpec, ShortConvolution, Sum
 from sglang.srt.plan.mixers import GQA, MLA
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.pooled_latent import PooledLatent
 from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.shared_sparse import SharedSparse

@@ -6,7 +6,7 @@ them:
     layer.mixer      mixes the tokens of a request: GQA, MLA (`mixers`), CompressedSparse, GatedDelta, KimiDelta
     layer.ffn        computes each token alone: Dense, MoE (`feed_forward`)
     layer.inputs     adds an embedding of the token in every layer: PerLayerEmbedding, in few families
-    layer.ngrams     adds embeddings of the last few tokens before a layer: NgramEmbedding (`ngram_embedding`), likewise
+    layer.ngrams     adds embeddings of the last few tokens before a layer: NgramEmbedding, likewise
     layer.residual   the residual stream: how the blocks' outputs add up
 """
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from sglang.srt.blocks.engram.spec import SCALE_GROUP, Engram
 from sglang.srt.errors import UserError
 from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.engram import SCALE_GROUP, Engram
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.deepseek_v4 import (
     DEEPSEEK_V4,

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang.srt.blocks.ngram_embedding.spec import LAYER_SEEDS, NgramEmbedding
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
-from sglang.srt.plan.ngram_embedding import LAYER_SEEDS, NgramEmbedding
 from sglang.srt.plan.ranks import RankLayout
 
 SCALE_GROUP = 32

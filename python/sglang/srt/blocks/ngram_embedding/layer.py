@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramKernels
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.ngram_embedding.table import NgramTable
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear
-from sglang.srt.layers.ngrams.kernels import NgramKernels
-from sglang.srt.layers.ngrams.table import NgramTable
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey
 

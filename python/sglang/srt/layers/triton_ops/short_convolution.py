@@ -2,7 +2,7 @@
 
     out[t, c] = x[t, c] + sum over j < TAPS of weight[c, TAPS - 1 - j] * x[t - j, c]
 
-A request keeps its last KEPT >= TAPS - 1 inputs, position p at p % KEPT, which `keep_last` of n-gram embeddings stores.
+A request keeps its last KEPT >= TAPS - 1 inputs, position p at p % KEPT, which `keep_last` stores.
 
 Reference: `native_convolution.convolve`.
 """
@@ -15,8 +15,8 @@ import triton.language as tl
 
 from sglang.srt.layers.compressed.step import TokenRequests
 from sglang.srt.layers.convolution_kernels import ConvolutionKernels
-from sglang.srt.layers.ngrams.triton_ops.ngram_embedding import keep_last
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.keep_last import keep_last
 
 LAUNCH = {"BLOCK": 256, "num_warps": 2}
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.last_rows import KeepLast
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class NgramHash:
 
 
 class NgramRows(Protocol):
-    """Signature of `native.ngram_rows`."""
+    """Signature of `reference.ngram_rows`."""
 
     def __call__(
         self,
@@ -47,7 +48,7 @@ class NgramRows(Protocol):
 
 
 class GateValues(Protocol):
-    """Signature of `native.gate_values`."""
+    """Signature of `reference.gate_values`."""
 
     def __call__(
         self,
@@ -61,7 +62,7 @@ class GateValues(Protocol):
 
 
 class ConvolveValues(Protocol):
-    """Signature of `native.convolve_values`."""
+    """Signature of `reference.convolve_values`."""
 
     def __call__(
         self,
@@ -72,12 +73,6 @@ class ConvolveValues(Protocol):
         kept: torch.Tensor,
         requests: TokenRequests,
     ) -> None: ...
-
-
-class KeepLast(Protocol):
-    """Signature of `native.keep_last`."""
-
-    def __call__(self, new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,27 +9,9 @@ import math
 
 import torch
 
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
 from sglang.srt.layers.compressed.step import TokenRequests
-from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in fp32, or unchanged if it is fp64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def token_before(
-    new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, distance: int, first: torch.Tensor
-) -> torch.Tensor:
-    """Returns [T, ...]: for each token the value `distance` tokens before it, `first` before the request's first token.
-    new [T, ...]: values of the step; kept [requests, R, ...]: those of each request's last R tokens, position p at p %
-    R."""
-    positions = requests.positions - distance
-    token = (torch.arange(len(new), device=new.device) - distance).clamp(min=0)
-    past = kept[requests.slots, positions % kept.shape[1]].to(new.dtype)
-    trailing = (...,) + (None,) * (new.ndim - 1)
-    earlier = torch.where((positions >= requests.firsts)[trailing], new[token], past)
-    return torch.where((positions >= 0)[trailing], earlier, first)
+from sglang.srt.layers.last_rows import keep_last, token_before, wide
 
 
 def ngram_places(ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests, hashed: NgramHash) -> torch.Tensor:
@@ -122,15 +104,6 @@ def convolve_values(
         earlier = token_before(rows, kept, requests, tap * dilation, zero)
         total = total + wide(earlier) * wide(weight)[:, taps - 1 - tap]
     values += torch.nn.functional.silu(total).to(values.dtype).view(values.shape)
-
-
-def keep_last(new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
-    """Writes the rows new [T, ...] of each request's last R tokens before `requests.stops` into kept [requests, R,
-    width] or [requests, R], position p at p % R; tokens from `stops` on were rejected."""
-    size = kept.shape[1]
-    stays = (requests.positions >= requests.stops - size) & (requests.positions < requests.stops)
-    slots = torch.where(stays, requests.slots, 0)  # 0 is padding
-    kept[slots, requests.positions % size] = new.reshape(len(new), *kept.shape[2:]).to(kept.dtype)
 
 
 NGRAM_EMBEDDING = NgramKernels(ngram_rows, gate_values, convolve_values, keep_last)

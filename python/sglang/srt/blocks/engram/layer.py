@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.engram.spec import Engram
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
+from sglang.srt.blocks.ngram_embedding.table import FP8_FILES
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
-from sglang.srt.layers.ngrams.table import FP8_FILES
 from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, constant, random_codes
 from sglang.srt.layers.quantization.layout import as_bytes
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.weight_names import PartKey
 from sglang.srt.utils.token_texts import read_text_numbers
 

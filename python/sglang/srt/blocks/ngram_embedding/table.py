@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.errors import UserError
 from sglang.srt.layers.compressed.step import TokenRequests
-from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
 from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, random_codes
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.weight_names import PartKey
 
 FP8_FILES = ("F8_E4M3",)

@@ -1,5 +1,5 @@
 """N-gram embeddings of a step's tokens: rows of the table, what goes into the streams, and the states of requests.
-References: `ngrams.native`.
+References: `reference`.
 
 Each token has programs of its own, which find the tokens before it in the step or in the request's state by positions
 on the device: nothing depends on what the host knows, so that graphs may hold all launches. The table may lie in pinned
@@ -14,15 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
 from sglang.srt.layers.compressed.step import TokenRequests
-from sglang.srt.layers.ngrams.kernels import NgramHash, NgramKernels
 from sglang.srt.layers.triton_ops import pdl
+from sglang.srt.layers.triton_ops.keep_last import keep_last
 from sglang.srt.layers.triton_ops.norm import row_launch
 
 BLOCK = 1024
 LAUNCH = {"BLOCK": BLOCK, "num_warps": 4}
-ONE_VALUE = {"BLOCK": 1, "num_warps": 1}
-"""Launch for token ids."""
 
 
 @triton.jit
@@ -175,33 +174,6 @@ def convolve_values_kernel(
     tl.store(values + token * width + cols, convolved.to(dtype), mask=inside)
 
 
-@triton.jit
-def keep_last_kernel(
-    new,  # [T, width]
-    kept,  # [requests, SIZE, width]
-    slots,  # [T]
-    positions,  # [T]
-    stops,  # [T]
-    width,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (token, channels). Slot 0 is padding."""
-    token = tl.program_id(0).to(tl.int64)
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(slots + token).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int64)
-    stop = tl.load(stops + token).to(tl.int64)
-    if (slot != 0) & (position < stop) & (position >= stop - SIZE):
-        values = tl.load(new + token * width + cols, mask=cols < width, other=0)
-        at = kept + (slot * SIZE + position % SIZE) * width + cols
-        tl.store(at, values.to(kept.dtype.element_ty), mask=cols < width)
-
-
 def ngram_rows(
     ids: torch.Tensor,
     kept: torch.Tensor,
@@ -260,17 +232,6 @@ def convolve_values(
         convolve_values_kernel[(num_tokens, triton.cdiv(width, BLOCK))](
             values, normed, weight, kept, requests.slots, requests.positions, requests.firsts, width,
             TAPS=weight.shape[1], DILATION=dilation, **LAUNCH, **pdl.options(),
-        )  # fmt: skip
-
-
-def keep_last(new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None:
-    """Does as the reference. All contiguous; tokens of slot 0 are padding and write nothing."""
-    num_tokens, width = len(new), kept[0, 0].numel()
-    if num_tokens:
-        launch = ONE_VALUE if width == 1 else LAUNCH
-        keep_last_kernel[(num_tokens, triton.cdiv(width, launch["BLOCK"]))](
-            new, kept, requests.slots, requests.positions, requests.stops, width, SIZE=kept.shape[1], **launch,
-            **pdl.options(),
         )  # fmt: skip
 
 
