@@ -13,7 +13,7 @@ from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding as kernels
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.layers import native_convolution
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.triton_ops import short_convolution
 
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}

@@ -62,7 +62,7 @@ _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
-_COMPRESSED = "sglang.srt.layers.compressed"
+_COMPRESSED = "sglang.srt.blocks.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
 _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
 _NGRAMS = "sglang.srt.blocks.ngram_embedding"
@@ -102,9 +102,9 @@ def _compressed(
     plain torch."""
     refuse = all_of(HALF, lacks("uneven_sizes"), *refusals)
     return (
-        KernelSpec("triton", f"{_COMPRESSED}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=refuse),
+        KernelSpec("triton", f"{_COMPRESSED}.kernels.{triton_entry}", CP_ASYNC, "triton", refuse=refuse),
         KernelSpec(
-            "torch_native", f"{_COMPRESSED}.native:{native_entry}", refuse=all_of(*refusals), graph_safe=graph_safe
+            "torch_native", f"{_COMPRESSED}.reference:{native_entry}", refuse=all_of(*refusals), graph_safe=graph_safe
         ),
     )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 
 
 class KeepLast(Protocol):

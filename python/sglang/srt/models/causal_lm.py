@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.blocks.compressed.layer import BlockWindowAttention, CompressedAttention
+from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.engram.layer import EngramBlock
 from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.layer import GatedDeltaNet
@@ -25,6 +27,12 @@ from sglang.srt.blocks.ngram_embedding.layer import NgramBlock
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.per_layer_embedding.layer import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
+from sglang.srt.blocks.pooled_latent.layer import PooledLatentAttention
+from sglang.srt.blocks.pooled_latent.spec import PooledLatent
+from sglang.srt.blocks.pooled_sparse.layer import PooledSparseAttention
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
+from sglang.srt.blocks.shared_sparse.layer import SharedSparseAttention
+from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
@@ -32,8 +40,6 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
-from sglang.srt.layers.compressed.shared import SharedSparseAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
@@ -41,8 +47,6 @@ from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
-from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
-from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumJoin, SumResidual
@@ -51,13 +55,9 @@ from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.layers.short_convolution import ConvolvedOutput
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ABSENT, BLOCK_ROWS, LayerSpec, ShortConvolution, Sum
 from sglang.srt.plan.mixers import GQA, MLA
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
-from sglang.srt.plan.shared_sparse import SharedSparse
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch

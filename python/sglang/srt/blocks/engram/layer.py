@@ -20,7 +20,7 @@ from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKern
 from sglang.srt.blocks.ngram_embedding.table import FP8_FILES
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
+from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, constant, random_codes
 from sglang.srt.layers.quantization.layout import as_bytes

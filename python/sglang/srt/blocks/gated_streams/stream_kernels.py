@@ -9,7 +9,7 @@ import torch
 
 
 class PlaceAndNorm(Protocol):
-    """Signature of `native_streams.place_and_norm`."""
+    """Signature of `gated_streams.reference.place_and_norm`."""
 
     def __call__(
         self,
@@ -22,13 +22,13 @@ class PlaceAndNorm(Protocol):
 
 
 class Bend(Protocol):
-    """Signature of `native_streams.bend`."""
+    """Signature of `gated_streams.reference.bend`."""
 
     def __call__(self, products: torch.Tensor, rank: int, streams: int) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class MixStreams(Protocol):
-    """Signature of `native_streams.mix_streams`."""
+    """Signature of `gated_streams.reference.mix_streams`."""
 
     def __call__(self, gates: torch.Tensor, normed: torch.Tensor) -> torch.Tensor: ...
 

@@ -19,7 +19,7 @@ from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.ngram_embedding.table import NgramTable
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
+from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.last_rows import KeepLast
 
 

@@ -10,7 +10,7 @@ import math
 import torch
 
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.last_rows import keep_last, token_before, wide
 
 

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.errors import UserError
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, random_codes
 from sglang.srt.plan.weight_names import PartKey
 
@@ -61,7 +61,7 @@ class NgramTable:
         )
 
     def rows_of_rank(self, ids: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> torch.Tensor:
-        """Returns [T, heads / ranks * D] for ids [T], kept [requests, longest - 1] as in `native.ngram_rows`."""
+        """Returns [T, heads / ranks * D] for ids [T], kept [requests, longest - 1] as in `reference.ngram_rows`."""
         assert self.hashed is not None, "the weights are loaded"
         width = len(self.hashed.sizes) * self.spec.dim
         out = torch.empty((len(ids), width), dtype=self.dtype, device=ids.device)

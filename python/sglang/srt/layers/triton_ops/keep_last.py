@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.triton_ops import pdl
 
 LAUNCH = {"BLOCK": 1024, "num_warps": 4}

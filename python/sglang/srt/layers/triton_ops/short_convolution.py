@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.convolution_kernels import ConvolutionKernels
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.keep_last import keep_last

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.errors import UserError
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.drafts.forms import ByStream
 from sglang.srt.plan.families.blocks import experts, shared_experts
 from sglang.srt.plan.families.config import Config

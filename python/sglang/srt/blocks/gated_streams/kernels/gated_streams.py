@@ -1,5 +1,5 @@
 """Gated residual streams from one block of a model to the next, in three launches around two products. References:
-`native_streams`."""
+`reference`."""
 
 from __future__ import annotations
 

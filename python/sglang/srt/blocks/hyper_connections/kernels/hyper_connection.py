@@ -1,4 +1,4 @@
-"""Hyper-connections from one block of a model to the next, in two launches. Reference: `hyper_native.hyper_connection`.
+"""Hyper-connections from one block of a model to the next, in two launches. Reference: `reference.hyper_connection`.
 
 The first one mixes the streams and multiplies them by the connection's matrix, in parts of a token's columns, each of
 which leaves its sums in fp32. Of few tokens a program has one block of one stream, for which it reads all streams; of

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.keep_last import keep_last
 from sglang.srt.layers.triton_ops.norm import row_launch

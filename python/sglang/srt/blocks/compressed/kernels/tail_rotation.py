@@ -1,5 +1,5 @@
 """Rotary embedding of the last dims of every head, with the norms and the store where entries are made. References:
-`native.tail_rotation` and `native.shared_kv_norm_rope_store`.
+`reference.tail_rotation` and `reference.shared_kv_norm_rope_store`.
 
 Neighbouring dims rotate together, so heads are read as pairs of dims and written as they were read: a thread has both
 numbers of a pair, and no other thread has them.

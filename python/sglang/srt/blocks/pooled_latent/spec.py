@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang.srt.blocks.pooled_selection.spec import PooledSelection
 from sglang.srt.configs.rope import RopeSpec, unrotated
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.kv_spec import refuse_fp4
@@ -19,7 +20,6 @@ from sglang.srt.plan.layer_spec import (
     uneven_sizes,
 )
 from sglang.srt.plan.mixers import MLA
-from sglang.srt.plan.pooled_selection import PooledSelection
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The first level of a two-level indexer: it selects runs of entries by their best entry; then entries are selected in
 these.
 
-Sources: as `compressed.shared`.
+Sources: as `layer`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.layers.compressed.kernels import CompressorKernels
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
 from sglang.srt.layers.native_ops import apply_rope, rmsnorm, store_cache
 
 

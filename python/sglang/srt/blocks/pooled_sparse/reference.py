@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.layers.attention.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
 from sglang.srt.layers.ops import SelectedBlockOp
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.kernels import selected_blocks
 from sglang.srt.kernels.launch import fallbacks_of
 from sglang.srt.kernels.tile_configs import config_for
-from sglang.srt.layers.attention.block_selection import BlockSelection
-from sglang.srt.layers.attention.triton_ops import selected_blocks
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan

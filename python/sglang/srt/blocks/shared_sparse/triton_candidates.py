@@ -1,4 +1,4 @@
-"""Selection of runs of entries with the indexer's kernels. Reference: `compressed.candidates`."""
+"""Selection of runs of entries with the indexer's kernels. Reference: `candidates`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.shared_sparse.candidates import best_of_runs, runs_of
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.sparse import LOGIT_MULTIPLE, logit_columns, rows_at_once
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.compressed.candidates import best_of_runs, runs_of
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan

@@ -9,7 +9,7 @@ import torch
 
 
 class Compress(Protocol):
-    """Signature of `native.compress`."""
+    """Signature of `reference.compress`."""
 
     def __call__(
         self,
@@ -30,7 +30,7 @@ class Compress(Protocol):
 
 
 class Keep(Protocol):
-    """Signature of `native.keep`."""
+    """Signature of `reference.keep`."""
 
     def __call__(
         self,

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.spec import CompressedSparse
+from sglang.srt.layers.compressed_step import CompressedStep, TokenRequests
 from sglang.srt.layers.ops import LinearOp
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def store_entries(
 ) -> None:
     """Stores the entries of runs that the step's tokens complete, and keeps in `state` the rows that later entries
     need; in a verify step it adds a record to `batch.state_records` instead. rows [T, 2, W], bias and state: as in
-    `native.compress`."""
+    `reference.compress`."""
     requests = step.requests
     kernels.compress(
         rows,

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.attention.block_selection import BlockSelection
+from sglang.srt.blocks.compressed.compressor import EntryNorm, store_entries
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.compressor import EntryNorm, store_entries
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.compressed.step import compressed_step
+from sglang.srt.layers.compressed_step import compressed_step
 from sglang.srt.layers.ops import (
     LinearOp,
     RMSNormOp,
@@ -32,7 +33,6 @@ from sglang.srt.layers.ops import (
 )
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import Activations, values_of
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey
 

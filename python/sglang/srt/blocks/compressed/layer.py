@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.compressed.compressor import Compressor
+from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.compressor import Compressor
-from sglang.srt.layers.compressed.step import CompressedStep, compressed_step
+from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.layers.ops import (
     IndexQueriesOp,
@@ -34,7 +35,6 @@ from sglang.srt.layers.ops import (
     TailRotationOp,
 )
 from sglang.srt.layers.parameter import Init, Scope, WeightShard, share_param
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ranks import padded_share, whole
 

@@ -1,5 +1,5 @@
-"""Compressed entries of runs of tokens, and the tokens that later entries need. References: `native.compress` and
-`native.keep`.
+"""Compressed entries of runs of tokens, and the tokens that later entries need. References: `reference.compress` and
+`reference.keep`.
 
 Each token has a program, which ends at once where no run of tokens does: nothing depends on what the host knows of
 positions, so that graphs may hold both launches.
@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.compressed.triton_ops.tail_rotation import normed_and_turned
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.kernels.tail_rotation import normed_and_turned
 from sglang.srt.layers.triton_ops import pdl
 
 MOST_ROWS = 16

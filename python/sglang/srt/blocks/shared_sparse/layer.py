@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.compressed.compressor import EntryNorm, store_entries
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.layer import CompressedAttention
+from sglang.srt.blocks.shared_sparse.candidates import CandidateBlocksFactory, choose_within
+from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.attention import CompressedAttention
-from sglang.srt.layers.compressed.candidates import CandidateBlocksFactory, choose_within
-from sglang.srt.layers.compressed.compressor import EntryNorm, store_entries
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.compressed.step import CompressedStep
+from sglang.srt.layers.compressed_step import CompressedStep
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.ops import (
     IndexQueriesOp,
@@ -31,7 +32,6 @@ from sglang.srt.layers.ops import (
 )
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.mixers import Indexer
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 A program computes up to BLOCK_H query heads of one KV head for one token, over a split of the tokens that it sees;
 `merge_shares_kernel` merges the splits. Tokens are numbered through the selection: number n is token n % BLOCK of block
 n // BLOCK of it, so a tile of BLOCK_N tokens needs BLOCK_N / BLOCK block numbers, which are loaded a tile ahead of keys
-and values. Reference: `native_pooled_blocks.attend_blocks`.
+and values. Reference: `reference.attend_blocks`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.attention.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
 from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
 from sglang.srt.layers.attention.triton_ops.sparse_attention import LEAST_SHARES, MERGE_COLS
@@ -103,7 +103,7 @@ def selected_block_attention_fwd(
     tile: Mapping[str, int],
     num_sms: int,
 ) -> None:
-    """Computes `native_pooled_blocks.attend_blocks` for q [T, Hq, D] in bf16 or fp16 and caches [S, Hkv, D] of the same
+    """Computes `reference.attend_blocks` for q [T, Hq, D] in bf16 or fp16 and caches [S, Hkv, D] of the same
     dtype, D a power of two; the stride between rows is free. `num_sms`: of the GPU. Raises TypeError for caches of
     another dtype."""
     num_tokens, num_heads, dim = q.shape

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from sglang.srt.blocks.pooled_selection.spec import PooledSelection
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import (
@@ -16,7 +17,6 @@ from sglang.srt.plan.layer_spec import (
     uneven_sizes,
 )
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.pooled_selection import PooledSelection
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.layer_spec import (
     PER_REQUEST,
     CacheSpec,

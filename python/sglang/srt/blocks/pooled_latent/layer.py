@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.compressed.compressor import store_entries
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.compressor import store_entries
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.compressed.step import CompressedStep, compressed_step
+from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
 from sglang.srt.layers.indexer import KEY_NORM_EPS
 from sglang.srt.layers.latent_heads import LatentHeads
 from sglang.srt.layers.linear import ReplicatedLinear
@@ -33,7 +34,6 @@ from sglang.srt.layers.ops import (
     SparseIndexerOp,
 )
 from sglang.srt.layers.parameter import Init, Scope
-from sglang.srt.plan.pooled_latent import PooledLatent
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
