@@ -13,19 +13,18 @@ from sglang.srt.towers.pictures.processor import load_processor
 from sglang.srt.towers.registry import BY_MODEL_TYPE, TOWERS, TowerRecord, tower_record
 
 
-@pytest.mark.parametrize("record", TOWERS, ids=lambda record: record.processor)
+@pytest.mark.parametrize("record", TOWERS, ids=lambda record: record.name)
 def test_a_record_names_parts_that_exist(record: TowerRecord) -> None:
-    module, _, name = record.encoder.rpartition(".")
-    encoder = getattr(importlib.import_module(f"sglang.srt.towers.{module}"), name)
-    assert issubclass(encoder, VisionEncoder)
-    processor = load_processor(record.processor)
+    module, _, name = record.encoder.partition(":")
+    assert issubclass(getattr(importlib.import_module(module), name), VisionEncoder)
+    processor = load_processor(record.name)
     for other in processor.other_classes.values():
         assert (load_processor(other).video is None) == (processor.video is None)
 
 
-@pytest.mark.parametrize("record", TOWERS, ids=lambda record: record.processor)
+@pytest.mark.parametrize("record", TOWERS, ids=lambda record: record.name)
 def test_prompts_hold_videos_where_the_processor_reads_them(record: TowerRecord) -> None:
-    assert record.prompt.reads_videos == (load_processor(record.processor).video is not None)
+    assert record.prompt.reads_videos == (load_processor(record.name).video is not None)
 
 
 def test_a_model_type_has_one_record_and_a_description_one_encoder() -> None:

@@ -16,6 +16,6 @@ if TYPE_CHECKING:
 def create_encoder(plan: Plan, tower: Tower) -> VisionEncoder[Any]:
     """Creates the encoder that `tower` describes; its weights are not loaded yet."""
     record = next(record for record in TOWERS if record.tower is type(tower))
-    module, _, name = record.encoder.rpartition(".")
-    encoder: type[VisionEncoder[Any]] = getattr(importlib.import_module(f"sglang.srt.towers.{module}"), name)
+    module, _, name = record.encoder.partition(":")
+    encoder: type[VisionEncoder[Any]] = getattr(importlib.import_module(module), name)
     return encoder(plan, tower)

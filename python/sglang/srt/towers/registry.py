@@ -25,6 +25,8 @@ from sglang.srt.towers.qwen2_5_vl.spec import Qwen2_5VLTower, describe_qwen2_5_v
 from sglang.srt.towers.qwen3_vl.spec import Qwen3VLTower, describe_qwen3_vl
 from sglang.srt.towers.step3p7.spec import Step3Tower, describe_step3
 
+_TOWERS = "sglang.srt.towers"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptForm:
@@ -54,11 +56,11 @@ class PromptForm:
 class TowerRecord:
     """An encoder of images and videos.
 
-    processor: name of the folder in `towers` whose `processor` prepares pictures
+    processor: the module that prepares pictures
     model_types: values of `model_type` in config.json
     describe: called with the whole config and its vision_config
     tower: type of the description
-    encoder: module in `towers`, and class, that computes the description
+    encoder: "module:class" that computes the description
     sections: a placeholder's position has a time, a row and a column (M-RoPE)
     """
 
@@ -70,18 +72,27 @@ class TowerRecord:
     sections: bool = False
     prompt: PromptForm = PromptForm()
 
+    @property
+    def name(self) -> str:
+        """Name of the folder of the processor."""
+        return _folder(self.processor)
+
+
+def _folder(module: str) -> str:
+    return module.split(".")[-2]
+
 
 TOWERS = (
     TowerRecord(
-        processor="qwen2_5_vl",
+        processor=f"{_TOWERS}.qwen2_5_vl.processor",
         model_types=("qwen2_5_vl",),
         describe=describe_qwen2_5_vl,
         tower=Qwen2_5VLTower,
-        encoder="qwen2_5_vl.encoder.Qwen2_5VLEncoder",
+        encoder=f"{_TOWERS}.qwen2_5_vl.encoder:Qwen2_5VLEncoder",
         sections=True,
     ),
     TowerRecord(
-        processor="qwen3_vl",
+        processor=f"{_TOWERS}.qwen3_vl.processor",
         model_types=(
             "qwen3_vl",
             "qwen3_vl_moe",
@@ -92,82 +103,82 @@ TOWERS = (
         ),
         describe=describe_qwen3_vl,
         tower=Qwen3VLTower,
-        encoder="qwen3_vl.encoder.Qwen3VLEncoder",
+        encoder=f"{_TOWERS}.qwen3_vl.encoder:Qwen3VLEncoder",
         sections=True,
         prompt=PromptForm(marks=("vision_start_token_id", "vision_end_token_id")),
     ),
     TowerRecord(
-        processor="glm4v",
+        processor=f"{_TOWERS}.glm4v.processor",
         model_types=("glm4v", "glm4v_moe", "glm46v"),
         describe=describe_glm4v,
         tower=Glm4vTower,
-        encoder="glm4v.encoder.Glm4vEncoder",
+        encoder=f"{_TOWERS}.glm4v.encoder:Glm4vEncoder",
         sections=True,
         prompt=PromptForm(frames_are_images=True),
     ),
     TowerRecord(
-        processor="glm5_next",
+        processor=f"{_TOWERS}.glm5_next.processor",
         model_types=("glm5_next",),
         describe=describe_glm5_next,
         tower=Glm4vTower,
-        encoder="glm4v.encoder.Glm4vEncoder",
+        encoder=f"{_TOWERS}.glm4v.encoder:Glm4vEncoder",
         prompt=PromptForm(frames_are_images=True),
     ),
     TowerRecord(
-        processor="gemma4",
+        processor=f"{_TOWERS}.gemma4.processor",
         model_types=("gemma4",),
         describe=describe_gemma4,
         tower=Gemma4Tower,
-        encoder="gemma4.encoder.Gemma4Encoder",
+        encoder=f"{_TOWERS}.gemma4.encoder:Gemma4Encoder",
         prompt=PromptForm(run_marks=("boi_token_id", "eoi_token_id")),
     ),
     TowerRecord(
-        processor="kimi_k25",
+        processor=f"{_TOWERS}.kimi_k25.processor",
         model_types=("kimi_k25",),
         describe=describe_moonvit,
         tower=MoonViTTower,
-        encoder="kimi_k25.encoder.MoonViTEncoder",
+        encoder=f"{_TOWERS}.kimi_k25.encoder:MoonViTEncoder",
         prompt=PromptForm(image_text="<|media_pad|>", video_text="<|kimi_k25_video_placeholder|>"),
     ),
     TowerRecord(
-        processor="step3p7",
+        processor=f"{_TOWERS}.step3p7.processor",
         model_types=("step3p7",),
         describe=describe_step3,
         tower=Step3Tower,
-        encoder="step3p7.encoder.Step3Encoder",
+        encoder=f"{_TOWERS}.step3p7.encoder:Step3Encoder",
         prompt=PromptForm(reads_videos=False),
     ),
     TowerRecord(
-        processor="minimax_m3",
+        processor=f"{_TOWERS}.minimax_m3.processor",
         model_types=("minimax_m3_vl",),
         describe=describe_minimax_m3,
         tower=MiniMaxM3Tower,
-        encoder="minimax_m3.encoder.MiniMaxM3Encoder",
+        encoder=f"{_TOWERS}.minimax_m3.encoder:MiniMaxM3Encoder",
     ),
     TowerRecord(
-        processor="muse_glimmer",
+        processor=f"{_TOWERS}.muse_glimmer.processor",
         model_types=("muse_glimmer",),
         describe=describe_muse_glimmer,
         tower=MuseGlimmerTower,
-        encoder="muse_glimmer.encoder.MuseGlimmerEncoder",
+        encoder=f"{_TOWERS}.muse_glimmer.encoder:MuseGlimmerEncoder",
         prompt=PromptForm(default_ids=(200092, 200091)),
     ),
     TowerRecord(
-        processor="llama4",
+        processor=f"{_TOWERS}.llama4.processor",
         model_types=("llama4",),
         describe=describe_llama4,
         tower=Llama4Tower,
-        encoder="llama4.encoder.Llama4Encoder",
+        encoder=f"{_TOWERS}.llama4.encoder:Llama4Encoder",
         prompt=PromptForm(
             default_ids=(200092, 0), reads_videos=False, image_text="<|patch|>", picture_text="<|image|>"
         ),
     ),
     TowerRecord(
-        processor="inkling",
+        processor=f"{_TOWERS}.inkling.processor",
         model_types=("inkling_mm_model",),
         describe=describe_inkling,
         tower=InklingTower,
-        encoder="inkling.encoder.InklingEncoder",
+        encoder=f"{_TOWERS}.inkling.encoder:InklingEncoder",
         prompt=PromptForm(
             default_ids=(200054, 0),
             reads_videos=False,
@@ -176,17 +187,23 @@ TOWERS = (
         ),
     ),
     TowerRecord(
-        processor="deepseek_v41",
+        processor=f"{_TOWERS}.deepseek_v41.processor",
         model_types=("deepseek_v41",),
         describe=describe_deepseek_vit,
         tower=DeepseekVitTower,
-        encoder="deepseek_v41.encoder.DeepseekVitEncoder",
+        encoder=f"{_TOWERS}.deepseek_v41.encoder:DeepseekVitEncoder",
         prompt=PromptForm(default_ids=(129264, 0), reads_videos=False),
     ),
 )
 """Models with an image encoder that is implemented; others are served for text alone."""
 
 BY_MODEL_TYPE: Mapping[str, TowerRecord] = {name: record for record in TOWERS for name in record.model_types}
+_BY_FILES = (f"{_TOWERS}.glm46v.processor",)
+"""Processors that the files of a checkpoint choose instead of the record's."""
+PROCESSORS: Mapping[str, str] = {
+    _folder(module): module for module in (*(record.processor for record in TOWERS), *_BY_FILES)
+}
+"""Modules of processors, by their folders."""
 
 
 def tower_record(config: Mapping[str, Any]) -> TowerRecord | None:

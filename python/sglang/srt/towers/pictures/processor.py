@@ -10,6 +10,7 @@ from PIL import Image
 
 from sglang.srt.towers.pictures.patches import MakePatches, Patches, Settings
 from sglang.srt.towers.pictures.video_processor import VideoForm
+from sglang.srt.towers.registry import PROCESSORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Processor:
 
 def load_processor(name: str) -> Processor:
     """Returns the processor of a folder of `towers`."""
-    processor = importlib.import_module(f"sglang.srt.towers.{name}.processor").PROCESSOR
+    processor = importlib.import_module(PROCESSORS[name]).PROCESSOR
     assert isinstance(processor, Processor)
     return processor
 

@@ -73,7 +73,7 @@ def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
     start, end = _marks(config, form.marks)
     run_start, run_end = _marks(config, form.run_marks)
     return MediaTokens(
-        record.processor,
+        record.name,
         image,
         video if form.reads_videos else None,
         start=start,
