@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.stages import uncut_runs
