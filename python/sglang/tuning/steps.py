@@ -11,9 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import singledispatch
 
+from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
@@ -23,22 +28,11 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.attention_parts import ElementGate, RelativeBias, Whole
 from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
-from sglang.srt.plan.layer_spec import (
-    FeedForward,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    Matrix,
-    Mixer,
-    ParallelConfig,
-)
+from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, Matrix, Mixer, ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best

@@ -15,13 +15,29 @@ from unittest.mock import patch
 
 import torch
 
+from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
+from sglang.srt.blocks.compressed.spec import CompressedSparse
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.kernels import gated_streams
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.kernels import hyper_connection
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
+from sglang.srt.blocks.pooled_latent.spec import PooledLatent
+from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.kernels.selected_blocks import selected_block_attention_fwd
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence
 from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
 from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
+from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
@@ -32,7 +48,6 @@ from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
-from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops import latent_prompt
@@ -48,11 +63,9 @@ from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
 from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE, PrefixParts
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
-from sglang.srt.layers.compressed.step import TokenRequests
-from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import config_files
@@ -60,8 +73,6 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
-from sglang.srt.layers.ngrams.kernels import NgramHash
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
 from sglang.srt.layers.quantization.activations import RowForm
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.triton_ops import (
@@ -69,11 +80,10 @@ from sglang.srt.layers.triton_ops import (
     decode_inputs,
     draft_rows,
     embedding,
-    gated_streams,
     gemv,
-    hyper_connection,
     index_rope,
     index_store,
+    keep_last,
     latent_pack,
     latent_store,
     linear_tiles,
@@ -85,6 +95,7 @@ from sglang.srt.layers.triton_ops import (
     quantized_sums,
     rope_store,
     sampling,
+    short_convolution,
     skinny_gemm,
     topk,
     whole_norm,
@@ -92,27 +103,11 @@ from sglang.srt.layers.triton_ops import (
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
 from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.layer_spec import (
-    Absent,
-    AttentionShape,
-    FeedForward,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    Matrix,
-    ShortConvolution,
-)
+from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix, ShortConvolution
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.per_layer import PerLayerEmbedding
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
 from ..layers.moe.moe_harness import tile_configs_of
@@ -486,7 +481,7 @@ def _convolution(taps: int, out: torch.Tensor) -> None:
         at = empty(tokens, dtype=torch.int64)
         requests, rows = TokenRequests(at, at, at, at), empty(tokens, width)
         short_convolution.convolve(rows, weight, kept, requests, out[:tokens])
-        ngram_embedding.keep_last(rows, kept, requests)
+        keep_last.keep_last(rows, kept, requests)
 
 
 def fp4_caches(shape: AttentionShape) -> dict[str, torch.Tensor]:
@@ -745,8 +740,8 @@ def _ngrams(spec: NgramEmbedding, tp_size: int) -> None:
         streams = empty(tokens, spec.streams, size)
         values, normed = ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
         ngram_embedding.convolve_values(values, normed, empty(width, spec.taps), spec.longest, kept_rows, requests)
-        ngram_embedding.keep_last(at, kept_ids, requests)
-        ngram_embedding.keep_last(normed, kept_rows, requests)
+        keep_last.keep_last(at, kept_ids, requests)
+        keep_last.keep_last(normed, kept_rows, requests)
 
 
 def _engram(spec: Engram, tp_size: int) -> None:
@@ -763,7 +758,7 @@ def _engram(spec: Engram, tp_size: int) -> None:
             empty(SLOTS, spec.dim // 32, dtype=torch.uint8),
         )
         ngram_embedding.ngram_rows(at, kept, requests, hashed, table, scale, empty(tokens, heads * spec.dim))
-        ngram_embedding.keep_last(at, kept, requests)
+        keep_last.keep_last(at, kept, requests)
         streams = empty(tokens, spec.streams, size)
         ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
 

@@ -18,7 +18,7 @@ from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.towers.inkling import InklingTower
+from sglang.srt.towers.inkling.spec import InklingTower
 
 from .harness import INKLING, TINY, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 

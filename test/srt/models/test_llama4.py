@@ -20,7 +20,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.towers.llama4 import describe_llama4
+from sglang.srt.towers.llama4.spec import describe_llama4
 
 from .harness import (
     LLAMA3_ROPE,

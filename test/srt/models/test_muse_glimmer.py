@@ -14,7 +14,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.towers.muse_glimmer import MuseGlimmerTower
+from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
@@ -25,7 +26,6 @@ from sglang.srt.plan.families.usual import usual_model
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
-from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
 

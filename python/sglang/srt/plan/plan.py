@@ -29,7 +29,6 @@ from sglang.srt.plan.drafts.ask import RequestedDraft, asked_draft, check_backen
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
-from sglang.srt.plan.image_tokens import with_image_token
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, ParallelConfig
@@ -535,7 +534,11 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) ->
         media = replace(media, tower=media.tower.shared_by(args.tp_size))
     layers = description.layers
     if media is not None and media.image_token is not None:
-        layers = tuple(with_image_token(layer, media.image_token) for layer in layers)
+        token = media.image_token
+        layers = tuple(
+            replace(layer, ffn=layer.ffn.with_image_token(token), ngrams=layer.ngrams.with_image_token(token))
+            for layer in layers
+        )
     return replace(description, media=media, layers=layers)
 
 

@@ -1,4 +1,4 @@
-"""Llama 4, whose encoder `plan.towers.llama4` describes. Some layers see chunks of the tokens and rotate heads; others
+"""Llama 4, whose encoder `towers.llama4.spec` describes. Some layers see chunks of the tokens and rotate heads; others
 see all tokens, do not rotate, and have attention temperature scaling. One routed expert a token, whose input is
 multiplied by its weight, and a shared expert."""
 

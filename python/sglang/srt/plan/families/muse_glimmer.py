@@ -1,4 +1,4 @@
-"""Muse-Glimmer, whose encoder `plan.towers.muse_glimmer` describes: windows with rotation and full attention without,
+"""Muse-Glimmer, whose encoder `towers.muse_glimmer.spec` describes: windows with rotation and full attention without,
 norms of heads without weights, an output gate with its own projection, norms around every block, a normed embedding,
 scaled and softly capped logits."""
 

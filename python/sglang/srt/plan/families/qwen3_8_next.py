@@ -8,6 +8,9 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import ElementGate, PerHead
@@ -19,10 +22,8 @@ from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_o
 from sglang.srt.plan.families.mtp import COUNT, MTPPass, MTPTensors, one_layer
 from sglang.srt.plan.families.recurrent import gated_delta
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.layer_spec import ABSENT, SUM, GatedStreams, LayerSpec, Residual
+from sglang.srt.plan.layer_spec import ABSENT, SUM, LayerSpec, Residual
 from sglang.srt.plan.mixers import Indexer
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,
