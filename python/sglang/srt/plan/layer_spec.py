@@ -322,8 +322,33 @@ def uneven_sizes(*sizes: int) -> frozenset[str]:
     return frozenset({"uneven_sizes"} if any(size & (size - 1) for size in sizes) else ())
 
 
+class ResidualDefaults(Protocol):
+    """A residual stream for which the norm behind a block cannot sum the block's outputs over ranks."""
+
+    __slots__ = ()
+
+    @property
+    def defers_all_reduce(self) -> bool:
+        """Returns whether all-reduces may be deferred to the norm behind a block: nothing else comes before it."""
+        return False
+
+    @property
+    def mixer_norms(self) -> bool:
+        """Returns whether mixers take the stream normed."""
+        return True
+
+    def intermediate_elements(self, itemsize: int) -> int:
+        """Returns the elements of a token, of `itemsize` bytes each, that a pipeline stage sends on besides the
+        streams."""
+        return 0
+
+    def head_weights(self, hidden_size: int) -> Weights:
+        """Returns the weights that the residual has once in the model, besides the final norm."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(ResidualDefaults):
     """A residual stream of one vector a token, to which the blocks' outputs are added.
 
     norms_after: a block's output is normed before it is added, besides the norm before the block
@@ -344,8 +369,9 @@ class Sum:
     def streams(self) -> int:
         return 1
 
-    def intermediate_elements(self, itemsize: int) -> int:
-        return 0
+    @property
+    def defers_all_reduce(self) -> bool:
+        return not self.norms_after and not self.layer_scale
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         yield Need("fused_add_rmsnorm", q_dtype=parallel.dtype)
@@ -354,31 +380,21 @@ class Sum:
         norms = Elements(2 * hidden_size if self.norms_after else 0, "float32" if self.fp32_norms else None)
         return (norms, Elements(int(self.layer_scale)))
 
-    def head_weights(self, hidden_size: int) -> Weights:
-        return ()
-
 
 SUM = Sum()
 
 
-class Residual(Protocol):
+class Residual(ResidualDefaults, Protocol):
     """The residual stream: how the blocks' outputs add up from layer to layer (Sum, HyperConnections, GatedStreams)."""
 
     @property
     def streams(self) -> int:
         """Number of vectors of a token."""
 
-    def intermediate_elements(self, itemsize: int) -> int:
-        """Returns the elements of a token, of `itemsize` bytes each, that a pipeline stage sends on besides the
-        streams."""
-
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]: ...
 
     def weights(self, hidden_size: int) -> Weights:
         """Returns the weights of one layer's residual, besides the norm before each of its two blocks."""
-
-    def head_weights(self, hidden_size: int) -> Weights:
-        """Returns the weights that the residual has once in the model, besides the final norm."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
-from sglang.srt.plan.layer_spec import LayerSpec, Sum
+from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.server_args import ServerArgs
 
@@ -70,10 +70,7 @@ def alternates_by_block(model: ModelDescription, attn_dp_size: int) -> bool:
 def _defers_all_reduce(layer: LayerSpec) -> bool:
     """Returns whether the layer defers its all-reduces: no bias is part of the sum, no norm or factor comes right
     behind it, and no norm spans the heads of all ranks. A convolution may: each rank convolves its partial sums."""
-    residual = layer.residual
-    if not isinstance(residual, Sum) or residual.norms_after or residual.layer_scale:
-        return False
-    return layer.mixer.defers_all_reduce and layer.ffn.defers_all_reduce
+    return all(part.defers_all_reduce for part in (layer.residual, layer.mixer, layer.ffn))
 
 
 def has_experts(model: ModelDescription) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, wants_planes
-from sglang.srt.plan.layer_spec import ABSENT, Matrix, Sum, Weights
+from sglang.srt.plan.layer_spec import ABSENT, Matrix, Weights
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
 
@@ -36,8 +36,8 @@ def rank_weight_bytes(
     for i, (layer, weights) in enumerate(zip(model.layers, of_rank.layers, strict=True)):
         if layer.on_other_stage:
             continue
-        unnormed = isinstance(layer.residual, Sum) and not layer.residual.mixer_norms
-        total += norm * (sum(block != ABSENT for block in (layer.mixer, layer.ffn)) - unnormed)
+        norms = sum(block != ABSENT for block in (layer.mixer, layer.ffn)) - (not layer.residual.mixer_norms)
+        total += norm * norms
         total += _bytes_of(model, i, weights + layer.residual.weights(hidden), item, features)
         total += layer.mixer.cache_scale_bytes if fp8_cache else 0
     if model.encodes_media and model.media is not None:

@@ -6,20 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Elements, ParallelConfig, Weights
+from sglang.srt.plan.layer_spec import Elements, ParallelConfig, ResidualDefaults, Weights
 
 
 @dataclass(frozen=True, slots=True)
-class GatedStreams:
+class GatedStreams(ResidualDefaults):
     """A residual stream of `streams` vectors a token (Qwen3.8-Flash-Next). Each is normed by itself; the block's input
     is their mean, weighted channel by channel by gates that a product of rank `rank` makes of all normed streams. The
     block's output is added to each stream, times that stream's gate."""
 
     streams: int
     rank: int
-
-    def intermediate_elements(self, itemsize: int) -> int:
-        return 0
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         yield Need("gated_streams", q_dtype=parallel.dtype)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Elements, ParallelConfig, Weights, uneven_sizes
+from sglang.srt.plan.layer_spec import Elements, ParallelConfig, ResidualDefaults, Weights, uneven_sizes
 
 
 @dataclass(frozen=True, slots=True)
-class HyperConnections:
+class HyperConnections(ResidualDefaults):
     """A residual stream of `streams` vectors a token; before and after each of the two blocks a learned matrix mixes
     them (arXiv 2409.19606, constrained to be doubly stochastic in DeepSeek-V4)."""
 
