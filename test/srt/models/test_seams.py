@@ -18,7 +18,7 @@ from sglang.srt.layers.residual import Block
 from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.plan.layer_spec import ParallelConfig, Weights
+from sglang.srt.plan.layer_spec import ParallelConfig, ResidualDefaults, Weights
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK
@@ -30,7 +30,7 @@ TOKENS = random_tokens(12, seed=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Copies:
+class Copies(ResidualDefaults):
     """A residual of `streams` equal vectors: what every block adds is shared out, and their sum is the plain stream."""
 
     streams: int
@@ -40,8 +40,6 @@ class Copies:
 
     def weights(self, hidden_size: int) -> Weights:
         return ()
-
-    head_weights = weights
 
 
 class CopiesJoin:
