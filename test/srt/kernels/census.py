@@ -101,6 +101,7 @@ from sglang.srt.layers.triton_ops import (
     whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix, ShortConvolution
@@ -343,19 +344,20 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     shape = mixer.attention_shape(tp_size)
     if mixer.caches_tokens and shape.head_dim == shape.v_head_dim:  # the kernel refuses others, which torch serves
         _rope_store(shape, mixer)
-    if mixer.qk_norm == "whole":
+    if isinstance(mixer.qk_norm, Whole):
         _whole_norm(shape)
-    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, mixer.chunked, extent=mixer.bias_extent)
-    if mixer.conv_taps:
+    mask, softmax = mixer.mask, mixer.softmax
+    _attention(shape, mask.window, softmax.logit_cap, softmax.sinks, arch, mask.chunked, extent=softmax.extent)
+    if mixer.kv_convolution is not None:
         width = shape.num_heads * shape.head_dim
-        channels = mixer.convolution(tp_size).channels
-        _convolution(mixer.conv_taps, empty(100, width + channels)[:, width:])
-    if mixer.head_gate:
+        channels = mixer.kv_channels(tp_size)
+        _convolution(mixer.kv_convolution.taps, empty(100, width + channels)[:, width:])
+    if isinstance(mixer.gate, HeadGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
     if mixer.indexer is not None:
         _block_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
-    if mixer.output_gate:
+    if isinstance(mixer.gate, ElementGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
 
@@ -398,7 +400,9 @@ def _whole_norm(shape: AttentionShape) -> None:
 
 def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    weight = empty(dim, dtype=torch.float32 if mixer.fp32_norms else BF16) if mixer.qk_norm == "head" else None
+    norm, weight = mixer.qk_norm, None
+    if isinstance(norm, PerHead):
+        weight = empty(dim, dtype=torch.float32 if norm.fp32 else BF16)
     caches = [
         {name: empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for name in CACHE_NAMES} for dtype in CACHES
     ]
@@ -408,7 +412,7 @@ def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
         rope_store.qk_norm_rope_store(
             empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
             empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim,
-            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.is_neox_style, **stored,
+            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.rope.is_neox_style, **stored,
         )  # fmt: skip
 
 

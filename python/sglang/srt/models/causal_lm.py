@@ -80,7 +80,7 @@ class BlockKind:
 
 
 def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
-    if spec.block > 1:
+    if spec.mask.rows > 1:
         return BlockAttention(scope, spec, site)
     return (GQAttention if spec.caches_tokens else SharedCacheAttention)(scope, spec, site)
 
@@ -208,16 +208,16 @@ def build_block(scope: Scope, spec: object, site: Site) -> Any:
 
 def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbedding:
     """Returns the embedding of the model, with its norm if it has one."""
-    normed = model.normed_embedding or model.embedding_norm
+    norm = model.embedding.norm
     embedding = VocabParallelEmbedding(
         scope.sub("embed"),
         model.vocab_size,
         model.hidden_size,
-        model.embedding_scale,
-        model.norm_eps if normed else None,
+        model.embedding.scale,
+        None if norm is None else model.norm_eps,
         model.stored_vocab_size,
     )
-    if model.embedding_norm:
+    if norm is not None and norm.weighted:
         embedding.multiply_by(scope.sub("embed_norm"))
     return embedding
 
@@ -292,8 +292,8 @@ class CausalLM:
                 scope.sub("lm_head"),
                 model.vocab_size,
                 tied_to,
-                model.logit_cap,
-                model.logit_scale,
+                model.logits.cap,
+                model.logits.scale,
                 model.stored_vocab_size,
             )
         self.aux_layers = AuxLayers.of(plan.aux_layers, [not layer.on_other_stage for layer in model.layers])
