@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from sglang.srt.drafts.kv_sharing.spec import check_stage
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan import defaults
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.capacity import Capacity
-from sglang.srt.plan.drafts.draft_plan import DraftPlan, with_draft_layers
-from sglang.srt.plan.drafts.gemma_assistant import check_stage
-from sglang.srt.plan.drafts.memory import with_draft_memory
+from sglang.srt.plan.draft_plan import DraftPlan, with_draft_layers, with_draft_memory
 from sglang.srt.plan.host_cache import copy_bytes
 from sglang.srt.plan.host_tables import host_table_bytes, host_table_note
 from sglang.srt.plan.kv_spec import has_tensor_scales

@@ -25,8 +25,15 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
 from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
-from sglang.srt.plan.drafts.ask import RequestedDraft, asked_draft, check_backends
-from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
+from sglang.srt.plan.draft_plan import (
+    DraftPlan,
+    RequestedDraft,
+    asked_draft,
+    check_backends,
+    needs_with_draft,
+    plan_draft,
+    with_draft_layers,
+)
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.image_tokens import with_image_token
@@ -97,7 +104,7 @@ class Plan:
     token_rows: int = 1  # as Sizes.token_rows
     step_widths: StepWidths = ONE_TOKEN  # as Sizes.step_widths
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, on every stage
-    next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, on every stage
+    next_tokens_read: int = 0  # as `Form.next_tokens_read` of drafts, on every stage
     aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # the prefix cache in main memory
     quantized_sums: QuantizedAllReduceRule | None = None  # which all-reduces are quantized
@@ -369,7 +376,7 @@ def make_plan(
         token_rows=sizes.token_rows,
         step_widths=sizes.step_widths,
         aux_layers=draft.description.aux_layers if draft is not None else (),
-        next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
+        next_tokens_read=draft.description.form.next_tokens_read if draft is not None else 0,
         aux_keeps_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
         quantized_sums=quantized_sum_rule(

@@ -15,10 +15,10 @@ from sglang.srt.configs.speculative import (
     SpeculativeSettings,
     default_num_steps,
 )
+from sglang.srt.drafts.block.readers.trained import trained_block
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.drafts.trained_block import trained_block
 from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from sglang.srt.server_args import ServerArgs
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config

@@ -9,8 +9,9 @@ from typing import Any
 
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.drafts.form import Form
+from sglang.srt.drafts.mtp.spec import Streamed
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.forms import Form, Streamed
 from sglang.srt.plan.families.attention import FULL, RECURRENT, grouped_attention, kinds_by_pattern, mixers_by_kind
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
