@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.drafts.ngram.corpus import DeviceCorpus
+from sglang.srt.drafts.ngram.drafter import DeviceCorpus
 from sglang.srt.errors import UserError
 from sglang.srt.layers.native_ngram import ngram_drafts
 from sglang.srt.managers.front import corpora as corpora_module

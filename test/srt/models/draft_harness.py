@@ -16,7 +16,7 @@ from sglang.srt.drafts.create import filled_draft
 from sglang.srt.drafts.registry import describe_draft
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.shared_selection import SharedSelection
-from sglang.srt.plan.draft_plan import DraftPlan, RequestedDraft, plan_draft, with_draft_layers
+from sglang.srt.plan.draft_plan import DraftPlan, plan_draft, with_draft_layers
 from sglang.srt.plan.model_description import ModelDescription
 
 from .harness import NativePlan, TinyRunner, plan_for
@@ -37,7 +37,7 @@ class PlanWithDraft(NativePlan):
         assert config is not None
         apart = "--ep-size" if self.ranks.ep_size > 1 else ""
         config = replace(config, keep_shared_apart=apart)
-        return plan_draft(RequestedDraft(config, describe_draft(config, self.description), 4), self.ranks)
+        return plan_draft(config, describe_draft(config, self.description), self.ranks)
 
     @property
     def everything(self) -> ModelDescription:

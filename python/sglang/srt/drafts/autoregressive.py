@@ -87,7 +87,6 @@ class AutoregressiveDraft:
                 batch = step.build_batch(last, step.slots, row, step.ends)
                 batch.shared_selection = shared
                 state = model(batch, state if shifted else None)
-            # What a request has no token for is no number in a row of padding: token 0 instead.
-            last = step.draw(model.logits(state), step.slots, position + 1).clamp(min=0)
+            last = step.draw(model.logits(state), step.slots, position + 1)
             draft_tokens.append(last)
         return torch.stack(draft_tokens, 1) if draft_tokens else step.tokens.new_empty((len(step.tokens), 0))

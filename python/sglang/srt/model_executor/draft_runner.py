@@ -119,4 +119,5 @@ class DraftRunner:
         )  # fmt: skip
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.sampler.draw(logits, self.table, slots, positions)
+        # What a request has no token for is no number in a row of padding: token 0 instead.
+        return self.sampler.draw(logits, self.table, slots, positions).clamp(min=0)

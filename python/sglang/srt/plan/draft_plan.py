@@ -33,40 +33,12 @@ _LOGITS_COPIES = 3  # of the head's own rows, of the target's vocabulary, and fo
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedDraft:
-    """The draft that the flags ask for. `num_tokens`: tokens of a request in a step, the last sampled one included."""
-
-    config: DraftConfig
-    description: DraftDescription
-    num_tokens: int
-
-    def describe(self, schemes: list[str]) -> dict[str, Any]:
-        """Describes the draft for /server_info. `schemes`: the number formats of its weights."""
-        return {
-            "kind": self.description.kind,
-            "model_path": self.config.model_path,
-            "architecture": self.description.model.architecture,
-            "layers": len(self.description.model.layers),
-            "aux_layers": list(self.description.aux_layers),
-            "vocabulary": self.description.head_size or self.description.vocab_size,
-            "weights": schemes,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class DraftPlan:
     """The plan of a draft on one rank of the target's last stage."""
 
-    asked: RequestedDraft
+    config: DraftConfig
+    description: DraftDescription
     weights: RankWeights
-
-    @property
-    def config(self) -> DraftConfig:
-        return self.asked.config
-
-    @property
-    def description(self) -> DraftDescription:
-        return self.asked.description
 
     @property
     def num_layers(self) -> int:
@@ -87,9 +59,16 @@ class DraftPlan:
 
     def describe(self) -> dict[str, Any]:
         """Describes the draft for /server_info."""
-        return self.asked.describe(
-            sorted({quant.scheme if quant else "16 bits" for _, quant in self.weights.matrices()})
-        )
+        draft = self.description
+        return {
+            "kind": draft.kind,
+            "model_path": self.config.model_path,
+            "architecture": draft.model.architecture,
+            "layers": len(draft.model.layers),
+            "aux_layers": list(draft.aux_layers),
+            "vocabulary": draft.head_size or draft.vocab_size,
+            "weights": sorted({quant.scheme if quant else "16 bits" for _, quant in self.weights.matrices()}),
+        }
 
     def own_choices(self, by_key: Mapping[str, T]) -> dict[str, T]:
         """Returns the plan's choices as the draft's layers look them up: where the draft has its own for an op, that
@@ -100,15 +79,14 @@ class DraftPlan:
         return {**by_key, **draft_choices}
 
 
-def plan_draft(asked: RequestedDraft, ranks: RankLayout) -> DraftPlan:
+def plan_draft(config: DraftConfig, description: DraftDescription, ranks: RankLayout) -> DraftPlan:
     """Plans the rank's share of the draft. Raises UserError for a draft that the ranks cannot share."""
-    description = asked.description
     layout = layout_of_draft(ranks, description)
     check_layout(description.model, layout)
     of_rank = rank_weights(description.model, layout)
     if not description.form.separate:
         of_rank = replace(of_rank, front=description.front())
-    return DraftPlan(asked, of_rank)
+    return DraftPlan(config, description, of_rank)
 
 
 def layout_of_draft(ranks: RankLayout, draft: DraftDescription) -> RankLayout:
@@ -164,7 +142,9 @@ def _merged(needs: Mapping[str, Need], need: Need) -> Iterator[Need]:
         yield replace(same_dims[0], traits=same_dims[0].traits | need.traits)
 
 
-def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, apart: str) -> RequestedDraft | None:
+def asked_draft(
+    args: ServerArgs, model: ModelConfig, target: ModelDescription, apart: str
+) -> tuple[DraftConfig, DraftDescription] | None:
     """Returns the draft that the flags ask for; None: there is none, or none with weights. `apart`: `keep_shared_apart`
     of `describe_model`. Raises UserError for a draft that is missing, malformed, not computed here or made for another
     model."""
@@ -175,7 +155,7 @@ def asked_draft(args: ServerArgs, model: ModelConfig, target: ModelDescription, 
     config = replace(config, keep_shared_apart=apart)
     draft = describe_draft(config, target)
     _check_depth(settings)
-    return RequestedDraft(config, draft, settings.num_draft_tokens)
+    return config, draft
 
 
 def _check_depth(settings: SpeculativeSettings) -> None:
@@ -236,6 +216,6 @@ def with_draft_memory(
         fixed,
         activations=fixed.activations + rows + tails + max(0, draft_activations - targets) + intermediate,
         logits=fixed.logits + logit_rows * description.vocab_size * 4 * _LOGITS_COPIES,
-        graphs=fixed.graphs + draft_graph_bytes(len(model.layers), draft.asked.num_tokens, sizes),
+        graphs=fixed.graphs + draft_graph_bytes(len(model.layers), sizes),
         rotary=fixed.rotary + rotary_bytes(model, sizes),
     )

@@ -11,6 +11,8 @@ from typing import Any
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import agree
+from sglang.srt.drafts.config import DraftConfig
+from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
@@ -27,7 +29,6 @@ from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
-    RequestedDraft,
     asked_draft,
     check_backends,
     needs_with_draft,
@@ -449,7 +450,7 @@ class ModelPlanner:
     probe: Probe | None = None
     advises: bool = True
     described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
-    drafts: dict[str, RequestedDraft | None] = field(default_factory=dict)  # likewise
+    drafts: dict[str, tuple[DraftConfig, DraftDescription] | None] = field(default_factory=dict)  # likewise
 
     @property
     def max_gpus(self) -> int:
@@ -492,7 +493,7 @@ class ModelPlanner:
         if apart not in self.drafts:
             self.drafts[apart] = asked_draft(args, self.model, target, apart) if self.served else None
         asked = self.drafts[apart]
-        return None if asked is None else plan_draft(asked, asked_layout(args))
+        return None if asked is None else plan_draft(*asked, asked_layout(args))
 
     def weights(self, args: ServerArgs) -> int:
         """Returns the bytes of weights on the rank that has most."""

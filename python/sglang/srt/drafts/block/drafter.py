@@ -55,8 +55,6 @@ class DraftBlock:
         draft_tokens = torch.cat(
             [self._draft_block(step, state, requests) for requests in self._parts(count, num_speculative_tokens)]
         )
-        # What a request has no token for is no number in a row of padding: token 0 instead.
-        draft_tokens = draft_tokens.clamp(min=0)
         if model.confidence is not None:
             step.confidence = model.confidence(state, torch.cat((step.tokens[:, None], draft_tokens[:, :-1]), dim=1))
         return draft_tokens
@@ -92,6 +90,6 @@ def _in_turn(
     state, draft_tokens = head.begin(logits, rows), []
     for place in range(logits.shape[1]):
         corrected, state = head(place, logits[:, place], rows[:, place], previous, state)
-        previous = step.draw(corrected, slots, lens + place + 1).clamp(min=0)
+        previous = step.draw(corrected, slots, lens + place + 1)
         draft_tokens.append(previous)
     return torch.stack(draft_tokens, dim=1)

@@ -46,8 +46,7 @@ class KVSharingAssistant:
         for i in range(num_speculative_tokens):
             batch.input_ids = last
             state = model(batch, features)
-            # What a request has no token for is no number in a row of padding: token 0 instead.
-            last = step.draw(model.logits(state), step.slots, step.lens + i + 1).clamp(min=0)
+            last = step.draw(model.logits(state), step.slots, step.lens + i + 1)
             draft_tokens.append(last)
             features = model.next_features(state)
         return torch.stack(draft_tokens, 1)

@@ -83,8 +83,7 @@ class MultiLayerMTP:
         return torch.stack(draft_tokens, 1)
 
     def _draw(self, step: DraftStep, depth: int, state: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # What a request has no token for is no number in a row of padding: token 0 instead.
-        return step.draw(self.model.logits_at(depth, state), step.slots, positions).clamp(min=0)
+        return step.draw(self.model.logits_at(depth, state), step.slots, positions)
 
     def _compute_rows(self, step: DraftStep) -> torch.Tensor:
         """Computes the step's rows at every depth, keeps the tails, and returns the outputs [T, H] of the first

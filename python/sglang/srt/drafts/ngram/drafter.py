@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.speculative import NgramSettings
-from sglang.srt.drafts.ngram.corpus import DeviceCorpus
 from sglang.srt.layers.ops import NgramDraftsOp
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.utils.device_arrays import to_device
@@ -57,3 +56,26 @@ class NgramDrafter:
     def load_texts(self, path: Path) -> None:
         """Replaces the external texts by a file of `managers.front.corpora`."""
         self._corpus.load(path)
+
+
+class DeviceCorpus:
+    """Tokens and suffix order of all texts, at the fixed addresses that CUDA graphs need."""
+
+    def __init__(self, max_tokens: int, device: torch.device | str) -> None:
+        tokens = torch.full((max_tokens,), -1, dtype=torch.int32, device=device)
+        order = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        self.arrays = (tokens, order, torch.zeros(1, dtype=torch.int32, device=device))
+        """Arrays of the texts, as `native_ngram.Corpus` takes them."""
+
+    def load(self, path: Path) -> None:
+        """Loads a file that `managers.front.corpora` wrote. Copies on the current stream, so steps launched before read
+        the old texts."""
+        with np.load(path) as content:
+            texts, sorted_ends = content["tokens"], content["order"]
+        tokens, order, size = self.arrays
+        assert len(texts) <= len(tokens), "the tokens are counted where texts come in"
+        size.zero_()
+        tokens[: len(texts)].copy_(torch.from_numpy(texts))
+        tokens[len(texts) :].fill_(-1)
+        order[: len(sorted_ends)].copy_(torch.from_numpy(sorted_ends))
+        size.fill_(len(sorted_ends))

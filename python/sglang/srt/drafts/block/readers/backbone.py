@@ -7,12 +7,12 @@ Source: the format in which z-lab publishes DFlash drafts, which DeepSeek's DSpa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
-from sglang.srt.drafts.block.spec import Block, Confidence, Convolution, Head
+from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.config import DraftConfig, check_sizes
 from sglang.srt.drafts.spec import DraftDescription, finished
 from sglang.srt.errors import UserError
@@ -36,31 +36,8 @@ GEMMA4_DSPARK = "Gemma4DSparkModel"
 """The architecture with layers like Gemma 4's that attend to all tokens; the others' are like Qwen3's."""
 _LAYER_NAMES = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES}
 
-OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
+_OF_VERIFIER = ("verifier_norm.", "verifier_lm_head.")
 """Copies of the target's tensors that the speculators library stored while it trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSettings:
-    """A block draft's settings besides those of its layers.
-
-    trained: rows of the blocks with which it was trained
-    aux_layers: target layers whose outputs it reads
-    head_size: tokens of its own output head, a part of the target's; 0: it uses the target's head
-    unread: beginnings of the names of tensors that are not loaded
-    plain_ends: as in DraftDescription
-    """
-
-    trained: int
-    mask_token: int
-    aux_layers: tuple[int, ...]
-    first_row: int = 1
-    head: Head | None = None
-    convolution: Convolution | None = None
-    confidence: Confidence | None = None
-    head_size: int = 0
-    unread: tuple[str, ...] = ()
-    plain_ends: bool = False
 
 
 def names_of(more: Mapping[str, str], in_layers: Mapping[str, str] | None = None) -> WeightMap:
@@ -87,9 +64,16 @@ def check_architecture(keys: ConfigReader, kind: str, supported: tuple[str, ...]
 
 
 def describe_block_draft(
-    config: DraftConfig, target: ModelDescription, settings: BlockSettings, names: WeightMap
+    config: DraftConfig,
+    target: ModelDescription,
+    form: Block,
+    names: WeightMap,
+    aux_layers: tuple[int, ...],
+    head_size: int,
+    plain_ends: bool = False,
 ) -> DraftDescription:
-    """Describes a draft with this backbone. Raises UserError for a config that does not match the target."""
+    """Describes a draft with this backbone. `form`: without what the target and the layers say. `aux_layers`,
+    `head_size`, `plain_ends`: as in DraftDescription. Raises UserError for a config that does not match the target."""
     keys = config.reader()
     family = _backbone(architecture_of(keys), names)
     names = family.names
@@ -101,31 +85,19 @@ def describe_block_draft(
             f"{keys.source}: hidden_size {model.hidden_size} is not the target's ({target.hidden_size}), whose"
             " embedding and head the draft takes. Give the draft that was trained for this model."
         )
-    if not 0 <= settings.mask_token < target.vocab_size:
-        raise UserError(f"{keys.source}: mask_token_id {settings.mask_token} is no token of the {target.vocab_size:,}.")
-    form = Block(
-        num_aux_layers=len(settings.aux_layers),
-        aux_size=target.hidden_size,
-        size=settings.trained,
-        mask_token=settings.mask_token,
-        vocab_size=target.vocab_size,
-        first_row=settings.first_row,
-        head=settings.head,
-        convolution=settings.convolution,
-        num_layers=len(model.layers),
-        confidence=settings.confidence,
-    )
-    model = in_blocks(model, settings.trained)
+    if not 0 <= form.mask_token < target.vocab_size:
+        raise UserError(f"{keys.source}: mask_token_id {form.mask_token} is no token of the {target.vocab_size:,}.")
+    model = replace(in_blocks(model, form.size), names=replace(names, unread=(*names.unread, *_OF_VERIFIER)))
     draft = DraftDescription(
         kind=config.kind,
-        model=replace(model, names=replace(names, unread=(*names.unread, *settings.unread))),
-        form=form,
+        model=model,
+        form=replace(form, num_layers=len(model.layers)),
         first_layer=len(target.layers),
         vocab_size=target.vocab_size,
-        aux_layers=settings.aux_layers,
-        head_size=settings.head_size,
-        reduced=settings.head_size > 0,
-        plain_ends=settings.plain_ends,
+        aux_layers=aux_layers,
+        head_size=head_size,
+        reduced=head_size > 0,
+        plain_ends=plain_ends,
     )
     return finished(draft, target)
 

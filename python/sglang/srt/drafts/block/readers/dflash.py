@@ -15,8 +15,6 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DFLASH, USUAL_BLOCK_SIZE
 from sglang.srt.drafts.block.readers.backbone import (
-    OF_VERIFIER,
-    BlockSettings,
     check_architecture,
     check_aux_layers,
     check_computed,
@@ -25,7 +23,7 @@ from sglang.srt.drafts.block.readers.backbone import (
     reduced_head,
 )
 from sglang.srt.drafts.block.readers.muse import ASSISTANT_ARCHITECTURE, ASSISTANT_NAMES, fit_assistant
-from sglang.srt.drafts.block.spec import Convolution, Domino, Head, Selector
+from sglang.srt.drafts.block.spec import Block, Convolution, Domino, Head, Selector
 from sglang.srt.drafts.config import DraftConfig
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
@@ -50,7 +48,7 @@ _COMPUTED: Mapping[str, tuple[object, ...]] = {
     "video_adapter": (),
 }
 """Keys that change what a draft computes, with the values that are computed."""
-_HEAD_NAMES: Mapping[str, str] = {
+_HEAD_NAMES: dict[str, str] = {
     "prefix_gru": "prefix_gru",
     "embed_proj.0": "embed_proj.0",
     "embed_proj.2": "embed_proj.2",
@@ -77,19 +75,20 @@ def describe_dflash(config: DraftConfig, target: ModelDescription) -> DraftDescr
         raise UserError(
             f"{keys.source}: draft_vocab_size {size} with a head that corrects draft tokens is not supported."
         )
-    settings = BlockSettings(
-        trained=dflash_rows(keys),
-        mask_token=inner.require("mask_token_id", int),
-        aux_layers=_aux_layers(inner, keys.positive("num_hidden_layers"), len(target.layers)),
+    rows, mask_token = dflash_rows(keys), inner.require("mask_token_id", int)
+    aux_layers = _aux_layers(inner, keys.positive("num_hidden_layers"), len(target.layers))
+    form = Block(
+        num_aux_layers=len(aux_layers),
+        aux_size=target.hidden_size,
+        size=rows,
+        mask_token=mask_token,
+        vocab_size=target.vocab_size,
         first_row=dflash_first_row(keys),
         head=head,
-        head_size=size,
-        unread=OF_VERIFIER,
         convolution=_convolution(inner, keys.positive("hidden_size")),
-        plain_ends=assistant,
     )
-    own_names = ASSISTANT_NAMES if assistant else {}
-    return describe_block_draft(config, target, settings, names_of({**_HEAD_NAMES, **own_names}, _CONVOLUTION_NAMES))
+    names = names_of(_HEAD_NAMES | (ASSISTANT_NAMES if assistant else {}), _CONVOLUTION_NAMES)
+    return describe_block_draft(config, target, form, names, aux_layers, size, plain_ends=assistant)
 
 
 def dflash_rows(keys: ConfigReader) -> int:

@@ -14,8 +14,6 @@ from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.speculative import DSPARK, USUAL_DSPARK_SIZE
 from sglang.srt.drafts.block.readers.backbone import (
     GEMMA4_DSPARK,
-    OF_VERIFIER,
-    BlockSettings,
     check_architecture,
     check_aux_layers,
     check_computed,
@@ -24,7 +22,7 @@ from sglang.srt.drafts.block.readers.backbone import (
     reduced_head,
 )
 from sglang.srt.drafts.block.readers.dspark_bundled import CONFIDENCE, describe_bundled
-from sglang.srt.drafts.block.spec import Confidence, Markov
+from sglang.srt.drafts.block.spec import Block, Confidence, Markov
 from sglang.srt.drafts.config import BUNDLED_SIZE, DraftConfig
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
@@ -73,17 +71,19 @@ def describe_dspark(config: DraftConfig, target: ModelDescription) -> DraftDescr
     size = reduced_head(keys, target)
     head = Markov(rank, kind, size) if rank else None
     names = names_of({**_NAMES, "markov_gate": _GATES.get(kind, "")})
-    settings = BlockSettings(
-        trained=block_rows(keys),
-        mask_token=keys.require("mask_token_id", int),
-        aux_layers=check_aux_layers(keys.require("target_layer_ids", list), len(target.layers), keys.source),
+    rows, mask_token = block_rows(keys), keys.require("mask_token_id", int)
+    aux_layers = check_aux_layers(keys.require("target_layer_ids", list), len(target.layers), keys.source)
+    form = Block(
+        num_aux_layers=len(aux_layers),
+        aux_size=target.hidden_size,
+        size=rows,
+        mask_token=mask_token,
+        vocab_size=target.vocab_size,
         first_row=first_row(keys),
         head=head,
-        head_size=size,
-        unread=OF_VERIFIER,
         confidence=_confidence(keys, rank),
     )
-    return describe_block_draft(config, target, settings, names)
+    return describe_block_draft(config, target, form, names, aux_layers, size)
 
 
 def _confidence(keys: ConfigReader, rank: int) -> Confidence | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.plan.model_description import ModelDescription
 
 ASSISTANT_ARCHITECTURE = "MuseGlimmerAssistantModel"
-ASSISTANT_NAMES: Mapping[str, str] = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
+ASSISTANT_NAMES: dict[str, str] = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 _ASSISTANT_TYPE = "muse_glimmer_assistant"
 _LEFT_OUT: Mapping[str, Any] = {
     "architectures": [ASSISTANT_ARCHITECTURE],
