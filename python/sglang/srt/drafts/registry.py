@@ -57,5 +57,5 @@ def _algorithm(config: DraftConfig, target: ModelDescription) -> str:
     architecture = architecture_of(config.reader())
     if architecture in ASSISTANT_ARCHITECTURES:
         return KV_SHARING
-    own = architecture not in EAGLE_ARCHITECTURES and architecture.removesuffix("NextN") == target.architecture
-    return MTP if own else EAGLE
+    of_family = architecture.removesuffix("NextN") == target.architecture
+    return MTP if of_family and architecture not in EAGLE_ARCHITECTURES else EAGLE

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sglang.srt.drafts.kv_sharing.spec import check_stage
+from sglang.srt.drafts.ngram.spec import ngram_bytes
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan import defaults
@@ -31,7 +32,7 @@ from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized
 from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.sizes import Sizes
-from sglang.srt.plan.speculation import ngram_bytes, step_widths, uncertain_slots_of
+from sglang.srt.plan.speculation import step_widths, uncertain_slots_of
 from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
