@@ -17,12 +17,10 @@ from sglang.srt.drafts.block.readers.dspark import DSPARK_ARCHITECTURES
 from sglang.srt.drafts.block.readers.dspark_bundled import BUNDLING_ARCHITECTURES
 from sglang.srt.drafts.eagle.reader import EAGLE3_ARCHITECTURES, EAGLE3_MLA_ARCHITECTURES, EAGLE_ARCHITECTURES
 from sglang.srt.drafts.kv_sharing.spec import ASSISTANT_ARCHITECTURES
-from sglang.srt.managers.front.media.media_tokens import PROCESSORS
-from sglang.srt.managers.front.media.video_processors import FAMILIES as VIDEO_PROCESSORS
 from sglang.srt.plan.families import FAMILIES
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MTPLayerPerToken
-from sglang.srt.plan.media import ENCODERS
+from sglang.srt.towers.registry import BY_MODEL_TYPE
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
@@ -110,10 +108,10 @@ def rows() -> dict[str, tuple[Family, ...]]:
 
 def inputs(families: Iterable[Family]) -> str:
     """Returns what prompts of these families may hold besides text, as words; "text" where there is nothing else."""
-    kinds = [kind for family in families for kind in family.model_types if kind in ENCODERS]
-    if not kinds:
+    towers = [BY_MODEL_TYPE[kind] for family in families for kind in family.model_types if kind in BY_MODEL_TYPE]
+    if not towers:
         return "text"
-    return "images, video" if any(PROCESSORS[kind] in VIDEO_PROCESSORS for kind in kinds) else "images"
+    return "images, video" if any(tower.prompt.reads_videos for tower in towers) else "images"
 
 
 def own_draft(families: Iterable[Family]) -> str:

@@ -16,11 +16,11 @@ from docs.recipes import CONFIGS
 from live_server import PYTHON_ROOT
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.blocks.engram.spec import Engram
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.managers.front.media.media_tokens import media_tokens
-from sglang.srt.managers.front.media.processor_files import read_processor_files
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.model_description import describe_model
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.towers.pictures.processor_files import read_processor_files
 from sglang.srt.utils.token_texts import read_text_numbers
 
 
@@ -111,8 +111,11 @@ def test_what_no_owner_should_read(script: ModuleType, log: str, problems: int) 
     assert len(script.log_problems(log)) == problems
 
 
-def test_a_server_is_started_asked_and_ended(script: ModuleType, tmp_path: Path) -> None:
+def test_a_server_is_started_asked_and_ended(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU, where nothing differs but the time that it takes; and one that does not start."""
+    monkeypatch.setattr(script, "REQUESTS", 4)
     case = script.Case("embedded", "")
     result = script.Result(case)
     until = script.time.monotonic() + 300

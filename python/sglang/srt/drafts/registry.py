@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.configs.speculative import DFLASH, DSPARK, EAGLE, EAGLE3, STANDALONE
 from sglang.srt.drafts.block.readers.dflash import describe_dflash
 from sglang.srt.drafts.block.readers.dspark import describe_dspark
@@ -17,7 +18,6 @@ from sglang.srt.drafts.mtp.reader import describe_mtp
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.drafts.standalone.spec import describe_standalone
 from sglang.srt.errors import UserError
-from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription, architecture_of
 
 READERS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]] = {

@@ -18,10 +18,10 @@ from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
 from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.models.vision.create_encoder import create_encoder
-from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.shared_encoder import SharedEncoder
 from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
+from sglang.srt.towers.base.encoder import VisionEncoder
+from sglang.srt.towers.base.shared_encoder import SharedEncoder
+from sglang.srt.towers.create_encoder import create_encoder
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan

@@ -24,7 +24,7 @@ import torch
 from sglang.srt.drafts.autoregressive import following_rows
 from sglang.srt.drafts.drafter import DraftStep
 from sglang.srt.drafts.mtp_by_layer.model import MTPByLayerDraft
-from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests, compressed_step
+from sglang.srt.layers.compressed_step import CompressedStep, TokenRequests, compressed_step
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import requests_of_tokens
 from sglang.srt.plan.plan import Plan
