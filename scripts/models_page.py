@@ -12,11 +12,11 @@ from pathlib import Path
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.configs.quantization import READERS, SPELLINGS
-from sglang.srt.plan.drafts.dflash import DFLASH_ARCHITECTURES
-from sglang.srt.plan.drafts.dspark import DSPARK_ARCHITECTURES
-from sglang.srt.plan.drafts.dspark_bundled import BUNDLING_ARCHITECTURES
-from sglang.srt.plan.drafts.eagle import EAGLE3_ARCHITECTURES, EAGLE3_MLA_ARCHITECTURES, EAGLE_ARCHITECTURES
-from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES
+from sglang.srt.drafts.block.readers.dflash import DFLASH_ARCHITECTURES
+from sglang.srt.drafts.block.readers.dspark import DSPARK_ARCHITECTURES
+from sglang.srt.drafts.block.readers.dspark_bundled import BUNDLING_ARCHITECTURES
+from sglang.srt.drafts.eagle.reader import EAGLE3_ARCHITECTURES, EAGLE3_MLA_ARCHITECTURES, EAGLE_ARCHITECTURES
+from sglang.srt.drafts.kv_sharing.spec import ASSISTANT_ARCHITECTURES
 from sglang.srt.plan.families import FAMILIES
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MTPLayerPerToken

@@ -31,6 +31,7 @@ from draft_shapes import CASES
 
 from sglang import explain
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.drafts.drafter import DraftStep
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -38,7 +39,6 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DraftStep
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
 from sglang.tuning.steps import verify_step
 

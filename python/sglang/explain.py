@@ -33,7 +33,7 @@ from sglang.srt.kernels.spec import Choice, NoKernel, Rejection
 from sglang.srt.kernels.tile_configs import OpTileConfigs
 from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.capacity import describe_capacity
-from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
+from sglang.srt.plan.draft_plan import DraftPlan, needs_with_draft, with_draft_layers
 from sglang.srt.plan.host_cache import GIB, keeps_unasked
 from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.kv_spec import has_tensor_scales

@@ -61,11 +61,11 @@ def test_what_drafts_multiply(name: str, tmp_path: Path) -> None:
     ops = list(draft_ops(explained.model, draft, explained.parallel, step))
     heads = [op.tokens for called, op in ops if called == "lm_head"]  # type: ignore[union-attr]
     assert sum(heads) == 8 * (explained.width - 1)
-    block = draft.rows_a_request > 1
+    block = draft.form.rows_a_request > 1
     assert len(heads) == (1 if block else explained.width - 1)
     layers = [op.tokens for called, op in ops if called in ("attn.o", "attn.o_b")]  # type: ignore[union-attr]
     if block:
-        assert layers == [8 * draft.rows_a_request] * len(draft.model.layers)
+        assert layers == [8 * draft.form.rows_a_request] * len(draft.model.layers)
         (captured,) = [op for called, op in ops if called == "fc"]
         assert captured.tokens == 8 * explained.width  # type: ignore[union-attr]
     else:

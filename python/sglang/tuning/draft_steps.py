@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from sglang.srt.drafts.block.spec import Block
+from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.drafts.description import DraftDescription
-from sglang.srt.plan.drafts.forms import Assistant, Block, MTPByLayer, Separate
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
@@ -83,14 +83,8 @@ def draft_ops(
     head = model if draft.head_size == 0 else draft.model
     for i in range(draft_tokens):
         yield from head_ops(head, parallel, step.batch)
-        if isinstance(draft.form, MTPByLayer):  # depths from i on process the previous draft token
-            yield from _pass(draft, layers[i:], parallel, one if i else step, i)
-        elif i or isinstance(draft.form, Assistant):
-            yield from _pass(draft, layers, parallel, one)
-        else:
-            yield from _pass(draft, layers, parallel, step)
-            if isinstance(draft.form, Separate):  # its first draft token is a row of its own
-                yield from _pass(draft, layers, parallel, one)
+        for first, of_step in draft.form.passes(i):
+            yield from _pass(draft, layers[first:], parallel, step if of_step else one, first)
 
 
 def _pass(
@@ -141,6 +135,6 @@ _KEPT = frozenset({"attn.qkv", "attn.kv"})
 
 
 def _matrices(draft: DraftDescription) -> Iterator[Matrix]:
-    if isinstance(draft.form, Separate):
+    if draft.form.separate:
         return
     yield from (part for part in draft.form.weights(draft.model.hidden_size) if isinstance(part, Matrix))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.drafts.ngram.drafter import DeviceCorpus
 from sglang.srt.errors import UserError
 from sglang.srt.layers.native_ngram import ngram_drafts
 from sglang.srt.managers.front import corpora as corpora_module
@@ -16,7 +17,6 @@ from sglang.srt.managers.front import request_preparation
 from sglang.srt.managers.front.corpora import MAX_CORPORA, ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.wire.io_struct import ControlReply
-from sglang.srt.speculative.corpus import DeviceCorpus
 
 
 class Schedulers:

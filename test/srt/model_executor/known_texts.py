@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from sglang.srt.drafts.drafter import DraftStep
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DraftStep
 
 Outputs = Mapping[tuple[int, ...], list[int]]
 """By prompt."""

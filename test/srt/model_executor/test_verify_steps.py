@@ -19,6 +19,7 @@ from pairs import some_of
 from tokenizers import Tokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
+from sglang.srt.drafts.depth import FixedDepth
 from sglang.srt.errors import UserError
 from sglang.srt.layers import native_draft_rows
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -31,7 +32,6 @@ from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.model_executor.step import StepInput, step_arrays
 from sglang.srt.plan.step_widths import StepWidths
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.depth import FixedDepth
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler

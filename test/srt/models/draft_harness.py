@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from sglang.srt.configs.speculative import SpeculativeSettings
+from sglang.srt.drafts.config import read_draft_config
+from sglang.srt.drafts.create import filled_draft
+from sglang.srt.drafts.registry import describe_draft
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.attention.shared_selection import SharedSelection
-from sglang.srt.model_loader.loader import filled_draft
-from sglang.srt.plan.drafts.ask import RequestedDraft
-from sglang.srt.plan.drafts.config import read_draft_config
-from sglang.srt.plan.drafts.describe import describe_draft
-from sglang.srt.plan.drafts.draft_plan import DraftPlan, plan_draft, with_draft_layers
+from sglang.srt.plan.draft_plan import DraftPlan, plan_draft, with_draft_layers
 from sglang.srt.plan.model_description import ModelDescription
 
 from .harness import NativePlan, TinyRunner, plan_for
@@ -38,7 +37,7 @@ class PlanWithDraft(NativePlan):
         assert config is not None
         apart = "--ep-size" if self.ranks.ep_size > 1 else ""
         config = replace(config, keep_shared_apart=apart)
-        return plan_draft(RequestedDraft(config, describe_draft(config, self.description), 4), self.ranks)
+        return plan_draft(config, describe_draft(config, self.description), self.ranks)
 
     @property
     def everything(self) -> ModelDescription:

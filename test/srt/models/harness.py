@@ -38,7 +38,7 @@ from sglang.srt.model_loader.loader import filled_model
 from sglang.srt.models.causal_lm import DecoderLayer
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import cache_groups, row_tables
-from sglang.srt.plan.drafts.draft_plan import DraftPlan, with_draft_layers
+from sglang.srt.plan.draft_plan import DraftPlan, with_draft_layers
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, describe_model

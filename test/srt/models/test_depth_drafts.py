@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.speculative import SpeculativeSettings
+from sglang.srt.drafts.create import filled_draft
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
-from sglang.srt.model_loader.loader import filled_draft, load_model
+from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.caches import row_tables
 from sglang.srt.plan.layer_spec import ParallelConfig, Window
 from sglang.srt.plan.plan import make_plan
@@ -132,7 +133,7 @@ def test_what_configs_say_of_inklings_depths(said: str, tmp_path: Path) -> None:
     assert [mixer.window for mixer in mixers] == ([0, 0] if said == "not said" else [12, 0])
     assert [mixer.softmax.relative_bias.extent for mixer in mixers] == ([20, 20] if said == "not said" else [12, 20])
     assert description.aux_layers == () and description.form.final_features
-    assert description.tails == 0, "they are states"
+    assert description.form.tails == 0, "they are states"
     caches = [{cache.name: cache for cache in layer.caches(SERVING)} for layer in description.model.layers]
     assert ["draft_rows" in each for each in caches] == [False, True]
     for each in caches:
@@ -175,5 +176,5 @@ def test_published_configs(name: str, window: int, backend: str | None) -> None:
     assert attention.name == "triton" and (backend is None or "window slack" in str(attention.rejected))
     assert make_plan(args, model, arch, 94 << 30, packages, rank=0).next_tokens_read == 3, "all stages cache alike"
     assert [table.tokens for table in row_tables(plan.caches) if isinstance(table, Window)] == [window, window + 2]
-    assert plan.next_tokens_read == plan.draft.num_layers == plan.draft.description.tails + 1 == 3
+    assert plan.next_tokens_read == plan.draft.num_layers == plan.draft.description.form.tails + 1 == 3
     assert plan.draft.description.aux_layers == (47 if window == 128 else 44,)

@@ -187,4 +187,4 @@ def test_a_draft_in_a_directory_of_the_model(target: Path, tmp_path: Path) -> No
     with pytest.raises(UserError, match="brings no DSpark draft: its config.json has no dspark_block_size"):
         plan_with_draft(tmp_path / "model", "DSPARK")
     save(tmp_path / "model" / "dspark", CONFIG, weights())
-    assert plan_with_draft(tmp_path / "model", "DSPARK").draft.description.rows_a_request == BLOCK
+    assert plan_with_draft(tmp_path / "model", "DSPARK").draft.description.form.rows_a_request == BLOCK

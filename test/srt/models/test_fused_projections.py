@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 from sglang import explain
 from sglang.srt.configs.fused_projections import TP_BLOCKS, with_tp_blocks
 from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.drafts.create import filled_draft
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
-from sglang.srt.model_loader.loader import filled_draft, load_model
+from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.fused_rows import fused_rows, keep_groups
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import HeadShares

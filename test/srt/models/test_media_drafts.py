@@ -15,12 +15,12 @@ from pairs import some_of
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.drafts.autoregressive import following_rows
+from sglang.srt.drafts.parts import DraftParts
 from sglang.srt.layers.forward_batch import ExtendRows, ForwardBatch
 from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.models.draft_parts import DraftParts
-from sglang.srt.speculative.autoregressive_draft import following_rows
 from srt.managers.fake_runner import Collector, add, assert_clean, run_to_end
 
 from . import test_dflash_drafts as dflash

@@ -15,7 +15,7 @@ from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups
-from sglang.srt.plan.drafts.draft_plan import layout_of_draft
+from sglang.srt.plan.draft_plan import layout_of_draft
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.memory import GATHER_BYTES, _attention_sizes, activation_bytes, graph_bytes

@@ -10,8 +10,9 @@ import pytest
 
 from sglang.srt import environ
 from sglang.srt.configs.speculative import AdaptiveSettings, SpeculativeSettings
+from sglang.srt.drafts.ngram.spec import ngram_bytes
 from sglang.srt.errors import UserError
-from sglang.srt.plan.speculation import ngram_bytes, speculative_settings, verify_needs
+from sglang.srt.plan.speculation import speculative_settings, verify_needs
 from sglang.srt.server_args import ServerArgs
 
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang.srt.drafts.drafter import DraftStep
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DraftStep
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run
 from srt.models import test_dflash_drafts as dflash_drafts
 from srt.models import test_dspark_drafts as dspark_drafts

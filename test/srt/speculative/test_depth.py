@@ -7,8 +7,8 @@ import random
 import pytest
 
 from sglang.srt.configs.speculative import AdaptiveSettings
+from sglang.srt.drafts.depth import PROBE_STEPS, AcceptanceRates, AdaptiveDepth, FixedDepth
 from sglang.srt.plan.step_widths import StepWidths
-from sglang.srt.speculative.depth import PROBE_STEPS, AcceptanceRates, AdaptiveDepth, FixedDepth
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 

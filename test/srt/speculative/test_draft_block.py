@@ -20,14 +20,14 @@ from rank_processes import run_ranks
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.speculative import AdaptiveSettings
 from sglang.srt.distributed import parallel_state
+from sglang.srt.drafts.block.drafter import DraftBlock
+from sglang.srt.drafts.depth import AdaptiveDepth
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.depth import AdaptiveDepth
-from sglang.srt.speculative.draft_block import DraftBlock
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, answers, run, server_args
 from srt.models import test_dspark_drafts as dspark_drafts

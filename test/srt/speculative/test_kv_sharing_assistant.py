@@ -16,6 +16,7 @@ from rank_processes import run_ranks
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
+from sglang.srt.drafts.kv_sharing.drafter import KVSharingAssistant
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -24,7 +25,6 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_ru
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.kv_sharing_assistant import KVSharingAssistant
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.test_verify_steps import GREEDY, SAMPLED, prompts, run, server_args

@@ -13,11 +13,11 @@ from rank_processes import run_ranks
 from torch import Tensor
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.drafts.block.drafter import DraftBlock
+from sglang.srt.drafts.drafter import DraftStep
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.speculative.draft_block import DraftBlock
-from sglang.srt.speculative.drafter import DraftStep
 from srt.managers.fake_runner import Collector, add, request, run_to_end
 from srt.models.draft_harness import DraftRunner, plan_with_draft
 from srt.models.draft_references import Target

@@ -13,14 +13,14 @@ import pytest
 import torch
 from pairs import some_of
 
+from sglang.srt.drafts.drafter import DraftStep
+from sglang.srt.drafts.ngram.drafter import NgramDrafter
 from sglang.srt.layers.native_ngram import ngram_drafts
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.drafter import DraftStep
-from sglang.srt.speculative.ngram import NgramDrafter
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.models.harness import VOCAB, save_tiny

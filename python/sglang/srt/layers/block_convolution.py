@@ -1,5 +1,5 @@
 """Convolutions over the rows of a draft's blocks, before and after a layer's attention or MLP; see
-`plan.drafts.heads.Convolution`.
+`drafts.block.spec.Convolution`.
 
     out[i, c] = sum over taps t of (base[t, c] + kernels[i, t, c // group]) x[i - t, c]    rows before the block are 0
 
@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.groups import Group
+from sglang.srt.drafts.block.spec import Convolution
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.parameter import Scope, WeightShard
 from sglang.srt.layers.quantization.activations import Activations, values_of
-from sglang.srt.plan.drafts.heads import Convolution
 from sglang.srt.plan.ranks import whole
 
 if TYPE_CHECKING:

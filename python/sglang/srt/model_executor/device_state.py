@@ -233,7 +233,7 @@ class DeviceState:
     def draft_batch(
         self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, in_graph: bool
     ) -> ForwardBatch:
-        """Builds a batch for a drafter, as `speculative.drafter.BuildBatch` describes."""
+        """Builds a batch for a drafter, as `drafts.drafter.BuildBatch` describes."""
         inputs = self.draft_inputs(slots, positions, ends, self.req_to_token, 1)
         batch = self._drafting(ids, inputs, in_graph)
         batch.mrope_positions = self._mrope_positions(inputs.positions, inputs.rows)
@@ -243,7 +243,7 @@ class DeviceState:
     def block_batch(
         self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor, in_graph: bool
     ) -> ForwardBatch:
-        """Builds a batch for a drafter, as `speculative.drafter.BuildBlock` describes."""
+        """Builds a batch for a drafter, as `drafts.drafter.BuildBlock` describes."""
         batch = self._drafting(ids, self.draft_inputs(slots, lens, ends, self.req_to_token, ids.shape[1]), in_graph)
         batch.metadata = self.attention.metadata(batch, in_graph, in_blocks=True)
         return batch
@@ -258,7 +258,7 @@ class DeviceState:
         return ForwardBatch(ids.flatten(), inputs.positions, token_slots, decode=decode)
 
     def query_batch(self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, in_graph: bool) -> ForwardBatch:
-        """Builds a batch for a drafter, as `speculative.drafter.BuildQueries` describes."""
+        """Builds a batch for a drafter, as `drafts.drafter.BuildQueries` describes."""
         unwritten = torch.zeros_like(slots)
         token_slots = self._with_dcp_slots(*(TokenSlots(table, unwritten) for table in self.req_to_token))
         decode = DecodeRows(slots, lens.clamp(min=1), token_slots)
@@ -275,7 +275,7 @@ class DeviceState:
     def lagging_batch(
         self, batch: ForwardBatch, ids: torch.Tensor, row_slots: torch.Tensor, lag: torch.Tensor, in_graph: bool
     ) -> ForwardBatch:
-        """Builds a batch for a drafter, as `speculative.drafter.BuildLagging` describes, of the step's `batch`."""
+        """Builds a batch for a drafter, as `drafts.drafter.BuildLagging` describes, of the step's `batch`."""
         positions = (batch.positions - lag[row_slots]).clamp(min=0)
         out_cache_loc = self.req_to_token[0][row_slots, positions].to(torch.int64)
         token_slots = self._token_slots(out_cache_loc, row_slots, positions)

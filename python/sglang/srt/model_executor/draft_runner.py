@@ -7,12 +7,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.drafts.drafter import Drafter, DraftStep, simulated_counts
 from sglang.srt.environ import envs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.step import AcceptResult, ModelOutput
 from sglang.srt.sampling.sampling_table import SamplingTable
-from sglang.srt.speculative.drafter import Drafter, DraftStep, simulated_counts
 
 
 class DraftRunner:
@@ -119,4 +119,5 @@ class DraftRunner:
         )  # fmt: skip
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.sampler.draw(logits, self.table, slots, positions)
+        # What a request has no token for is no number in a row of padding: token 0 instead.
+        return self.sampler.draw(logits, self.table, slots, positions).clamp(min=0)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed import parallel_state
+from sglang.srt.drafts.drafter import Drafter
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.sampler import Sampler
@@ -47,7 +48,6 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.plan import Plan
 from sglang.srt.plan.step_widths import StepWidths
 from sglang.srt.sampling.sampling_table import SamplingTable
-from sglang.srt.speculative.drafter import Drafter
 from sglang.srt.utils.device_arrays import send
 
 logger = logging.getLogger(__name__)

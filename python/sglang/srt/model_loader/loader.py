@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tqdm import tqdm
@@ -18,9 +18,6 @@ from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
 from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.models.draft_model import DraftModel, build_draft
-from sglang.srt.models.draft_parts import Loadable
-from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
 from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
 from sglang.srt.towers.base.encoder import VisionEncoder
 from sglang.srt.towers.base.shared_encoder import SharedEncoder
@@ -32,6 +29,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+class Loadable(Protocol):
+    """Parameters with their places in a checkpoint."""
+
+    weights: WeightMap
+    params: dict[str, Param]
+    finish: list[Callable[[], None]]
+    base_prefix: str
+    """Prefix that names may lack in checkpoints saved without a head."""
+
+    def ignored_weight(self, name: str) -> bool:
+        """Returns whether this rank needs nothing of a checkpoint tensor."""
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
@@ -92,35 +102,6 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
         else:
             load_checkpoint(tower, plan.model.model_path)
     return tower
-
-
-def load_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | MTPByLayerDraft:
-    """Builds the planned draft with its weights. Those of MTP layers are in the target's checkpoint, of which nothing
-    is read twice. Called by the ranks of the last stage. Raises UserError as `filled_model` does."""
-    draft = filled_draft(plan, target, seed)
-    for loadable, _ in draft.loadables():
-        if plan.draft is not None and plan.draft.description.model.quantization is not None:
-            loadable.params.clear()
-    return draft
-
-
-def filled_draft(plan: Plan, target: CausalLM, seed: int = 0) -> DraftModel | MTPByLayerDraft:
-    """Builds the draft as `load_draft` does, but keeps the loaded tensors in `params`."""
-    assert plan.draft is not None
-    start, num_bytes = time.perf_counter(), 0
-    with torch.inference_mode():
-        draft = build_draft(plan, target)
-        for loadable, path in draft.loadables():
-            if plan.draft.config.dummy:
-                fill_random(loadable.params, seed)
-            else:
-                load_checkpoint(loadable, path)
-            for step in loadable.finish:
-                step()
-            num_bytes += sum(p.tensor.nbytes for p in loadable.params.values())
-    seconds = time.perf_counter() - start
-    logger.info("Loaded the draft, %s: %.2f GB of weights in %.1f s", plan.draft.description, num_bytes / 1e9, seconds)
-    return draft
 
 
 def load_checkpoint(model: Loadable, model_path: str) -> None:

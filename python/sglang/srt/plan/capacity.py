@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang.srt.plan.caches import CacheGroup
-from sglang.srt.plan.drafts.draft_plan import DraftPlan
+from sglang.srt.plan.draft_plan import DraftPlan
 from sglang.srt.plan.kernel_choice import KernelChoices
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import MemoryPlan

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from sglang.srt.drafts.kv_sharing.spec import check_stage
+from sglang.srt.drafts.ngram.spec import ngram_bytes
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan import defaults
 from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.capacity import Capacity
-from sglang.srt.plan.drafts.draft_plan import DraftPlan, with_draft_layers
-from sglang.srt.plan.drafts.gemma_assistant import check_stage
-from sglang.srt.plan.drafts.memory import with_draft_memory
+from sglang.srt.plan.draft_plan import DraftPlan, with_draft_layers, with_draft_memory
 from sglang.srt.plan.host_cache import copy_bytes
 from sglang.srt.plan.host_tables import host_table_bytes, host_table_note
 from sglang.srt.plan.kv_spec import has_tensor_scales
@@ -32,7 +32,7 @@ from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized
 from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.sizes import Sizes
-from sglang.srt.plan.speculation import ngram_bytes, step_widths, uncertain_slots_of
+from sglang.srt.plan.speculation import step_widths, uncertain_slots_of
 from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs

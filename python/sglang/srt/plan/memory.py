@@ -235,11 +235,11 @@ def feature_row_bytes(model: ModelDescription, dtype: str, num_tokens: int) -> i
     return num_tokens * model.hidden_size * (1 + media.deepstack_levels) * KV_DTYPE_BYTES[dtype]
 
 
-def draft_graph_bytes(layers: int, num_tokens: int, sizes: Sizes) -> int:
+def draft_graph_bytes(layers: int, sizes: Sizes) -> int:
     """Returns the bytes of the launch records that a draft's layers add to each graph: once for the step's rows and
     once for each draft token but the first."""
     graphs = sizes.num_decode_graphs + len(_mixed_graphs(sizes))
-    return graphs * num_tokens * (layers + 1) * _GRAPH_PER_LAYER
+    return graphs * sizes.verified_tokens * (layers + 1) * _GRAPH_PER_LAYER
 
 
 def _mixed_graphs(sizes: Sizes) -> list[tuple[int, int]]:

@@ -11,6 +11,8 @@ from typing import Any
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import agree
+from sglang.srt.drafts.config import DraftConfig
+from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
@@ -25,8 +27,14 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Trial, describe_pools
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
-from sglang.srt.plan.drafts.ask import RequestedDraft, asked_draft, check_backends
-from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
+from sglang.srt.plan.draft_plan import (
+    DraftPlan,
+    asked_draft,
+    check_backends,
+    needs_with_draft,
+    plan_draft,
+    with_draft_layers,
+)
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
@@ -96,7 +104,7 @@ class Plan:
     token_rows: int = 1  # as Sizes.token_rows
     step_widths: StepWidths = ONE_TOKEN  # as Sizes.step_widths
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the draft reads, on every stage
-    next_tokens_read: int = 0  # as DraftDescription.next_tokens_read, on every stage
+    next_tokens_read: int = 0  # as `Form.next_tokens_read` of drafts, on every stage
     aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # the prefix cache in main memory
     quantized_sums: QuantizedAllReduceRule | None = None  # which all-reduces are quantized
@@ -357,7 +365,7 @@ def make_plan(
         token_rows=sizes.token_rows,
         step_widths=sizes.step_widths,
         aux_layers=draft.description.aux_layers if draft is not None else (),
-        next_tokens_read=draft.description.next_tokens_read if draft is not None else 0,
+        next_tokens_read=draft.description.form.next_tokens_read if draft is not None else 0,
         aux_keeps_streams=draft is not None and draft.description.form.reads_streams,
         host_cache=host_cache,
         quantized_sums=quantized_sum_rule(
@@ -429,7 +437,7 @@ class ModelPlanner:
     probe: Probe | None = None
     advises: bool = True
     described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
-    drafts: dict[str, RequestedDraft | None] = field(default_factory=dict)  # likewise
+    drafts: dict[str, tuple[DraftConfig, DraftDescription] | None] = field(default_factory=dict)  # likewise
 
     @property
     def max_gpus(self) -> int:
@@ -472,7 +480,7 @@ class ModelPlanner:
         if apart not in self.drafts:
             self.drafts[apart] = asked_draft(args, self.model, target, apart) if self.served else None
         asked = self.drafts[apart]
-        return None if asked is None else plan_draft(asked, asked_layout(args))
+        return None if asked is None else plan_draft(*asked, asked_layout(args))
 
     def weights(self, args: ServerArgs) -> int:
         """Returns the bytes of weights on the rank that has most."""

@@ -15,10 +15,10 @@ from sglang.srt.configs.speculative import (
     SpeculativeSettings,
     default_num_steps,
 )
+from sglang.srt.drafts.block.readers.trained import trained_block
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.drafts.trained_block import trained_block
 from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from sglang.srt.server_args import ServerArgs
 
@@ -135,10 +135,3 @@ def verify_needs(args: ServerArgs, dtype: str) -> tuple[Need, ...]:
         return ()
     source = "ngram_drafts" if args.speculative_algorithm == NGRAM else "draft_inputs"
     return tuple(Need(op, q_dtype=dtype) for op in ("verify_inputs", "accept_drafts", source))
-
-
-def ngram_bytes(args: ServerArgs, max_requests: int, context_len: int) -> int:
-    """Returns the bytes that NGRAM takes: the tokens of all requests, and external texts with their order, in int32."""
-    if args.speculative_algorithm != NGRAM:
-        return 0
-    return 4 * ((max_requests + 1) * context_len + 2 * args.speculative_ngram_external_corpus_max_tokens)

@@ -137,7 +137,7 @@ class ExternalCorpora:
 
 
 def _write_sorted(path: Path, corpora: Sequence[Tokens], longest: int) -> None:
-    """Writes the file in the format that `speculative.corpus.DeviceCorpus.load` reads."""
+    """Writes the file in the format that `drafts.ngram.drafter.DeviceCorpus.load` reads."""
     tokens = np.concatenate(corpora) if corpora else np.empty(0, np.int32)
     np.savez(path, tokens=tokens, order=suffix_order(tokens, longest))
 

@@ -35,11 +35,11 @@ from sglang.srt.server_args import ServerArgs
 if TYPE_CHECKING:
     from sglang.srt.configs.storage_backend import StorageConfig
     from sglang.srt.constrained.grammar_manager import PendingGrammar
+    from sglang.srt.drafts.depth import Depth
     from sglang.srt.mem_cache.host_tier import CopyEngine, HostTier
     from sglang.srt.mem_cache.storage.engine import StorageEngine, StorageJobs
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.step import StepInput
-    from sglang.srt.speculative.depth import Depth
 
 
 class _NoTable:

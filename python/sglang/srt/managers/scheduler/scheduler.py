@@ -18,6 +18,7 @@ import numpy as np
 
 from sglang.srt.constrained.mask_filler import MaskFiller
 from sglang.srt.distributed import parallel_state
+from sglang.srt.drafts.depth import Depth
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.counters import CHECKED, Counters
 from sglang.srt.managers.scheduler.intake import Intake
@@ -46,7 +47,6 @@ from sglang.srt.mem_cache.host_tier import HostTier
 from sglang.srt.mem_cache.kv_table import KVTable, Lengths
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.depth import Depth
 
 if TYPE_CHECKING:
     from sglang.srt.configs.storage_backend import StorageConfig

@@ -23,6 +23,7 @@ from sglang.srt.constrained.grammar_backends import make_backend
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.nodes import rendezvous
+from sglang.srt.drafts.ngram.drafter import NgramDrafter
 from sglang.srt.environ import envs
 from sglang.srt.kernels import late_compiles
 from sglang.srt.kernels.launch import step_downs
@@ -54,7 +55,6 @@ from sglang.srt.managers.wire.io_struct import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.ngram import NgramDrafter
 from sglang.srt.utils.free_memory import release_free_memory
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 

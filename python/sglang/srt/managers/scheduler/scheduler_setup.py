@@ -40,10 +40,10 @@ from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from sglang.srt.configs.storage_backend import StorageConfig
+    from sglang.srt.drafts.depth import Depth
     from sglang.srt.mem_cache.storage.engine import StorageEngine
     from sglang.srt.model_executor.media_setup import CreateEncoder
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.speculative.depth import Depth
 
 logger = logging.getLogger(__name__)
 
@@ -214,9 +214,9 @@ def load_runner(
     has one. Raises UserError."""
     if parallel_state.is_leader():
         plan.log()
+    from sglang.srt.drafts.create import create_drafter
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_loader.loader import load_encoder
-    from sglang.srt.speculative.create import create_drafter
 
     settings = speculative_settings(args, plan.model.architecture)
     runner = ModelRunner(
@@ -267,7 +267,7 @@ def create_depth(args: ServerArgs, runner: ModelRunner) -> Depth | None:
     settings = speculative_settings(args, runner.plan.model.architecture)
     if settings is None:
         return None
-    from sglang.srt.speculative.depth import AdaptiveDepth, FixedDepth
+    from sglang.srt.drafts.depth import AdaptiveDepth, FixedDepth
 
     widths = runner.plan.step_widths
     if settings.adaptive is None:

@@ -9,8 +9,8 @@ from typing import Any
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.configs.hf_config import ConfigReader, bounded
+from sglang.srt.drafts.mtp.spec import ByStream
 from sglang.srt.errors import UserError
-from sglang.srt.plan.drafts.forms import ByStream
 from sglang.srt.plan.families.blocks import experts, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import (
     NO_BIASES,
@@ -17,7 +18,6 @@ from sglang.srt.plan.attention_parts import (
     RelativeBias,
     Softmax,
 )
-from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config

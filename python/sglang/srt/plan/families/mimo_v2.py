@@ -8,9 +8,9 @@ from typing import Any
 
 from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT, TP_BLOCKS
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import Biases, Softmax, StoredQKV, Values
-from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import (
     FULL,
     WINDOWED,

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
-from sglang.srt.plan.drafts.forms import Form, MTPByLayer, Projected
+from sglang.srt.drafts.eagle.spec import Projected
+from sglang.srt.drafts.form import Form
+from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
 from sglang.srt.plan.families.latent import SPARSE_LAYER
 from sglang.srt.plan.layer_spec import LayerSpec, Residual
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.drafts.eagle.spec import Projected
 from sglang.srt.plan.attention_parts import Biases
-from sglang.srt.plan.drafts.forms import Projected
 from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config

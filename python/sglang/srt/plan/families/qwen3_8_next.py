@@ -12,9 +12,10 @@ from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.drafts.form import Form
+from sglang.srt.drafts.mtp.spec import Streamed
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import ElementGate, PerHead
-from sglang.srt.plan.drafts.forms import Form, Streamed
 from sglang.srt.plan.families.attention import FULL, RECURRENT, grouped_attention, kinds_by_pattern, mixers_by_kind
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config

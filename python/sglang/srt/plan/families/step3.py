@@ -9,9 +9,9 @@ from typing import Any
 
 from sglang.srt.configs.activation import LEAST_RESULT_LIMIT
 from sglang.srt.configs.hf_config import ConfigReader
+from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import Biases, HeadGate, PerHead, Softmax
-from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config

@@ -1,0 +1,1 @@
+"""Drafts that propose a block of tokens in one pass (DFlash, DSpark)."""

@@ -1,0 +1,1 @@
+"""Readers of the formats in which block drafts are published. No torch."""

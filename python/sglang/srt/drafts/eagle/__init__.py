@@ -1,0 +1,1 @@
+"""Heads over hidden states of the target (EAGLE, EAGLE-3)."""

@@ -1,0 +1,1 @@
+"""Assistants that attend to the target's keys and values."""

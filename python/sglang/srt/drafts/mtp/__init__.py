@@ -1,0 +1,1 @@
+"""A model's own layers for multi-token prediction."""

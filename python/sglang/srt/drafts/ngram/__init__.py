@@ -1,0 +1,1 @@
+"""Draft tokens that are looked up in earlier tokens (prompt lookup decoding)."""

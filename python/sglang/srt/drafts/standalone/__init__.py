@@ -1,0 +1,1 @@
+"""A small model that drafts for a large one."""
