@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Texts = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""Tokens of all texts, and their suffixes in order."""
 
 
 class DeviceCorpus:
@@ -17,13 +21,18 @@ class DeviceCorpus:
         self.arrays = (tokens, order, torch.zeros(1, dtype=torch.int32, device=device))
         """Arrays of the texts, as `native_ngram.Corpus` takes them."""
 
-    def load(self, path: Path) -> None:
-        """Loads a file that `managers.front.corpora` wrote. Copies on the current stream, so steps launched before read
-        the old texts."""
+    def read(self, path: Path) -> Texts:
+        """Reads a file that `managers.front.corpora` wrote. Raises an error, such as OSError, if that is not
+        possible."""
         with np.load(path) as content:
-            texts, sorted_ends = content["tokens"], content["order"]
+            texts = content["tokens"], content["order"]
+        assert len(texts[0]) <= len(self.arrays[0]), "the tokens are counted where texts come in"
+        return texts
+
+    def load(self, content: Texts) -> None:
+        """Copies what was read to the device, on the current stream, so steps launched before read the old texts."""
+        texts, sorted_ends = content
         tokens, order, size = self.arrays
-        assert len(texts) <= len(tokens), "the tokens are counted where texts come in"
         size.zero_()
         tokens[: len(texts)].copy_(torch.from_numpy(texts))
         tokens[len(texts) :].fill_(-1)

@@ -18,7 +18,7 @@ import torch
 from sglang.srt.configs.speculative import NgramSettings
 from sglang.srt.layers.ops import NgramDraftsOp
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.speculative.corpus import DeviceCorpus
+from sglang.srt.speculative.corpus import DeviceCorpus, Texts
 from sglang.srt.utils.device_arrays import to_device
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ class NgramDrafter:
         corpus = self._corpus.arrays
         return self._op(self.history, step.slots, step.lens, step.tokens, self._longest, num_speculative_tokens, corpus)
 
-    def load_texts(self, path: Path) -> None:
-        """Replaces the external texts by a file of `managers.front.corpora`."""
-        self._corpus.load(path)
+    def read_texts(self, path: Path) -> Texts:
+        """Reads a file of `managers.front.corpora`."""
+        return self._corpus.read(path)
+
+    def use_texts(self, texts: Texts) -> None:
+        """Replaces the external texts."""
+        self._corpus.load(texts)

@@ -81,7 +81,7 @@ class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
     stop_profile, pause (`args`: mode), resume, set_corpora (`args`: path), storage_backend, attach_storage (`args`:
-    backend, extra, prefetch_policy, write_policy), detach_storage, ping."""
+    backend, extra, prefetch_policy, write_policy), detach_storage (`args`: undo, perhaps), ping."""
 
     id: str
     kind: str
