@@ -27,6 +27,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.speculative import NGRAM
 from sglang.srt.managers.front.control_calls import Undo, ask_each, late_error, undo_where_done
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
+from sglang.srt.managers.front.draft_details import draft_counts
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
 from sglang.srt.managers.front.media.array_transfers import ArrayTransfers
@@ -446,12 +447,15 @@ class TokenizerManager:
     def _deliver(self, replica: Replica, batch: BatchStrOut) -> None:
         now = time.monotonic()
         sequences, log_probabilities = self._sequences, batch.logprobs
+        drafts = draft_counts(batch)
         for i, rid in enumerate(batch.rids):
             sequence = sequences.get(rid)
             if sequence is None or sequence.replica is not replica:  # its replica was lost
                 continue
             finish, ids, stream = batch.finish[i], batch.new_ids[i], sequence.stream
             meta = sequence.meta = batch.meta[i] or sequence.meta.after(len(ids))
+            if drafts and drafts[i].steps:
+                meta.drafts = drafts[i]
             if ids:
                 sequence.num_tokens += len(ids)
                 replica.load.num_tokens += len(ids)

@@ -99,7 +99,7 @@ class Scheduler:
         """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        counters = Counters(self.plan.pool_sizes.max_requests)
+        counters = Counters(self.plan.pool_sizes.max_requests, runner.tokens_per_step)
         turns = max(1, self.steps_in_flight)
         self.running = RunningBatch(counters, runner.tokens_per_step, runner.lookahead_slots, turns)
         self.masks = MaskFiller()
@@ -358,7 +358,7 @@ class Scheduler:
                 continue
             if req.stream and req.num_unsent >= interval and req.may_continue:
                 report.append(req)
-            req.decide_handling(interval, self.running.tokens_per_step > 1)
+            req.decide_handling(interval)
         if report or streamed.rids:
             self.outbox.append(output_message(report, streamed))
         self.stats.processed(sum(map(len, sampled.ids)))
