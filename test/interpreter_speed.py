@@ -2,16 +2,18 @@
 
 Each call of a device function looks through `triton.language` for functions to replace, which the launch that makes the
 call has replaced already; each sum of integers is computed once more in int64, for a check that only debug builds read;
-the types of blocks, their shapes and numpy's types are made anew for every operation. `apply` takes the first two away
-and keeps the others.
+the types of blocks, their shapes and numpy's types are made anew for every operation, and so is the type of its result,
+for which both operands are broadcast, as numpy does again. `apply` takes the first two away and keeps the others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -21,6 +23,7 @@ def apply() -> None:
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     replace_functions_once_a_launch()
+    keep_types_of_results()
     keep_numpy_types()
     keep_widths()
     keep_shapes()
@@ -47,6 +50,94 @@ def replace_functions_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = patch_lang
+
+
+OPERATORS = {
+    "add": ("create_add", "create_add", "create_fadd"),
+    "sub": ("create_sub", "create_sub", "create_fsub"),
+    "mul": ("create_mul", "create_mul", "create_fmul"),
+    "lt": ("create_icmpSLT", "create_icmpULT", "create_fcmpOLT"),
+    "le": ("create_icmpSLE", "create_icmpULE", "create_fcmpOLE"),
+    "gt": ("create_icmpSGT", "create_icmpUGT", "create_fcmpOGT"),
+    "ge": ("create_icmpSGE", "create_icmpUGE", "create_fcmpOGE"),
+    "eq": ("create_icmpEQ", "create_icmpEQ", "create_fcmpOEQ"),
+    "ne": ("create_icmpNE", "create_icmpNE", "create_fcmpUNE"),
+    "and": ("create_and", "create_and", ""),
+    "or": ("create_or", "create_or", ""),
+}
+"""The builder's functions by operator: of signed integers, of unsigned ones and of floating-point numbers."""
+PLAIN = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}
+"""Types that a number of Python takes when the other operand has them, by their names."""
+
+
+def keep_types_of_results() -> None:
+    """Of operators whose operands need no conversion. The first operation on two types is Triton's own."""
+    stock = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        stock(tensor, scope)
+        for operator, functions in OPERATORS.items():
+            for reflected, name in ((False, f"__{operator}__"), (True, f"__r{operator}__")):
+                if hasattr(tensor, name) and getattr(tensor, name).__name__ != "operator":
+                    scope.set_attr(tensor, name, of_known_types(getattr(tensor, name), functions, reflected))
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+
+def of_known_types(stock: Callable[..., Any], functions: tuple[str, str, str], reflected: bool) -> Callable[..., Any]:
+    """Returns an operator of tensors that gives what `stock` does. Types are told apart by their names."""
+    results = KNOWN_RESULTS.setdefault((functions, reflected), {})
+    builder = interpreter.interpreter_builder
+
+    def operator(self: Any, other: Any, **named: Any) -> Any:
+        if isinstance(other, tl.constexpr):
+            other = other.value
+        is_tensor = isinstance(other, tl.tensor)
+        key = (self.type.name, other.type.name if is_tensor else (type(other), other))
+        known = results.get(key)
+        if known is None:
+            result = stock(self, other, **named)
+            results[key] = known_result(self, other, functions, result)
+            return result
+        function, result_type, number = known
+        if function is None:
+            return stock(self, other, **named)
+        other_handle = other.handle if is_tensor else number
+        left, right = (other_handle, self.handle) if reflected else (self.handle, other_handle)
+        return tl.tensor(getattr(builder, function)(left, right), result_type)
+
+    return operator
+
+
+KNOWN_RESULTS: dict[object, dict[object, tuple[str | None, Any, Any]]] = {}
+"""By operator, and then by the types of its operands; each launch replaces the operators again."""
+
+
+def known_result(
+    tensor: Any, other: Any, functions: tuple[str, str, str], result: Any
+) -> tuple[str | None, Any, Any]:
+    """Returns the builder's function, the type of its result, and the handle of a number; no function: these operands
+    need more than numpy's broadcasting."""
+    unknown, number, dtype = (None, None, None), None, tensor.dtype
+    if dtype.is_ptr():
+        moves = functions[0] == "create_add" and isinstance(other, tl.tensor) and other.dtype.is_int_signed()
+        return ("create_addptr", result.type, None) if moves else unknown
+    if isinstance(other, tl.tensor):
+        if other.dtype != dtype:
+            return unknown
+    elif dtype.name in PLAIN and (isinstance(other, int) or (isinstance(other, float) and dtype == tl.float32)):
+        number = interpreter.TensorHandle(np.array([other], dtype=PLAIN[dtype.name]), dtype)
+    else:
+        return unknown
+    if dtype.is_floating():
+        function = functions[2]
+    elif dtype.is_int():
+        function = functions[dtype.is_int_unsigned()]
+    else:
+        return unknown
+    if result.dtype not in (dtype, tl.int1):
+        return unknown
+    return function or None, result.type, number
 
 
 def keep_numpy_types() -> None:

@@ -104,10 +104,12 @@ def test_many_at_once(litellm: Any, options: dict[str, Any]) -> None:
 def test_errors_keep_their_class(litellm: Any, options: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(messages=ADD, **{**options, "temperature": -1})
-    for words, longest in ((9_000, 200), (40_000, 200), (4_090, 1), (10, 4_096)):
+    for words, longest in ((9_000, 200), (40_000, 200), (4_090, 1)):
         messages = [{"role": "user", "content": "again " * words}]
         with pytest.raises(litellm.ContextWindowExceededError):
             litellm.completion(messages=messages, **{**options, "max_tokens": longest})
+    # The whole context is asked for by clients that know no better: the answer ends where the context does.
+    assert litellm.completion(messages=ADD, **{**options, "max_tokens": 4_096}).choices[0].message.content
 
 
 def test_anthropics_form(litellm: Any, options: dict[str, Any], base_url: str) -> None:

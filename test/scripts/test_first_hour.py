@@ -111,8 +111,11 @@ def test_what_no_owner_should_read(script: ModuleType, log: str, problems: int) 
     assert len(script.log_problems(log)) == problems
 
 
-def test_a_server_is_started_asked_and_ended(script: ModuleType, tmp_path: Path) -> None:
+def test_a_server_is_started_asked_and_ended(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the CPU, where nothing differs but the time that it takes; and one that does not start."""
+    monkeypatch.setattr(script, "REQUESTS", 4)
     case = script.Case("embedded", "")
     result = script.Result(case)
     until = script.time.monotonic() + 300
