@@ -93,7 +93,8 @@ def test_string_that_is_no_json_or_no_text_is_refused() -> None:
 
 
 def test_names_are_counted_outside_of_strings() -> None:
-    text = json.dumps({"a": ':":\\":' * 50_000, "b": [{"c:": 1}, {'"': {"\\": ":"}}], "d": {str(i): i for i in range(9)}})
+    members = {str(number): number for number in range(9)}
+    text = json.dumps({"a": ':":\\":' * 50_000, "b": [{"c:": 1}, {'"': {"\\": ":"}}], "d": members})
     for raw in (text.encode(), text.replace(": ", " \n:\t").encode()):
         assert has_more_names(raw, 14) and not has_more_names(raw, 15)
     assert not has_more_names(json.dumps(["a:b" * 100_000]).encode(), 0)

@@ -12,7 +12,7 @@ from sglang.srt.managers.wire.io_struct import BatchStrOut, DraftCounts
 def draft_counts(batch: BatchStrOut) -> list[DraftCounts]:
     """Returns the counts of each request of a message, without histograms; an empty list if there are none."""
     rows: list[list[int]] = np.frombuffer(batch.drafts, np.int32).reshape(-1, 3).tolist()
-    return [DraftCounts(*row) for row in rows]
+    return [DraftCounts(steps, proposed, correct) for steps, proposed, correct in rows]
 
 
 def draft_details(drafts: DraftCounts) -> dict[str, Any]:
