@@ -12,8 +12,6 @@ from pathlib import Path
 
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.configs.quantization import READERS, SPELLINGS
-from sglang.srt.managers.front.media.media_tokens import PROCESSORS
-from sglang.srt.managers.front.media.video_processors import FAMILIES as VIDEO_PROCESSORS
 from sglang.srt.plan.drafts.dflash import DFLASH_ARCHITECTURES
 from sglang.srt.plan.drafts.dspark import DSPARK_ARCHITECTURES
 from sglang.srt.plan.drafts.dspark_bundled import BUNDLING_ARCHITECTURES
@@ -22,7 +20,7 @@ from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES
 from sglang.srt.plan.families import FAMILIES
 from sglang.srt.plan.families.family import Family
 from sglang.srt.plan.families.mtp import MTPLayerPerToken
-from sglang.srt.plan.media import ENCODERS
+from sglang.srt.towers.registry import BY_MODEL_TYPE
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
@@ -110,10 +108,10 @@ def rows() -> dict[str, tuple[Family, ...]]:
 
 def inputs(families: Iterable[Family]) -> str:
     """Returns what prompts of these families may hold besides text, as words; "text" where there is nothing else."""
-    kinds = [kind for family in families for kind in family.model_types if kind in ENCODERS]
-    if not kinds:
+    towers = [BY_MODEL_TYPE[kind] for family in families for kind in family.model_types if kind in BY_MODEL_TYPE]
+    if not towers:
         return "text"
-    return "images, video" if any(PROCESSORS[kind] in VIDEO_PROCESSORS for kind in kinds) else "images"
+    return "images, video" if any(tower.prompt.reads_videos for tower in towers) else "images"
 
 
 def own_draft(families: Iterable[Family]) -> str:

@@ -113,9 +113,7 @@ KNOWN_RESULTS: dict[object, dict[object, tuple[str | None, Any, Any]]] = {}
 """By operator, and then by the types of its operands; each launch replaces the operators again."""
 
 
-def known_result(
-    tensor: Any, other: Any, functions: tuple[str, str, str], result: Any
-) -> tuple[str | None, Any, Any]:
+def known_result(tensor: Any, other: Any, functions: tuple[str, str, str], result: Any) -> tuple[str | None, Any, Any]:
     """Returns the builder's function, the type of its result, and the handle of a number; no function: these operands
     need more than numpy's broadcasting."""
     unknown, number, dtype = (None, None, None), None, tensor.dtype

@@ -27,9 +27,9 @@ from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.plan.decode_interval import NEVER
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.pool_sizes import PoolSizes
-from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.towers.qwen3_vl.spec import Qwen3VLTower
 
 
 def best_of(step: Callable[[], object], repeats: int = 200) -> float:

@@ -40,8 +40,8 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan  # noqa: E
 from sglang.srt.model_executor.media_pace import SHARE, MediaPace  # noqa: E402
 from sglang.srt.model_executor.media_timing import layer_times  # noqa: E402
 from sglang.srt.model_loader.loader import load_tower  # noqa: E402
-from sglang.srt.models.vision.encoder import VisionEncoder, whole  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.towers.base.encoder import VisionEncoder, whole  # noqa: E402
 
 SIDES = (448, 1024, 2048)
 VIDEO_FRAMES, VIDEO_SIDE = 64, 448

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tower_configs import TOWERS
 
 from sglang.srt.plan.media import describe_media
-from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
+from sglang.srt.towers.qwen3_vl.spec import Qwen3VLTower
 
 
 @pytest.mark.parametrize("name", list(TOWERS))

@@ -37,7 +37,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "model_executor/model_runner.py",
     ),
     "cache tables": ("mem_cache/*.py",),
-    "states": ("blocks/*/*.py", "mem_cache/checkpoint_table.py"),
+    "states": (
+        "blocks/gated_delta/*.py",
+        "blocks/kimi_delta/*.py",
+        "blocks/mamba2/*.py",
+        "blocks/recurrent_state/*.py",
+        "mem_cache/checkpoint_table.py",
+    ),
     "memory plan": (
         "plan/memory.py",
         "plan/attention_memory.py",

@@ -10,9 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from commands.processors import write_beside
+from sglang.srt.blocks.ngram_embedding.spec import primes_from
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.model_description import describe_model
-from sglang.srt.plan.ngram_embedding import primes_from
 from sglang.srt.utils.token_texts import text_numbers
 
 Config = dict[str, Any]

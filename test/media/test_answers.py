@@ -18,6 +18,7 @@ from srt.models.harness import SIZES, randomize
 from srt.models.media_harness import SECTIONS, TOWER
 
 from media.pictures import data_url, encoded, picture
+from media.processing import image_processor
 from media.seeing_model import (
     FIRST_ID,
     IMAGE,
@@ -27,8 +28,7 @@ from media.seeing_model import (
     VISION_START,
     write_seeing_model,
 )
-from sglang.srt.managers.front.media.processor_files import read_processor_files
-from sglang.srt.managers.front.media.processors import image_processor
+from sglang.srt.towers.pictures.processor_files import read_processor_files
 
 NEW_TOKENS = 12
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"

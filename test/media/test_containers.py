@@ -12,7 +12,8 @@ from media.moving_pictures import grey, sound_file, turned, video_file
 from media.pictures import animation
 from sglang.srt.managers.front.media import containers
 from sglang.srt.managers.front.media.containers import Container, open_video
-from sglang.srt.managers.front.media.decoding import Animation, MediaError
+from sglang.srt.managers.front.media.decoding import Animation
+from sglang.srt.towers.pictures.video import MediaError
 
 KINDS = [
     ("mp4", "libx264"),

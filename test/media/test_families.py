@@ -45,13 +45,12 @@ from srt.models.quantized_checkpoints import FORMS, Form, join_experts, split_ex
 
 from media.moving_pictures import video_file
 from media.pictures import data_url, encoded, picture
+from media.processing import image_views, video_processor
 from media.seeing_model import FIRST_ID, SPECIAL, TEMPLATE, write_seeing_model
 from sglang.srt.managers.front.media.containers import open_video
-from sglang.srt.managers.front.media.image_views import image_views
 from sglang.srt.managers.front.media.media_tokens import media_tokens
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
-from sglang.srt.managers.front.media.processors import Patches
-from sglang.srt.managers.front.media.video_processors import video_processor
+from sglang.srt.towers.pictures.patches import Patches
+from sglang.srt.towers.pictures.processor_files import ProcessorFiles, read_processor_files
 
 NEW_TOKENS = 12
 PICTURE, MOVIE = picture(96, 64), video_file()

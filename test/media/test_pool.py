@@ -15,8 +15,8 @@ from media.pictures import encoded, picture
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.media.messages import MediaJob
 from sglang.srt.managers.front.media.pool import MediaPool
-from sglang.srt.managers.front.media.processor_files import read_processor_files
 from sglang.srt.managers.front.media.worker import WorkerSettings
+from sglang.srt.towers.pictures.processor_files import read_processor_files
 from sglang.srt.utils import shared_array
 
 GOOD = encoded(picture())

@@ -12,19 +12,21 @@ import pytest
 from PIL import Image
 
 from media.pictures import animation, encoded, picture
+from media.processing import image_processor
 from media.seeing_model import write_seeing_model
 from sglang.srt.errors import UserError
-from sglang.srt.managers.front.media import decoding, processors
-from sglang.srt.managers.front.media.patch_types import as_type
-from sglang.srt.managers.front.media.pixel_budget import nearest_shape
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
-from sglang.srt.managers.front.media.processors import image_processor
+from sglang.srt.managers.front.media import decoding
 from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.towers.muse_glimmer.processor import nearest_shape
+from sglang.srt.towers.pictures.merged import transformers_class
+from sglang.srt.towers.pictures.patch_types import as_type
+from sglang.srt.towers.pictures.patches import ImageProcessor
+from sglang.srt.towers.pictures.processor_files import ProcessorFiles, read_processor_files
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 
 
-def make(family: str, **settings: Any) -> processors.ImageProcessor:
+def make(family: str, **settings: Any) -> ImageProcessor:
     return image_processor(ProcessorFiles(family, {**HALF, **settings}, {}))
 
 
@@ -239,9 +241,7 @@ def test_the_processors_of_glm_are_told_by_their_files(tmp_path: Path) -> None:
 )
 def test_pictures_on_a_canvas_are_those_of_transformers(settings: dict[str, Any]) -> None:
     """To the bit, of GLM-5.3-Flash: sizes that are kept, enlarged and made smaller, all with their shape."""
-    kind = processors._transformers_class(
-        "glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil", HALF | settings
-    )
+    kind = transformers_class("glm5_next.image_processing_pil_glm5_next", "Glm5NextImageProcessorPil", HALF | settings)
     process = image_processor(ProcessorFiles("glm5_next", HALF | settings, {}))
     for width, height in ((112, 56), (30, 20), (400, 300), (1001, 37), (3, 900)):
         want, got = kind(picture(width, height), return_tensors="np"), process(picture(width, height))
@@ -301,7 +301,7 @@ def test_patches_are_those_of_transformers(family: str, settings: dict[str, Any]
     """To the bit, of sizes that are kept, enlarged and made smaller; in 16 bits they are rounded once."""
     module, name = _CLASSES[family]
     settings = HALF | {"size": {"shortest_edge": 12544, "longest_edge": 100352}} | settings
-    kind = processors._transformers_class(module, name, settings)
+    kind = transformers_class(module, name, settings)
     in_32, in_16 = (image_processor(ProcessorFiles(family, settings, {}), dtype) for dtype in ("float32", "bfloat16"))
     for width, height in ((112, 56), (30, 20), (400, 300), (1001, 37)):
         image = picture(width, height)

@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from media.pictures import picture
-from sglang.srt.managers.front.media.canvas_tiles import CanvasProcessor, best_canvas, canvases, size_on
-from sglang.srt.managers.front.media.decoding import MediaError
-from sglang.srt.managers.front.media.image_views import image_views
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles
-from sglang.srt.managers.front.media.tiles import MAX_TILES, tiling
+from media.processing import image_views
 from sglang.srt.plan.media import PATCHES_A_STEP
+from sglang.srt.towers.llama4.processor import CanvasProcessor, best_canvas, canvases, size_on
+from sglang.srt.towers.pictures.processor_files import ProcessorFiles
+from sglang.srt.towers.pictures.video import MediaError
+from sglang.srt.towers.step3p7.processor import MAX_TILES, tiling
 
 SEE = image_views(ProcessorFiles("step3p7", {}, {}), "float32")
 

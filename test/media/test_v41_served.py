@@ -17,8 +17,8 @@ from srt.models.v41_images import IMAGE, VISION, V41Seeing, save_v41_seeing, see
 from srt.models.v41_reference import NUM_TEXTS
 
 from media.pictures import data_url, encoded, picture
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles
-from sglang.srt.managers.front.media.processors import image_processor
+from media.processing import image_processor
+from sglang.srt.towers.pictures.processor_files import ProcessorFiles
 
 NEW_TOKENS = 8
 PLACEHOLDER = "<｜deepseek_image｜>"

@@ -10,12 +10,12 @@ import pytest
 from PIL import Image
 
 from media.pictures import animation, encoded, picture
+from media.processing import image_processor, video_processor
 from sglang.srt.managers.front.media import decoding
 from sglang.srt.managers.front.media.containers import open_video
-from sglang.srt.managers.front.media.decoding import MediaError, Video
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles
-from sglang.srt.managers.front.media.processors import image_processor
-from sglang.srt.managers.front.media.video_processors import VideoProcessor, video_processor
+from sglang.srt.towers.pictures.processor_files import ProcessorFiles
+from sglang.srt.towers.pictures.video import MediaError, Video
+from sglang.srt.towers.pictures.video_processor import VideoProcessor
 
 HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 

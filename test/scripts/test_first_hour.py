@@ -16,11 +16,11 @@ from docs.recipes import CONFIGS
 from live_server import PYTHON_ROOT
 from transformers import PreTrainedTokenizerFast
 
+from sglang.srt.blocks.engram.spec import Engram
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.managers.front.media.media_tokens import media_tokens
-from sglang.srt.managers.front.media.processor_files import read_processor_files
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.model_description import describe_model
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.towers.pictures.processor_files import read_processor_files
 from sglang.srt.utils.token_texts import read_text_numbers
 
 

@@ -5,7 +5,7 @@ import models_page
 from sglang.srt.configs.quantization import READERS, SPELLINGS
 from sglang.srt.configs.speculative import ALGORITHMS, NGRAM
 from sglang.srt.plan.families import FAMILIES, SERVED_ARCHITECTURES
-from sglang.srt.plan.media import ENCODERS
+from sglang.srt.towers.registry import BY_MODEL_TYPE
 
 
 def test_the_page_is_current() -> None:
@@ -27,7 +27,7 @@ def test_a_model_reads_what_it_has_an_encoder_for() -> None:
     assert models_page.inputs(rows["Qwen3"]) == "text" and models_page.inputs(rows["Gemma 3"]) == "text"
     assert models_page.inputs(rows["Llama 4"]) == "images" and models_page.inputs(rows["Gemma 4"]) == "images, video"
     described = {kind for families in rows.values() for family in families for kind in family.model_types}
-    assert set(ENCODERS) - described == {"glm46v"}  # a name of GLM-4V's families in its own configs
+    assert set(BY_MODEL_TYPE) - described == {"glm46v"}  # a name of GLM-4V's families in its own configs
 
 
 def test_a_draft_of_its_own_is_what_the_family_declares() -> None:

@@ -146,7 +146,7 @@ def test_biases_by_distance_are_made_and_read(step: Step, tokens: int, full: int
     model, seen = model_of("Inkling-Small"), {0: full, 512: window}
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, GQA)]
     wanted = [
-        2.0 * tokens * mixer.num_heads // 2 * (mixer.bias_dims + mixer.bias_extent + seen[mixer.window])
+        2.0 * tokens * mixer.num_heads // 2 * (mixer.softmax.relative_bias.elements + seen[mixer.window])
         for mixer in mixers
     ]
     got = named(model, ParallelConfig("bfloat16", "bfloat16", tp_size=2), step)["attention_biases"]

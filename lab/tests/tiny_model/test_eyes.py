@@ -53,10 +53,10 @@ def test_pictures_have_what_is_said_of_them(drawn: Pictures) -> None:
 
 
 def test_patches_are_those_of_the_processor() -> None:
+    from media.processing import image_processor
     from PIL import Image
 
-    from sglang.srt.managers.front.media.processor_files import read_processor_files
-    from sglang.srt.managers.front.media.processors import image_processor
+    from sglang.srt.towers.pictures.processor_files import read_processor_files
 
     levels = torch.randint(0, 256, (64, 64, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     made = image_processor(read_processor_files(Path(SEEING_PATH), "qwen3_vl", "{}"))(Image.fromarray(levels.numpy()))

@@ -11,9 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import singledispatch
 
+from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.hardware.topology import Topology
@@ -21,23 +26,13 @@ from sglang.srt.kernels.all_reduce_table import quantized_from
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.attention_parts import ElementGate, RelativeBias, Whole
 from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
-from sglang.srt.plan.layer_spec import (
-    FeedForward,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    Matrix,
-    Mixer,
-    ParallelConfig,
-)
+from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, Matrix, Mixer, ParallelConfig
 from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.best_times import Best, best
@@ -297,26 +292,25 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
     heads, kv = mixer.shares(tp).padded_heads, mixer.shares(tp).padded_kv_heads
     dims = (mixer.head_dim, mixer.v_head_dim)
     size = step.tokens * (2 * heads + 3 * kv) * mixer.head_dim * 2.0
-    if mixer.qk_norm == "whole":
+    if isinstance(mixer.qk_norm, Whole):
         yield from _whole_norm(step.tokens, (heads + kv) * mixer.head_dim, tp)
     yield "qk_norm_rope_store", Elementwise("qk_norm_rope_store", size)
-    if mixer.output_gate:
-        yield "attention_output_gate", Elementwise("attention_output_gate", 6.0 * step.tokens * heads * dims[1])
-    if mixer.head_gate:
-        yield "attention_head_gate", Elementwise("attention_head_gate", 4.0 * step.tokens * heads * dims[1])
-    if mixer.bias_extent:
-        yield "attention_biases", _biases(mixer, step, heads)
+    if (gate := mixer.gate) is not None:
+        passes = 3.0 if isinstance(gate, ElementGate) else 2.0  # over 16-bit outputs, results, and gates of elements
+        yield gate.op, Elementwise(gate.op, passes * 2 * step.tokens * heads * dims[1])
+    if (bias := mixer.softmax.relative_bias) is not None:
+        yield "attention_biases", _biases(bias, mixer.window, step, heads)
     sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
     yield from _gathered_queries(step, sharing, heads * dims[0])
-    if mixer.block > 1:  # the rows of a draft block count as heads of one token
+    if mixer.mask.rows > 1:  # the rows of a draft block count as heads of one token
         one = decode_step(step.batch, step.context)
-        yield _attention(one, heads * mixer.block, kv, dims, item, mixer.window)
+        yield _attention(one, heads * mixer.mask.rows, kv, dims, item, mixer.window)
     elif mixer.indexer is not None and step.context > mixer.top_k:
         yield from _blocks(mixer.indexer, step, heads, kv, dims, item)
     else:
         local = _own_tokens(step, sharing)
         long = parallel.library_prompts and step.tokens >= LONG_PROMPTS and not mixer.window
-        here = _in_chunks(local, mixer.window) if mixer.chunked else local
+        here = _in_chunks(local, mixer.window) if mixer.mask.chunked else local
         yield _attention(here, heads * (sharing if step.decodes else 1), kv, dims, item, mixer.window, long)
     yield from _exchanged_parts(step, sharing, heads * dims[1])
 
@@ -352,11 +346,11 @@ def _mamba(mixer: Mamba2, parallel: ParallelConfig, step: Step) -> Iterator[tupl
     yield "causal_conv1d", Elementwise("causal_conv1d", 8.0 * step.tokens * heads * mixer.head_dim)
 
 
-def _biases(mixer: GQA, step: Step, heads: int) -> Elementwise:
+def _biases(bias: RelativeBias, window: int, step: Step, heads: int) -> Elementwise:
     """Returns the 16-bit product that makes a bias of each distance for each head and token, and the biases that
     attention reads besides keys."""
-    seen = min(mixer.bias_extent, mixer.window or mixer.bias_extent, _mean_context(step))
-    return Elementwise("attention_biases", 2.0 * step.tokens * heads * (mixer.bias_dims + mixer.bias_extent + seen))
+    seen = min(bias.extent, window or bias.extent, _mean_context(step))
+    return Elementwise("attention_biases", 2.0 * step.tokens * heads * (bias.elements + seen))
 
 
 @_mixer.register

@@ -15,13 +15,29 @@ from unittest.mock import patch
 
 import torch
 
+from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
+from sglang.srt.blocks.compressed.spec import CompressedSparse
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.kernels import gated_streams
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.kernels import hyper_connection
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
+from sglang.srt.blocks.pooled_latent.spec import PooledLatent
+from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.kernels.selected_blocks import selected_block_attention_fwd
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence
 from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
 from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
+from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
@@ -32,7 +48,6 @@ from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
-from sglang.srt.layers.attention.block_selection import BlockSelection
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops import latent_prompt
@@ -48,11 +63,9 @@ from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
 from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE, PrefixParts
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
-from sglang.srt.layers.compressed.step import TokenRequests
-from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.moe import mixed_moe
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import config_files
@@ -60,8 +73,6 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
-from sglang.srt.layers.ngrams.kernels import NgramHash
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
 from sglang.srt.layers.quantization.activations import RowForm
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.triton_ops import (
@@ -69,11 +80,10 @@ from sglang.srt.layers.triton_ops import (
     decode_inputs,
     draft_rows,
     embedding,
-    gated_streams,
     gemv,
-    hyper_connection,
     index_rope,
     index_store,
+    keep_last,
     latent_pack,
     latent_store,
     linear_tiles,
@@ -85,33 +95,19 @@ from sglang.srt.layers.triton_ops import (
     quantized_sums,
     rope_store,
     sampling,
+    short_convolution,
     skinny_gemm,
     topk,
     whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
 from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.layer_spec import (
-    Absent,
-    AttentionShape,
-    FeedForward,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    Matrix,
-    ShortConvolution,
-)
+from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix, ShortConvolution
 from sglang.srt.plan.mixers import GQA, MLA, Indexer
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.per_layer import PerLayerEmbedding
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.ranks import RankLayout
-from sglang.srt.plan.shared_sparse import SharedSparse
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
 from ..layers.moe.moe_harness import tile_configs_of
@@ -348,19 +344,20 @@ def _grouped_query(mixer: GQA, tp_size: int, arch: ArchTraits) -> None:
     shape = mixer.attention_shape(tp_size)
     if mixer.caches_tokens and shape.head_dim == shape.v_head_dim:  # the kernel refuses others, which torch serves
         _rope_store(shape, mixer)
-    if mixer.qk_norm == "whole":
+    if isinstance(mixer.qk_norm, Whole):
         _whole_norm(shape)
-    _attention(shape, mixer.window, mixer.logit_cap, mixer.sinks, arch, mixer.chunked, extent=mixer.bias_extent)
-    if mixer.conv_taps:
+    mask, softmax = mixer.mask, mixer.softmax
+    _attention(shape, mask.window, softmax.logit_cap, softmax.sinks, arch, mask.chunked, extent=softmax.extent)
+    if mixer.kv_convolution is not None:
         width = shape.num_heads * shape.head_dim
-        channels = mixer.convolution(tp_size).channels
-        _convolution(mixer.conv_taps, empty(100, width + channels)[:, width:])
-    if mixer.head_gate:
+        channels = mixer.kv_channels(tp_size)
+        _convolution(mixer.kv_convolution.taps, empty(100, width + channels)[:, width:])
+    if isinstance(mixer.gate, HeadGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_head_gate(empty(8, width), empty(8, shape.num_heads))
     if mixer.indexer is not None:
         _block_sparse(shape, mixer.indexer, mixer.rotary_dim, arch)
-    if mixer.output_gate:
+    if isinstance(mixer.gate, ElementGate):
         width = shape.num_heads * shape.head_dim
         gated_norm.attention_output_gate(empty(8, width), empty(8, 2 * width)[:, width:])
 
@@ -403,7 +400,9 @@ def _whole_norm(shape: AttentionShape) -> None:
 
 def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
     heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    weight = empty(dim, dtype=torch.float32 if mixer.fp32_norms else BF16) if mixer.qk_norm == "head" else None
+    norm, weight = mixer.qk_norm, None
+    if isinstance(norm, PerHead):
+        weight = empty(dim, dtype=torch.float32 if norm.fp32 else BF16)
     caches = [
         {name: empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for name in CACHE_NAMES} for dtype in CACHES
     ]
@@ -413,7 +412,7 @@ def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
         rope_store.qk_norm_rope_store(
             empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
             empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim,
-            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.is_neox_style, **stored,
+            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.rope.is_neox_style, **stored,
         )  # fmt: skip
 
 
@@ -482,7 +481,7 @@ def _convolution(taps: int, out: torch.Tensor) -> None:
         at = empty(tokens, dtype=torch.int64)
         requests, rows = TokenRequests(at, at, at, at), empty(tokens, width)
         short_convolution.convolve(rows, weight, kept, requests, out[:tokens])
-        ngram_embedding.keep_last(rows, kept, requests)
+        keep_last.keep_last(rows, kept, requests)
 
 
 def fp4_caches(shape: AttentionShape) -> dict[str, torch.Tensor]:
@@ -741,8 +740,8 @@ def _ngrams(spec: NgramEmbedding, tp_size: int) -> None:
         streams = empty(tokens, spec.streams, size)
         values, normed = ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
         ngram_embedding.convolve_values(values, normed, empty(width, spec.taps), spec.longest, kept_rows, requests)
-        ngram_embedding.keep_last(at, kept_ids, requests)
-        ngram_embedding.keep_last(normed, kept_rows, requests)
+        keep_last.keep_last(at, kept_ids, requests)
+        keep_last.keep_last(normed, kept_rows, requests)
 
 
 def _engram(spec: Engram, tp_size: int) -> None:
@@ -759,7 +758,7 @@ def _engram(spec: Engram, tp_size: int) -> None:
             empty(SLOTS, spec.dim // 32, dtype=torch.uint8),
         )
         ngram_embedding.ngram_rows(at, kept, requests, hashed, table, scale, empty(tokens, heads * spec.dim))
-        ngram_embedding.keep_last(at, kept, requests)
+        keep_last.keep_last(at, kept, requests)
         streams = empty(tokens, spec.streams, size)
         ngram_embedding.gate_values(empty(tokens, width + size), streams, norms, norms, norms, 1e-6)
 

@@ -6,14 +6,15 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers import native_convolution, native_streams
-from sglang.srt.layers.compressed.step import TokenRequests
-from sglang.srt.layers.ngrams import native
-from sglang.srt.layers.ngrams.kernels import NgramHash
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding as kernels
-from sglang.srt.layers.ngrams.triton_ops import short_convolution
-from sglang.srt.layers.triton_ops import gated_streams
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
+from sglang.srt.blocks.gated_streams import reference as native_streams
+from sglang.srt.blocks.gated_streams.kernels import gated_streams
+from sglang.srt.blocks.ngram_embedding import reference as native
+from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding as kernels
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.layers import native_convolution
+from sglang.srt.layers.compressed_step import TokenRequests
+from sglang.srt.layers.triton_ops import short_convolution
 
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}
 DEVICE = interpreter.DEVICE

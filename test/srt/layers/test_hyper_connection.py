@@ -6,8 +6,8 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers import hyper_native
-from sglang.srt.layers.triton_ops import hyper_connection as kernels
+from sglang.srt.blocks.hyper_connections import reference as hyper_native
+from sglang.srt.blocks.hyper_connections.kernels import hyper_connection as kernels
 
 DEVICE = interpreter.DEVICE
 EPS, MIX_EPS, ROUNDS = 1e-6, 1e-6, 20

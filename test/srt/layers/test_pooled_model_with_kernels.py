@@ -10,19 +10,20 @@ import interpreter
 import pytest
 import torch
 
+from sglang.srt.blocks.compressed import reference as compressed_ops
+from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
+from sglang.srt.blocks.gated_streams import reference as native_streams
+from sglang.srt.blocks.gated_streams.kernels import gated_streams
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
+from sglang.srt.blocks.ngram_embedding import reference as ngram_ops
+from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
+from sglang.srt.blocks.pooled_sparse.kernels.selected_blocks import selected_block_attention_fwd
 from sglang.srt.blocks.recurrent_state.kernels.gated_norm import gated_rmsnorm
-from sglang.srt.layers import native_streams
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
-from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
-from sglang.srt.layers.compressed import native as compressed_ops
-from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
-from sglang.srt.layers.ngrams import native as ngram_ops
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding
-from sglang.srt.layers.triton_ops import gated_streams, index_rope, index_store
+from sglang.srt.layers.triton_ops import index_rope, index_store
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from srt.layers.kernels_in_models import assert_as_with_torch
 from srt.model_executor import test_compressed_steps as steps

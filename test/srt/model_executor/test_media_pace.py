@@ -17,11 +17,11 @@ from sglang.srt.model_executor.media_pace import (
 )
 from sglang.srt.model_executor.media_timing import measured_pace
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.models.vision.patch_places import Grid, num_patches
-from sglang.srt.models.vision.pieces import Cuts, PatchChunk, pairs_of, parts_of, pieces_of
-from sglang.srt.plan.towers.qwen2_5_vl import Qwen2_5VLTower
-from sglang.srt.plan.towers.qwen3_vl import Qwen3VLTower
-from sglang.srt.plan.towers.tower import Tower
+from sglang.srt.towers.base.patch_places import Grid, num_patches
+from sglang.srt.towers.base.pieces import Cuts, PatchChunk, pairs_of, parts_of, pieces_of
+from sglang.srt.towers.base.spec import Tower
+from sglang.srt.towers.qwen2_5_vl.spec import Qwen2_5VLTower
+from sglang.srt.towers.qwen3_vl.spec import Qwen3VLTower
 
 IMAGE: list[Grid] = [(1, 64, 64)]
 LARGE: list[Grid] = [(1, 128, 128)]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from sglang.srt.managers.front.media.patch_types import as_type
 from sglang.srt.model_executor import patch_uploads
 from sglang.srt.model_executor.patch_uploads import PatchReader, PatchUploads
-from sglang.srt.models.vision.patch_places import Grid, frame_starts, num_patches
 from sglang.srt.plan.media import PATCH_BUFFERS
+from sglang.srt.towers.base.patch_places import Grid, frame_starts, num_patches
+from sglang.srt.towers.pictures.patch_types import as_type
 from sglang.srt.utils import shared_array
 
 VALUES = 6

@@ -23,11 +23,11 @@ import torch
 from matrix import FEATURES, LAYOUTS, cells, kinds, save_kind
 from rank_processes import run_ranks
 
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramKernels
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Group
 from sglang.srt.distributed.ping_pong import PingPong
 from sglang.srt.layers import embedding
-from sglang.srt.layers.ngrams.kernels import NgramKernels
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler

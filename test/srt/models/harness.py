@@ -17,26 +17,21 @@ import safetensors.torch
 import torch
 from tiny_models import made_once
 
+from sglang.srt.blocks.compressed import reference as compressed_ops
+from sglang.srt.blocks.gated_streams import reference as native_streams
+from sglang.srt.blocks.hyper_connections import reference as hyper_native
+from sglang.srt.blocks.ngram_embedding import reference as ngram_ops
+from sglang.srt.blocks.pooled_sparse import reference as native_pooled_blocks
 from sglang.srt.blocks.recurrent_state import reference as recurrent_ops
+from sglang.srt.blocks.shared_sparse import candidates as candidate_ops
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
 from sglang.srt.kernels.tile_configs import TileConfigs
-from sglang.srt.layers import (
-    hyper_native,
-    native_block_groups,
-    native_convolution,
-    native_ops,
-    native_pooled_blocks,
-    native_sparse_ops,
-    native_streams,
-)
+from sglang.srt.layers import native_block_groups, native_convolution, native_ops, native_sparse_ops
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.compressed import candidates as candidate_ops
-from sglang.srt.layers.compressed import native as compressed_ops
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.ngrams import native as ngram_ops
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import filled_model

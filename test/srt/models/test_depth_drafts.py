@@ -130,7 +130,7 @@ def test_what_configs_say_of_inklings_depths(said: str, tmp_path: Path) -> None:
     description = plan.draft.description
     mixers = [layer.mixer for layer in description.model.layers]
     assert [mixer.window for mixer in mixers] == ([0, 0] if said == "not said" else [12, 0])
-    assert [mixer.bias_extent for mixer in mixers] == ([20, 20] if said == "not said" else [12, 20])
+    assert [mixer.softmax.relative_bias.extent for mixer in mixers] == ([20, 20] if said == "not said" else [12, 20])
     assert description.aux_layers == () and description.form.final_features
     assert description.tails == 0, "they are states"
     caches = [{cache.name: cache for cache in layer.caches(SERVING)} for layer in description.model.layers]

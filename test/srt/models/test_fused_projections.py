@@ -80,7 +80,7 @@ def test_the_rows_of_scales_tell_the_stripes(tp_blocks: int, tmp_path: Path) -> 
     want = wanted(save_fused(tmp_path, tp_blocks))
     plan = plan_for(tmp_path / "quantized")
     mixers = [layer.mixer for layer in plan.description.layers]
-    assert [mixer.tp_blocks for mixer in mixers if isinstance(mixer, GQA)] == [tp_blocks] * 3
+    assert [mixer.stored.tp_blocks for mixer in mixers if isinstance(mixer, GQA)] == [tp_blocks] * 3
     runner = TinyRunner(plan)
     torch.testing.assert_close(steps(runner), want, **TOLERANCE)
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
@@ -163,7 +163,7 @@ def test_layouts_of_the_published_sizes(tmp_path: Path) -> None:
     dequantized = {
         size: sum(mixer.dequantized(size) for mixer in mixers if isinstance(mixer, GQA)) for size in (1, 2, 4, 8)
     }
-    assert {mixer.tp_blocks for mixer in mixers if isinstance(mixer, GQA)} == {4}
+    assert {mixer.stored.tp_blocks for mixer in mixers if isinstance(mixer, GQA)} == {4}
     assert dequantized == {1: 9, 2: 9, 4: 0, 8: 39}
 
 

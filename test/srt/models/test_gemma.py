@@ -131,8 +131,8 @@ def test_sizes_are_those_published(text: dict[str, Any], published: float, tmp_p
 def test_a_dense_model(tmp_path: Path) -> None:
     layers = described(GEMMA4_31B, tmp_path).description.layers
     window, full = layers[0].mixer, layers[5].mixer
-    assert (window.num_kv_heads, window.head_dim, window.window, window.values_from_keys) == (16, 256, 1024, False)
-    assert (full.num_kv_heads, full.head_dim, full.window, full.values_from_keys) == (4, 512, 0, True)
+    assert (window.num_kv_heads, window.head_dim, window.window, window.values.from_keys) == (16, 256, 1024, False)
+    assert (full.num_kv_heads, full.head_dim, full.window, full.values.from_keys) == (4, 512, 0, True)
     assert window.softmax_scale == full.softmax_scale == 1.0
     assert (full.rope.kind, full.rope.rot_dim) == ("proportional", 512) and window.rope.rot_dim == 256
     assert isinstance(layers[0].ffn, Dense) and layers[0].ffn.intermediate_size == 21504
@@ -150,7 +150,8 @@ def test_layers_that_share_a_cache_cost_none(tmp_path: Path) -> None:
     description = described(GEMMA4_E2B, tmp_path).description
     groups = {group.lifetime: group for group in cache_groups(description, ParallelConfig("bfloat16", "bfloat16"))}
     assert {lifetime: group.num_caches for lifetime, group in groups.items()} == {Window(512): 12, FULL: 3}
-    assert [layer.mixer.cache_layer for layer in description.layers[14:20]] == [-1, 13, 13, 13, 13, 14]
+    sources = [layer.mixer.cache.source(i) for i, layer in enumerate(description.layers)]
+    assert sources[14:20] == [14, 13, 13, 13, 13, 14]
     assert [layer.ffn.intermediate_size for layer in description.layers[14:16]] == [6144, 12288]
 
 

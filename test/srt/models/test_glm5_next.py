@@ -11,9 +11,9 @@ import safetensors.torch
 import torch
 
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
+from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.errors import UserError
 from sglang.srt.plan.model_description import describe_model
-from sglang.srt.plan.pooled_latent import PooledLatent
 
 from .harness import DSA, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 from .ranks_alike import assert_ranks_alike

@@ -18,7 +18,7 @@ from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.towers.inkling import InklingTower
+from sglang.srt.towers.inkling.spec import InklingTower
 
 from .harness import INKLING, TINY, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 
@@ -59,8 +59,8 @@ def test_published_configs(tmp_path: Path) -> None:
     plan = plan_for(tmp_path)
     mixers = [layer.mixer for layer in plan.description.layers]
     assert all(isinstance(mixer, GQA) for mixer in mixers)
-    assert [mixer.bias_extent for mixer in mixers] == [12, 20, 12, 20]
-    assert [bool(mixer.attn_temperature) for mixer in mixers] == [False, True] * 2
+    assert [mixer.softmax.relative_bias.extent for mixer in mixers] == [12, 20, 12, 20]
+    assert [mixer.attn_temperature is not None for mixer in mixers] == [False, True] * 2
     assert [type(layer.ffn) for layer in plan.description.layers] == [Dense, MoE, MoE, MoE]
     torch.testing.assert_close(TinyRunner(plan).extend({1: tokens})[0], hf_logits(model, tokens), **CLOSE)
 

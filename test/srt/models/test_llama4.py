@@ -20,7 +20,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.towers.llama4 import describe_llama4
+from sglang.srt.towers.llama4.spec import describe_llama4
 
 from .harness import (
     LLAMA3_ROPE,
@@ -81,7 +81,7 @@ def test_keys_that_published_configs_leave_out(tmp_path: Path) -> None:
     changed(tmp_path, no_rope_layer_interval=None, router_jitter_noise=None)
     plan = plan_for(tmp_path)
     mixers = [layer.mixer for layer in plan.description.layers]
-    assert [(mixer.window, mixer.chunked) for mixer in mixers if isinstance(mixer, GQA)] == [(12, True)] * 3 + [
+    assert [(mixer.window, mixer.mask.chunked) for mixer in mixers if isinstance(mixer, GQA)] == [(12, True)] * 3 + [
         (0, False)
     ]
     assert [isinstance(layer.ffn, MoE) for layer in plan.description.layers] == [False, True] * 2

@@ -12,9 +12,9 @@ import torch
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.models.vision.patch_places import Grid
 from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.towers.base.patch_places import Grid
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 
 from .media_harness import MERGE, SECTIONS, Prompt, media_request, save_seeing

@@ -72,10 +72,10 @@ def test_layers_of_the_published_config(tmp_path: Path) -> None:
     layers = plan_for(tmp_path).description.layers
     full, window = layers[0].mixer, layers[1].mixer
     assert isinstance(full, GQA) and isinstance(window, GQA) and full.rope is not None and window.rope is not None
-    assert (full.num_kv_heads, full.window, full.sinks, full.rope.theta) == (4, 0, False, 5e6)
-    assert (window.num_kv_heads, window.window, window.sinks, window.rope.theta) == (8, 128, True, 1e4)
+    assert (full.num_kv_heads, full.window, full.softmax.sinks, full.rope.theta) == (4, 0, False, 5e6)
+    assert (window.num_kv_heads, window.window, window.softmax.sinks, window.rope.theta) == (8, 128, True, 1e4)
     assert {layer.mixer.head_dim for layer in layers if isinstance(layer.mixer, GQA)} == {192}
-    assert (full.v_head_dim, full.rope.rot_dim, full.value_scale) == (128, 64, 0.707)
+    assert (full.v_head_dim, full.rope.rot_dim, full.values.scale) == (128, 64, 0.707)
     assert [isinstance(layer.ffn, Dense) for layer in layers] == [True] + [False] * 47
     assert sum(layer.mixer == full for layer in layers) == 9
 
@@ -96,7 +96,9 @@ def test_ranks_whose_keys_end_within_blocks_hold_them_in_the_models_type(size: i
     save_quantized("mimo_v2_wide", FORMS["fp8_block"], tmp_path, moe_intermediate_size=512)
     as_published(tmp_path / "quantized")
     full, window = (layer.mixer for layer in plan_for(tmp_path / "quantized").description.layers[:2])
-    assert isinstance(full, GQA) and isinstance(window, GQA) and full.scale_rows == window.scale_rows == 128
+    assert (
+        isinstance(full, GQA) and isinstance(window, GQA) and full.stored.scale_rows == window.stored.scale_rows == 128
+    )
     assert full.dequantized(size) and window.dequantized(size) == (size == 4)
     assert_ranks_alike(size, steps, TOLERANCE, tmp_path)
 

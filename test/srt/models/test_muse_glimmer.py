@@ -11,9 +11,10 @@ import torch
 
 from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.errors import UserError
+from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.towers.muse_glimmer import MuseGlimmerTower
+from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 
@@ -36,8 +37,17 @@ def test_layers_of_the_published_config() -> None:
     kinds = {(m.window, m.rope.kind) for m in mixers if isinstance(m, GQA) and m.rope is not None}
     assert kinds == {(2048, "default"), (0, UNROTATED)}
     first = mixers[0]
-    assert isinstance(first, GQA) and first.scale == pytest.approx(3.87 * 128**-0.5)
-    assert (model.logit_cap, model.logit_scale) == (20.0, pytest.approx((6656 / 256) ** -0.5))
+    assert isinstance(first, GQA) and first.softmax.scale == pytest.approx(3.87 * 128**-0.5)
+    assert (model.logits.cap, model.logits.scale) == (20.0, pytest.approx((6656 / 256) ** -0.5))
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_config_without_gates_has_no_projection_of_them(gated: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((PUBLISHED / "config.json").read_text())
+    changed(tmp_path, attn_output_gate=gated)
+    weights = plan_for(tmp_path).description.layers[0].mixer.weights(512, 1)
+    (parts,) = (part.parts for part in weights if isinstance(part, Matrix) and part.name == "attn.qkv")
+    assert parts == (("q", "k", "v", "gate") if gated else ("q", "k", "v"))
 
 
 def test_the_encoder_of_the_published_config() -> None:

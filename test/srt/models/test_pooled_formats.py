@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.errors import UserError
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 
 from .harness import TinyRunner, plan_for, save_tiny
 from .ranks_alike import assert_ranks_alike

@@ -19,16 +19,17 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor import media_timing
 from sglang.srt.model_loader.loader import load_checkpoint, load_tower
-from sglang.srt.models.vision import encoder, inkling, pieces
-from sglang.srt.models.vision.create_encoder import create_encoder
-from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
-from sglang.srt.models.vision.pieces import Cuts, parts_of, pieces_of
-from sglang.srt.models.vision.shared_encoder import SharedEncoder, split_evenly
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.towers.base import encoder, pieces
+from sglang.srt.towers.base.encoder import VisionEncoder
+from sglang.srt.towers.base.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
+from sglang.srt.towers.base.pieces import Cuts, parts_of, pieces_of
+from sglang.srt.towers.base.shared_encoder import SharedEncoder, split_evenly
+from sglang.srt.towers.create_encoder import create_encoder
+from sglang.srt.towers.inkling import encoder as inkling
 from srt.managers.fake_runner import Collector, add, run_to_end
 
 from .media_harness import (

@@ -14,22 +14,22 @@ import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.engram.layer import OF_IMAGE, EngramBlock
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.layers.ngrams.engram import OF_IMAGE, EngramBlock
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_model, load_tower
-from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.patch_places import Grid
-from sglang.srt.models.vision.pieces import Cuts, pieces_of
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weights import rank_weight_bytes
+from sglang.srt.towers.base.encoder import VisionEncoder
+from sglang.srt.towers.base.patch_places import Grid
+from sglang.srt.towers.base.pieces import Cuts, pieces_of
 from srt.managers.fake_runner import Collector, add, assert_clean, run_to_end
 
 from .harness import TinyRunner, plan_for

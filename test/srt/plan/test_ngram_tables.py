@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
@@ -16,7 +17,6 @@ from sglang.srt.plan.host_tables import host_table_bytes
 from sglang.srt.plan.layer_spec import Elements, ParallelConfig
 from sglang.srt.plan.memory import GIB
 from sglang.srt.plan.model_description import describe_model
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from media.processing import image_processor
 from PIL import Image, ImageDraw
 from tokenizers import Tokenizer
 
 from sglang.embedded import DEFAULT_MODEL_PATH, DFLASH_PATH, EAGLE3_PATH, SEEING_PATH
-from sglang.srt.managers.front.media.processor_files import read_processor_files
-from sglang.srt.managers.front.media.processors import image_processor
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.towers.pictures.processor_files import read_processor_files
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 from srt.managers.fake_runner import Collector, assert_clean, request, run_to_end

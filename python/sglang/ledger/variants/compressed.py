@@ -7,8 +7,8 @@ from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
-from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
-from sglang.srt.layers.triton_ops import hyper_connection
+from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
+from sglang.srt.blocks.hyper_connections.kernels import hyper_connection
 
 OPS = ("hyper_connection", "shared_kv_norm_rope_store", "tail_rotation", "kv_compressor")
 

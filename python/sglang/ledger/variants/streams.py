@@ -9,12 +9,13 @@ from typing import Any
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.ledger.variants.sparse import merges, tile_variants
+from sglang.srt.blocks.engram.spec import SCALE_GROUP
+from sglang.srt.blocks.gated_streams.kernels import gated_streams
+from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
+from sglang.srt.blocks.pooled_sparse.kernels import selected_blocks
 from sglang.srt.kernels import tiles
-from sglang.srt.layers.attention.triton_ops import selected_blocks
-from sglang.srt.layers.ngrams.triton_ops import ngram_embedding, short_convolution
-from sglang.srt.layers.triton_ops import gated_streams
+from sglang.srt.layers.triton_ops import keep_last, short_convolution
 from sglang.srt.layers.triton_ops.norm import row_launch
-from sglang.srt.plan.engram import SCALE_GROUP
 
 OPS = ("gated_streams", "ngram_embedding", "short_convolution", "selected_block_attention")
 ENGRAM_DIM, ENGRAM_HIDDEN, ENGRAM_LONGEST = 256, 5120, 4
@@ -101,10 +102,12 @@ def _ngrams() -> Iterator[Variant]:
         op, "convolve", module.convolve_values_kernel, {"TAPS": TAPS, "DILATION": LONGEST}, module.LAUNCH, ("width",),
         kept="*bf16", weight="*bf16",
     )  # fmt: skip
-    kernel, rows = module.keep_last_kernel, {"SIZE": (TAPS - 1) * LONGEST}
-    yield _of(op, "keep/rows", kernel, rows, module.LAUNCH, ("width",), new="*bf16", kept="*bf16")
+    kernel, rows = keep_last.keep_last_kernel, {"SIZE": (TAPS - 1) * LONGEST}
+    yield _of(op, "keep/rows", kernel, rows, keep_last.LAUNCH, ("width",), new="*bf16", kept="*bf16")
     for longest in (LONGEST, ENGRAM_LONGEST):
-        ids = _of(op, f"keep/ids/{longest}", kernel, {"SIZE": longest - 1}, module.ONE_VALUE, new="*i64", kept="*i32")
+        ids = _of(
+            op, f"keep/ids/{longest}", kernel, {"SIZE": longest - 1}, keep_last.ONE_VALUE, new="*i64", kept="*i32"
+        )
         yield replace(ids, ones=("width",))
 
 
@@ -116,8 +119,8 @@ def _convolutions() -> Iterator[Variant]:
             op, f"convolve{name}", short_convolution.convolve_kernel, {"TAPS": TAPS, "KEPT": kept}, launch,
             ("width", "out_stride"), kept="*bf16", weight="*bf16",
         )  # fmt: skip
-        kernel, rows = ngram_embedding.keep_last_kernel, {"SIZE": kept}
-        yield _of(op, f"keep{name}", kernel, rows, ngram_embedding.LAUNCH, ("width",), new="*bf16", kept="*bf16")
+        kernel, rows = keep_last.keep_last_kernel, {"SIZE": kept}
+        yield _of(op, f"keep{name}", kernel, rows, keep_last.LAUNCH, ("width",), new="*bf16", kept="*bf16")
 
 
 def _attention(features: tuple[str, ...]) -> Iterator[Variant]:

@@ -5,5 +5,6 @@
 `reference.py`: its math in plain torch, which the CPU runs and tests compare with.
 `kernels/`: Triton kernels and their launchers.
 
-`recurrent_state` holds what recurrent blocks share. A file with another name has one idea that needs its own place.
+`recurrent_state` holds what recurrent blocks share, `pooled_selection` what two kinds of attention share. A file with
+another name has one idea that needs its own place.
 """

@@ -24,6 +24,8 @@ class RopeSpec:
     With `sections` (M-RoPE) a token has one position for each section (time, height, width), and position i has
     `sections[i]` of the frequencies: one section after the other, or with `interleaved_sections` alternating while a
     section has some left.
+
+    is_neox_style: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours, 2i and 2i + 1
     """
 
     rot_dim: int
@@ -33,6 +35,7 @@ class RopeSpec:
     params: tuple[tuple[str, Any], ...] = ()
     sections: tuple[int, ...] = ()
     interleaved_sections: bool = False
+    is_neox_style: bool = True
 
     def table_rows(self, num_positions: int, context_len: int) -> int:
         """Returns the number of rows of the table of cosines and sines. `num_positions`: the most that a request can

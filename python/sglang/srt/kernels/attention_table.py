@@ -36,7 +36,8 @@ from sglang.srt.kernels.spec import KernelSpec
 _ATTENTION = "sglang.srt.layers.attention"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
-_COMPRESSED = "sglang.srt.layers.compressed"
+_SHARED_SPARSE = "sglang.srt.blocks.shared_sparse"
+_POOLED_SPARSE = "sglang.srt.blocks.pooled_sparse"
 _NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
 
 
@@ -174,10 +175,10 @@ SPARSE_INDEXER = (
 )
 CANDIDATE_BLOCKS = (
     KernelSpec(
-        "triton", f"{_COMPRESSED}.triton_candidates:TritonCandidateBlocks", CP_ASYNC, "triton",
+        "triton", f"{_SHARED_SPARSE}.triton_candidates:TritonCandidateBlocks", CP_ASYNC, "triton",
         refuse=all_of(HALF, no_fp8_cache),
     ),
-    KernelSpec("torch_native", f"{_COMPRESSED}.candidates:candidate_blocks", graph_safe=False),
+    KernelSpec("torch_native", f"{_SHARED_SPARSE}.candidates:candidate_blocks", graph_safe=False),
 )  # fmt: skip
 SPARSE_ATTENTION = (
     KernelSpec(
@@ -199,14 +200,14 @@ SPARSE_ATTENTION = (
 SELECTED_BLOCK_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.pooled_blocks:TritonSelectedBlocks",
+        f"{_POOLED_SPARSE}.selected_blocks:TritonSelectedBlocks",
         CP_ASYNC,
         "triton",
         tiled=True,
-        kernel_module=f"{_ATTENTION}.triton_ops.selected_blocks",
+        kernel_module=f"{_POOLED_SPARSE}.kernels.selected_blocks",
         refuse=all_of(HALF, only_16_bit_cache, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", "sglang.srt.layers.native_pooled_blocks:selected_block_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_POOLED_SPARSE}.reference:selected_block_attention", graph_safe=False),
 )
 BLOCK_INDEXER = (
     KernelSpec(

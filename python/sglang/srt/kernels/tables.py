@@ -62,10 +62,12 @@ _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
-_COMPRESSED = "sglang.srt.layers.compressed"
+_COMPRESSED = "sglang.srt.blocks.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
 _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
-_NGRAMS = "sglang.srt.layers.ngrams"
+_NGRAMS = "sglang.srt.blocks.ngram_embedding"
+_STREAMS = "sglang.srt.blocks.gated_streams"
+_HYPER = "sglang.srt.blocks.hyper_connections"
 
 
 def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, ...]:
@@ -100,9 +102,9 @@ def _compressed(
     plain torch."""
     refuse = all_of(HALF, lacks("uneven_sizes"), *refusals)
     return (
-        KernelSpec("triton", f"{_COMPRESSED}.triton_ops.{triton_entry}", CP_ASYNC, "triton", refuse=refuse),
+        KernelSpec("triton", f"{_COMPRESSED}.kernels.{triton_entry}", CP_ASYNC, "triton", refuse=refuse),
         KernelSpec(
-            "torch_native", f"{_COMPRESSED}.native:{native_entry}", refuse=all_of(*refusals), graph_safe=graph_safe
+            "torch_native", f"{_COMPRESSED}.reference:{native_entry}", refuse=all_of(*refusals), graph_safe=graph_safe
         ),
     )
 
@@ -311,34 +313,32 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "tail_rotation": _compressed("tail_rotation:tail_rotation", "tail_rotation"),
     "gated_streams": (
-        KernelSpec("triton", f"{_TRITON}.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=HALF),
-        KernelSpec("torch_native", "sglang.srt.layers.native_streams:GATED_STREAMS"),
+        KernelSpec("triton", f"{_STREAMS}.kernels.gated_streams:GATED_STREAMS", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", f"{_STREAMS}.reference:GATED_STREAMS"),
     ),
     "ngram_embedding": (
         KernelSpec(
             "triton",
-            f"{_NGRAMS}.triton_ops.ngram_embedding:NGRAM_EMBEDDING",
+            f"{_NGRAMS}.kernels.ngram_embedding:NGRAM_EMBEDDING",
             CP_ASYNC,
             "triton",
             refuse=all_of(HALF, no_e4m3_conversion),
         ),
-        KernelSpec("torch_native", f"{_NGRAMS}.native:NGRAM_EMBEDDING"),
+        KernelSpec("torch_native", f"{_NGRAMS}.reference:NGRAM_EMBEDDING"),
     ),
     "short_convolution": (
-        KernelSpec(
-            "triton", f"{_NGRAMS}.triton_ops.short_convolution:SHORT_CONVOLUTION", CP_ASYNC, "triton", refuse=HALF
-        ),
+        KernelSpec("triton", f"{_TRITON}.short_convolution:SHORT_CONVOLUTION", CP_ASYNC, "triton", refuse=HALF),
         KernelSpec("torch_native", "sglang.srt.layers.native_convolution:SHORT_CONVOLUTION"),
     ),
     "hyper_connection": (
         KernelSpec(
             "triton",
-            f"{_TRITON}.hyper_connection:hyper_connection",
+            f"{_HYPER}.kernels.hyper_connection:hyper_connection",
             CP_ASYNC,
             "triton",
             refuse=all_of(only_dtypes("bfloat16"), lacks("uneven_sizes")),
         ),
-        KernelSpec("torch_native", "sglang.srt.layers.hyper_native:hyper_connection"),
+        KernelSpec("torch_native", f"{_HYPER}.reference:hyper_connection"),
     ),
     "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
     "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),

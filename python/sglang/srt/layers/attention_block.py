@@ -19,6 +19,16 @@ from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, Q
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, share_param
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
+from sglang.srt.plan.attention_parts import (
+    OWN_CACHE,
+    AttentionTemperature,
+    ElementGate,
+    HeadGate,
+    OwnCache,
+    PerHead,
+    Unweighted,
+    Whole,
+)
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.mixers import GQA
@@ -53,7 +63,6 @@ class GQAttention:
     KV cache in one op; attention; output projection."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.rope is not None
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
         shares = spec.shares(group.size)
@@ -63,91 +72,83 @@ class GQAttention:
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
         q_rows, kv_rows = heads.scale_dims(dim), kv_heads.scale_dims(dim)
-        self.value_scale, self.is_neox_style = spec.value_scale, spec.is_neox_style
-        self.growth = (
-            spec.attn_temperature,
-            spec.attn_temperature_length,
-            spec.attn_temperature_offset,
-            spec.attn_temperature_smooth,
-        )
+        self.value_scale, self.is_neox_style = spec.values.scale, spec.rope.is_neox_style
+        self.temperature = spec.attn_temperature
         projections = [("q", q_rows), ("k", kv_rows)]
-        if not spec.values_from_keys:
+        if not spec.values.from_keys:
             projections.append(("v", kv_heads.scale_dims(spec.v_head_dim)))
-        if spec.gate_projection:
+        if spec.gate == ElementGate(own_projection=True):
             projections.append(("gate", heads.scale_dims(spec.v_head_dim)))
-        elif spec.output_gate:
+        elif isinstance(spec.gate, ElementGate):
             projections = _with_gates(projections, heads, dim)
-        if spec.tp_blocks:
+        if spec.stored.tp_blocks:
             projections = [(FUSED_PART, share) for share in spec.fused_rows(group.size, group.rank)]
         width, dequantized = spec.input_size or hidden_size, spec.dequantized(group.size)
-        self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.qkv_bias, dequantized)
+        self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.biases.qkv, dequantized)
         self.row_format = self.qkv.row_format
         self.o = RowParallelLinear(
-            scope.sub("o"), heads.scale_dims(spec.v_head_dim), hidden_size, spec.o_bias, group=group
+            scope.sub("o"), heads.scale_dims(spec.v_head_dim), hidden_size, spec.biases.output, group=group
         )
         self.q_norm = self.k_norm = None
         self.whole_norm: WholeNorm | None = None
-        if spec.qk_norm == "head":
+        if isinstance(spec.qk_norm, PerHead):
             zero_centred = site.model.zero_centred_norms
             self.q_norm = norm_weight(scope.sub("q_norm"), dim, zero_centred)
             self.k_norm = norm_weight(scope.sub("k_norm"), dim, zero_centred)
-        elif spec.qk_norm == "unit":
+        elif isinstance(spec.qk_norm, Unweighted):
             self.q_norm = self.k_norm = torch.ones(dim, dtype=scope.dtype, device=scope.device)
-        elif spec.qk_norm == "whole":
+        elif isinstance(spec.qk_norm, Whole):
             assert shares.kv_copies is not None, "such layouts are refused"
             self.whole_norm = WholeNorm(scope, q_rows, kv_rows, shares.kv_copies, self.eps)
         self.value_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if spec.value_norm:
+        if spec.values.norm:
             value_norm: ValueNormOp = scope.plan.entry("value_norm")
             self.value_norm = functools.partial(
                 value_norm,
                 num_kv_heads=self.num_kv_heads,
                 head_dim=dim,
                 eps=self.eps,
-                from_keys=spec.values_from_keys,
+                from_keys=spec.values.from_keys,
             )
         self.convolution: ConvolvedRows | None = None
-        if spec.conv_taps:
+        if spec.kv_convolution is not None:
             parts = {"k": kv_rows, "v": kv_heads.scale_dims(spec.v_head_dim)}
-            weight = convolution_weight(scope.sub("convolution"), spec.conv_taps, parts)
+            weight = convolution_weight(scope.sub("convolution"), spec.kv_convolution.taps, parts)
             self.convolution = ConvolvedRows(scope, weight, scope.cache(site.layer_id, "kv_rows"), "rows")
         self.relative: ColumnParallelLinear | None = None
-        self.bias_dims = spec.bias_dims
-        if spec.bias_extent:
+        if (bias := spec.softmax.relative_bias) is not None:
             relative = scope.sub("relative")
-            self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.scale_dims(spec.bias_dims)})
-            self.profiles = scope.sub("profiles").param("proj", (spec.bias_dims, spec.bias_extent))
+            self.relative = ColumnParallelLinear(relative, relative.matrix(), {"": heads.scale_dims(bias.dims)})
+            self.profiles = scope.sub("profiles").param("proj", (bias.dims, bias.extent))
         self.k_scale = self.v_scale = None
         self.cache, self.layer_id = scope.cache(site.layer_id, "kv"), site.layer_id
-        self.cache_shared = spec.cache_shared
+        self.cache_shared = spec.cache == OwnCache(shared=True)
         if has_tensor_scales(scope.plan.kv_cache_dtype):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
         self.output_gate: OutputGateOp | None = None
-        if spec.output_gate:
-            self.output_gate = scope.plan.entry("attention_output_gate")
+        if isinstance(spec.gate, ElementGate):
+            self.output_gate = scope.plan.entry(spec.gate.op)
         self.head_gate: ColumnParallelLinear | None = None
-        if spec.head_gate:
+        if isinstance(spec.gate, HeadGate):
             gate = scope.sub("head_gate")
             self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
-            self.gate_heads: HeadGateOp = (
-                softplus_gates if spec.softplus_gates else scope.plan.entry("attention_head_gate")
-            )
+            self.gate_heads: HeadGateOp = softplus_gates if spec.gate.softplus else scope.plan.entry(spec.gate.op)
         self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
         self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
             self.cache,
-            self.num_heads * spec.block,
+            self.num_heads * spec.mask.rows,
             self.num_kv_heads,
             dim,
             spec.softmax_scale,
             spec.v_head_dim,
             sliding_window=spec.window,
-            chunked=spec.chunked,
-            logit_cap=spec.logit_cap,
-            sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.sinks else None,
+            chunked=spec.mask.chunked,
+            logit_cap=spec.softmax.logit_cap,
+            sinks=share_param(scope, "sinks", heads, Init.ZEROS, torch.float32) if spec.softmax.sinks else None,
             dcp_size=spec.effective_dcp_size(group.size, scope.groups.context.size),
-            bias_extent=spec.bias_extent,
+            bias_extent=spec.softmax.extent,
             top_k=spec.top_k,
         )
 
@@ -176,9 +177,9 @@ class GQAttention:
         if self.relative is None:
             return None
         rows = self.relative(values_of(x))
-        if self.growth[0]:
-            rows = (rows * growth_of_queries(batch, *self.growth)).to(rows.dtype)
-        return (rows.view(-1, self.bias_dims) @ self.profiles).view(len(rows), self.num_heads, -1)
+        if self.temperature is not None:
+            rows = (rows * growth_of_queries(batch, self.temperature)).to(rows.dtype)
+        return (rows.view(-1, len(self.profiles)) @ self.profiles).view(len(rows), self.num_heads, -1)
 
     def _stored(
         self, x: Activations, batch: ForwardBatch
@@ -193,8 +194,8 @@ class GQAttention:
             qkv = self.value_norm(qkv)
         if self.convolution is not None:
             self.convolution.in_place(qkv[:, self.num_heads * self.head_dim :], batch)
-        if self.growth[0] and self.q_norm is None:  # a rotation keeps factors
-            qkv[:, : self.num_heads * self.head_dim] *= growth_of_queries(batch, *self.growth).to(qkv.dtype)
+        if self.temperature is not None and self.q_norm is None:  # a rotation keeps factors
+            qkv[:, : self.num_heads * self.head_dim] *= growth_of_queries(batch, self.temperature).to(qkv.dtype)
         if self.output_gate is not None:
             width = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
             qkv, gates = qkv[:, :width], qkv[:, width:]
@@ -217,8 +218,8 @@ class GQAttention:
             k_group_scales=scales.get("k_group_scales"),
             v_group_scales=scales.get("v_group_scales"),
         )
-        if self.growth[0] and self.q_norm is not None:
-            q.mul_(growth_of_queries(batch, *self.growth)[..., None])
+        if self.temperature is not None and self.q_norm is not None:
+            q.mul_(growth_of_queries(batch, self.temperature)[..., None])
         return q, k, v, gates
 
     def _take_cache_scales(self) -> None:
@@ -234,30 +235,28 @@ def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def growth_of_queries(
-    batch: ForwardBatch, growth: float, length: int, offset: int = 0, smooth: bool = False
-) -> torch.Tensor:
+def growth_of_queries(batch: ForwardBatch, temperature: AttentionTemperature) -> torch.Tensor:
     """Returns the attention temperature factors [T, 1] fp32 of queries by position, computed once per step. Source:
     Llama 4 (arXiv 2501.19399); Ministral 3 uses it without an offset, Inkling smooth."""
-    name = f"attn_temperature.{growth}.{length}.{offset}.{smooth}"
+    name = f"attn_temperature.{temperature}"
     if name not in batch.step_cache:
-        ends = batch.positions + offset
-        if smooth:
+        ends, length = batch.positions + temperature.offset, temperature.length
+        if temperature.smooth:
             logs = torch.log((ends / length).clamp(min=1.0))
         else:
             logs = torch.log1p(torch.div(ends, length, rounding_mode="floor").float())
-        batch.step_cache[name] = (1.0 + growth * logs)[:, None]
+        batch.step_cache[name] = (1.0 + temperature.scale * logs)[:, None]
     return batch.step_cache[name]
 
 
 class BlockAttention(GQAttention):
-    """Attention of a block draft, whose rows come in blocks of one request each (`GQA.block`), [R * B, H] -> [R * B,
+    """Attention of a block draft, whose rows come in blocks of one request each (`RowBlock`), [R * B, H] -> [R * B,
     H]."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert not (spec.output_gate or spec.head_gate or spec.sinks or spec.cache_shared)
+        assert spec.gate is None and not spec.softmax.sinks and spec.cache == OWN_CACHE
         super().__init__(scope, spec, site)
-        self.block = spec.block
+        self.block = spec.mask.rows
 
     def keep(self, x: Activations, batch: ForwardBatch) -> None:
         """Stores keys and values of x [T, H] at the batch's tokens."""

@@ -27,7 +27,7 @@ class BlockSelector:
     """Stores the index keys of a step's tokens, and puts the selection for its sparse tokens into `SparseRows`."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
-        assert spec.indexer is not None and spec.rope is not None
+        assert spec.indexer is not None
         self.spec = spec.indexer
         dim, group = self.spec.head_dim, scope.groups.attention
         shares = spec.shares(group.size)

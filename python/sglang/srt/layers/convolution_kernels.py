@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from sglang.srt.layers.compressed.step import TokenRequests
-from sglang.srt.layers.ngrams.kernels import KeepLast
+from sglang.srt.layers.compressed_step import TokenRequests
+from sglang.srt.layers.last_rows import KeepLast
 
 
 class Convolve(Protocol):

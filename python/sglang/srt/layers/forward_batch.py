@@ -70,7 +70,7 @@ class ForwardBatch:
     share an indexer's selection."""
 
     compressed: Any = None
-    """A `compressed.step.CompressedStep` (typed Any for the same reason) for layers of compressed attention."""
+    """A `compressed_step.CompressedStep` (typed Any for the same reason) for layers of compressed attention."""
 
     loads: LayerWaits | None = None
     """Pages that are still being loaded: each layer waits for its own. None: the step reads no such pages."""

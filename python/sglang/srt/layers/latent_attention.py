@@ -67,7 +67,7 @@ class LatentAttention(LatentHeads):
             top_k=spec.top_k,
             dcp_size=spec.effective_dcp_size(scope.groups.attention.size, scope.groups.context.size),
         )
-        self.rotary = site.rotary.of(spec.rope)
+        self.rotary, self.is_neox_style = site.rotary.of(spec.rope), spec.rope.is_neox_style
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
         self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
         self.store: LatentStoreOp = scope.plan.entry("latent_norm_rope_store")
@@ -91,8 +91,8 @@ class LatentAttention(LatentHeads):
             q = self.q_b(q_latent)
             if self.indexer is not None:
                 self._select(self.indexer, x, q_latent, rotation, batch, metadata.sparse)
-        if spec.attn_temperature:  # a rotation keeps factors
-            q *= growth_of_queries(batch, spec.attn_temperature, spec.attn_temperature_length).to(q.dtype)
+        if spec.attn_temperature is not None:  # a rotation keeps factors
+            q *= growth_of_queries(batch, spec.attn_temperature).to(q.dtype)
         q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
         expanded = metadata.latent_chunks is not None
         num_absorbed = batch.num_decodes if expanded else len(x)
@@ -111,7 +111,7 @@ class LatentAttention(LatentHeads):
             into,
             at,
             cache.k_scale,
-            spec.is_neox_style,
+            self.is_neox_style,
         )
         if self.pack is not None:
             self.pack(entries, cache.k, batch.slots_of(cache).out_cache_loc)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from sglang.srt.layers.compressed.step import TokenRequests
+from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.convolution_kernels import ConvolutionKernels
-from sglang.srt.layers.ngrams.native import keep_last, token_before, wide
+from sglang.srt.layers.last_rows import keep_last, token_before, wide
 
 
 def convolve(

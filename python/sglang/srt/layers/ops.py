@@ -16,9 +16,9 @@ import torch
 from sglang.srt.configs.activation import Activation
 
 if TYPE_CHECKING:
+    from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.kernels.tile_configs import TileConfigs
-    from sglang.srt.layers.attention.block_selection import BlockSelection
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.attention.selection import EntryRows, Selection
     from sglang.srt.layers.moe.expert_weights import ExpertWeights
@@ -324,7 +324,7 @@ class SparseAttentionFactory(Protocol):
 
 
 class SelectedBlockOp(Protocol):
-    """Signature of `native_pooled_blocks.attend_blocks`."""
+    """Signature of `pooled_sparse.reference.attend_blocks`."""
 
     def __call__(
         self,
@@ -390,7 +390,7 @@ class BlockAttentionFactory(Protocol):
 
 
 class SharedKVStoreOp(Protocol):
-    """Signature of `compressed.native.shared_kv_norm_rope_store`."""
+    """Signature of `compressed.reference.shared_kv_norm_rope_store`."""
 
     def __call__(
         self,
@@ -406,7 +406,7 @@ class SharedKVStoreOp(Protocol):
 
 
 class TailRotationOp(Protocol):
-    """Signature of `compressed.native.tail_rotation`."""
+    """Signature of `compressed.reference.tail_rotation`."""
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, inverse: bool = False
@@ -414,7 +414,7 @@ class TailRotationOp(Protocol):
 
 
 class HyperConnectionOp(Protocol):
-    """Signature of `hyper_native.hyper_connection`."""
+    """Signature of `hyper_connections.reference.hyper_connection`."""
 
     def __call__(
         self,

@@ -13,6 +13,7 @@ from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import QNormRopeOp
 from sglang.srt.layers.parameter import Scope
+from sglang.srt.plan.attention_parts import CacheOfLayer, PerHead
 from sglang.srt.plan.mixers import GQA
 
 if TYPE_CHECKING:
@@ -20,32 +21,35 @@ if TYPE_CHECKING:
 
 
 class SharedCacheAttention:
-    """Attention over the cache of layer `spec.cache_layer`, [T, H] -> [T, H]. That layer puts the keys and values of
+    """Attention over the cache of layer `spec.cache.layer`, [T, H] -> [T, H]. That layer puts the keys and values of
     prompts into their site's metadata; decoding rows only read the cache."""
 
     def __init__(self, scope: Scope, spec: GQA, site: Site) -> None:
         assert (
-            spec.rope is not None and spec.qk_norm == "head" and not (spec.output_gate or spec.head_gate or spec.sinks)
+            isinstance(spec.cache, CacheOfLayer)
+            and isinstance(spec.qk_norm, PerHead)
+            and spec.gate is None
+            and not spec.softmax.sinks
         )
         dim, hidden_size = spec.head_dim, site.model.hidden_size
         group = scope.groups.attention
         shares = spec.shares(group.size)
         rows = shares.heads(group.rank).scale_dims(dim)
-        self.source = spec.cache_layer
+        self.source = spec.cache.layer
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
-        self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": rows}, spec.qkv_bias)
-        self.o = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.o_bias, group=group)
+        self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": rows}, spec.biases.qkv)
+        self.o = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.biases.output, group=group)
         self.q_norm = norm_weight(scope.sub("q_norm"), dim, site.model.zero_centred_norms)
         self.norm_rope: QNormRopeOp = scope.plan.entry("q_norm_rope")
         self.attention = Attention(
-            scope.cache(spec.cache_layer, "kv"),
+            scope.cache(spec.cache.layer, "kv"),
             shares.padded_heads,
             shares.padded_kv_heads,
             dim,
             spec.softmax_scale,
             sliding_window=spec.window,
-            logit_cap=spec.logit_cap,
+            logit_cap=spec.softmax.logit_cap,
         )
 
     def defer_all_reduce(self) -> Group | None:

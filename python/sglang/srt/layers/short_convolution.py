@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.compressed.step import TokenRequests, compressed_step
+from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
 from sglang.srt.layers.convolution_kernels import ConvolutionKernels
 from sglang.srt.layers.parameter import Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations

@@ -17,10 +17,10 @@ import torch
 
 from sglang.srt.model_executor.media_pace import WHOLE, MediaPace
 from sglang.srt.model_executor.patch_uploads import PatchReader, PatchUploads
-from sglang.srt.models.vision.encoder import PatchPart, Pieces, whole
-from sglang.srt.models.vision.patch_places import Grid, num_patches
-from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts
 from sglang.srt.plan.media import MediaDescription
+from sglang.srt.towers.base.encoder import PatchPart, Pieces, whole
+from sglang.srt.towers.base.patch_places import Grid, num_patches
+from sglang.srt.towers.base.pieces import WHOLE_LAYERS, Cuts
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.media_item import MediaItem
 
@@ -36,7 +36,7 @@ class MediaEncoder(Protocol):
 
 @runtime_checkable
 class LayeredEncoder(MediaEncoder, Protocol):
-    """An encoder whose computation can pause after every piece (`models.vision.pieces`)."""
+    """An encoder whose computation can pause after every piece (`towers.base.pieces`)."""
 
     def parts(self, grids: Sequence[Grid]) -> list[list[Grid]]:
         """Returns the clips of all items, grouped by the parts in which they are computed."""

@@ -4,7 +4,7 @@ An encoder's slice of s ms behind a decode step of d ms makes the time between t
 beside images is to stay within 1.5 times that without, so s is at most SHARE of d, and so is what a prompt adds to a
 step, which has one of the two: the rest of the half is left for longer contexts, and for the launches of the host. A
 slice is a run of pieces
-(`models.vision.pieces`); where a layer takes longer than a slice, it is cut, too. All times are measured at
+(`towers.base.pieces`); where a layer takes longer than a slice, it is cut, too. All times are measured at
 the start, so that the ranks, which agree on them, cut alike. On a stream of its own the encoder would
 cost more: a decode step is some 300 kernels, one behind the other, and each would wait for blocks of the encoder's
 products to leave an SM (some 50 us), which is longer than the step.
@@ -17,10 +17,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang.srt.models.vision.patch_places import Grid, num_patches
-from sglang.srt.models.vision.pieces import WHOLE_LAYERS, Cuts, PatchChunk, pairs_of, parts_of, pieces_of
 from sglang.srt.plan.media import PATCH_LAYERS_BESIDE
-from sglang.srt.plan.towers.tower import Tower
+from sglang.srt.towers.base.patch_places import Grid, num_patches
+from sglang.srt.towers.base.pieces import WHOLE_LAYERS, Cuts, PatchChunk, pairs_of, parts_of, pieces_of
+from sglang.srt.towers.base.spec import Tower
 
 SHARE = 0.3
 """Share of a decode step that a slice of an encoder step, or a part of a prompt, may add to it."""

@@ -12,8 +12,8 @@ import torch
 from sglang.srt.distributed import parallel_state
 from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace, measured_layer
-from sglang.srt.models.vision.encoder import VisionEncoder, whole
-from sglang.srt.models.vision.patch_places import Grid, num_patches
+from sglang.srt.towers.base.encoder import VisionEncoder, whole
+from sglang.srt.towers.base.patch_places import Grid, num_patches
 
 PROMPT_TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
 

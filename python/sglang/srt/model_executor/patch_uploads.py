@@ -17,9 +17,9 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from sglang.srt.models.vision.encoder import PatchPart
-from sglang.srt.models.vision.patch_places import Grid, num_patches
 from sglang.srt.plan.media import PATCH_BUFFERS, PATCHES_A_STEP
+from sglang.srt.towers.base.encoder import PatchPart
+from sglang.srt.towers.base.patch_places import Grid, num_patches
 from sglang.srt.utils.shared_array import SharedArray
 
 PlaceArrays = Callable[[Sequence[Grid]], dict[str, np.ndarray]]

@@ -21,10 +21,10 @@ from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.models.draft_model import DraftModel, build_draft
 from sglang.srt.models.draft_parts import Loadable
 from sglang.srt.models.mtp_by_layer import MTPByLayerDraft
-from sglang.srt.models.vision.create_encoder import create_encoder
-from sglang.srt.models.vision.encoder import VisionEncoder
-from sglang.srt.models.vision.shared_encoder import SharedEncoder
 from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
+from sglang.srt.towers.base.encoder import VisionEncoder
+from sglang.srt.towers.base.shared_encoder import SharedEncoder
+from sglang.srt.towers.create_encoder import create_encoder
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan

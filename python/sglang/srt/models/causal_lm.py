@@ -9,12 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.blocks.compressed.layer import BlockWindowAttention, CompressedAttention
+from sglang.srt.blocks.compressed.spec import CompressedSparse
+from sglang.srt.blocks.engram.layer import EngramBlock
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.layer import GatedDeltaNet
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.layer import GatedResidual
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.hyper_connections.layer import HyperResidual
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.layer import Mamba2Mixer
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.ngram_embedding.layer import NgramBlock
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.per_layer_embedding.layer import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
+from sglang.srt.blocks.pooled_latent.layer import PooledLatentAttention
+from sglang.srt.blocks.pooled_latent.spec import PooledLatent
+from sglang.srt.blocks.pooled_sparse.layer import PooledSparseAttention
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
+from sglang.srt.blocks.shared_sparse.layer import SharedSparseAttention
+from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
@@ -22,22 +40,13 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.compressed.attention import BlockWindowAttention, CompressedAttention
-from sglang.srt.layers.compressed.shared import SharedSparseAttention
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.gated_streams import GatedResidual
-from sglang.srt.layers.hyper_connections import HyperResidual
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.branches import ExpertBranches
 from sglang.srt.layers.moe.layer import MoELayer
-from sglang.srt.layers.ngrams.block import NgramBlock
-from sglang.srt.layers.ngrams.engram import EngramBlock
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
-from sglang.srt.layers.per_layer_embedding import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
-from sglang.srt.layers.pooled_latent_attention import PooledLatentAttention
-from sglang.srt.layers.pooled_sparse_attention import PooledSparseAttention
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStream, SumJoin, SumResidual
@@ -46,24 +55,9 @@ from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
 from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
 from sglang.srt.layers.short_convolution import ConvolvedOutput
-from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.engram import Engram
 from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import (
-    ABSENT,
-    BLOCK_ROWS,
-    GatedStreams,
-    HyperConnections,
-    LayerSpec,
-    ShortConvolution,
-    Sum,
-)
+from sglang.srt.plan.layer_spec import ABSENT, BLOCK_ROWS, LayerSpec, ShortConvolution, Sum
 from sglang.srt.plan.mixers import GQA, MLA
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.per_layer import PerLayerEmbedding
-from sglang.srt.plan.pooled_latent import PooledLatent
-from sglang.srt.plan.pooled_sparse import PooledSparse
-from sglang.srt.plan.shared_sparse import SharedSparse
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -86,7 +80,7 @@ class BlockKind:
 
 
 def _grouped_queries(scope: Scope, spec: GQA, site: Site) -> Block:
-    if spec.block > 1:
+    if spec.mask.rows > 1:
         return BlockAttention(scope, spec, site)
     return (GQAttention if spec.caches_tokens else SharedCacheAttention)(scope, spec, site)
 
@@ -214,16 +208,16 @@ def build_block(scope: Scope, spec: object, site: Site) -> Any:
 
 def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbedding:
     """Returns the embedding of the model, with its norm if it has one."""
-    normed = model.normed_embedding or model.embedding_norm
+    norm = model.embedding.norm
     embedding = VocabParallelEmbedding(
         scope.sub("embed"),
         model.vocab_size,
         model.hidden_size,
-        model.embedding_scale,
-        model.norm_eps if normed else None,
+        model.embedding.scale,
+        None if norm is None else model.norm_eps,
         model.stored_vocab_size,
     )
-    if model.embedding_norm:
+    if norm is not None and norm.weighted:
         embedding.multiply_by(scope.sub("embed_norm"))
     return embedding
 
@@ -298,8 +292,8 @@ class CausalLM:
                 scope.sub("lm_head"),
                 model.vocab_size,
                 tied_to,
-                model.logit_cap,
-                model.logit_scale,
+                model.logits.cap,
+                model.logits.scale,
                 model.stored_vocab_size,
             )
         self.aux_layers = AuxLayers.of(plan.aux_layers, [not layer.on_other_stage for layer in model.layers])

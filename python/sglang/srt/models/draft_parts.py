@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sglang.srt.blocks.hyper_connections.layer import end_of
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.distributed import parallel_state
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.hyper_connections import end_of
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.ops import LinearOp
@@ -21,7 +22,6 @@ from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.models.causal_lm import RESIDUALS, CausalLM, DecoderLayer, WrapBlock, embedding_of
-from sglang.srt.plan.layer_spec import HyperConnections
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 

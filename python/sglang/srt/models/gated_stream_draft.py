@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.gated_streams import GatedJoin, GatedStream
+from sglang.srt.blocks.gated_streams.layer import GatedJoin, GatedStream
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.ops import RMSNormOp
 from sglang.srt.models.draft_parts import DraftParts, Loadable
 from sglang.srt.plan.drafts.forms import Streamed
-from sglang.srt.plan.layer_spec import GatedStreams
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch

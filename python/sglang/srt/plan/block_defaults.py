@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from sglang.srt.plan.ranks import HeadShares
 
@@ -49,11 +49,11 @@ class MixerDefaults(Protocol):
         """Yields the rows and columns of heads within which ranks must not cut quantization groups."""
         yield from ()
 
-    def share_problems(self, tp_size: int, module_of: Callable[[str], str]) -> Iterator[str]:
-        """Yields problems of uneven shares. `module_of`: returns the checkpoint's name of a matrix."""
+    def share_problems(self, tp_size: int, module_of: Callable[[str, str], str]) -> Iterator[str]:
+        """Yields problems of uneven shares. `module_of`: returns the checkpoint's name of a matrix's part."""
         yield from ()
 
-    def with_scale_rows(self, rows_of: Callable[[Any], int]) -> Any:
+    def with_scale_rows(self, rows_of: Callable[[Any], int]) -> Self:
         """Returns the mixer with the rows noted that share scales in the checkpoint. `rows_of`: returns a matrix's."""
         return self
 
@@ -154,15 +154,15 @@ class MixerDefaults(Protocol):
         """Returns the mixer as attention to all tokens."""
         return self
 
-    def in_blocks(self, size: int) -> Any:
+    def in_blocks(self, size: int) -> Self:
         """Returns the mixer for drafts whose `size` rows of a request see each other."""
         raise TypeError(f"{type(self).__name__} has no rows that see each other")
 
-    def with_input_size(self, size: int) -> Any:
+    def with_input_size(self, size: int) -> Self:
         """Returns the mixer for inputs of `size` elements."""
         raise TypeError(f"{type(self).__name__} takes inputs of the hidden size")
 
-    def lagging(self, draft_tokens: int, convolved: bool) -> Any:
+    def lagging(self, draft_tokens: int, convolved: bool) -> Self:
         """Returns the mixer for drafts whose rows lag behind the request (`mtp_by_layer`). `convolved`: outputs of
         blocks are convolved, and so are keys and values."""
         raise TypeError(f"{type(self).__name__} keeps no tokens for rows that lag behind")
@@ -188,7 +188,7 @@ class FeedForwardDefaults(Protocol):
         """Returns whether no bias is part of the sum over ranks."""
         return True
 
-    def with_scale_groups(self, group_of: Callable[[str, Any], int]) -> Any:
+    def with_scale_groups(self, group_of: Callable[[str, Any], int]) -> Self:
         """Returns the block with the intermediate dims noted that share scales in the checkpoint. `group_of`: returns
         those of an MLP by the beginning of its matrices' names."""
         return self

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan import defaults
-from sglang.srt.plan.caches import cache_groups, row_tables
+from sglang.srt.plan.caches import CacheGroup, cache_groups, row_tables
 from sglang.srt.plan.capacity import Capacity
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, with_draft_layers
 from sglang.srt.plan.drafts.gemma_assistant import check_stage
@@ -41,38 +42,149 @@ NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "long_latent_promp
 """Ops that decode graphs do not contain: those of prompts, and of image encoders."""
 
 
-def plan_capacity(
-    args: ServerArgs,
-    of_rank: RankWeights,
-    parallel: ParallelConfig,
-    context_len: int,
-    arch: ArchTraits,
-    choices: Mapping[str, Choice],
-    available: int,
-    draft: DraftPlan | None,
-) -> Capacity:
-    """Plans the capacity of any model that can be described, also one without a model class. Sizes that the user did
-    not give are as large as possible while the caches get their share (`defaults.CACHE_SHARE`). Raises UserError if the
-    model does not fit."""
-    args = args_of_group(args, parallel.attn_dp_size)
-    model, stages = of_rank.model, stages_of(of_rank, parallel, arch, draft)
-    weights = max(stage.weight_bytes for stage in stages)
-    steps = defaults.default_sizes(arch.device, available, context_len)
-    if args.mem_fraction_static is not None:  # the flag decides what the caches get, so smaller steps give them no more
-        steps = steps[:1]
+@dataclass(frozen=True)
+class CapacityPlanner:
+    """Plans the capacity of a rank for any model that can be described, also one without a model class. `args`: the
+    flags as they apply to one attention group (`args_of_group`)."""
 
-    def capacity(size: defaults.DefaultSizes) -> Capacity:
-        return _capacity(args, model, parallel, context_len, arch, choices, available, stages, size, draft)
+    args: ServerArgs
+    of_rank: RankWeights
+    parallel: ParallelConfig
+    context_len: int
+    arch: ArchTraits
+    choices: Mapping[str, Choice]
+    available: int
+    draft: DraftPlan | None
 
-    def share(capacity: Capacity) -> float:
-        if args.max_total_tokens is not None and capacity.max_total_num_tokens >= args.max_total_tokens:
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return stages_of(self.of_rank, self.parallel, self.arch, self.draft)
+
+    @cached_property
+    def weights(self) -> int:
+        return max(stage.weight_bytes for stage in self.stages)
+
+    @cached_property
+    def everything(self) -> ModelDescription:
+        """The model with the layers of the draft."""
+        return with_draft_layers(self.of_rank.model, self.draft)
+
+    @cached_property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        return fullest_caches(cache_groups(self.everything, self.parallel), self.stages)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.arch.device == "cpu"
+
+    def plan(self) -> Capacity:
+        """Plans the capacity. Sizes that the user did not give are as large as possible while the caches get their
+        share (`defaults.CACHE_SHARE`). Raises UserError if the model does not fit."""
+        steps = defaults.default_sizes(self.arch.device, self.available, self.context_len)
+        if self.args.mem_fraction_static is not None:  # it decides what caches get: smaller steps give them no more
+            steps = steps[:1]
+        chosen, best = defaults.with_share(steps, self._capacity, self._share)
+        if chosen != steps[0]:
+            best.notes.append(smaller_sizes(best, self.weights, self.available))
+        return best
+
+    def _share(self, capacity: Capacity) -> float:
+        """Returns the share of the memory besides the weights that the caches get."""
+        if self.args.max_total_tokens is not None and capacity.max_total_num_tokens >= self.args.max_total_tokens:
             return 1.0
-        return capacity.memory.caches / (available - weights)
+        return capacity.memory.caches / (self.available - self.weights)
 
-    chosen, best = defaults.with_share(steps, capacity, share)
-    if chosen != steps[0]:
-        best.notes.append(smaller_sizes(best, weights, available))
-    return best
+    def _capacity(self, size: defaults.DefaultSizes) -> Capacity:
+        args, cost = self.args, cache_cost(self.groups)
+        room = partial(self._room, size)
+        states = state_rows(args, size.max_running_requests, self.context_len, cost, room)
+        sizes, cost, notes = self._sized(size, states.running)
+        sizes = replace(sizes, checkpoints=states.checkpoints)
+        tables = host_table_bytes(self.everything, self.parallel)
+        notes += [states.note] if states.note else []
+        notes += [host_table_note(tables)] if tables else []
+        max_tokens = args.max_total_tokens or self.available  # a token takes at least a byte; the exception is below
+        if sizes.num_positions < self.context_len:
+            max_tokens = min(max_tokens, sizes.num_positions - SPARE)
+        if not cost.bytes_per_token:
+            max_tokens = min(max_tokens, FREE_TOKENS, states.running * self.context_len)
+        of_rank = self.weights, self.available, sizes, cost
+        if self.on_cpu:
+            model, dtype = self.of_rank.model, self.parallel.dtype
+            memory, pools = plan_cpu_memory(model, dtype, *of_rank, max_tokens, args.max_total_tokens)
+        else:
+            memory, pools = plan_gpu_memory(*of_rank, self._fixed(sizes, cost), args.mem_fraction_static, max_tokens)
+        tokens = pools.tokens - self.parallel.page_size  # page 0 is padding
+        chunk = self._chunk(size)
+        return Capacity(sizes, self.groups, self.stages, memory, tokens, pools.windows, chunk, states.reason, notes)
+
+    def _sized(self, size: defaults.DefaultSizes, running: int) -> tuple[Sizes, CacheCost, list[str]]:
+        """Returns the sizes for `running` requests, what their caches cost, and notes for the user."""
+        args, page, architecture = self.args, self.parallel.page_size, self.of_rank.model.architecture
+        chunk, uncertain_slots = self._chunk(size), uncertain_slots_of(args, architecture)
+        tokens = max(args.max_prefill_tokens, self.context_len) if chunk == -1 else chunk
+        graphs, prefill_graphs, notes = self._graphs(size, running, tokens)
+        sizes = Sizes(
+            running, self.context_len, tokens, graphs, page, self.parallel.ranks, prefill_graphs,
+            row_tables=len(row_tables(self.groups)), ngram_bytes=ngram_bytes(args, running, self.context_len),
+            uncertain_slots=uncertain_slots, drafts=step_widths(args, architecture),
+            copy_bytes=copy_bytes(args, self.arch),
+        )  # fmt: skip
+        cost = sized_cost(self.groups, page, running, self.context_len, tokens, uncertain_slots)
+        positions = num_positions(self.context_len, tokens, lambda: self._pool_tokens(sizes, cost))
+        return replace(sizes, num_positions=positions), cost, notes
+
+    def _graphs(
+        self, size: defaults.DefaultSizes, running: int, tokens: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
+        """Returns the batch sizes of decode graphs, the tokens of prefill graphs, and why there are none."""
+        graphs = () if self.on_cpu else defaults.cuda_graph_batch_sizes(self.args, size.cuda_graph_max_bs, running)
+        kernels = [choice for op, choice in self.choices.items() if op.partition("/")[0] not in NOT_OF_GRAPHS]
+        unsafe = sorted({choice.name for choice in kernels if not choice.spec.graph_safe})
+        if graphs and unsafe:
+            return (), (), [f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one"]
+        extend = self.choices.get("extend_attention")
+        if not graphs or not (extend is None or extend.spec.graph_prefill):
+            return graphs, (), []
+        return graphs, defaults.cuda_graph_prefill_tokens(self.of_rank.model, self.parallel.tp_size, tokens), []
+
+    def _pool_tokens(self, sizes: Sizes, cost: CacheCost) -> int:
+        """Returns the most tokens that the pool can have besides rotary tables with a position for each of them."""
+        asked, fraction = self.args.max_total_tokens, self.args.mem_fraction_static
+        if self.on_cpu:
+            return asked or CPU_KV_TOKENS
+        if not cost.bytes_per_token:
+            return self.context_len
+        none, one = (self._fixed(replace(sizes, num_positions=rows), cost) for rows in (0, 1))
+        row = one.rotary - none.rotary if fraction is None else 0  # a fraction fixes the caches, whatever tables take
+        left = cache_room(self.weights, self.available, none, fraction)
+        return tokens_beside_rows(cost, left, row, self.parallel.page_size, asked or self.available)
+
+    def _fixed(self, sizes: Sizes, cost: CacheCost) -> FixedMemory:
+        model, dtype, everything = self.of_rank.model, self.parallel.dtype, self.everything
+        fixed = fixed_memory(
+            model, everything, dtype, self.weights, self.available, sizes, cost, self.choices, self.arch
+        )
+        if self.arch.unified_memory:
+            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, self.parallel))
+        return fixed if self.draft is None else with_draft_memory(fixed, self.draft, model, dtype, sizes)
+
+    def _room(self, size: defaults.DefaultSizes, running: int) -> int:
+        """Returns the bytes for tokens and states besides the windows of `running` requests."""
+        sizes, cost, _ = self._sized(size, running)
+        if self.on_cpu:
+            caches = cpu_cache_room(self.weights, self.available)
+        else:
+            fraction = self.args.mem_fraction_static
+            caches = cache_room(self.weights, self.available, self._fixed(sizes, cost), fraction)
+        return caches - cost.limited(caches).max_window_bytes
+
+    def _chunk(self, size: defaults.DefaultSizes) -> int:
+        """Returns the prompt tokens of a step of one attention group: an even share of --chunked-prefill-size, in whole
+        pages; -1: whole prompts."""
+        chunk, page = self.args.chunked_prefill_size, self.parallel.page_size
+        chunk = size.chunked_prefill_size if chunk is None else chunk
+        return chunk if chunk == -1 else max(page, chunk // self.parallel.attn_dp_size // page * page)
 
 
 def stages_of(
@@ -91,121 +203,8 @@ def stages_of(
     return stages
 
 
-def _capacity(
-    args: ServerArgs,
-    model: ModelDescription,
-    parallel: ParallelConfig,
-    context_len: int,
-    arch: ArchTraits,
-    choices: Mapping[str, Choice],
-    available: int,
-    stages: tuple[Stage, ...],
-    size: defaults.DefaultSizes,
-    draft: DraftPlan | None,
-) -> Capacity:
-    weights = max(stage.weight_bytes for stage in stages)
-    everything = with_draft_layers(model, draft)
-    groups = fullest_caches(cache_groups(everything, parallel), stages)
-    on_cpu, fraction = arch.device == "cpu", args.mem_fraction_static
-    chunk = _chunk(args, size, parallel.page_size, parallel.attn_dp_size)
-
-    def sized(running: int) -> tuple[Sizes, CacheCost, list[str]]:
-        largest_graph = size.cuda_graph_max_bs
-        sizes, notes = _sizes(args, model, parallel, context_len, arch, choices, chunk, running, largest_graph)
-        tables = ngram_bytes(args, running, context_len)
-        uncertain_slots = uncertain_slots_of(args, model.architecture)
-        sizes = replace(
-            sizes, row_tables=len(row_tables(groups)), ngram_bytes=tables, uncertain_slots=uncertain_slots,
-            drafts=step_widths(args, model.architecture), copy_bytes=copy_bytes(args, arch),
-        )  # fmt: skip
-        cost = sized_cost(groups, parallel.page_size, running, context_len, sizes.tokens_per_step, uncertain_slots)
-        positions = num_positions(context_len, sizes.tokens_per_step, lambda: pool_tokens(sizes, cost))
-        return replace(sizes, num_positions=positions), cost, notes
-
-    def pool_tokens(sizes: Sizes, cost: CacheCost) -> int:
-        """Returns the most tokens that the pool can have besides rotary tables with a position for each of them."""
-        if on_cpu:
-            return args.max_total_tokens or CPU_KV_TOKENS
-        if not cost.bytes_per_token:
-            return context_len
-        none, one = (fixed(replace(sizes, num_positions=rows), cost) for rows in (0, 1))
-        row = one.rotary - none.rotary if fraction is None else 0  # a fraction fixes the caches, whatever tables take
-        left = cache_room(weights, available, none, fraction)
-        return tokens_beside_rows(cost, left, row, parallel.page_size, args.max_total_tokens or available)
-
-    def fixed(sizes: Sizes, cost: CacheCost) -> FixedMemory:
-        fixed = fixed_memory(model, everything, parallel.dtype, weights, available, sizes, cost, choices, arch)
-        if arch.unified_memory:
-            fixed = replace(fixed, reserve=fixed.reserve + host_table_bytes(everything, parallel))
-        return fixed if draft is None else with_draft_memory(fixed, draft, model, parallel.dtype, sizes)
-
-    def room(running: int) -> int:
-        """Returns the bytes for tokens and states besides the windows of `running` requests."""
-        sizes, cost, _ = sized(running)
-        if on_cpu:
-            caches = cpu_cache_room(weights, available)
-        else:
-            caches = cache_room(weights, available, fixed(sizes, cost), fraction)
-        return caches - cost.limited(caches).max_window_bytes
-
-    states = state_rows(args, size.max_running_requests, context_len, cache_cost(groups), room)
-    sizes, cost, notes = sized(states.running)
-    sizes = replace(sizes, checkpoints=states.checkpoints)
-    notes += [states.note] if states.note else []
-    notes += [host_table_note(size) for size in [host_table_bytes(everything, parallel)] if size]
-    max_tokens = args.max_total_tokens or available  # a token takes at least a byte; the exception is below
-    if sizes.num_positions < context_len:
-        max_tokens = min(max_tokens, sizes.num_positions - SPARE)
-    if not cost.bytes_per_token:
-        max_tokens = min(max_tokens, FREE_TOKENS, states.running * context_len)
-    if on_cpu:
-        memory, pools = plan_cpu_memory(
-            model, parallel.dtype, weights, available, sizes, cost, max_tokens, args.max_total_tokens
-        )
-    else:
-        memory, pools = plan_gpu_memory(weights, available, sizes, cost, fixed(sizes, cost), fraction, max_tokens)
-    tokens = pools.tokens - parallel.page_size  # page 0 is padding
-    return Capacity(sizes, groups, stages, memory, tokens, pools.windows, chunk, states.reason, notes)
-
-
 def args_of_group(args: ServerArgs, attn_dp_size: int) -> ServerArgs:
     """Returns the flags as they apply to one attention group of DP attention: an even share of the running requests,
     rounded up."""
     running = args.max_running_requests
     return args if running is None else replace(args, max_running_requests=-(-running // attn_dp_size))
-
-
-def _chunk(args: ServerArgs, size: defaults.DefaultSizes, page_size: int, attn_dp_size: int) -> int:
-    """Returns the prompt tokens of a step of one attention group: an even share of --chunked-prefill-size, in whole
-    pages; -1: whole prompts."""
-    chunk = size.chunked_prefill_size if args.chunked_prefill_size is None else args.chunked_prefill_size
-    return chunk if chunk == -1 else max(page_size, chunk // attn_dp_size // page_size * page_size)
-
-
-def _sizes(
-    args: ServerArgs,
-    model: ModelDescription,
-    parallel: ParallelConfig,
-    context_len: int,
-    arch: ArchTraits,
-    choices: Mapping[str, Choice],
-    chunk: int,
-    running: int,
-    largest_graph: int,
-) -> tuple[Sizes, list[str]]:
-    notes: list[str] = []
-    graphs: tuple[int, ...] = ()
-    if arch.device != "cpu":
-        graphs = defaults.cuda_graph_batch_sizes(args, largest_graph, running)
-        kernels = [choice for op, choice in choices.items() if op.partition("/")[0] not in NOT_OF_GRAPHS]
-        unsafe = sorted({choice.name for choice in kernels if not choice.spec.graph_safe})
-        if graphs and unsafe:
-            notes.append(f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one")
-            graphs = ()
-    tokens = max(args.max_prefill_tokens, context_len) if chunk == -1 else chunk
-    prefill_graphs: tuple[int, ...] = ()
-    extend = choices.get("extend_attention")
-    if graphs and (extend is None or extend.spec.graph_prefill):
-        prefill_graphs = defaults.cuda_graph_prefill_tokens(model, parallel.tp_size, tokens)
-    sizes = Sizes(running, context_len, tokens, graphs, parallel.page_size, parallel.ranks, prefill_graphs)
-    return sizes, notes

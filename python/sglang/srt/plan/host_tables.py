@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 
 
 def has_tables(model: ModelDescription) -> bool:

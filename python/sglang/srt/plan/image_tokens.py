@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang.srt.plan.engram import Engram
+from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.plan.layer_spec import LayerSpec
 
 

@@ -5,8 +5,8 @@ them:
 
     layer.mixer      mixes the tokens of a request: GQA, MLA (`mixers`), CompressedSparse, GatedDelta, KimiDelta
     layer.ffn        computes each token alone: Dense, MoE (`feed_forward`)
-    layer.inputs     adds an embedding of the token in every layer: PerLayerEmbedding (`per_layer`), in few families
-    layer.ngrams     adds embeddings of the last few tokens before a layer: NgramEmbedding (`ngram_embedding`), likewise
+    layer.inputs     adds an embedding of the token in every layer: PerLayerEmbedding, in few families
+    layer.ngrams     adds embeddings of the last few tokens before a layer: NgramEmbedding, likewise
     layer.residual   the residual stream: how the blocks' outputs add up
 """
 
@@ -356,73 +356,6 @@ class Sum:
 
     def head_weights(self, hidden_size: int) -> Weights:
         return ()
-
-
-@dataclass(frozen=True, slots=True)
-class HyperConnections:
-    """A residual stream of `streams` vectors a token; before and after each of the two blocks a learned matrix mixes
-    them (arXiv 2409.19606, constrained to be doubly stochastic in DeepSeek-V4)."""
-
-    streams: int
-    rounds: int = 20
-    """Rounds of Sinkhorn's normalization: columns first, then alternately rows and columns."""
-    eps: float = 1e-6
-    """Number added to the elements before normalization, and to their sums."""
-    mean_head: bool = False
-    """True: behind the last layer the streams are averaged (GLM-5.3-Flash) instead of being mixed by a learned
-    matrix."""
-    lagged: bool = False
-    """True: a block's input is weighted by the output of the previous block's matrix (DeepSeek-V4.1). The first block's
-    input is the first stream, and the last block's weights make the input of the final norm."""
-
-    def intermediate_elements(self, itemsize: int) -> int:
-        """Returns the elements of a token, of `itemsize` bytes each, that a pipeline stage sends besides the streams:
-        the fp32 weights of the streams in the next block's input."""
-        return self.streams * max(1, 4 // itemsize) if self.lagged else 0
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs of a block's matrix for each token: a weight of each stream before and after the block, and
-        the matrix that mixes the streams."""
-        return (2 + self.streams) * self.streams
-
-    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
-        yield Need("hyper_connection", q_dtype=parallel.dtype, traits=uneven_sizes(self.streams))
-
-    def weights(self, hidden_size: int) -> Weights:
-        return (Elements(2 * (self.outputs * self.streams * hidden_size + self.outputs + 3), "float32"),)
-
-    def head_weights(self, hidden_size: int) -> Weights:
-        """Returns the weights that make one stream of all, before the final norm."""
-        if self.mean_head or self.lagged:
-            return ()
-        return (Elements(self.streams * self.streams * hidden_size + self.streams + 1, "float32"),)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedStreams:
-    """A residual stream of `streams` vectors a token (Qwen3.8-Flash-Next). Each is normed by itself; the block's input
-    is their mean, weighted channel by channel by gates that a product of rank `rank` makes of all normed streams. The
-    block's output is added to each stream, times that stream's gate."""
-
-    streams: int
-    rank: int
-
-    def intermediate_elements(self, itemsize: int) -> int:
-        return 0
-
-    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
-        yield Need("gated_streams", q_dtype=parallel.dtype)
-
-    def weights(self, hidden_size: int) -> Weights:
-        """Returns the weights around a layer's two blocks; the norm of the first stream is counted as the block's."""
-        width = self.streams * hidden_size
-        gates = (2 * self.rank + self.streams) * width
-        return Elements(2 * gates), Elements(2 * (width - hidden_size), "float32")
-
-    def head_weights(self, hidden_size: int) -> Weights:
-        width = self.streams * hidden_size
-        return Elements(2 * self.rank * width), Elements(width - hidden_size, "float32")
 
 
 SUM = Sum()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.stages import uncut_runs
@@ -247,7 +248,7 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
 
 def _head_problems(model: ModelDescription, layer: int, mixer: Mixer, shares: HeadShares) -> Iterator[str]:
     tp_size = shares.tp_size
-    yield from mixer.share_problems(tp_size, lambda matrix: model.names.layer_module(layer, matrix))
+    yield from mixer.share_problems(tp_size, partial(model.names.layer_module, layer))
     for part in mixer.scaled_head_dims(tp_size):
         quant = model.quant_of(layer, Matrix(part.matrix, part.parts, 0, 0))
         group = 0 if quant is None else quant.format.group[part.axis]

@@ -355,24 +355,8 @@ def plan_gpu_memory(
     if pools <= 0:
         raise DoesNotFit(_why_nothing_is_left(weights, states, fixed.total, available, fraction))
     split = plan_pools(cost, pools, sizes.page_size, max_tokens)
-    memory = MemoryPlan(
-        available,
-        weights,
-        split.token_bytes,
-        fixed.tables,
-        fixed.activations,
-        fixed.logits,
-        fixed.graphs,
-        fixed.reserve,
-        rotary=fixed.rotary,
-        penalties=fixed.penalties,
-        attention=fixed.attention,
-        media=fixed.media,
-        copies=fixed.copies,
-        states=states,
-        windows=split.window_bytes,
-    )
-    return memory, split
+    pools_of = {"kv_cache": split.token_bytes, "windows": split.window_bytes, "states": states}
+    return MemoryPlan(available=available, weights=weights, **pools_of, **asdict(fixed)), split
 
 
 def _why_nothing_is_left(weights: int, states: int, others: int, available: int, fraction: float | None) -> str:

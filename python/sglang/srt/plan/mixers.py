@@ -6,15 +6,36 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Self
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.attention_parts import (
+    APART,
+    NO_BIASES,
+    OWN_CACHE,
+    PLAIN_SOFTMAX,
+    PLAIN_VALUES,
+    AttentionTemperature,
+    Biases,
+    CacheOfLayer,
+    ElementGate,
+    Gate,
+    KVConvolution,
+    OwnCache,
+    PerHead,
+    QKNorm,
+    Softmax,
+    StoredQKV,
+    Unweighted,
+    Values,
+    Whole,
+)
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.fused_rows import FUSED_PART, fused_rows, keep_groups
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, refuse_fp4
 from sglang.srt.plan.layer_spec import (
-    FULL,
     PER_REQUEST,
     AttentionShape,
     AttentionSite,
@@ -23,15 +44,14 @@ from sglang.srt.plan.layer_spec import (
     Elements,
     Matrix,
     ParallelConfig,
-    ShortConvolution,
     Weights,
-    Window,
     dcp_sharded,
     key_value_cache,
     latent_cache,
     packed_latent_cache,
     uneven_sizes,
 )
+from sglang.srt.plan.masks import CAUSAL, Mask, RowBlock
 from sglang.srt.plan.ranks import HeadShares, ShardRange
 
 
@@ -39,78 +59,45 @@ from sglang.srt.plan.ranks import HeadShares, ShardRange
 class GQA(MixerDefaults):
     """Grouped-query attention: `num_heads / num_kv_heads` query heads share a KV head.
 
-    scale: multiplies the products of q and k; 0: head_dim ** -0.5
-    window: tokens that a token attends to; 0: all of the request
-    chunked: windows are chunks of `window` tokens from the first token on; a token attends to those before it in
-        its chunk
-    window_slack: further tokens behind a window that the cache keeps, for drafts whose rows lag behind the request
-    qk_norm: "head": a norm over each head of q and k; "unit": one without weights; "whole": one over all of q, one
-        over all of k
-    output_gate: q_proj makes a gate for every element of a head, too; gate_projection: a projection of its own does
-    head_gate: one gate for each head, a sigmoid, or a softplus with softplus_gates
-    logit_cap: > 0 caps the scores softly to within +-logit_cap
-    value_norm: norms each head of v, without weights; value_scale multiplies v
-    values_from_keys: k_proj makes both: v is k before its norm
-    cache_layer: >= 0: the layer has no keys and values of its own and attends to those of that layer (which has
-        cache_shared)
+    The other fields are values that say one thing each (`attention_parts`, `masks`). None, or the default, means that
+    the model has nothing of the kind.
+
+    hybrid_kind: trait of models whose other layers have a recurrent state (`kernels.conditions.HYBRIDS`)
     input_size: input elements of the q, k and v projections, where that is not the hidden size (drafts)
-    block: > 1: that many rows of a request see each other and all tokens before them (block drafts)
-    indexer: selects the blocks of tokens that each KV head attends to
-    is_neox_style: dims i and i + rot_dim / 2 of a head rotate together; otherwise neighbours, 2i and 2i + 1
-    scale_rows: contiguous rows of q, k and v that share quantization scales in the checkpoint
-    attn_temperature: queries at position p are multiplied by 1 + attn_temperature * ln(1 + floor((p +
-        attn_temperature_offset) / attn_temperature_length)); with attn_temperature_smooth by 1 + attn_temperature *
-        ln((p + attn_temperature_offset) / attn_temperature_length) where that is above 1
-    tp_blocks: > 0: the checkpoint stores q, k and v as one TP-interleaved tensor (`fused_rows`)
-    conv_taps: > 0: k and v are convolved over that many tokens (`ShortConvolution`) before the norm of k;
-        conv_slack: its window_slack
-    bias_extent: > 0: scores of keys at distances below it get a learned bias by distance, made of bias_dims numbers
-        of each head and token; attn_temperature multiplies it, too
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    v_head_dim: int
-    rope: RopeSpec | None
-    scale: float = 0.0
-    window: int = 0
-    chunked: bool = False
-    window_slack: int = 0
-    qk_norm: str = ""
-    fp32_norms: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    output_gate: bool = False
-    gate_projection: bool = False
-    head_gate: bool = False
-    softplus_gates: bool = False
-    sinks: bool = False
-    logit_cap: float = 0.0
-    hybrid_kind: str = ""  # the trait of models whose other layers have a recurrent state: kernels.conditions.HYBRIDS
-    value_norm: bool = False
-    value_scale: float = 1.0
-    values_from_keys: bool = False
-    cache_layer: int = -1
-    cache_shared: bool = False
+    rope: RopeSpec
+    values: Values = PLAIN_VALUES
+    cache: OwnCache | CacheOfLayer = OWN_CACHE
+    mask: Mask = CAUSAL
+    qk_norm: QKNorm | None = None
+    biases: Biases = NO_BIASES
+    gate: Gate | None = None
+    softmax: Softmax = PLAIN_SOFTMAX
+    attn_temperature: AttentionTemperature | None = None
+    kv_convolution: KVConvolution | None = None
+    stored: StoredQKV = APART
+    hybrid_kind: str = ""
     input_size: int = 0
-    block: int = 1
-    indexer: BlockIndexer | None = None
-    is_neox_style: bool = True
-    scale_rows: int = 1
-    attn_temperature: float = 0.0
-    attn_temperature_length: int = 1
-    attn_temperature_offset: int = 0
-    attn_temperature_smooth: bool = False
-    tp_blocks: int = 0
-    conv_taps: int = 0
-    conv_slack: int = 0
-    bias_dims: int = 0
-    bias_extent: int = 0
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.values.dim or self.head_dim
 
     @property
     def value_dim(self) -> int:
         return self.v_head_dim
+
+    @property
+    def window(self) -> int:
+        return self.mask.window
+
+    @property
+    def indexer(self) -> BlockIndexer | None:
+        return self.mask.indexer
 
     @property
     def top_k(self) -> int:
@@ -119,16 +106,16 @@ class GQA(MixerDefaults):
 
     @property
     def rotary_dim(self) -> int:
-        return self.rope.rot_dim if self.rope is not None else 0
+        return self.rope.rot_dim
 
     @property
     def softmax_scale(self) -> float:
-        return self.scale or self.head_dim**-0.5
+        return self.softmax.scale or self.head_dim**-0.5
 
     @property
     def caches_tokens(self) -> bool:
         """Returns whether the layer has keys and values of its own."""
-        return self.cache_layer < 0
+        return isinstance(self.cache, OwnCache)
 
     @property
     def kv_heads(self) -> int:
@@ -136,7 +123,7 @@ class GQA(MixerDefaults):
 
     @property
     def defers_all_reduce(self) -> bool:
-        return not self.o_bias and self.qk_norm != "whole"
+        return not self.biases.output and not isinstance(self.qk_norm, Whole)
 
     @property
     def cache_scale_bytes(self) -> int:
@@ -158,38 +145,45 @@ class GQA(MixerDefaults):
             return context_len
         return self.shares(tp_size).padded_kv_heads * -(-context_len // self.indexer.block)
 
-    def in_blocks(self, size: int) -> GQA:
-        return replace(self, block=size)
+    def reading(self, layer: int) -> GQA:
+        """Returns the mixer without keys and values of its own: it attends to those of layer number `layer`."""
+        return replace(self, cache=CacheOfLayer(layer), values=Values(self.values.dim))
 
-    def with_input_size(self, size: int) -> GQA:
+    def in_blocks(self, size: int) -> Self:
+        return replace(self, mask=RowBlock(size, self.mask))
+
+    def with_input_size(self, size: int) -> Self:
         return replace(self, input_size=size)
 
-    def lagging(self, draft_tokens: int, convolved: bool) -> GQA:
-        slack = draft_tokens if convolved else self.conv_slack
-        return replace(self, window_slack=draft_tokens - 1, conv_slack=slack)
+    def lagging(self, draft_tokens: int, convolved: bool) -> Self:
+        convolution = self.kv_convolution
+        if convolution is not None and convolved:
+            convolution = replace(convolution, window_slack=draft_tokens)
+        return replace(self, mask=self.mask.lagging(draft_tokens), kv_convolution=convolution)
 
-    def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> GQA:
-        return replace(self, scale_rows=rows_of(Matrix("attn.qkv", ("q",), 0, 0)))
+    def with_scale_rows(self, rows_of: Callable[[Matrix], int]) -> Self:
+        return replace(self, stored=replace(self.stored, scale_rows=rows_of(Matrix("attn.qkv", ("q",), 0, 0))))
 
     def shares(self, tp_size: int) -> HeadShares:
         """Returns how query and KV heads are divided over ranks."""
         return HeadShares(self.num_heads, self.num_kv_heads, tp_size)
 
-    def share_problems(self, tp_size: int, module_of: Callable[[str], str]) -> Iterator[str]:
+    def share_problems(self, tp_size: int, module_of: Callable[[str, str], str]) -> Iterator[str]:
         shares = self.shares(tp_size)
-        if self.qk_norm == "whole" and shares.kv_copies is None:
+        if isinstance(self.qk_norm, Whole) and shares.kv_copies is None:
             yield (
                 f"--tp-size {tp_size} is no multiple of the model's {self.num_kv_heads} KV heads, over all of which"
                 " keys are normed"
             )
-        if self.tp_blocks and self.cuts_scales(tp_size) and shares.padded:
+        if self.stored.tp_blocks and self.cuts_scales(tp_size) and shares.padded:
+            fused = module_of("attn.qkv", FUSED_PART)
             yield (
                 f"--tp-size {tp_size} gives some ranks more heads than others, for which the tensor with q, k and v at"
-                f" once ({module_of('attn.qkv')}) is not cut within {self.scale_rows} rows of one scale"
+                f" once ({fused}) is not cut within {self.stored.scale_rows} rows of one scale"
             )
 
     def scaled_head_dims(self, tp_size: int) -> Iterator[HeadDims]:
-        in_place = self.tp_blocks > 0 or self.dequantized(tp_size)
+        in_place = self.stored.tp_blocks > 0 or self.dequantized(tp_size)
         return (part for part in self.head_dims() if not in_place or part.matrix != "attn.qkv")
 
     def effective_dcp_size(self, tp_size: int, dcp_size: int) -> int:
@@ -198,8 +192,7 @@ class GQA(MixerDefaults):
         biases are not sharded."""
         copies = self.shares(tp_size).kv_copies
         shared = copies is not None and copies % dcp_size == 0
-        shared = shared and not self.window and self.block == 1 and self.indexer is None and not self.bias_extent
-        return dcp_size if shared else 1
+        return dcp_size if shared and self.mask == CAUSAL and not self.softmax.extent else 1
 
     def dequantized(self, tp_size: int) -> bool:
         """Returns whether ranks hold q, k and v in the model's dtype although the checkpoint quantizes them, because a
@@ -208,14 +201,14 @@ class GQA(MixerDefaults):
 
     def cuts_scales(self, tp_size: int) -> bool:
         """Returns whether dividing q, k and v over ranks separates rows that share scales in the checkpoint."""
-        if self.scale_rows == 1:
+        if self.stored.scale_rows == 1:
             return False
-        if self.tp_blocks:
+        if self.stored.tp_blocks:
             rows = (self.fused_rows(tp_size, rank) for rank in range(tp_size))
-            return not all(keep_groups(shares, self.scale_rows) for shares in rows)
+            return not all(keep_groups(shares, self.stored.scale_rows) for shares in rows)
         shares = self.shares(tp_size)
         return any(
-            shares.cuts(part.dims, part.of_kv, rank, self.scale_rows)
+            shares.cuts(part.dims, part.of_kv, rank, self.stored.scale_rows)
             for part in self.head_dims()
             if part.matrix == "attn.qkv"
             for rank in range(tp_size)
@@ -229,21 +222,19 @@ class GQA(MixerDefaults):
             (shares.kv_heads(rank), self.head_dim),
             (shares.kv_heads(rank), self.v_head_dim),
         )
-        return fused_rows(parts, self.tp_blocks)
+        return fused_rows(parts, self.stored.tp_blocks)
 
     def head_dims(self) -> Iterator[HeadDims]:
         """Yields the rows and columns of each matrix that go with a head, from which shares of ranks follow."""
         yield HeadDims("attn.qkv", ("q",), 0, self.head_dim)
         if self.caches_tokens:
             yield HeadDims("attn.qkv", ("k",), 0, self.head_dim, of_kv=True)
-            if not self.values_from_keys:
+            if not self.values.from_keys:
                 yield HeadDims("attn.qkv", ("v",), 0, self.v_head_dim, of_kv=True)
-        if self.gate_projection:
-            yield HeadDims("attn.qkv", ("gate",), 0, self.v_head_dim)
-        if self.head_gate:
-            yield HeadDims("attn.head_gate", ("",), 0, 1)
-        if self.bias_extent:
-            yield HeadDims("attn.relative", ("",), 0, self.bias_dims)
+        if self.gate is not None:
+            yield from self.gate.head_dims(self.v_head_dim)
+        if (bias := self.softmax.relative_bias) is not None:
+            yield HeadDims("attn.relative", ("",), 0, bias.dims)
         if self.indexer is not None:
             yield HeadDims("attn.index", ("index_q_proj",), 0, self.indexer.head_dim, of_kv=True)
         yield HeadDims("attn.o", ("",), 1, self.v_head_dim)
@@ -252,24 +243,16 @@ class GQA(MixerDefaults):
         dims = (self.head_dim, self.v_head_dim)
         shares = self.shares(parallel.attn_tp_size)
         heads = (shares.padded_heads, shares.padded_kv_heads)
-        norms = ["head_norm"] if self.qk_norm in ("head", "unit") else []
-        if self.qk_norm == "whole":
+        norms = ["head_norm"] if isinstance(self.qk_norm, PerHead | Unweighted) else []
+        if isinstance(self.qk_norm, Whole):
             yield Need("qk_whole_norm", q_dtype=parallel.dtype)
-        if self.value_norm and self.caches_tokens:
+        if self.values.norm:
             yield Need("value_norm", q_dtype=parallel.dtype)
         if self.caches_tokens:
             yield parallel.need("qk_norm_rope_store", dims, norms, heads, self.rotary_dim)
         else:
             yield Need("q_norm_rope", q_dtype=parallel.dtype)
-        present = {
-            "sliding_window": self.window > 0,
-            "chunked": self.chunked,
-            "sinks": self.sinks,
-            "logit_cap": self.logit_cap > 0,
-            "window_slack": self.window > 0 and self.window_slack > 0,
-            "relative_bias": self.bias_extent > 0,
-        }
-        traits = [name for name, here in present.items() if here]
+        traits = [*self.mask.traits, *self.softmax.traits]
         traits += [self.hybrid_kind] if self.hybrid_kind else []
         if self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size) > 1:
             traits.append("token_shares")
@@ -279,27 +262,23 @@ class GQA(MixerDefaults):
         if self.indexer is not None:
             yield from self.indexer.needs(parallel, heads[1], self.rotary_dim)
             yield parallel.need("block_attention", dims, uneven_sizes(self.indexer.block, self.head_dim), heads)
-        if self.conv_taps:
+        if self.kv_convolution is not None:
             yield Need("short_convolution", q_dtype=parallel.dtype)
-        if self.output_gate:
-            yield Need("attention_output_gate", q_dtype=parallel.dtype)
-        if self.head_gate and not self.softplus_gates:
-            yield Need("attention_head_gate", q_dtype=parallel.dtype)
+        if self.gate is not None:
+            yield from self.gate.needs(parallel)
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         if not self.caches_tokens:
             return ()
         heads = self.shares(parallel.attn_tp_size).padded_kv_heads
-        assert not (self.chunked and self.window_slack), "drafts that lag behind keep windows only"
-        lifetime = Window(self.window + self.window_slack, self.chunked) if self.window else FULL
-        cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, parallel.kv_dtype, lifetime)
+        cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, parallel.kv_dtype, self.mask.lifetime)
         dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
         if dcp_size > 1:
             refuse_fp4(parallel.kv_dtype, f"with --dcp-size {parallel.dcp_size} ranks share out their tokens")
-        if self.bias_extent:
+        if self.softmax.extent:
             refuse_fp4(parallel.kv_dtype, "attention with relative biases has no kernel for them")
-        if self.conv_taps:
-            rows = self.convolution(parallel.attn_tp_size).rows("rows", parallel.dtype)
+        if self.kv_convolution is not None:
+            rows = self.kv_convolution.over(self.kv_channels(parallel.attn_tp_size)).rows("rows", parallel.dtype)
             return cache, CacheSpec("kv_rows", (rows,), lifetime=PER_REQUEST)
         if self.indexer is None:
             return (dcp_sharded(cache, dcp_size),)
@@ -307,65 +286,60 @@ class GQA(MixerDefaults):
         return (replace(cache, neighbours=self.indexer.block), self.indexer.cache(parallel))
 
     def convolved_elements(self, tp_size: int) -> int:
-        return self.convolution(tp_size).channels if self.conv_taps else 0
+        return 0 if self.kv_convolution is None else self.kv_channels(tp_size)
 
-    def convolution(self, tp_size: int) -> ShortConvolution:
-        """Returns the convolution over a rank's k and v, whose channels are concatenated."""
-        channels = self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
-        return ShortConvolution(self.conv_taps, channels, self.conv_slack)
+    def kv_channels(self, tp_size: int) -> int:
+        """Returns the elements of a rank's k and v of one token, over which convolutions are concatenated."""
+        return self.shares(tp_size).padded_kv_heads * (self.head_dim + self.v_head_dim)
 
     def attention_shape(self, tp_size: int) -> AttentionShape:
         """Returns the heads with which decode attends. All rows of a block see the same tokens, so they count as more
         heads of one row."""
         shares = self.shares(tp_size)
-        heads = shares.padded_heads * self.block
+        heads = shares.padded_heads * self.mask.rows
         return AttentionShape(heads, shares.padded_kv_heads, self.head_dim, self.v_head_dim)
 
     def attention_site(self, tp_size: int, dcp_size: int) -> AttentionSite:
         sharing = self.effective_dcp_size(tp_size, dcp_size)
-        return AttentionSite(self.attention_shape(tp_size), self.window, self.top_k, sharing, self.chunked)
+        return AttentionSite(self.attention_shape(tp_size), self.window, self.top_k, sharing, self.mask.chunked)
 
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, kv_heads = self.shares(tp_size).padded_heads, self.shares(tp_size).padded_kv_heads
         q, k = heads * self.head_dim, kv_heads * self.head_dim
-        gates_in_q = self.output_gate and not self.gate_projection
-        parts = {"q": q * (2 if gates_in_q else 1), "k": k, "v": kv_heads * self.v_head_dim}
-        if self.gate_projection:
-            parts["gate"] = heads * self.v_head_dim
-        norms = {"": 0, "unit": 0, "head": 2 * self.head_dim, "whole": q + k}[self.qk_norm]
+        parts = {"q": q, "k": k, "v": kv_heads * self.v_head_dim}
+        if isinstance(self.gate, ElementGate):
+            parts |= {"gate": heads * self.v_head_dim} if self.gate.own_projection else {"q": 2 * q}
         if not self.caches_tokens:
-            parts, norms = {"q": parts["q"]}, norms // 2  # there is no norm of k
-        elif self.values_from_keys:
+            parts, k = {"q": parts["q"]}, 0
+        elif self.values.from_keys:
             del parts["v"]
+        norms = () if self.qk_norm is None else (self.qk_norm.weights(self.head_dim, q, k),)
+        conv = self.kv_convolution
         width, rows = self.input_size or hidden_size, sum(parts.values())
-        modules = (FUSED_PART,) if self.tp_blocks else tuple(parts)
+        modules = (FUSED_PART,) if self.stored.tp_blocks else tuple(parts)
         return (
-            Matrix("attn.qkv", modules, rows, width, self.qkv_bias, quantized=not self.dequantized(tp_size)),
-            *((Matrix("attn.head_gate", ("",), heads, width, quantized=False),) if self.head_gate else ()),
-            Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.o_bias),
-            *(self._bias_rows(heads, width) if self.bias_extent else ()),
-            Elements(norms, "float32" if self.fp32_norms else None),
-            Elements(self.bias_dims * self.bias_extent),
-            self.convolution(tp_size).weights(),
-            Elements(heads if self.sinks else 0, "float32"),
+            Matrix("attn.qkv", modules, rows, width, self.biases.qkv, quantized=not self.dequantized(tp_size)),
+            *(self.gate.weights(heads, width) if self.gate is not None else ()),
+            Matrix("attn.o", ("",), hidden_size, heads * self.v_head_dim, self.biases.output),
+            *norms,
+            *self.softmax.weights(heads, width),
+            *(() if conv is None else (conv.over(self.kv_channels(tp_size)).weights(),)),
             *(self.indexer.weights(hidden_size, kv_heads) if self.indexer is not None else ()),
         )
-
-    def _bias_rows(self, heads: int, width: int) -> Weights:
-        return (Matrix("attn.relative", ("",), heads * self.bias_dims, width, quantized=False),)
 
     def activation_elements(self, tp_size: int) -> int:
         shares = self.shares(tp_size)
         index = 0 if self.indexer is None else 2 * (shares.padded_kv_heads + 1) * self.indexer.head_dim
-        biases = shares.padded_heads * (self.bias_dims + self.bias_extent)
-        convolved = 2 * self.convolution(tp_size).channels if self.conv_taps else 0
+        bias = self.softmax.relative_bias
+        biases = 0 if bias is None else shares.padded_heads * bias.elements
+        convolved = 2 * self.convolved_elements(tp_size)
         return (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim + index + biases + convolved
 
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
     """An indexer that scores every cached token with few small heads and selects the `top_k` best for attention
-    (DeepSeek-V3.2). `is_neox_style`: as in MLA, for its own heads."""
+    (DeepSeek-V3.2). `is_neox_style`: as in RopeSpec, for its own heads."""
 
     num_heads: int
     head_dim: int
@@ -396,8 +370,7 @@ class MLA(MixerDefaults):
         q_lora_rank: 0: q is not compressed
         top_k: > 0: attention is over that many tokens, selected by `indexer`; None: by the last layer before that has
             one
-        is_neox_style: dims half a rotary key apart rotate together; otherwise neighbours
-        input_size, attn_temperature: as in GQA
+        input_size: as in GQA
     """
 
     num_heads: int
@@ -407,12 +380,10 @@ class MLA(MixerDefaults):
     rope_dim: int
     v_dim: int
     rope: RopeSpec | None = None
-    is_neox_style: bool = False
     top_k: int = 0
     indexer: Indexer | None = None
     input_size: int = 0
-    attn_temperature: float = 0.0
-    attn_temperature_length: int = 1
+    attn_temperature: AttentionTemperature | None = None
 
     @property
     def sparse(self) -> bool:
@@ -438,7 +409,7 @@ class MLA(MixerDefaults):
     def selected_slots(self, tp_size: int) -> int:
         return self.top_k
 
-    def with_input_size(self, size: int) -> MLA:
+    def with_input_size(self, size: int) -> Self:
         return replace(self, input_size=size)
 
     @property

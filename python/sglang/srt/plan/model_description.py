@@ -13,19 +13,19 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
-from sglang.srt.plan.families.family import Family
+from sglang.srt.plan.families.family import PLAIN_EMBEDDING, PLAIN_LOGITS, Embedding, Family, Logits
 from sglang.srt.plan.families.unread import CHANGING, check_layers, check_unread
 from sglang.srt.plan.families.usual import usual_model
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
-from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
 
@@ -50,13 +50,10 @@ class ModelDescription:
     vision_head_dim: int  # 0: text only
     names: WeightMap
     quantization: QuantConfig | None
-    embedding_scale: float = 1.0
-    normed_embedding: bool = False  # embeddings are normed without weights
-    embedding_norm: bool = False  # embeddings are normed with weights
+    embedding: Embedding = PLAIN_EMBEDDING
+    logits: Logits = PLAIN_LOGITS
     stored_vocab_size: int = 0  # rows of the embedding in checkpoints that pad it; 0: vocab_size
     plain_final_norm: bool = False  # the final norm's weights are not zero-centred, whatever the others are
-    logit_scale: float = 1.0  # multiplies logits, before they are capped
-    logit_cap: float = 0.0  # softly caps logits to within +-logit_cap; 0: no cap
     first_stage: bool = True
     last_stage: bool = True
     """`first_stage` and `last_stage` tell whether the described stage of a pipeline begins with the embedding and ends
@@ -238,10 +235,10 @@ def describe_as(
     finally:
         check_layers(c)
     c = read.config
-    if c.values.get(read.norm_eps) is None:
-        c.problem(f"the key {read.norm_eps!r} is missing.")
-    tied = c.default("tie_word_embeddings", bool, read.tie_embeddings)
-    eps, stored_vocab_size = c.default(read.norm_eps, float, 1e-6), c.count(STORED_VOCABULARY)
+    if c.values.get("rms_norm_eps") is None:
+        c.problem("the key 'rms_norm_eps' is missing.")
+    tied = c.default("tie_word_embeddings", bool, False)
+    eps, stored_vocab_size = c.default("rms_norm_eps", float, 1e-6), c.count(STORED_VOCABULARY)
     check_unread(c, checked)
     layers = read.layers if adapt is None else [adapt(layer) for layer in read.layers]
     model = ModelDescription(
@@ -254,17 +251,14 @@ def describe_as(
         vocab_size=vocab_size,
         tie_embeddings=tied,
         norm_eps=eps,
-        embedding_scale=read.embedding_scale,
-        normed_embedding=read.normed_embedding,
-        embedding_norm=read.embedding_norm,
+        embedding=read.embedding,
+        logits=read.logits,
         stored_vocab_size=stored_vocab_size,
-        plain_final_norm=read.plain_final_norm,
-        logit_scale=read.logit_scale,
-        logit_cap=read.logit_cap,
-        zero_centred_norms=read.zero_centred_norms,
+        plain_final_norm=read.norms.plain_final,
+        zero_centred_norms=read.norms.zero_centred,
         layers=tuple(layers),
         vision_head_dim=0,
-        names=with_fused_qkv(family.names) if read.fused_qkv else family.names,
+        names=family.names,
         quantization=quantization,
     )
     return with_fused_shared(_with_scale_groups(model), keep_shared_apart)
@@ -272,11 +266,6 @@ def describe_as(
 
 def _dtype(values: Config) -> str:
     return str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-
-
-def with_fused_qkv(names: WeightMap) -> WeightMap:
-    """Returns the names for a checkpoint with q, k and v as one tensor."""
-    return replace(names, layer={**names.layer, "attn.qkv": "self_attn.qkv_proj"})
 
 
 def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescription:

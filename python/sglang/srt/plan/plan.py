@@ -22,8 +22,8 @@ from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.kernels.tile_configs import OpTileConfigs, Shape, TileConfigs
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
-from sglang.srt.plan.capacity import Capacity, Trial, describe_pools
-from sglang.srt.plan.capacity_plan import plan_capacity, stages_of
+from sglang.srt.plan.capacity import Trial, describe_pools
+from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
 from sglang.srt.plan.drafts.ask import RequestedDraft, asked_draft, check_backends
 from sglang.srt.plan.drafts.draft_plan import DraftPlan, needs_with_draft, plan_draft, with_draft_layers
@@ -324,18 +324,7 @@ def make_plan(
     everything = with_draft_layers(trial.description, draft)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[parallel.ranks.stage(rank)]
-    host_cache, host_notes = _host_cache(
-        args,
-        model,
-        capacity,
-        arch,
-        parallel,
-        host_bytes,
-        host_table_bytes(everything, parallel),
-        ranks_share_caches(everything, parallel),
-        RankBytes(capacity.memory.weights, int(capacity.memory.weights * active_share(everything))),
-        tier_unasked,
-    )
+    host_cache, host_notes = _host_cache(args, arch, trial, everything, host_bytes, tier_unasked)
     return Plan(
         arch=arch,
         model=model,
@@ -392,18 +381,15 @@ def make_plan(
 
 def _host_cache(
     args: ServerArgs,
-    model: ModelConfig,
-    capacity: Capacity,
     arch: ArchTraits,
-    parallel: ParallelConfig,
+    trial: Trial,
+    everything: ModelDescription,
     host_bytes: int | None,
-    table_bytes: int,
-    ranks_share: bool,
-    weights: RankBytes,
     unasked: bool,
 ) -> tuple[HostCachePlan | None, list[str]]:
-    """Plans the prefix cache in main memory. All stages have pools of equally many tokens. `table_bytes`: what each
-    rank keeps in main memory besides."""
+    """Plans the prefix cache in main memory. All stages have pools of equally many tokens. `everything`: the model with
+    the layers of a draft."""
+    capacity, parallel = trial.capacity, trial.parallel
     sizes, groups = capacity.sizes, capacity.groups
     device = PoolSizes(
         capacity.max_total_num_tokens,
@@ -413,13 +399,15 @@ def _host_cache(
         capacity.windows,
         any(group.lifetime == PER_REQUEST for group in groups),
         sizes.checkpoints,
-        uncertain_slots_of(args, model.architecture),
+        uncertain_slots_of(args, trial.description.architecture),
     )
     if host_bytes is not None and arch.device == "cpu":
         host_bytes = max(0, host_bytes - capacity.memory.weights - capacity.memory.caches)
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
-        host_bytes = max(0, host_bytes - table_bytes * processes)
+        host_bytes = max(0, host_bytes - host_table_bytes(everything, parallel) * processes)
+    ranks_share = ranks_share_caches(everything, parallel)
+    weights = RankBytes(capacity.memory.weights, int(capacity.memory.weights * active_share(everything)))
     alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.attn_dp_size == 1
     sharers = parallel.ranks.world_size if alike else 1
     pools = processes // sharers
@@ -519,7 +507,9 @@ class ModelPlanner:
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)
         context = self.context_len(args)
-        capacity = plan_capacity(args, of_rank, parallel, context, self.arch, choices, self.available, draft)
+        of_group = args_of_group(args, parallel.attn_dp_size)
+        planner = CapacityPlanner(of_group, of_rank, parallel, context, self.arch, choices, self.available, draft)
+        capacity = planner.plan()
         check_pool(args, capacity)
         return Trial(of_rank, parallel, chosen, capacity, draft)
 

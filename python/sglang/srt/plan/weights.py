@@ -25,7 +25,8 @@ def rank_weight_bytes(
     stored."""
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
-    total = (of_rank.head.rows + model.embedding_norm) * hidden * item if model.has_embedding else 0
+    normed = model.embedding.norm is not None and model.embedding.norm.weighted
+    total = (of_rank.head.rows + normed) * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # one before each block, and the final one
     if model.last_stage:
         if not model.tie_embeddings:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.layers.compressed.step import CompressedStep, TokenRequests, compressed_step
+from sglang.srt.layers.compressed_step import CompressedStep, TokenRequests, compressed_step
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.step_rows import requests_of_tokens
 from sglang.srt.models.mtp_by_layer import MTPByLayerDraft

@@ -6,9 +6,9 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers.attention.block_selection import BlockSelection
-from sglang.srt.layers.attention.triton_ops.selected_blocks import selected_block_attention_fwd
-from sglang.srt.layers.native_pooled_blocks import attend_blocks
+from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.kernels.selected_blocks import selected_block_attention_fwd
+from sglang.srt.blocks.pooled_sparse.reference import attend_blocks
 
 DEVICE = interpreter.DEVICE
 BLOCKS = 40

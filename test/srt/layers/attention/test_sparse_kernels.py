@@ -14,6 +14,8 @@ import interpreter
 import pytest
 import torch
 
+from sglang.srt.blocks.shared_sparse import candidates
+from sglang.srt.blocks.shared_sparse.triton_candidates import TritonCandidateBlocks
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers import native_sparse_ops as native
@@ -23,8 +25,6 @@ from sglang.srt.layers.attention.sparse import TritonSparseIndexer
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
-from sglang.srt.layers.compressed import candidates
-from sglang.srt.layers.compressed.triton_candidates import TritonCandidateBlocks
 from sglang.srt.layers.triton_ops import index_store
 from srt.layers.attention.reference import relative_error
 

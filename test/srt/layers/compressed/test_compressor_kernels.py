@@ -10,9 +10,9 @@ import pytest
 import torch
 from pairs import some_of
 
-from sglang.srt.layers.compressed import native
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.compressed.triton_ops.compressor import KV_COMPRESSOR
+from sglang.srt.blocks.compressed import reference as native
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.kernels.compressor import KV_COMPRESSOR
 
 DEVICE = interpreter.DEVICE
 EPS = 1e-6

@@ -10,9 +10,9 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers.compressed import native
-from sglang.srt.layers.compressed.kernels import CompressorKernels
-from sglang.srt.layers.compressed.triton_ops import compressor, tail_rotation
+from sglang.srt.blocks.compressed import reference as native
+from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
 from sglang.srt.model_executor.graph_runner import GraphSizes
 from srt.layers.kernels_in_models import assert_as_with_torch
 from srt.model_executor import test_compressed_steps as steps

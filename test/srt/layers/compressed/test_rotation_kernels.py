@@ -7,8 +7,8 @@ import interpreter
 import pytest
 import torch
 
-from sglang.srt.layers.compressed import native
-from sglang.srt.layers.compressed.triton_ops import tail_rotation as kernels
+from sglang.srt.blocks.compressed import reference as native
+from sglang.srt.blocks.compressed.kernels import tail_rotation as kernels
 
 DEVICE = interpreter.DEVICE
 CLOSE = {torch.bfloat16: {"rtol": 2**-7, "atol": 2**-8}, torch.float32: {"rtol": 1e-5, "atol": 1e-6}}

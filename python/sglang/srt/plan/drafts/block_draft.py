@@ -142,7 +142,7 @@ def _backbone(architecture: str, names: WeightMap) -> Family:
 
 
 def _untied_gemma4(c: Config) -> Model:
-    return replace(gemma4(c), tie_embeddings=False)
+    return gemma4(c.usual({"tie_word_embeddings": False}))
 
 
 def reduced_head(keys: ConfigReader, target: ModelDescription) -> int:

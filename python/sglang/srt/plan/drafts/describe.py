@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.configs.speculative import DFLASH, DSPARK, EAGLE, EAGLE3, STANDALONE
 from sglang.srt.errors import UserError
 from sglang.srt.plan.drafts.config import MTP, DraftConfig
@@ -14,7 +15,6 @@ from sglang.srt.plan.drafts.eagle import EAGLE_ARCHITECTURES, describe_eagle, de
 from sglang.srt.plan.drafts.gemma_assistant import ASSISTANT_ARCHITECTURES, describe_assistant
 from sglang.srt.plan.drafts.mtp import describe_mtp
 from sglang.srt.plan.drafts.standalone import describe_standalone
-from sglang.srt.plan.layer_spec import GatedStreams
 from sglang.srt.plan.model_description import ModelDescription, architecture_of
 
 _KINDS: Mapping[str, Callable[[DraftConfig, ModelDescription], DraftDescription]] = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.plan.drafts.forms import Block, Form, MTPByLayer, Separate
-from sglang.srt.plan.layer_spec import Elements, HyperConnections, Weights
+from sglang.srt.plan.layer_spec import Elements, Weights
 from sglang.srt.plan.model_description import ModelDescription
 
 

@@ -17,6 +17,7 @@ from sglang.srt.plan.drafts.forms import Assistant
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4
 from sglang.srt.plan.layer_spec import LayerSpec
+from sglang.srt.plan.masks import windowed
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_as
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
@@ -76,7 +77,8 @@ def check_stage(draft: DraftDescription, first_layer: int) -> None:
     """Raises UserError if a pipeline's last stage, which begins with layer `first_layer`, lacks caches that the draft
     reads."""
     # Only this kind of attention can read another layer's cache.
-    sources = [layer.mixer.cache_layer for layer in draft.model.layers if isinstance(layer.mixer, GQA)]
+    mixers = [layer.mixer for layer in draft.model.layers]
+    sources = [mixer.cache.source(i) for i, mixer in enumerate(mixers) if isinstance(mixer, GQA)]
     if isinstance(draft.form, Assistant) and min(sources) < first_layer:
         raise UserError(
             f"{draft.kind} drafts read the cache of layer {min(sources)}, which is not in the pipeline's last stage"
@@ -100,10 +102,7 @@ def _reading(layer: LayerSpec, target: ModelDescription, keys: ConfigReader) -> 
             )
         # The draft token's own position is part of its window, and the target's cache keeps no token more than that.
         window = min(reader.window, mixer.window) - 1 if reader.window else 0
-        source = mixer.cache_layer if mixer.cache_layer >= 0 else i
-        reading = replace(
-            reader, num_kv_heads=mixer.num_kv_heads, window=window, cache_layer=source, values_from_keys=False
-        )
+        reading = replace(reader.reading(mixer.cache.source(i)), num_kv_heads=mixer.num_kv_heads, mask=windowed(window))
         return replace(layer, mixer=reading)
     kind = "a window" if reader.window else "full attention"
     raise UserError(

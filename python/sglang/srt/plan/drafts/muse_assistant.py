@@ -59,7 +59,7 @@ def fit_assistant(values: Mapping[str, Any], target: ModelDescription, source: s
     """Returns the assistant's config with its target's vocabulary, whose embedding and head it uses; its own config
     states none. Raises UserError for another target than Muse-Glimmer, whose embedding has a norm that the assistant
     leaves out."""
-    if not target.normed_embedding:
+    if target.embedding.norm is None or target.embedding.norm.weighted:
         raise UserError(
             f"{source}: {ASSISTANT_ARCHITECTURE} drafts for Muse-Glimmer, and the model is"
             f" {target.architecture}. Give a draft that was trained for this model, or take NGRAM."

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_parameters, unrotated
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import PLAIN_VALUES, AttentionTemperature, Biases, Values
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.masks import windowed
 from sglang.srt.plan.mixers import GQA
 
 FULL, WINDOWED, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
@@ -23,14 +26,17 @@ def grouped_attention(
     kv_heads: int = 0,
     rotates: bool = True,
     rotary: Mapping[str, Any] | None = None,
+    is_neox_style: bool = True,
+    values: Values = PLAIN_VALUES,
     **facts: Any,
 ) -> GQA:
     """Returns grouped-query attention of the usual keys. Raises UserError.
 
     window: tokens that a token attends to; 0: all
     head_dim, kv_heads: values where the config states none; 0: hidden_size / heads, and as many as heads
-    rotates: heads rotate; rotary: rotary keys with other values than the config's
-    facts: further fields of GQA; `qkv_bias` and `o_bias` are what `attention_bias` says unless they are among them
+    rotates: heads rotate; rotary: rotary keys with other values than the config's; is_neox_style: as in RopeSpec
+    values: without their dim, which the config says
+    facts: further fields of GQA; `biases` are what `attention_bias` says unless they are among them
     """
     heads = c.positive("num_attention_heads")
     head_dim = c.positive("head_dim", head_dim or max(1, c.positive("hidden_size") // heads))
@@ -38,13 +44,15 @@ def grouped_attention(
     if heads % kv_heads:
         raise UserError(f"{c.source}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     bias = c.default("attention_bias", bool, False)
+    rope = _rope(c, head_dim, window, rotary or {}) if rotates else unrotated(head_dim)
     return GQA(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        window=window,
-        rope=_rope(c, head_dim, window, rotary or {}) if rotates else unrotated(head_dim),
-        **{"v_head_dim": c.positive("v_head_dim", head_dim), "qkv_bias": bias, "o_bias": bias, **facts},
+        mask=windowed(window),
+        rope=replace(rope, is_neox_style=is_neox_style),
+        values=replace(values, dim=c.positive("v_head_dim", head_dim)),
+        **{"biases": Biases(bias, bias), **facts},
     )
 
 
@@ -113,16 +121,16 @@ def mixers_by_kind(c: Config, kinds: Sequence[str], makers: Mapping[str, Callabl
     return [mixers[key] for key in written]
 
 
-Values = tuple[tuple[str, Any], ...]
+LayerValues = tuple[tuple[str, Any], ...]
 """Keys and values of one layer that differ from those of the config."""
 _BY_LAYER = frozenset({"head_dim", "num_attention_heads", "num_key_value_heads"})
 
 
-def layer_values(c: Config) -> list[Values]:
+def layer_values(c: Config) -> list[LayerValues]:
     """Returns the values of each layer from `num_attention_heads_per_layer` and `per_layer_config`, as newer
     transformers write it: {"5": {"head_dim": 512}}. Raises UserError."""
     count, written = c.num_layers, c.default("per_layer_config", dict, {})
-    values: list[Values] = [()] * count
+    values: list[LayerValues] = [()] * count
     heads = c.default("num_attention_heads_per_layer", list, [])
     if heads and (len(heads) < count or any(type(number) is not int or number < 1 for number in heads)):
         raise UserError(f"{c.source}: 'num_attention_heads_per_layer' must be {count} numbers; got {heads!r}.")
@@ -151,9 +159,9 @@ def with_window_heads(c: Config) -> Config:
     return c.with_values({key: value for key, value in stated.items() if value is not None})
 
 
-def temperature_scaling(c: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (fields of a mixer for attention temperature scaling by `llama_4_scaling_beta` of the rotary parameters,
-    rotary keys without it). Raises UserError for values that cannot be read."""
+def temperature_scaling(c: Config) -> tuple[AttentionTemperature | None, dict[str, Any]]:
+    """Returns (attention temperature scaling by `llama_4_scaling_beta` of the rotary parameters, rotary keys without
+    it). Raises UserError for values that cannot be read."""
     written = rope_parameters(c.values)
     beta, length = written.get(_BETA) or 0.0, written.get("original_max_position_embeddings")
     if isinstance(beta, bool) or not isinstance(beta, (int, float)) or beta < 0:
@@ -161,10 +169,10 @@ def temperature_scaling(c: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     others = {key: value for key, value in written.items() if key not in (_BETA, "max_position_embeddings")}
     keys = {"rope_parameters": others, "rope_scaling": None}
     if not beta:
-        return {}, keys
+        return None, keys
     if type(length) is not int or length < 1:
         raise UserError(f"{c.source}: {_BETA!r} needs 'original_max_position_embeddings'; got {length!r}.")
-    return {"attn_temperature": float(beta), "attn_temperature_length": length}, keys
+    return AttentionTemperature(float(beta), length), keys
 
 
 _BETA = "llama_4_scaling_beta"

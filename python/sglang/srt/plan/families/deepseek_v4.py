@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.compressed.spec import CompressedSparse
+from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.errors import UserError
-from sglang.srt.plan.compressed import CompressedSparse
 from sglang.srt.plan.drafts.forms import ByStream
 from sglang.srt.plan.families.blocks import experts, shared_experts
 from sglang.srt.plan.families.config import Config
@@ -16,7 +17,7 @@ from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexer_of
 from sglang.srt.plan.families.mtp import MTPPass, MTPTensors, one_layer
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.layer_spec import SUM, HyperConnections, Mixer, Sum
+from sglang.srt.plan.layer_spec import SUM, Mixer, Sum
 from sglang.srt.plan.weight_names import W123_PARTS, WeightMap
 
 LAYER_NAMES = {

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from sglang.srt.blocks.compressed.spec import CompressedSparse
+from sglang.srt.blocks.engram.spec import SCALE_GROUP, Engram
+from sglang.srt.blocks.shared_sparse.spec import CandidateBlocks, SharedSparse
 from sglang.srt.errors import UserError
-from sglang.srt.plan.compressed import CompressedSparse
-from sglang.srt.plan.engram import SCALE_GROUP, Engram
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.deepseek_v4 import (
     DEEPSEEK_V4,
@@ -23,7 +24,6 @@ from sglang.srt.plan.families.family import Model
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import ABSENT
 from sglang.srt.plan.mixers import Indexer
-from sglang.srt.plan.shared_sparse import CandidateBlocks, SharedSparse
 
 _OF_V4 = ("moe.hash", "attn.compressor.places")
 _INDEXER = "attn.indexer."

@@ -12,29 +12,55 @@ from sglang.srt.plan.weight_names import USUAL_NAMES, WeightMap
 
 
 @dataclass(frozen=True, slots=True)
+class StoredNorms:
+    """How checkpoints store the weights of norms (except gated ones).
+
+    zero_centred: minus 1
+    plain_final: the final norm's are stored as they are, whatever the others are
+    """
+
+    zero_centred: bool = False
+    plain_final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingNorm:
+    """A norm of embeddings, with or without weights."""
+
+    weighted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What becomes of embeddings before the first layer: they are normed, and multiplied by `scale`."""
+
+    scale: float = 1.0
+    norm: EmbeddingNorm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """What becomes of logits: `scale` multiplies them, then `cap` > 0 caps them softly to within +-cap."""
+
+    scale: float = 1.0
+    cap: float = 0.0
+
+
+PLAIN_NORMS, PLAIN_EMBEDDING, PLAIN_LOGITS = StoredNorms(), Embedding(), Logits()
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """What a family's function makes of a config: the layers, and what is before and behind them.
 
     config: the keys, completed by what the family knows
-    tie_embeddings: the output head is the embedding, unless the config says otherwise
-    zero_centred_norms: the weights of norms (except gated ones) are stored minus 1
-    norm_eps: key of the norms' epsilon
-    embedding_scale, normed_embedding, embedding_norm, plain_final_norm: as in ModelDescription
-    fused_qkv: the checkpoint has q, k and v as one tensor
     """
 
     config: Config
     layers: Sequence[LayerSpec]
-    tie_embeddings: bool = False
-    zero_centred_norms: bool = False
-    norm_eps: str = "rms_norm_eps"
-    embedding_scale: float = 1.0
-    normed_embedding: bool = False
-    embedding_norm: bool = False
-    plain_final_norm: bool = False
-    logit_scale: float = 1.0
-    logit_cap: float = 0.0
-    fused_qkv: bool = False
+    norms: StoredNorms = PLAIN_NORMS
+    embedding: Embedding = PLAIN_EMBEDDING
+    logits: Logits = PLAIN_LOGITS
 
 
 def layers_of(mixers: Sequence[Mixer], ffns: Sequence[FeedForward], residual: Residual = SUM) -> list[LayerSpec]:

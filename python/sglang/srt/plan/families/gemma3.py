@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from sglang.srt.configs.activation import GELU
+from sglang.srt.plan.attention_parts import PerHead, Softmax
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -16,7 +17,7 @@ from sglang.srt.plan.families.attention import (
 )
 from sglang.srt.plan.families.blocks import activation, mlp
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Embedding, Family, Logits, Model, StoredNorms, layers_of
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
@@ -28,16 +29,15 @@ NORMS_AROUND = {
 
 
 def gemma3(c: Config) -> Model:
+    c = c.usual({"tie_word_embeddings": True})
     c.only("use_bidirectional_attention", False)
     c.only("hidden_activation", "gelu_pytorch_tanh")
     scalar = c.default("query_pre_attn_scalar", float, 0.0)
     attention = partial(
         grouped_attention,
         head_dim=256,
-        qk_norm="head",
-        fp32_norms=True,
-        scale=scalar**-0.5 if scalar else 0.0,
-        logit_cap=c.default("attn_logit_softcapping", float, 0.0),
+        qk_norm=PerHead(fp32=True),
+        softmax=Softmax(scalar**-0.5 if scalar else 0.0, c.default("attn_logit_softcapping", float, 0.0)),
     )
     kinds = kinds_by_pattern(c, "sliding_window_pattern", 6, WINDOWED)
     mixers = mixers_by_kind(c, kinds, full_and_windowed(attention))
@@ -45,10 +45,9 @@ def gemma3(c: Config) -> Model:
     return Model(
         c,
         layers_of(mixers, blocks, Sum(norms_after=True, fp32_norms=True)),
-        tie_embeddings=True,
-        zero_centred_norms=True,
-        embedding_scale=c.positive("hidden_size") ** 0.5,
-        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+        norms=StoredNorms(zero_centred=True),
+        embedding=Embedding(c.positive("hidden_size") ** 0.5),
+        logits=Logits(cap=c.default("final_logit_softcapping", float, 0.0)),
     )
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.activation import GELU, Activation
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import OwnCache, PerHead, Softmax, Values
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -17,12 +19,11 @@ from sglang.srt.plan.families.attention import (
 )
 from sglang.srt.plan.families.blocks import EXPERT_COUNTS, activation, experts, mlp
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model
+from sglang.srt.plan.families.family import Embedding, Family, Logits, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec, Mixer, Sum
 from sglang.srt.plan.mixers import GQA
-from sglang.srt.plan.per_layer import PerLayerEmbedding
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 _EXPERTS = {
@@ -52,6 +53,7 @@ _LAYER = {**ATTENTION_NAMES, **QK_NORM_NAMES, **MLP_NAMES, **NORMS_AROUND, **_EX
 
 
 def gemma4(c: Config) -> Model:
+    c = c.usual({"tie_word_embeddings": True})
     # "vision" makes image tokens see each other in both directions; text stays causal.
     c.only("use_bidirectional_attention", "vision")
     c.only("hidden_activation", "gelu_pytorch_tanh")
@@ -73,9 +75,8 @@ def gemma4(c: Config) -> Model:
     return Model(
         c,
         layers,
-        tie_embeddings=True,
-        embedding_scale=c.positive("hidden_size") ** 0.5,
-        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+        embedding=Embedding(c.positive("hidden_size") ** 0.5),
+        logits=Logits(cap=c.default("final_logit_softcapping", float, 0.0)),
     )
 
 
@@ -87,7 +88,12 @@ def _attention(c: Config, window: int) -> GQA:
         stated = {"num_key_value_heads": kv_heads} if kv_heads else {}
         c = c.with_values({"head_dim": c.positive("global_head_dim"), **stated})
     return grouped_attention(
-        c, window, head_dim=256, scale=1.0, qk_norm="head", value_norm=True, values_from_keys=keys_are_values
+        c,
+        window,
+        head_dim=256,
+        softmax=Softmax(1.0),
+        qk_norm=PerHead(),
+        values=Values(norm=True, from_keys=keys_are_values),
     )
 
 
@@ -105,8 +111,8 @@ def with_shared_caches(c: Config, mixers: Sequence[Mixer], kinds: Sequence[str])
             )
         shared, sharing = result[source], result[i]
         assert isinstance(shared, GQA) and isinstance(sharing, GQA)
-        result[source] = replace(shared, cache_shared=True)
-        result[i] = replace(sharing, cache_layer=source, values_from_keys=False)
+        result[source] = replace(shared, cache=OwnCache(shared=True))
+        result[i] = sharing.reading(source)
     return result
 
 

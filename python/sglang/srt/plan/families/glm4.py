@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.plan.attention_parts import Biases
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import mlp
 from sglang.srt.plan.families.config import Config
@@ -18,7 +19,7 @@ _NORMS_AFTER = {"input_norm_after": "post_self_attn_layernorm", "mlp_norm_after"
 
 def glm4(c: Config, qkv_bias: bool | None = None) -> Model:
     bias = c.default("attention_bias", bool, False) if qkv_bias is None else qkv_bias
-    attention = partial(grouped_attention, qkv_bias=bias, o_bias=False, is_neox_style=False)
+    attention = partial(grouped_attention, biases=Biases(qkv=bias), is_neox_style=False)
     mixers = attention_by_layer(c, attention)
     return Model(c, layers_of(mixers, [mlp(c, joined=True)] * c.num_layers, Sum(norms_after=True)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.plan.attention_parts import Biases, PerHead
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
@@ -27,9 +28,8 @@ def glm4_moe(c: Config) -> Model:
     c.only("topk_method", "noaux_tc")
     attention = partial(
         grouped_attention,
-        qk_norm="head" if c.default("use_qk_norm", bool, True) else "",
-        qkv_bias=c.default("attention_bias", bool, False),
-        o_bias=False,
+        qk_norm=PerHead() if c.default("use_qk_norm", bool, True) else None,
+        biases=Biases(qkv=c.default("attention_bias", bool, False)),
     )
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
+from sglang.srt.plan.attention_parts import Softmax
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -21,7 +22,7 @@ from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
 def gpt_oss(c: Config) -> Model:
     c.only("hidden_act", "silu")
-    attention = partial(grouped_attention, head_dim=64, sinks=True)
+    attention = partial(grouped_attention, head_dim=64, softmax=Softmax(sinks=True))
     mixers = mixers_by_kind(c, kinds_by_pattern(c, "sliding_window_pattern", 2, WINDOWED), full_and_windowed(attention))
     block = experts(c, Router(0, bias=True), activation(c, GPT_OSS_SWIGLU), bias=True, form="gpt_oss")
     return Model(c, layers_of(mixers, [block] * c.num_layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from sglang.srt.plan.attention_parts import PerHead
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
@@ -25,7 +26,7 @@ def hy_v3(c: Config) -> Model:
             "expert_hidden_dim": "moe_intermediate_size",
         }
     )
-    attention = partial(grouped_attention, qk_norm="head")
+    attention = partial(grouped_attention, qk_norm=PerHead())
     router = Router(0, "sigmoid", scale=2.826, correction="expert_bias", exact_logits=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
     return Model(c, layers_of(attention_by_layer(c, attention), blocks))

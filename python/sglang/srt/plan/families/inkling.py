@@ -9,11 +9,19 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import (
+    NO_BIASES,
+    AttentionTemperature,
+    KVConvolution,
+    PerHead,
+    RelativeBias,
+    Softmax,
+)
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import grouped_attention, with_window_heads
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model
+from sglang.srt.plan.families.family import Embedding, EmbeddingNorm, Family, Logits, Model
 from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
 from sglang.srt.plan.feed_forward import MoE, Router
 from sglang.srt.plan.layer_spec import LayerSpec, ShortConvolution
@@ -50,12 +58,12 @@ def inkling(c: Config) -> Model:
     c = (c.usual(_USUAL) if c.count("n_routed_experts") == 256 else c).renamed(_OWN_NAMES)
     router = Router(0, "sigmoid", correction="bias", exact_logits=True, scaled=True)
     blocks = ffn_by_layer(sparse_layers(c), lambda: mlp(c, alternating=True, scaled=True), lambda: _experts(c, router))
-    convolution = _convolution(c, c.positive("hidden_size"))
+    convolution = ShortConvolution(_taps(c), c.positive("hidden_size"))
     layers = [LayerSpec(mixer, block, convolution=convolution) for mixer, block in zip(_mixers(c), blocks, strict=True)]
     divisor = c.default("logits_mup_width_multiplier", float, 1.0)
     if divisor <= 0:
         raise UserError(f"{c.source}: 'logits_mup_width_multiplier' must be more than 0; got {divisor}.")
-    return Model(c, layers, embedding_norm=True, logit_scale=1.0 / divisor)
+    return Model(c, layers, embedding=Embedding(norm=EmbeddingNorm(weighted=True)), logits=Logits(1.0 / divisor))
 
 
 def _experts(c: Config, router: Router) -> MoE:
@@ -66,12 +74,12 @@ def _experts(c: Config, router: Router) -> MoE:
     return replace(moe, router=replace(moe.router, sinks=sinks), shared=replace(moe.shared, members=sinks))
 
 
-def _convolution(c: Config, channels: int) -> ShortConvolution:
-    """Returns the convolution over `channels` channels. Raises UserError for one that sees no earlier token."""
+def _taps(c: Config) -> int:
+    """Returns over how many tokens convolutions go. Raises UserError for one that sees no earlier token."""
     taps = c.count("sconv_kernel_size", "conv_kernel_size") or 4
     if taps < 2:
         raise UserError(f"{c.source}: 'sconv_kernel_size' must be at least 2; got {taps}.")
-    return ShortConvolution(taps, channels)
+    return taps
 
 
 def _mixers(c: Config) -> list[GQA]:
@@ -88,16 +96,14 @@ def _attention(c: Config, window: int) -> GQA:
         with_window_heads(c) if window else c,
         window,
         head_dim=128,
-        qk_norm="head",
-        qkv_bias=False,
-        o_bias=False,
+        qk_norm=PerHead(),
+        biases=NO_BIASES,
         rotates=False,
-        conv_taps=_convolution(c, 1).taps,
-        bias_dims=c.positive("d_rel"),
-        bias_extent=window or c.positive("rel_extent"),
-        **({} if window else _temperature(c)),
+        kv_convolution=KVConvolution(_taps(c)),
+        attn_temperature=None if window else _temperature(c),
     )
-    return replace(mixer, scale=1.0 / mixer.head_dim)  # heads are normed
+    bias = RelativeBias(c.positive("d_rel"), window or c.positive("rel_extent"))
+    return replace(mixer, softmax=Softmax(1.0 / mixer.head_dim, relative_bias=bias))  # heads are normed
 
 
 def _kinds(c: Config) -> list[str]:
@@ -115,17 +121,9 @@ def _kinds(c: Config) -> list[str]:
     return kinds
 
 
-def _temperature(c: Config) -> dict[str, Any]:
-    """Returns the fields of GQA for attention temperature scaling."""
-    length, growth = c.count("log_scaling_n_floor"), c.default("log_scaling_alpha", float, 0.1)
-    if not length or not growth:
-        return {}
-    return {
-        "attn_temperature": growth,
-        "attn_temperature_length": length,
-        "attn_temperature_offset": 1,
-        "attn_temperature_smooth": True,
-    }
+def _temperature(c: Config) -> AttentionTemperature | None:
+    length, scale = c.count("log_scaling_n_floor"), c.default("log_scaling_alpha", float, 0.1)
+    return AttentionTemperature(scale, length, offset=1, smooth=True) if length and scale else None
 
 
 _DRAFT_KEYS = {

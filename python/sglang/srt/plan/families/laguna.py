@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from sglang.srt.plan.attention_parts import HeadGate, PerHead
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
@@ -20,7 +21,7 @@ def laguna(c: Config) -> Model:
     c.only("moe_router_logit_softcapping", 0, 0.0)
     c.only("attention_bias", False)
     # The number of heads differs by layer: `num_attention_heads_per_layer`.
-    attention = partial(grouped_attention, head_dim=128, qk_norm="head", head_gate=True, softplus_gates=True)
+    attention = partial(grouped_attention, head_dim=128, qk_norm=PerHead(), gate=HeadGate(softplus=True))
     mixers = attention_by_layer(c, attention)
     router = Router(
         0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.attention import temperature_scaling
@@ -34,9 +36,10 @@ def latent_attention(
     if indexer is not None and others:
         raise UserError(f"{c.source}: layer_types {', '.join(sorted(others))} are not described here yet.")
     rope_dim = c.positive("qk_rope_head_dim")
-    scaling, rotary = temperature_scaling(c) if temperature else ({}, {})
+    scaling, rotary = temperature_scaling(c) if temperature else (None, {})
     # This factor is the rotary key's share of a head, and all of the rotary key rotates.
     rotary.get("rope_parameters", {}).pop("partial_rotary_factor", None)
+    rope = c.rope(rope_dim, **rotary) if rotates else unrotated(rope_dim)
     return MLA(
         num_heads=c.positive("num_attention_heads"),
         q_lora_rank=c.count("q_lora_rank"),
@@ -44,11 +47,10 @@ def latent_attention(
         nope_dim=c.positive("qk_nope_head_dim"),
         rope_dim=rope_dim,
         v_dim=c.positive("v_head_dim"),
-        rope=c.rope(rope_dim, **rotary) if rotates else unrotated(rope_dim),
-        is_neox_style=not c.default("rope_interleave", bool, True),
+        rope=replace(rope, is_neox_style=not c.default("rope_interleave", bool, True)),
         top_k=indexer.top_k if indexer is not None else 0,
         indexer=indexer if has_indexer else None,
-        **scaling,
+        attn_temperature=scaling,
     )
 
 

@@ -1,19 +1,20 @@
-"""Llama 4, whose encoder `plan.towers.llama4` describes. Some layers see chunks of the tokens and rotate heads; others
+"""Llama 4, whose encoder `towers.llama4.spec` describes. Some layers see chunks of the tokens and rotate heads; others
 see all tokens, do not rotate, and have attention temperature scaling. One routed expert a token, whose input is
 multiplied by its weight, and a shared expert."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from sglang.srt.configs.rope import unrotated
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import AttentionTemperature, Unweighted
 from sglang.srt.plan.families.attention import FULL, grouped_attention, rotating_layers
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.feed_forward import Router
+from sglang.srt.plan.masks import CAUSAL, Chunks
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
@@ -51,8 +52,9 @@ def _sparse_layers(c: Config) -> list[bool]:
 def _mixers(c: Config) -> list[GQA]:
     """Returns the attention of each layer. Layers that rotate heads see chunks of tokens unless `layer_types` say
     otherwise. The others see all tokens, and have no norms of heads but attention temperature scaling."""
-    qk_norm = "unit" if c.default("use_qk_norm", bool, True) else ""
-    whole = grouped_attention(c, head_dim=128, kv_heads=8, qk_norm=qk_norm, is_neox_style=False)
+    heads = partial(grouped_attention, c, head_dim=128, kv_heads=8, is_neox_style=False)
+    rotating = heads(qk_norm=Unweighted() if c.default("use_qk_norm", bool, True) else None)
+    others = heads(rotates=False, attn_temperature=_temperature(c))
     rotates = rotating_layers(c)
     kinds = c.default("layer_types", list, [_CHUNKED if here else FULL for here in rotates])[: c.num_layers]
     unknown = sorted({str(kind) for kind in kinds} - {_CHUNKED, FULL})
@@ -60,20 +62,18 @@ def _mixers(c: Config) -> list[GQA]:
         what = f"{', '.join(unknown)}" if unknown else f"of {len(kinds)} layers for {c.num_layers}"
         raise UserError(f"{c.source}: layer_types {what} are not described here yet.")
     size = c.positive("attention_chunk_size") if _CHUNKED in kinds else 0
-    unrotating = replace(whole, rope=unrotated(whole.head_dim), qk_norm="", **_temperature(c))
     return [
-        replace(whole if here else unrotating, window=size if kind == _CHUNKED else 0, chunked=kind == _CHUNKED)
+        replace(rotating if here else others, mask=Chunks(size) if kind == _CHUNKED else CAUSAL)
         for here, kind in zip(rotates, kinds, strict=True)
     ]
 
 
-def _temperature(c: Config) -> dict[str, Any]:
-    """Returns the fields of GQA for attention temperature scaling. Configs of the first releases have a number where
-    later ones have a flag."""
+def _temperature(c: Config) -> AttentionTemperature | None:
+    """Configs of the first releases have a number where later ones have a flag."""
     if not c.values["attn_temperature_tuning"]:
-        return {}
+        return None
     scale, length = c.default("attn_scale", float, 0.0), c.positive("floor_scale")
-    return {"attn_temperature": scale, "attn_temperature_length": length, "attn_temperature_offset": 1} if scale else {}
+    return AttentionTemperature(scale, length, offset=1) if scale else None
 
 
 LLAMA4_TEXT = Family(

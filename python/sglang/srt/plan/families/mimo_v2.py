@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT, TP_BLOCKS
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import Biases, Softmax, StoredQKV, Values
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import (
     FULL,
@@ -47,7 +48,7 @@ def mimo_v2(c: Config) -> Model:
     mixers = mixers_by_kind(c, kinds, full_and_windowed(_attention))
     router = Router(0, "sigmoid", correction="e_score_correction_bias", exact_logits=True)
     blocks = ffn_by_layer(flagged_layers(c), lambda: mlp(c), lambda: experts(c, router, shared=shared_experts(c)))
-    return Model(c, layers_of(mixers, blocks), fused_qkv=_fuses_projections(c))
+    return Model(c, layers_of(mixers, blocks))
 
 
 def _attention(c: Config, window: int) -> GQA:
@@ -57,12 +58,11 @@ def _attention(c: Config, window: int) -> GQA:
     mixer = grouped_attention(
         with_window_heads(c) if window else c,
         window,
-        qkv_bias=c.default("attention_bias", bool, False),
-        o_bias=False,
-        sinks=c.default(sinks, bool, window > 0),
-        value_scale=c.default("attention_value_scale", float, 1.0),
+        biases=Biases(qkv=c.default("attention_bias", bool, False)),
+        softmax=Softmax(sinks=c.default(sinks, bool, window > 0)),
+        values=Values(scale=c.default("attention_value_scale", float, 1.0)),
     )
-    return replace(mixer, tp_blocks=_tp_blocks(c, mixer)) if _fuses_projections(c) else mixer
+    return replace(mixer, stored=StoredQKV(_tp_blocks(c, mixer))) if _fuses_projections(c) else mixer
 
 
 def _fuses_projections(c: Config) -> bool:
@@ -71,7 +71,7 @@ def _fuses_projections(c: Config) -> bool:
 
 
 def _tp_blocks(c: Config, mixer: GQA) -> int:
-    """Returns the number of TP blocks (`GQA.tp_blocks`) of a layer. `c`: the keys of layers without a window. Where
+    """Returns the number of TP blocks (`StoredQKV`) of a layer. `c`: the keys of layers without a window. Where
     neither config nor weights tell, assumes the form of the first published FP8 checkpoints, one block for each KV
     head. Raises UserError for a stated number that does not divide the heads."""
     if c.values.get(TP_BLOCKS) is None:

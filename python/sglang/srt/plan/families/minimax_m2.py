@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from sglang.srt.plan.attention_parts import Whole
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, flagged_layers, mlp
 from sglang.srt.plan.families.config import Config
@@ -17,7 +18,7 @@ def minimax_m2(c: Config) -> Model:
     c.only("qk_norm_type", "per_layer")
     c.only("use_routing_bias", True)
     c.only("shared_intermediate_size", 0)
-    qk_norm = "whole" if c.default("use_qk_norm", bool, True) else ""
+    qk_norm = Whole() if c.default("use_qk_norm", bool, True) else None
     mixers = attention_by_layer(c, partial(grouped_attention, qk_norm=qk_norm))
     router = Router(0, "sigmoid", correction="e_score_correction_bias")
     blocks = ffn_by_layer(flagged_layers(c), lambda: mlp(c), lambda: experts(c, router))

@@ -11,13 +11,15 @@ from typing import Any
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import PerHead
 from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.families.attention import FULL, grouped_attention, layer_kinds, mixers_by_kind
 from sglang.srt.plan.families.blocks import activation, experts, ffn_by_layer, flagged_layers, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.feed_forward import Router, Shared
 from sglang.srt.plan.layer_spec import Mixer
+from sglang.srt.plan.masks import SelectedBlocks
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
@@ -68,11 +70,11 @@ def minimax_m3(c: Config) -> Model:
     c.only("use_qk_norm", True)
     c.only("use_routing_bias", True)
     function = activation(c, GPT_OSS_SWIGLU, ("swigluoai", "silu"))  # transformers writes silu for it
-    attention = partial(grouped_attention, qk_norm="head", fp32_norms=True)
+    attention = partial(grouped_attention, qk_norm=PerHead(fp32=True))
 
     def block_sparse(c: Config) -> GQA:
         heads = attention(c)
-        return replace(heads, indexer=_block_indexer(c, heads.num_kv_heads))
+        return replace(heads, mask=SelectedBlocks(_block_indexer(c, heads.num_kv_heads)))
 
     kinds: dict[str, Callable[[Config], Mixer]] = {FULL: attention, _BLOCK_SPARSE: block_sparse}
     mixers = mixers_by_kind(c, _block_sparse_layers(c) or layer_kinds(c), kinds)
@@ -80,7 +82,7 @@ def minimax_m3(c: Config) -> Model:
     blocks = ffn_by_layer(
         flagged_layers(c), lambda: mlp(c, function), lambda: experts(c, router, function, shared=_shared(c))
     )
-    return Model(c, layers_of(mixers, blocks), zero_centred_norms=True)
+    return Model(c, layers_of(mixers, blocks), norms=StoredNorms(zero_centred=True))
 
 
 def _shared(c: Config) -> Shared | None:

@@ -41,8 +41,8 @@ def mixtral(c: Config) -> Model:
 
 
 def ministral3(c: Config) -> Model:
-    scaling, rotary = temperature_scaling(c)
-    return Model(c, layers_of(_mixers(c, rotary=rotary, **scaling), [mlp(c)] * c.num_layers))
+    temperature, rotary = temperature_scaling(c)
+    return Model(c, layers_of(_mixers(c, rotary=rotary, attn_temperature=temperature), [mlp(c)] * c.num_layers))
 
 
 def mistral3(c: Config) -> Model:

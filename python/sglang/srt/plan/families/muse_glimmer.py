@@ -1,10 +1,11 @@
-"""Muse-Glimmer, whose encoder `plan.towers.muse_glimmer` describes: windows with rotation and full attention without,
+"""Muse-Glimmer, whose encoder `towers.muse_glimmer.spec` describes: windows with rotation and full attention without,
 norms of heads without weights, an output gate with its own projection, norms around every block, a normed embedding,
 scaled and softly capped logits."""
 
 from __future__ import annotations
 
 from sglang.srt.configs.rope import by_layer_type
+from sglang.srt.plan.attention_parts import ElementGate, Softmax, Unweighted
 from sglang.srt.plan.families.attention import (
     WINDOWED,
     full_and_windowed,
@@ -14,7 +15,7 @@ from sglang.srt.plan.families.attention import (
 )
 from sglang.srt.plan.families.blocks import mlp
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Embedding, EmbeddingNorm, Family, Logits, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.layer_spec import Sum
 from sglang.srt.plan.mixers import GQA
@@ -43,11 +44,9 @@ def muse_glimmer(c: Config) -> Model:
     return Model(
         c,
         layers_of(mixers, [mlp(c)] * c.num_layers, residual),
-        zero_centred_norms=True,
-        plain_final_norm=True,
-        normed_embedding=True,
-        logit_scale=c.default("output_multiplier", float, 1.0),
-        logit_cap=c.default("final_logit_softcapping", float, 0.0),
+        norms=StoredNorms(zero_centred=True, plain_final=True),
+        embedding=Embedding(norm=EmbeddingNorm()),
+        logits=Logits(c.default("output_multiplier", float, 1.0), c.default("final_logit_softcapping", float, 0.0)),
     )
 
 
@@ -60,11 +59,9 @@ def _attention(c: Config, window: int) -> GQA:
         c,
         window,
         rotates=rotates,
-        scale=c.default("qk_scale_factor", float, 0.0) * head_dim**-0.5,
-        qk_norm="unit",
-        fp32_norms=True,
-        output_gate=c.default("attn_output_gate", bool, True),
-        gate_projection=True,
+        softmax=Softmax(c.default("qk_scale_factor", float, 0.0) * head_dim**-0.5),
+        qk_norm=Unweighted(),
+        gate=ElementGate(own_projection=True) if c.default("attn_output_gate", bool, True) else None,
     )
 
 

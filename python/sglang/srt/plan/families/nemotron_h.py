@@ -30,7 +30,7 @@ def nemotron_h(c: Config) -> Model:
     c.only("mlp_hidden_act", "relu2")
     c.only("mamba_hidden_act", "silu")
     c.only("residual_in_fp32", False)
-    c.ignore("rms_norm_eps")  # norms take `layer_norm_epsilon`
+    c = c.with_values({"rms_norm_eps": c.values.get("layer_norm_epsilon")})
     router = Router(0, "sigmoid", correction="e_score_correction_bias", float32=True)
     makers: dict[str, Callable[[], LayerSpec]] = {
         "mamba": lambda: LayerSpec(_mamba2(c), ABSENT),
@@ -40,7 +40,7 @@ def nemotron_h(c: Config) -> Model:
     }
     kinds = block_kinds(c)
     by_kind = {kind: makers[kind]() for kind in dict.fromkeys(kinds)}
-    return Model(c, [by_kind[kind] for kind in kinds], norm_eps="layer_norm_epsilon")
+    return Model(c, [by_kind[kind] for kind in kinds])
 
 
 def block_kinds(c: ConfigReader) -> list[str]:

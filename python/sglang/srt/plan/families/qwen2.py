@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.plan.attention_parts import Biases
 from sglang.srt.plan.drafts.forms import Projected
 from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
@@ -43,7 +44,7 @@ def qwen2_moe(c: Config) -> Model:
 
 def _mixers(c: Config) -> list[Mixer]:
     check_windows(c)
-    attention = partial(grouped_attention, qkv_bias=True, o_bias=False)
+    attention = partial(grouped_attention, biases=Biases(qkv=True))
     return attention_by_layer(c, attention)
 
 

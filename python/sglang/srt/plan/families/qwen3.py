@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.plan.attention_parts import PerHead
 from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
@@ -31,7 +32,7 @@ def qwen3_moe(c: Config, *, renormalize: bool = False, expert_form: str = "") ->
 def _mixers(c: Config, head_dim: int = 0, *, kv_heads: int) -> list[Mixer]:
     check_windows(c)
     c.only("use_qk_norm", True)
-    attention = partial(grouped_attention, qk_norm="head", head_dim=head_dim, kv_heads=kv_heads)
+    attention = partial(grouped_attention, qk_norm=PerHead(), head_dim=head_dim, kv_heads=kv_heads)
     return attention_by_layer(c, attention)
 
 

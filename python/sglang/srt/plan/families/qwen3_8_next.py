@@ -8,20 +8,22 @@ from functools import partial
 from typing import Any
 
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import ElementGate, PerHead
 from sglang.srt.plan.drafts.forms import Form, Streamed
 from sglang.srt.plan.families.attention import FULL, RECURRENT, grouped_attention, kinds_by_pattern, mixers_by_kind
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.mtp import COUNT, MTPPass, MTPTensors, one_layer
 from sglang.srt.plan.families.recurrent import gated_delta
 from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.layer_spec import ABSENT, SUM, GatedStreams, LayerSpec, Residual
+from sglang.srt.plan.layer_spec import ABSENT, SUM, LayerSpec, Residual
 from sglang.srt.plan.mixers import Indexer
-from sglang.srt.plan.ngram_embedding import NgramEmbedding
-from sglang.srt.plan.pooled_sparse import PooledSparse
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,
@@ -94,7 +96,7 @@ def qwen3_8_next(c: Config, expert_form: str = "") -> Model:
     layers = [
         replace(layer, ngrams=tables.get(i, ABSENT)) for i, layer in enumerate(layers_of(mixers, blocks, residual))
     ]
-    return Model(c, layers, zero_centred_norms=True)
+    return Model(c, layers, norms=StoredNorms(zero_centred=True))
 
 
 def _gated_delta(c: Config) -> GatedDelta:
@@ -108,9 +110,8 @@ def _pooled_sparse(c: Config) -> PooledSparse:
         c,
         head_dim=256,
         kv_heads=2,
-        qk_norm="head",
-        fp32_norms=True,
-        output_gate=c.default("attn_output_gate", bool, True),
+        qk_norm=PerHead(fp32=True),
+        gate=ElementGate() if c.default("attn_output_gate", bool, True) else None,
         hybrid_kind="hybrid_gdn",
     )
     block, budget = c.positive("indexer_compress_ratio"), c.positive("indexer_budget")

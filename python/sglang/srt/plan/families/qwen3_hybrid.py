@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.plan.attention_parts import ElementGate, PerHead
 from sglang.srt.plan.families.attention import (
     RECURRENT,
     full_and_windowed,
@@ -14,7 +15,7 @@ from sglang.srt.plan.families.attention import (
 )
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_expert, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.mtp import QWEN_MTP
 from sglang.srt.plan.families.recurrent import gated_delta
 from sglang.srt.plan.feed_forward import Router
@@ -47,9 +48,8 @@ def qwen3_hybrid(c: Config, *, moe: bool, kv_heads: int, by_key_head: bool = Fal
         grouped_attention,
         head_dim=256,
         kv_heads=kv_heads,
-        qk_norm="head",
-        fp32_norms=True,
-        output_gate=c.default("attn_output_gate", bool, True),
+        qk_norm=PerHead(fp32=True),
+        gate=ElementGate() if c.default("attn_output_gate", bool, True) else None,
         hybrid_kind="hybrid_gdn",
     )
     kinds = kinds_by_pattern(c, "full_attention_interval", 4, RECURRENT)
@@ -60,7 +60,7 @@ def qwen3_hybrid(c: Config, *, moe: bool, kv_heads: int, by_key_head: bool = Fal
         lambda: mlp(c),
         lambda: experts(c, Router(0), shared=gated_shared_expert(c), form=expert_form),
     )
-    return Model(c, layers_of(mixers, blocks), zero_centred_norms=True)
+    return Model(c, layers_of(mixers, blocks), norms=StoredNorms(zero_centred=True))
 
 
 def qwen3_next(c: Config) -> Model:

@@ -19,7 +19,7 @@ from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES
 
 
 def smollm3(c: Config) -> Model:
-    c = c.usual({"rope_theta": 2e6, "no_rope_layer_interval": 4})
+    c = c.usual({"rope_theta": 2e6, "no_rope_layer_interval": 4, "tie_word_embeddings": True})
     rotates = rotating_layers(c)
     if c.default("use_sliding_window", bool, False) and c.count("sliding_window"):
         c = c.usual({"layer_types": [FULL if here else WINDOWED for here in rotates]})
@@ -29,7 +29,7 @@ def smollm3(c: Config) -> Model:
         attention_by_layer(c, partial(grouped_attention, rotates=rotated)) for rotated in (True, False)
     )
     mixers = [rotating[i] if here else unrotating[i] for i, here in enumerate(rotates)]
-    return Model(c, layers_of(mixers, [mlp(c)] * c.num_layers), tie_embeddings=True)
+    return Model(c, layers_of(mixers, [mlp(c)] * c.num_layers))
 
 
 SMOLLM3 = Family(

@@ -10,11 +10,12 @@ from typing import Any
 from sglang.srt.configs.activation import LEAST_RESULT_LIMIT
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+from sglang.srt.plan.attention_parts import Biases, HeadGate, PerHead, Softmax
 from sglang.srt.plan.drafts.forms import MTPByLayer
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.families.family import Family, Model, layers_of
+from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
 from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
 from sglang.srt.plan.mixers import GQA
@@ -45,7 +46,7 @@ def step3(c: Config) -> Model:
         lambda: mlp(c),
         lambda: experts(c, router, shared=Shared(width) if width else None, form="by_matrix"),
     )
-    return Model(c, layers_of(mixers, _with_limits(c, blocks)), zero_centred_norms=True)
+    return Model(c, layers_of(mixers, _with_limits(c, blocks)), norms=StoredNorms(zero_centred=True))
 
 
 def _attention(c: Config, window: int) -> GQA:
@@ -55,12 +56,10 @@ def _attention(c: Config, window: int) -> GQA:
         _window_heads(c) if window else c,
         window,
         head_dim=128,
-        scale=scalar**-0.5 if scalar else 0.0,
-        qk_norm="head",
-        fp32_norms=True,
-        qkv_bias=c.default("attention_bias", bool, False),
-        o_bias=False,
-        head_gate=True,
+        softmax=Softmax(scalar**-0.5 if scalar else 0.0),
+        qk_norm=PerHead(fp32=True),
+        biases=Biases(qkv=c.default("attention_bias", bool, False)),
+        gate=HeadGate(),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from sglang.srt.managers.front.media import decoding
-from sglang.srt.managers.front.media.decoding import MediaError, Video, check_size
+from sglang.srt.towers.pictures.video import MediaError, Video, check_size
 
 try:
     import av

@@ -9,29 +9,7 @@ from typing import Any
 
 from sglang.srt.managers.front.media.media_source import KINDS, Kind, MediaSource
 from sglang.srt.plan.media import placeholders
-
-PROCESSORS: Mapping[str, str] = {
-    "qwen2_5_vl": "qwen2_5_vl",
-    "qwen3_vl": "qwen3_vl",
-    "qwen3_vl_moe": "qwen3_vl",
-    "qwen3_5": "qwen3_vl",
-    "qwen3_5_moe": "qwen3_vl",
-    "qwen4_exp": "qwen3_vl",
-    "qwen3_8_flash_next": "qwen3_vl",
-    "glm4v": "glm4v",
-    "glm4v_moe": "glm4v",
-    "glm46v": "glm4v",
-    "glm5_next": "glm5_next",
-    "gemma4": "gemma4",
-    "kimi_k25": "kimi_k25",
-    "minimax_m3_vl": "minimax_m3",
-    "step3p7": "step3p7",
-    "muse_glimmer": "muse_glimmer",
-    "llama4": "llama4",
-    "inkling_mm_model": "inkling",
-    "deepseek_v41": "deepseek_v41",
-}
-"""Processor family in `media.processors` by model_type of config.json."""
+from sglang.srt.towers.registry import tower_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +62,30 @@ class MediaTokens:
 def media_tokens(config: Mapping[str, Any]) -> MediaTokens | None:
     """Returns the tokens for a whole config.json; None for a text-only model, or one whose pictures are not
     supported."""
-    family = PROCESSORS.get(str(config.get("model_type")))
-    if family is None or not isinstance(config.get("vision_config"), Mapping):
+    record = tower_record(config)
+    if record is None:
         return None
-    image, video = placeholders(config)
+    form, (image, video) = record.prompt, placeholders(config)
     if image is None:
         return None
-    if family == "kimi_k25":
-        video_text = "<|kimi_k25_video_placeholder|>"
-        return MediaTokens(family, image, image, video_text=video_text, image_text="<|media_pad|>")
-    if family == "llama4":
-        return MediaTokens(family, image, image_text="<|patch|>", picture_text="<|image|>")
-    if family == "inkling":
-        mark = "<|content_image|>"
-        return MediaTokens(family, image, image_text=f"{mark}<|unused_200054|>", picture_text=mark)
-    if family == "gemma4":
-        marks = (config.get("boi_token_id"), config.get("eoi_token_id"))
-        return MediaTokens(family, image, video, run_start=marks[0], run_end=marks[1])
-    if family in ("glm4v", "glm5_next"):
-        return MediaTokens(family, image, video, frame=image)
-    if family in ("qwen2_5_vl", "minimax_m3", "step3p7", "muse_glimmer", "deepseek_v41"):
-        return MediaTokens(family, image, video)
-    marks = (config.get("vision_start_token_id"), config.get("vision_end_token_id"))
-    return MediaTokens(family, image, video, start=marks[0], end=marks[1])
+    if form.video_text:
+        video = image
+    start, end = _marks(config, form.marks)
+    run_start, run_end = _marks(config, form.run_marks)
+    return MediaTokens(
+        record.name,
+        image,
+        video if form.reads_videos else None,
+        start=start,
+        end=end,
+        run_start=run_start,
+        run_end=run_end,
+        frame=image if form.frames_are_images else None,
+        video_text=form.video_text,
+        image_text=form.image_text,
+        picture_text=form.picture_text,
+    )
+
+
+def _marks(config: Mapping[str, Any], keys: tuple[str, str] | None) -> tuple[int | None, int | None]:
+    return (None, None) if keys is None else (config.get(keys[0]), config.get(keys[1]))

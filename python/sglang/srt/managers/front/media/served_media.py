@@ -10,8 +10,8 @@ from typing import Any
 from sglang.srt.configs.hf_config import merge_overrides, read_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.media.media_tokens import MediaTokens, media_tokens
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles, read_processor_files
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.towers.pictures.processor_files import ProcessorFiles, read_processor_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,21 +13,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from sglang.srt.managers.front.job_process import begin_jobs
 from sglang.srt.managers.front.media.messages import Decoded, Features, MediaJob, Ready, Refused, Reply
-from sglang.srt.managers.front.media.patch_types import as_type
-from sglang.srt.managers.front.media.processor_files import ProcessorFiles
+from sglang.srt.towers.pictures.patch_types import as_type
+from sglang.srt.towers.pictures.patches import Patches
+from sglang.srt.towers.pictures.processor import load_processor
+from sglang.srt.towers.pictures.processor_files import ProcessorFiles
+from sglang.srt.towers.pictures.video_processor import VideoProcessor
 from sglang.srt.utils import shared_array
 from sglang.srt.utils.process_limits import limit_memory
 from sglang.srt.utils.shared_array import SharedArray
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.front.media.processors import Patches
 
 WORKING_BYTES = 4 << 30
 """Memory that a job may take beyond that of the idle process."""
@@ -77,16 +76,15 @@ def _send(connection: Connection, reply: Reply) -> None:
 
 class _Worker:
     def __init__(self, settings: WorkerSettings) -> None:
-        from sglang.srt.managers.front.media import containers, decoding, image_views, video_processors
+        from sglang.srt.managers.front.media import containers, decoding
 
         self._decoding, self._containers = decoding, containers
         self._beside = ThreadPoolExecutor(1)  # hashes while numpy computes patches
         self._max_bytes, self._directory = settings.max_bytes, Path(settings.directory)
         self._files, self._pixel_dtype = settings.files, settings.pixel_dtype
-        self._image = image_views.image_views(settings.files, settings.pixel_dtype)
-        self._video = None
-        if video_processors.reads_videos(settings.files):
-            self._video = video_processors.video_processor(settings.files)
+        processor = load_processor(settings.files.family)
+        self._image = processor.views(settings.files.image, settings.pixel_dtype)
+        self._video = None if processor.video is None else VideoProcessor(processor.video, settings.files.video)
 
     def answer(self, job: MediaJob) -> Reply:
         try:

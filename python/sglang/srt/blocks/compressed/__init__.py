@@ -1,0 +1,1 @@
+"""Attention to compressed entries beside a window (DeepSeek-V4)."""

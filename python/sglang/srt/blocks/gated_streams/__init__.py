@@ -1,0 +1,1 @@
+"""Several residual streams, weighted channel by channel by gates."""

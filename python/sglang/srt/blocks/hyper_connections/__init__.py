@@ -1,0 +1,1 @@
+"""Hyper-connections: several residual streams that learned matrices mix around each block."""

@@ -1,0 +1,93 @@
+"""N-gram embeddings before a layer: computes from residual streams and token ids an addition to the streams.
+
+A token's n-grams are hashed to rows of a table. A projection of these rows gives a key per stream and one value, which
+each stream gates; then follows a convolution over neighbouring tokens. A request's state is the ids and convolution
+inputs of its last tokens; a verify step leaves it unchanged and records its tokens.
+
+Source: the published classes of Qwen3.8-Flash-Next in transformers (`Qwen4ExpTextPLELayer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramKernels
+from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
+from sglang.srt.blocks.ngram_embedding.table import NgramTable
+from sglang.srt.distributed.groups import Group
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
+from sglang.srt.layers.linear import ColumnParallelLinear
+from sglang.srt.layers.parameter import Init, Scope, TensorPart
+from sglang.srt.mem_cache.memory_pool import CacheStore
+from sglang.srt.plan.ranks import whole
+from sglang.srt.plan.weight_names import PartKey
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRecord:
+    """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
+
+    kernels: NgramKernels
+    cache: CacheStore
+    ids: torch.Tensor  # [B k]
+    rows: torch.Tensor  # [B k, N, H]
+    requests: TokenRequests
+    width: int
+    """k."""
+
+    def commit(self, counts: torch.Tensor) -> None:
+        num, requests = len(counts) * self.width, self.requests.accepted(counts, self.width)
+        self.kernels.keep(self.ids[:num], self.cache["ids"], requests)
+        self.kernels.keep(self.rows[:num], self.cache["rows"], requests)
+
+    def copy(self) -> NgramRecord:
+        return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=self.requests.copy())
+
+
+class NgramBlock:
+    """N-gram embeddings, streams [T, N, H] -> addition to the streams [T, N, H]."""
+
+    def __init__(self, scope: Scope, spec: NgramEmbedding, site: Site) -> None:
+        self.spec, self.eps = spec, site.model.norm_eps
+        self.table = NgramTable(scope, spec)
+        self.cache = scope.cache(site.layer_id, "ngrams")
+        shape = (spec.streams, spec.stream_size)
+        wide = spec.streams * spec.stream_size
+        into = scope.sub("project")
+        self.project = ColumnParallelLinear(into, into.matrix(), {"key": whole(wide), "value": whole(spec.stream_size)})
+
+        def norm(name: str) -> torch.Tensor:
+            part = TensorPart((wide,), convert=lambda stored: (stored.float() + 1.0).view(shape))
+            return scope.sub(name).param("weight", shape, {PartKey(): part}, Init.ONES, torch.float32)
+
+        self.key_norm, self.query_norm, self.conv_norm = norm("key_norm"), norm("query_norm"), norm("conv_norm")
+        taps = TensorPart((wide, 1, spec.taps), convert=lambda stored: stored[:, 0])
+        self.conv = scope.sub("conv").param("weight", (wide, spec.taps), {PartKey(): taps})
+        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+
+    def defer_all_reduce(self) -> Group | None:
+        """Returns None: every rank computes all of it."""
+        return None  # every rank computes all of it
+
+    def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        requests, cache = compressed_step(batch).requests, self.cache
+        rows = self.table.rows_of_rank(batch.input_ids, cache["ids"], requests)
+        if batch.state_records is None:  # before anything travels: there the other half of a step may go on, and reads
+            self.kernels.keep(batch.input_ids, cache["ids"], requests)
+        products = self.project(self.table.gathered(rows))
+        values, normed = self.kernels.gate(products, streams, self.key_norm, self.query_norm, self.conv_norm, self.eps)
+        self.kernels.convolve(values, normed, self.conv, self.spec.longest, cache["rows"], requests)
+        if batch.state_records is None:
+            self.kernels.keep(normed, cache["rows"], requests)
+        else:
+            assert batch.extend is not None
+            width = len(normed) // len(batch.extend)
+            batch.state_records.append(NgramRecord(self.kernels, cache, batch.input_ids, normed, requests, width))
+        return values

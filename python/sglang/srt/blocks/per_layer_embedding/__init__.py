@@ -1,0 +1,1 @@
+"""An embedding of the token that each layer adds."""

@@ -1,0 +1,1 @@
+"""The encoder of DeepSeek-V4.1."""

@@ -1,0 +1,1 @@
+"""The encoder of Gemma 4."""

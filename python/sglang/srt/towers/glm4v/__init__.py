@@ -1,0 +1,1 @@
+"""The encoder of GLM-4.1V, GLM-4.5V and GLM-4.6V."""

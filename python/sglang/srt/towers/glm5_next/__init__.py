@@ -1,0 +1,1 @@
+"""GLM-5.3-Flash's form of the encoder of `glm4v`."""

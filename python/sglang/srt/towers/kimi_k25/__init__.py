@@ -1,0 +1,1 @@
+"""The encoder of Kimi K2.5, MoonViT."""

@@ -1,0 +1,1 @@
+"""How pictures and videos become patches: what the processors of several towers share."""

@@ -1,0 +1,1 @@
+"""The encoder of Qwen2.5-VL."""

@@ -1,0 +1,1 @@
+"""The encoder of Step-3.7."""
