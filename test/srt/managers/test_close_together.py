@@ -99,3 +99,15 @@ def test_a_part_that_fails_keeps_no_other_from_ending(caplog: pytest.LogCaptureF
 
     close_together([fail, ended.set])
     assert ended.is_set() and "no pipe" in caplog.text
+
+
+def test_parts_end_also_where_no_thread_starts_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `atexit` from Python 3.12 on."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ended: list[int] = []
+    close_together([lambda: ended.append(1), lambda: ended.append(2)])
+    assert ended == [1, 2]

@@ -31,9 +31,15 @@ def close_together(closers: Iterable[Callable[[], object]]) -> None:
     """Calls functions, each of which ends a part of the server and may wait, at the same time, and returns when all
     have returned. Logs their errors. Each is called in a daemon thread, so one that hangs does not keep the program
     from exiting."""
-    threads = [threading.Thread(target=_close, args=(close,), name="closing", daemon=True) for close in closers]
-    for thread in threads:
-        thread.start()
+    threads = []
+    for close in closers:
+        thread = threading.Thread(target=_close, args=(close,), name="closing", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # an interpreter that is ending starts no threads (`atexit`)
+            _close(close)
+        else:
+            threads.append(thread)
     for thread in threads:
         thread.join()
 
