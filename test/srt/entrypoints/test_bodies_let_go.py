@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from forked_servers import forked_children
 
 from sglang.srt.entrypoints import http_app
 from sglang.srt.entrypoints.http_middleware import RequestGate
@@ -134,7 +135,8 @@ class Server:
 @contextlib.asynccontextmanager
 async def serving(monkeypatch: pytest.MonkeyPatch, limit: int = 1 << 29, **flags: Any) -> AsyncIterator[Server]:
     bench = Bench(enable_return_hidden_states=True, **flags)
-    server = Server(bench, monkeypatch, limit)
+    with forked_children():
+        server = Server(bench, monkeypatch, limit)
     try:
         yield server
     finally:
