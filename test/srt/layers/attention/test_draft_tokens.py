@@ -222,7 +222,7 @@ def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch:
     tile = attention_tiles("decode_attention", *dims, "bfloat16", arch_by_name("sm_120").features)[0]
     shape = (num_heads, kv_heads, dims[1], 188, tile, "meta", 1 << 17)
     widths = StepWidths(tuple(range(1, most + 1))).limited(batch, ())
-    batches = {tokens: widths.most_requests(tokens, batch) for tokens in range(2, most + 1)}
+    batches = {tokens: widths.max_batch(tokens, batch) for tokens in range(2, most + 1)}
     one, several = DecodeWorkspace.allocate(batch, *shape), DecodeWorkspace.for_verify(batches, *shape)
     counts = ((one, batch), (several[most], batches[most]))
     plans = [torch.empty(each.num_pieces(count) * 4 + count * 2, dtype=torch.int32) for each, count in counts]
@@ -232,9 +232,9 @@ def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch:
     sizes = AttentionSizes(((num_heads, dims[1]),), dims[1], 0, 188, batch, (), 1, 1, (0,), **drafts)
     assert sum(part.nbytes for part in buffers) <= attention_bytes({"decode_attention": choice}, sizes)
     for tokens, workspace in several.items():
-        most_requests = batches[tokens]
-        assert most_requests == batch or tokens not in widths.of(most_requests + 1), "a step of more has fewer tokens"
-        rows = workspace.num_pieces(most_requests) * tokens * num_heads
+        max_batch = batches[tokens]
+        assert max_batch == batch or tokens not in widths.of(max_batch + 1), "a step of more has fewer tokens"
+        rows = workspace.num_pieces(max_batch) * tokens * num_heads
         assert rows < (max(batch, VERIFY_ROWS) + workspace.num_slots * workspace.waves * tokens + tokens) * num_heads
         assert workspace.part_lse.numel() >= rows and workspace.part_o.numel() >= rows * dims[1]
 

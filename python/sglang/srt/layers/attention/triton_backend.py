@@ -208,7 +208,7 @@ class TritonVerify(_SplitContexts):
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
         super().__init__(plan, shape, device, max(plan.max_running_requests, *plan.cuda_graph_bs, 1))
         numbers = range(2, plan.verified_tokens + 1)
-        self.batches = {tokens: plan.step_widths.most_requests(tokens, self.max_rows) for tokens in numbers}
+        self.batches = {tokens: plan.step_widths.max_batch(tokens, self.max_rows) for tokens in numbers}
         self.allocate()
 
     def allocate(self) -> None:
