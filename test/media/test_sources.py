@@ -147,6 +147,18 @@ def test_a_name_is_resolved_once(web: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert load(f"http://pictures.example:{port}/file", RULES).data == BODY
 
 
+def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a download counts from its begin, and later look-ups are not kept waiting by earlier ones."""
+    answers = threading.Event()
+    monkeypatch.setattr(sources, "resolve", lambda host, port: ["127.0.0.1"] if answers.wait(60) else [])
+    rules = SourceRules(max_bytes=1 << 16, timeout_s=0.05, allow_private=True)
+    for _ in range(3):
+        with pytest.raises(RequestError, match="not fetched within 0.05 s"):
+            load("http://pictures.example/file", rules)
+    assert not answers.is_set()
+    answers.set()
+
+
 def test_only_the_domains_that_are_allowed_are_asked(web: str) -> None:
     rules = SourceRules(max_bytes=1 << 16, timeout_s=1.0, allow_private=True, domains=("example.org", "127.0.0.1"))
     assert load(f"{web}/file", rules).data == BODY

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang.srt.constrained.completion import lark_rules, printed_rules, schema_rules, unfinishable_rule
+from sglang.srt.constrained.completion import Group, lark_rules, printed_rules, schema_rules, unfinishable_rule
 from sglang.srt.constrained.grammar import GrammarKey
 from sglang.srt.constrained.grammar_backends import GrammarBackend, make_backend
+from sglang.srt.constrained.schema_places import ROOT
 from sglang.srt.constrained.vocabulary import write_vocabulary
 from srt.constrained.byte_tokenizer import EOS, TOKENIZER, VOCAB_SIZE
 
@@ -112,6 +114,44 @@ def test_rules_in_lark(text: str, rule: str | None) -> None:
 
 def test_the_part_of_a_schema_is_named() -> None:
     schema = {"$defs": {"a": required("b", {"$ref": "#/$defs/a"})}, **required("x/y", {"$ref": "#/$defs/a"})}
-    assert unfinishable_rule(schema_rules(schema, "#"), "#") == "#"
-    assert unfinishable_rule(schema_rules(schema, "#"), "#/properties/x/y") == "#/properties/x/y"
-    assert unfinishable_rule(schema_rules({"$ref": "#/$defs/none"}, "#"), "#") is None
+    rules = schema_rules(schema)
+    assert unfinishable_rule(rules, ROOT) == "#"
+    (inner,) = (name for name in rules if str(name) == "#/properties/x/y")
+    assert unfinishable_rule(rules, inner) == "#/properties/x/y"
+    assert unfinishable_rule(schema_rules({"$ref": "#/$defs/none"}), ROOT) is None
+
+
+def test_long_names_and_deep_nesting_make_no_long_names_of_rules() -> None:
+    """Paths written out for each part would have the length of the names above it, for every part below."""
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(200):
+        schema = required("n" * 10_000, schema)
+    rules = schema_rules(schema)
+    assert len(rules) == 201 and unfinishable_rule(rules, ROOT) is None
+    assert sum(len(str(name)) for name in rules) < 201 * 201 * 80
+
+
+def test_nesting_of_any_depth() -> None:
+    depth = 20_000
+    nested = printed_rules(f'root ::= {"(" * depth}"a" b{")" * depth}\nb ::= ("b" | (b))\n')
+    assert unfinishable_rule(nested, "root") is None
+    assert unfinishable_rule(printed_rules(f"root ::= {'(' * depth}root{')' * depth}\n"), "root") == "root"
+
+
+def test_what_needs_many_rules_is_counted_not_searched_again() -> None:
+    """The rules end one after the other, the last one first."""
+
+    class Counted(dict[Any, Any]):
+        times = 0
+
+        def __contains__(self, name: object) -> bool:
+            self.times += 1
+            return super().__contains__(name)
+
+    count = 2000
+    names = [f"r{number}" for number in range(count)]
+    rules = Counted({name: Group([[after]], {after}) for name, after in pairwise(names)})
+    rules[names[-1]] = Group([[None]])
+    rules["root"] = Group([[*names, *names[::-1]]], set(names))
+    assert unfinishable_rule(rules, "root") is None
+    assert rules.times < 10 * count

@@ -11,6 +11,8 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from sglang.srt.constrained.plain_schemas import INEXPRESSIBLE
+from sglang.srt.constrained.schema_complements import MAX_TEXT_LENGTH, other
 from sglang.srt.constrained.schema_keywords import InexpressibleSchema, is_inexpressible, is_unknown_to_llguidance
 from sglang.srt.constrained.schema_rewriting import MAX_WORK, rewritten
 
@@ -155,3 +157,11 @@ def test_choices_that_nothing_satisfies_are_gone() -> None:
     assert rewritten(optional, is_inexpressible) == without
     with pytest.raises(InexpressibleSchema, match="Unsatisfiable"):
         rewritten({**optional, "required": ["a"]}, is_inexpressible)
+
+
+@pytest.mark.parametrize("length", [MAX_TEXT_LENGTH, MAX_TEXT_LENGTH + 1, 5000])
+def test_patterns_of_other_strings_have_a_limit(length: int) -> None:
+    """They nest as deep as the string is long, and grow with its square."""
+    schemas = other("const", "a" * length)
+    assert len(str(schemas)) < 8 * MAX_TEXT_LENGTH**2
+    assert any(INEXPRESSIBLE in schema for schema in schemas) == (length > MAX_TEXT_LENGTH)

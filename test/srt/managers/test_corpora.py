@@ -14,6 +14,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.native_ngram import ngram_drafts
 from sglang.srt.managers.front import corpora as corpora_module
 from sglang.srt.managers.front import request_preparation
+from sglang.srt.managers.front.control_calls import Undo
 from sglang.srt.managers.front.corpora import MAX_CORPORA, ExternalCorpora, read_documents
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.wire.io_struct import ControlReply
@@ -30,10 +31,11 @@ class Schedulers:
         assert not add_special_tokens
         return [ord(letter) for letter in text]
 
-    async def control(self, kind: str, args: dict[str, Any], timeout: float) -> ControlReply:
-        assert kind == "set_corpora"
-        if self.ok:
-            self.corpus.load(Path(args["path"]))
+    async def control(self, kind: str, args: dict[str, Any], timeout: float, undo: Undo) -> ControlReply:
+        assert kind == undo.kind == "set_corpora"
+        self.corpus.load(self.corpus.read(Path(args["path"])))
+        if not self.ok:  # another replica refuses
+            self.corpus.load(self.corpus.read(Path(undo.args["path"])))
         return ControlReply("", self.ok, "" if self.ok else "no")
 
     def draft_token(self, text: str, count: int) -> str:
@@ -138,6 +140,15 @@ def test_schedulers_that_refuse_are_an_error(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="no") as caught:
             await texts.add("a", ["x"])
         assert caught.value.status_code == 500 and not texts.token_counts
+        assert schedulers.draft_token("the ca", 3) == "aaa", "replicas that had taken it have what they had before"
+        schedulers.ok = True
+        await texts.add("a", ["the cat sat"])
+        schedulers.ok = False
+        with pytest.raises(RequestError, match="no"):
+            await texts.add("b", ["the cart"])
+        with pytest.raises(RequestError, match="no"):
+            await texts.remove("a")
+        assert schedulers.draft_token("the ca", 5) == "t sat" and [*texts.token_counts] == ["a"]
 
     asyncio.run(run())
 
@@ -167,10 +178,10 @@ def test_an_update_that_the_client_leaves_is_done_whole(tmp_path: Path) -> None:
             super().__init__(60)
             self.is_asked, self.may_answer = asyncio.Event(), asyncio.Event()
 
-        async def control(self, kind: str, args: dict[str, Any], timeout: float) -> ControlReply:
+        async def control(self, kind: str, args: dict[str, Any], timeout: float, undo: Undo) -> ControlReply:
             self.is_asked.set()
             await self.may_answer.wait()
-            return await super().control(kind, args, timeout)
+            return await super().control(kind, args, timeout, undo)
 
     async def run() -> None:
         schedulers = Slow()

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import logging
 import random
+from typing import Any
 
+import numpy as np
 import pytest
 
-from sglang.srt.managers.front.draft_details import draft_details, draft_meta_info
+from sglang.srt.managers.front.draft_details import draft_counts, draft_details, draft_meta_info
 from sglang.srt.managers.front.metrics import Metrics
+from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.draft_stats import WATCHED_STEPS, DraftStats
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
 from sglang.srt.managers.wire.io_struct import DraftCounts
+from srt.managers.drafting_runner import DraftingRunner
+from srt.managers.fake_runner import add, make_scheduler, request
 
 
 def test_counts_of_a_request() -> None:
-    """Against sums over the steps, of widths that change."""
-    rng, counts, steps = random.Random(0), DraftCounts(), []
-    for _ in range(200):
+    """Against sums over the steps, of widths that change. It changes its slot now and then, where others were."""
+    rng, counters, steps, counts, slot = random.Random(0), Counters(3, 6), [], DraftCounts(), 1
+    for number in range(200):
         width = rng.choice([1, 2, 4, 6])
         steps.append((width, rng.randint(1, width)))
-        counts.add(*steps[-1])
+        if number % 50 == 0:
+            counts, slot = counters.drafts_of(slot), rng.choice([1, 2, 3])
+            counters.begin(slot, counts)
+        others = [other for other in (1, 2, 3) if other != slot]
+        widths, accepted = np.array([width, 6, 1], np.int32), np.array([steps[-1][1], 3, 1], np.int32)
+        counters.verified(np.array([slot, *others]), widths, accepted)
+    counts = counters.drafts_of(slot)
     drafted = [(width, count) for width, count in steps if width > 1]
     details = draft_details(counts)
     assert details["spec_verify_ct"] == len(drafted)
@@ -35,13 +46,34 @@ def test_counts_of_a_request() -> None:
     assert info["spec_draft_token_num"] == details["spec_num_proposed_drafts"]
 
 
-def test_the_histogram_comes_with_the_end() -> None:
-    counts = DraftCounts()
-    counts.add(width=3, count=2)
-    early, last = counts.copy(with_histogram=False), counts.copy(with_histogram=True)
-    counts.add(width=3, count=3)
-    assert "spec_correct_drafts_histogram" not in draft_details(early)
-    assert draft_details(last)["spec_correct_drafts_histogram"] == [0, 1]
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_stream_brings_counts_and_the_histogram_comes_with_the_end(interval: int) -> None:
+    """Also where the request loses its slot in between; a message has one array for all its requests."""
+    runner = DraftingRunner(8192, 1, 512, 8, 256, tokens_per_step=4, error_rate=0.5, lookahead_slots=3)
+    scheduler, seen = make_scheduler(runner, disable_overlap_schedule=True, stream_interval=interval), dict[str, Any]()
+    for number in range(3):
+        add(scheduler, request(f"r{number}", [number + 5] * 3, 40, ignore_eos=True, stream=number > 0))
+    ends = {}
+    while scheduler.reqs:
+        if len(seen) == 2 and not scheduler.stats.num_retracted:
+            scheduler.pause("retract")
+            scheduler.paused, scheduler.stats.num_retracted = False, 1
+        scheduler.step()
+        for message in scheduler.outbox:
+            for rid, meta, finish, counts in zip(
+                message.rids, message.meta, message.finish, draft_counts(message) or message.rids, strict=True
+            ):  # type: ignore[arg-type]
+                if finish is not None:
+                    ends[rid] = meta.drafts
+                elif isinstance(counts, DraftCounts):
+                    assert counts.steps >= seen.get(rid, counts).steps and not counts.histogram
+                    seen[rid] = counts
+        scheduler.outbox.clear()
+    assert set(seen) == {"r1", "r2"} and set(ends) == {"r0", "r1", "r2"}
+    for rid, counts in ends.items():
+        assert 0 < counts.correct < counts.proposed and sum(counts.histogram) == counts.steps
+        assert sum(correct * steps for correct, steps in enumerate(counts.histogram)) == counts.correct
+        assert rid == "r0" or counts.steps >= seen[rid].steps > 0
     assert draft_details(DraftCounts())["spec_accept_length"] == 0.0
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.front.control_calls import Undo
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.managers.wire import ipc
@@ -170,7 +171,7 @@ def test_a_refusal_says_whose_it_is() -> None:
 def test_what_some_replicas_did_is_undone_where_others_refuse() -> None:
     async def test(pair: Pair) -> None:
         attach = asyncio.ensure_future(
-            pair.manager.control("attach_storage", {"backend": "file"}, undo="detach_storage")
+            pair.manager.control("attach_storage", {"backend": "file"}, undo=Undo("detach_storage", {"undo": True}))
         )
         for replica, ok in ((0, True), (1, False)):
             question = await pair.received(replica)
@@ -178,10 +179,48 @@ def test_what_some_replicas_did_is_undone_where_others_refuse() -> None:
             pair.outboxes[replica].send(ControlReply(question.id, ok, "" if ok else "it is busy"))
         question = await pair.received(0)
         assert isinstance(question, ControlReq) and question.kind == "detach_storage" and not attach.done()
+        assert question.args == {"undo": True}
         pair.outboxes[0].send(ControlReply(question.id))
         reply = await attach
         assert not reply.ok and reply.message == "Replica 1: it is busy"
         await asyncio.sleep(0.03)
         assert pair.inboxes[1].recv_nowait() is None
+
+    play(test)
+
+
+def test_what_some_replicas_did_is_undone_where_others_are_late() -> None:
+    """A late one may follow the call yet, so it hears both."""
+
+    async def test(pair: Pair) -> None:
+        undo = Undo("detach_storage", {"undo": True})
+        attach = asyncio.ensure_future(pair.manager.control("attach_storage", {}, 0.2, undo))
+        question = await pair.received(0)
+        assert isinstance(question, ControlReq)
+        pair.outboxes[0].send(ControlReply(question.id))
+        for replica, kinds in ((0, ["detach_storage"]), (1, ["attach_storage", "detach_storage"])):
+            for kind in kinds:
+                question = await pair.received(replica)
+                assert isinstance(question, ControlReq) and question.kind == kind
+        with pytest.raises(RequestError, match="did not answer attach_storage"):
+            await attach
+
+    play(test)
+
+
+def test_what_one_replica_did_is_undone_where_another_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(pair: Pair) -> None:
+        def full(message: object) -> None:
+            raise ipc.ChannelFull
+
+        monkeypatch.setattr(pair.manager.replicas[1].outbox, "try_send", full)
+        undo = Undo("detach_storage", {"undo": True})
+        attach = asyncio.ensure_future(pair.manager.control("attach_storage", {}, undo=undo))
+        for kind in ("attach_storage", "detach_storage"):
+            question = await pair.received(0)
+            assert isinstance(question, ControlReq) and question.kind == kind
+            pair.outboxes[0].send(ControlReply(question.id))
+        reply = await attach
+        assert not reply.ok and reply.message.startswith("Replica 1: The server is overloaded")
 
     play(test)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -159,3 +161,24 @@ def test_a_streaming_session_keeps_its_last_request_only() -> None:
     store.begin("a", aborted)
     store.forget("a", "4")
     assert store.last_turn("a") is running and store.num_tokens == 11
+
+
+def test_a_request_looks_at_no_turns_but_those_that_it_replaces() -> None:
+    store = SessionStore()
+    store.open(1000, "a")
+    for number in range(50):
+        store.begin("a", turn(f"root {number}", 1))
+        store.begin("a", turn(f"child {number}", 1, f"root {number}"))
+
+    class Opaque(dict[str, Turn]):
+        def values(self) -> Any:
+            raise AssertionError("all turns")
+
+        __iter__ = items = values
+
+    session = store._sessions["a"]
+    session.turns = Opaque(session.turns)
+    assert store.begin("a", turn("other child", 1, "root 7"), replaces=True) == ["child 7"]
+    assert store.drop("a", "root 7") == ["other child"] and store.num_tokens == 99
+    assert store.begin("a", turn("child 8", 1, "root 8"), replaces=True) == ["child 8"], "the same name again"
+    assert session.branch("root 8") == ["child 8"] and session.branch("child 8") == []

@@ -12,7 +12,14 @@ import pytest
 from sglang.srt.entrypoints.http_body import Body, parse_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.utils import json_nesting
-from sglang.srt.utils.json_nesting import MAX_JSON_NESTING, count_brackets, count_commas, nests_too_deeply, read_json
+from sglang.srt.utils.json_nesting import (
+    MAX_JSON_NESTING,
+    count_brackets,
+    count_commas,
+    has_more_names,
+    nests_too_deeply,
+    read_json,
+)
 
 
 class Anything(Body):
@@ -83,3 +90,22 @@ def test_string_that_is_no_json_or_no_text_is_refused() -> None:
     for text in ("{'a': 1}", '"\ud800"', ""):
         with pytest.raises(ValueError):
             read_json(text)
+
+
+def test_names_are_counted_outside_of_strings() -> None:
+    members = {str(number): number for number in range(9)}
+    text = json.dumps({"a": ':":\\":' * 50_000, "b": [{"c:": 1}, {'"': {"\\": ":"}}], "d": members})
+    for raw in (text.encode(), text.replace(": ", " \n:\t").encode()):
+        assert has_more_names(raw, 14) and not has_more_names(raw, 15)
+    assert not has_more_names(json.dumps(["a:b" * 100_000]).encode(), 0)
+
+
+def test_a_body_of_too_many_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder would hold the interpreter's lock for a second and more."""
+    monkeypatch.setattr("sglang.srt.entrypoints.http_body.MAX_NAMES", 100)
+    body = {"value": {str(number): ": :" for number in range(99)}}
+    assert parse_body(json.dumps(body).encode(), Anything).value["98"] == ": :"
+    body["value"]["more"] = ""
+    with pytest.raises(ApiError, match="more than 100 names; send less at once") as refused:
+        parse_body(json.dumps(body).encode(), Anything)
+    assert refused.value.status == 413

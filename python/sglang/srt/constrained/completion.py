@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import unquote
 
+from sglang.srt.constrained.schema_places import ROOT, Place
+
 _PRINTED_RULE = re.compile(r"^([A-Za-z_][\w.-]*) ::= ", re.MULTILINE)
 _PRINTED_TOKEN = re.compile(
     r"""
@@ -40,7 +42,9 @@ _LARK_TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 
-_Item: TypeAlias = "str | Group | None"
+Name: TypeAlias = "str | Place"
+"""Of a rule; the rules of a schema are named by its places."""
+_Item: TypeAlias = "str | Place | Group | None"
 """A rule's name, a group, or None for text, which always ends."""
 
 
@@ -49,59 +53,89 @@ class Group:
     """A choice between sequences of items. It can end if all items of one alternative can."""
 
     alternatives: list[list[_Item]] = field(default_factory=lambda: [[]])
-    names: set[str] = field(default_factory=set)
+    names: set[Name] = field(default_factory=set)
     """All rule names in a rule's body; empty for groups inside of it."""
 
-    def ends(self, complete: set[str], rules: Mapping[str, Group]) -> bool:
-        """Returns whether the group can end if the rules in `complete` can. Names without a rule can."""
-        return any(
-            all(
-                item is None
-                or (item.ends(complete, rules) if isinstance(item, Group) else item in complete or item not in rules)
-                for item in alternative
-            )
-            for alternative in self.alternatives
-        )
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """A group whose end is looked for. `user`: the rule whose body it is, or the sequence that it is an item of."""
+
+    user: Name | _Sequence
+    can_end: bool = False
 
 
-def unfinishable_rule(rules: Mapping[str, Group], start: str) -> str | None:
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """An alternative of a choice, and how many of its items are not known to end."""
+
+    choice: _Choice
+    missing: int
+
+
+def unfinishable_rule(rules: Mapping[Name, Group], start: Name) -> str | None:
     """Returns the name of a rule that `start` reaches and that no text satisfies, or None. Names without a rule count
     as able to end."""
-    users: defaultdict[str, set[str]] = defaultdict(set)
-    for name, body in rules.items():
-        for mentioned in body.names:
-            users[mentioned].add(name)
-    complete: set[str] = set()
-    to_check = set(rules)
-    while to_check:
-        name = to_check.pop()
-        if name not in complete and rules[name].ends(complete, rules):
-            complete.add(name)
-            to_check |= users[name] - complete
-    reached: set[str] = set()
+    complete = _complete(rules)
+    reached: set[Name] = set()
     pending = [start]
     while pending:
         name = pending.pop()
         if name in rules and name not in reached:
             if name not in complete:
-                return name
+                return str(name)
             reached.add(name)
             pending.extend(rules[name].names)
     return None
 
 
-def printed_rules(text: str) -> dict[str, Group]:
+def _complete(rules: Mapping[Name, Group]) -> set[Name]:
+    """Returns the rules that can end. Each item is counted once when it is found to end, so the work is proportional to
+    the rules' length; and nothing recurses, because clients choose the nesting."""
+    users: defaultdict[Name, list[_Sequence]] = defaultdict(list)
+    groups = [(body, _Choice(name)) for name, body in rules.items()]
+    ready: list[_Sequence] = []
+    for body, choice in groups:  # the list grows during the loop
+        for alternative in body.alternatives:
+            needed = [item for item in alternative if isinstance(item, Group) or item in rules]
+            sequence = _Sequence(choice, len(needed))
+            for item in needed:
+                if isinstance(item, Group):
+                    groups.append((item, _Choice(sequence)))
+                elif item is not None:
+                    users[item].append(sequence)
+            if not needed:
+                ready.append(sequence)
+    complete: set[Name] = set()
+    while ready:
+        choice = ready.pop().choice
+        if choice.can_end:
+            continue
+        choice.can_end = True
+        if isinstance(choice.user, _Sequence):
+            waiting = [choice.user]
+        else:
+            complete.add(choice.user)
+            waiting = users[choice.user]
+        for sequence in waiting:
+            sequence.missing -= 1
+            if not sequence.missing:
+                ready.append(sequence)
+    return complete
+
+
+def printed_rules(text: str) -> dict[Name, Group]:
     """Parses rules `name ::= body` as xgrammar prints them. Text that it does not know, such as `TagDispatch(...)`,
     counts as able to end; the rules named there count as reached."""
     return _rules(text, _PRINTED_RULE, _PRINTED_TOKEN)
 
 
-def lark_rules(text: str) -> dict[str, Group]:
+def lark_rules(text: str) -> dict[Name, Group]:
     """Parses the rules of a Lark grammar. Text that it does not know counts as able to end."""
     return _rules(text, _LARK_RULE, _LARK_TOKEN)
 
 
-def _rules(text: str, rule: re.Pattern[str], token: re.Pattern[str]) -> dict[str, Group]:
+def _rules(text: str, rule: re.Pattern[str], token: re.Pattern[str]) -> dict[Name, Group]:
     starts = list(rule.finditer(text))
     ends = [following.start() for following in starts[1:]] + [len(text)]
     return {start[1]: _parse(text[start.end() : end], token) for start, end in zip(starts, ends, strict=True)}
@@ -135,11 +169,11 @@ def _parse(body: str, pattern: re.Pattern[str]) -> Group:
     return whole
 
 
-def schema_rules(schema: Any, start: str) -> dict[str, Group]:
-    """Returns a JSON schema as rules, one for each of its parts; `start` is the whole. A part needs what it requires:
-    properties, items, references. References without a target count as able to end."""
-    names = {id(schema): start}
-    rules: dict[str, Group] = {}
+def schema_rules(schema: Any) -> dict[Name, Group]:
+    """Returns a JSON schema as rules, one for each of its parts, named by their places; `ROOT` is the whole. A part
+    needs what it requires: properties, items, references. References without a target count as able to end."""
+    names = {id(schema): ROOT}
+    rules: dict[Name, Group] = {}
     pending = [schema]
     while pending:
         part = pending.pop()
@@ -147,9 +181,10 @@ def schema_rules(schema: Any, start: str) -> dict[str, Group]:
         if not isinstance(part, dict) or name in rules:
             continue
 
-        def item(entry: Any, place: str, name: str = name) -> str:
+        def item(entry: Any, keyword: str, which: str | int | None = None, name: Place = name) -> Place:
             if id(entry) not in names:
-                names[id(entry)] = f"{name}/{place}"
+                place = name / keyword
+                names[id(entry)] = place if which is None else place / which
                 pending.append(entry)
             return names[id(entry)]
 
@@ -158,30 +193,30 @@ def schema_rules(schema: Any, start: str) -> dict[str, Group]:
             target = _resolve(schema, part["$ref"])
             if target is not None:
                 required.append(item(target, "$ref"))
-        required += [item(entry, f"allOf/{i}") for i, entry in enumerate(_list(part, "allOf"))]
+        required += [item(entry, "allOf", i) for i, entry in enumerate(_list(part, "allOf"))]
         for choice in ("anyOf", "oneOf"):
-            branches = [item(entry, f"{choice}/{i}") for i, entry in enumerate(_list(part, choice))]
+            branches = [item(entry, choice, i) for i, entry in enumerate(_list(part, choice))]
             if branches:
                 required.append(Group([[branch] for branch in branches]))
         if part.get("type") in ("object", ["object"]) and isinstance(part.get("properties"), dict):
             wanted = [key for key in _list(part, "required") if isinstance(key, str) and key in part["properties"]]
-            required += [item(part["properties"][key], f"properties/{key}") for key in wanted]
+            required += [item(part["properties"][key], "properties", key) for key in wanted]
         if (
             part.get("type") in ("array", ["array"])
             and isinstance(minimum := part.get("minItems"), int)
             and minimum > 0
         ):
             first = _list(part, "prefixItems")
-            required += [item(entry, f"prefixItems/{i}") for i, entry in enumerate(first[:minimum])]
+            required += [item(entry, "prefixItems", i) for i, entry in enumerate(first[:minimum])]
             if minimum > len(first) and "items" in part:
                 required.append(item(part["items"], "items"))
         rules[name] = Group([required], _names(required))
     return rules
 
 
-def _names(items: list[_Item]) -> set[str]:
+def _names(items: list[_Item]) -> set[Name]:
     groups = [entry for item in items if isinstance(item, Group) for entry in item.alternatives]
-    return {item for entries in [items, *groups] for item in entries if isinstance(item, str)}
+    return {item for entries in [items, *groups] for item in entries if isinstance(item, str | Place)}
 
 
 def _list(part: dict[str, Any], name: str) -> list[Any]:

@@ -21,6 +21,7 @@ from sglang.srt.constrained.grammar import (
 )
 from sglang.srt.constrained.llguidance_tags import Subgrammar, TagWriter, regex_literal
 from sglang.srt.constrained.schema_keywords import for_llguidance, is_unknown_to_llguidance
+from sglang.srt.constrained.schema_places import ROOT
 from sglang.srt.constrained.schema_rewriting import rewritten
 from sglang.srt.constrained.structural_tags import as_format
 from sglang.srt.constrained.vocabulary import Vocabulary, read_vocabulary
@@ -214,7 +215,7 @@ def _schema(source: str) -> _Grammars:
     if source == ANY_JSON:
         return "start: @g0", [{"name": "g0", **_json_grammar({"type": "object"})}], None
     schema = json.loads(source)
-    return "start: @g0", [{"name": "g0", **_json_grammar(schema)}], unfinishable_rule(schema_rules(schema, "#"), "#")
+    return "start: @g0", [{"name": "g0", **_json_grammar(schema)}], unfinishable_rule(schema_rules(schema), ROOT)
 
 
 def _json_grammar(schema: Any, pass_over: bool = False) -> Subgrammar:
@@ -263,7 +264,7 @@ def _structural_tag(source: str) -> _Grammars:
     dead_rules: list[str | None] = []
 
     def schema(value: Any, in_call: bool) -> Subgrammar:
-        dead_rules.append(unfinishable_rule(schema_rules(value, "#"), "#"))
+        dead_rules.append(unfinishable_rule(schema_rules(value), ROOT))
         return _json_grammar(value, pass_over=in_call)
 
     def lark(value: str) -> Subgrammar:

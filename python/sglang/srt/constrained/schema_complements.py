@@ -23,6 +23,8 @@ from sglang.srt.constrained.plain_schemas import (
 
 MAX_TEXTS = 32
 """Most strings of an `enum` or `const` whose complement is written."""
+MAX_TEXT_LENGTH = 128
+"""Most characters of each. A pattern takes six times their square, and nests as deep as strings are long."""
 _ANY_CHARACTER = r"[\s\S]"
 _SPECIAL = frozenset("\\^$.|?*+()[]{}-/&~#")
 """Characters that are escaped in patterns."""
@@ -96,7 +98,8 @@ def _other_texts(texts: list[str]) -> Iterator[Schema]:
     """Yields schemas of all other strings: those of other lengths, and a pattern for each length in `texts`. A grammar
     constrains JSON text, so it can exclude a string only if JSON has a single way to write it (apart from `\\u`
     escapes, which are left out of account). If some string has several, the result is a placeholder."""
-    if len(texts) > MAX_TEXTS or not all(" " <= c <= "\uffff" and c not in '"\\' for text in texts for c in text):
+    too_much = len(texts) > MAX_TEXTS or max(map(len, texts), default=0) > MAX_TEXT_LENGTH
+    if too_much or not all(" " <= c <= "\uffff" and c not in '"\\' for text in texts for c in text):
         yield inexpressible("enum", ["string"])
         return
     lengths = sorted({len(text) for text in texts})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +22,7 @@ from sglang.srt.managers.front.media.native_media import NativeMedia, native_med
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.launch import launch_engine
+from sglang.srt.managers.reap import close_together
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
@@ -133,9 +134,10 @@ class Engine:
         self._closed = True
         self._loop.call_soon_threadsafe(self._manager.begin_shutdown)
         self._loop.call_soon_threadsafe(self._manager.mark_unhealthy, "the engine was shut down")
+        parts: list[Callable[[], None]] = [self._handle.shutdown, self._manager.end_helpers]
         if self._state is not None:
-            self._state.close()
-        self._handle.shutdown()
+            parts.append(self._state.close)
+        close_together(parts)
         self._run(self._close_manager())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

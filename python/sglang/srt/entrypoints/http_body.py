@@ -17,12 +17,21 @@ from sglang.srt.entrypoints.held_body import BODY_BYTES
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, from_decode_error
 from sglang.srt.entrypoints.unsupported_fields import refuse_unsupported
 from sglang.srt.upstream_interface import Unsupported
-from sglang.srt.utils.json_nesting import NESTED_TOO_DEEPLY, count_brackets, count_commas, nests_too_deeply
+from sglang.srt.utils.json_nesting import (
+    NESTED_TOO_DEEPLY,
+    count_brackets,
+    count_commas,
+    has_more_names,
+    nests_too_deeply,
+)
 
 MAX_BRACKETS = 1 << 19
 """Lists and objects in a body, counted as opening brackets anywhere: each costs a hundred bytes or more."""
 MAX_COMMAS = 1 << 22
 """Values in a body, counted as commas anywhere."""
+MAX_NAMES = 1 << 18
+"""Names in the objects of a body, twice the entries of a logit bias over a large vocabulary. The decoder takes up to a
+microsecond for each, in which no other thread runs."""
 LONG_BODY_BYTES = 1 << 20
 """Size from which a body is decoded in a thread. The decoder holds the interpreter's lock, so other requests wait for
 one of its passes over the body at a time, not for all of them."""
@@ -71,6 +80,8 @@ def parse_body(raw: bytes, model: type[B]) -> B:
     num_brackets = count_brackets(raw)
     if num_brackets > MAX_BRACKETS or count_commas(raw) > MAX_COMMAS:
         raise ApiError(413, f"the body has more than {MAX_BRACKETS} brackets or {MAX_COMMAS} commas; send less at once")
+    if has_more_names(raw, MAX_NAMES):
+        raise ApiError(413, f"the objects of the body have more than {MAX_NAMES} names; send less at once")
     if nests_too_deeply(raw, num_brackets):
         raise bad_request(f"Invalid request: the JSON is {NESTED_TOO_DEEPLY}")
     try:

@@ -16,7 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -31,6 +32,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.engine_processes import EngineError
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.launch import EngineHandle, launch_engine
+from sglang.srt.managers.reap import close_together
 from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -44,8 +46,9 @@ FAILURE_GRACE_S = 1.0
 """Seconds for clients and probes to notice that the engine is gone before the process ends."""
 CLOSE_LIMIT_S = 2
 """Seconds for connections whose answers are complete."""
-PROCESSES_END_S = 1.5
-"""Seconds for the engine's processes to end by themselves."""
+PROCESSES_END_S = 1.0
+"""Seconds for the engine's processes to end by themselves. Those that hang are killed, which takes up to `REAP_LIMIT_S`
+more; the rest of the server ends at the same time."""
 KEEP_ALIVE_S = 60
 LISTEN_BACKLOG = 2048
 GC_OBJECTS = 20_000
@@ -178,9 +181,11 @@ class _Server:
             self.guard.end_within(END_LIMIT_S)
             self._http.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
-            self.state.close()
+            parts: list[Callable[[], None]] = [self.state.close]
             if self.handle is not None:
-                self.handle.shutdown(PROCESSES_END_S)
+                parts += [partial(self.handle.shutdown, PROCESSES_END_S), self.handle.manager.end_helpers]
+            close_together(parts)
+            if self.handle is not None:
                 self.handle.manager.close()
 
     async def _live(self) -> int:

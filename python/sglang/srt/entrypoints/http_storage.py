@@ -16,6 +16,7 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_state import engine_of, state_of
+from sglang.srt.managers.front.control_calls import Undo
 
 router = APIRouter(tags=["native"])
 
@@ -36,7 +37,7 @@ BODIES = (StorageBackendBody,)
 
 
 async def _ask(
-    request: Request, kind: str, args: dict[str, Any] | None = None, undo: str | None = None
+    request: Request, kind: str, args: dict[str, Any] | None = None, undo: Undo | None = None
 ) -> dict[str, Any]:
     reply = await engine_of(request).manager.control(kind, args, ATTACH_LIMIT_S, undo)
     if not reply.ok:
@@ -84,7 +85,7 @@ async def attach_storage_backend(request: Request) -> Response:
             "prefetch_policy": body.hicache_storage_prefetch_policy,
             "write_policy": body.hicache_write_policy,
         },
-        undo="detach_storage",  # all replicas attach it or none
+        undo=Undo("detach_storage", {"undo": True}),  # all replicas attach it or none
     )
     return json_response({"success": True, "message": f"The store {body.hicache_storage_backend} is attached."})
 

@@ -20,6 +20,7 @@ import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
@@ -30,6 +31,7 @@ from sglang.srt.managers.front.server_defaults import check_server_defaults
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.front.tokenizer_trial import TokenizerTrial
 from sglang.srt.managers.ray_cluster.installed import check_installed
+from sglang.srt.managers.reap import close_together
 from sglang.srt.managers.replica_processes import ReplicaProcesses, start_processes
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.plan.layout import asked_node, replica_args
@@ -111,8 +113,8 @@ class EngineHandle:
         end = time.monotonic() + limit_s
         for replica in self._replicas:  # all at once: a hung one takes its time from no other
             replica.tell_end(limit_s)
-        for replica in self._replicas:
-            replica.end(max(0.0, end - time.monotonic()))
+        left = max(0.0, end - time.monotonic())
+        close_together(partial(replica.end, left) for replica in self._replicas)
         self._disconnect()
         self._ports[0].remove()
 

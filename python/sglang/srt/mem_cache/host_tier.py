@@ -144,6 +144,8 @@ class HostTier:
         self.host = host_tables(plan.sizes)
         self._engine, self._agree = engine, agree
         self.storage: StorageTier | None = None
+        self.write_policy = self._policy_before = plan.write_policy
+        """When prefixes are copied to main memory, now and before the store was attached."""
         if storage is not None and plan.storage is not None:
             self.attach(plan.storage, storage)
         self._ready = self._broken = False
@@ -171,13 +173,17 @@ class HostTier:
 
     def attach(self, config: StorageConfig, storage: StorageJobs) -> None:
         """Writes prefixes of main memory to a store from now on. Call it only while no request waits."""
+        self._policy_before = self.write_policy
         self.storage = StorageTier(config, storage, self.device, self.host, self._agree)
 
-    def detach(self) -> None:
-        """Waits for jobs under way and drops the store. Call it only while no request waits. A collective."""
+    def detach(self, undo: bool = False) -> None:
+        """Waits for jobs under way and drops the store. undo: goes back to the write policy of before, too. Call it
+        only while no request waits. A collective."""
         storage, self.storage = self.storage, None
         if storage is not None:
             storage.close()
+            if undo:
+                self.use_policy(self._policy_before)
 
     # --- what the scheduler says --------------------------------------------------------------------------------------
 

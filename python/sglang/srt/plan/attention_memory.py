@@ -53,6 +53,8 @@ class AttentionSizes:
     """Most tokens of a step that attend one by one to sharded tokens."""
     verified_tokens: int = 1
     """Most tokens of a decoding request in one step."""
+    verify_rows: int = 0
+    """Most tokens of a step that verifies draft tokens."""
     own_tables: int = 0
     """Bytes of row tables of a DCP rank's own tokens."""
     gathered: int = 0
@@ -132,7 +134,7 @@ def _triton(choice: Choice, sizes: AttentionSizes) -> int:
         # Programs that run at once have BLOCK_H heads each, or one piece has them all.
         of_each += [
             (
-                batch * tokens + max(-(-at_once * block // heads), tokens * choice.tile.get("waves", 1)),
+                sizes.verify_rows + max(-(-at_once * block // heads), tokens * choice.tile.get("waves", 1)),
                 (heads, value_dim),
             )
             for heads, value_dim in sizes.heads

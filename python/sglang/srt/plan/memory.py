@@ -400,6 +400,7 @@ def _attention_sizes(
         part_heads=tuple((shape.num_heads, shape.v_head_dim) for shape in shared),
         token_rows=sizes.token_rows if shared else 0,
         verified_tokens=sizes.verified_tokens,
+        verify_rows=sizes.step_widths.step_rows(max(sizes.max_running_requests, *sizes.graph_batch_sizes, 1)),
         own_tables=own_rows * -(-sizes.context_len // sizes.ranks.dcp_size) * OWN_SLOT_BYTES if shared else 0,
         gathered=sizes.context_len * (cost.shared_entry + GATHER_BYTES) if shared else 0,
         gathered_tokens=sizes.context_len if shared else 0,

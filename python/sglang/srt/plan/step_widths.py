@@ -46,6 +46,10 @@ class StepWidths:
         """Returns the most tokens that each of `num_requests` requests may bring to a step; at least 1."""
         return max(self.of(num_requests), default=1)
 
+    def max_batch(self, width: int, max_requests: int) -> int:
+        """Returns a bound of the requests of a step with `width` tokens each, of up to `max_requests` requests."""
+        return max_requests if self.max_rows is None else min(max_requests, max(1, self.max_rows // width))
+
     def step_rows(self, max_requests: int) -> int:
         """Returns a bound of the rows of all steps with up to `max_requests` requests."""
         rows = max_requests * self.widths[-1]

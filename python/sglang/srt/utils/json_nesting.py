@@ -6,6 +6,7 @@ Python's of 1,000 calls, so that none of it has to expect a RecursionError.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -17,7 +18,6 @@ NESTED_TOO_DEEPLY = f"nested more than {MAX_JSON_NESTING} levels deep; make it f
 
 _BLOCK = 1 << 16
 """Bytes processed at a time; intermediate results then fit in a core's cache."""
-_NO_STRUCTURE = bytes(set(range(256)) - set(b'"[]{}'))
 _LOWER = 0x20
 """The only bit in which `[` and `{` differ; the same holds for `]` and `}`."""
 
@@ -54,31 +54,52 @@ def count_commas(raw: bytes) -> int:
     return sum(int(np.count_nonzero(part == ord(","))) for part in _blocks(raw))
 
 
+def has_more_names(raw: bytes, limit: int) -> bool:
+    """Returns whether objects of JSON have more than `limit` names together: colons outside of strings. Few bodies have
+    so many colons that they need a second look."""
+    num_colons = sum(int(np.count_nonzero(part == ord(":"))) for part in _blocks(raw))
+    if num_colons <= limit:
+        return False
+    count = 0
+    for colons in _outside_strings(raw, b":"):
+        count += len(colons)
+        if count > limit:
+            return True
+    return False
+
+
 def _blocks(raw: bytes) -> list[np.ndarray]:
     characters = np.frombuffer(raw, np.uint8)
     return [characters[first : first + _BLOCK] for first in range(0, len(raw), _BLOCK)]
 
 
 def _nests_deeper(raw: bytes, limit: int) -> bool:
-    """Returns whether brackets outside of strings nest deeper than `limit`. The answer for invalid JSON is
-    arbitrary."""
+    """Returns whether brackets outside of strings nest deeper than `limit`."""
+    depth = 0
+    for brackets in _outside_strings(raw, b"[]{}"):
+        depths = np.cumsum(np.where(brackets | _LOWER == ord("{"), 1, -1), dtype=np.int32)
+        if depth + int(depths.max()) > limit:
+            return True
+        depth += int(depths[-1])
+    return False
+
+
+def _outside_strings(raw: bytes, wanted: bytes) -> Iterator[np.ndarray]:
+    """Yields the characters of JSON that are among `wanted` and outside of strings, in parts that are not empty. What
+    comes for invalid JSON is arbitrary."""
+    unwanted = bytes(set(range(256)) - set(b'"' + wanted))
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left begin and end strings
-    depth, inside_string = 0, False
+    inside_string = False
     for first in range(0, len(raw), _BLOCK):
         if inside_string and raw.find(b'"', first, first + _BLOCK) < 0:  # skips most of an image
             continue
-        structure = np.frombuffer(raw[first : first + _BLOCK].translate(None, _NO_STRUCTURE), np.uint8)
+        structure = np.frombuffer(raw[first : first + _BLOCK].translate(None, unwanted), np.uint8)
         if not len(structure):
             continue
         quotes = structure == ord('"')
         inside = np.cumsum(quotes, dtype=np.uint8) + np.uint8(inside_string) & 1 == 1
         inside_string = bool(inside[-1])
-        brackets = structure[~(inside | quotes)] | _LOWER
-        if not len(brackets):
-            continue
-        depths = np.cumsum(np.where(brackets == ord("{"), 1, -1), dtype=np.int32)
-        if depth + int(depths.max()) > limit:
-            return True
-        depth += int(depths[-1])
-    return False
+        outside = structure[~(inside | quotes)]
+        if len(outside):
+            yield outside

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES, CacheStore
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from srt.layers.attention.reference import Problem
 
 
@@ -37,6 +38,7 @@ class FakePlan:
     kv_cache_dtype: str = "bfloat16"
     max_running_requests: int = 2
     verified_tokens: int = 1
+    step_widths: StepWidths = ONE_TOKEN
     cuda_graph_bs: tuple[int, ...] = ()
     ranks: RankLayout = ONE_RANK
     tokens_per_step: int = 64

@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
 from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
+from sglang.srt.plan.step_widths import VERIFY_ROWS, StepWidths
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
 from srt.layers.attention.reference import Problem, attend, biases_of_keys, relative_error, visible_keys
 from srt.layers.test_fp4_cache import stored
@@ -213,22 +214,28 @@ def test_the_backend_attends_to_draft_tokens_as_to_prompts() -> None:
 @pytest.mark.pairs
 @pytest.mark.parametrize("most", [2, 4, 9, 16])
 @pytest.mark.parametrize("heads", [(32, 8), (40, 2), (6, 6), (128, 1)], ids=str)
-@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("batch", [1, 64, 1024])
 def test_the_plan_counts_the_workspace(heads: tuple[int, int], most: int, batch: int) -> None:
     """Of decoding and of draft tokens together, whichever of their widths takes most."""
     num_heads, kv_heads = heads
     dims = MLA_LATENT if kv_heads == 1 else (128, 128)
     tile = attention_tiles("decode_attention", *dims, "bfloat16", arch_by_name("sm_120").features)[0]
     shape = (num_heads, kv_heads, dims[1], 188, tile, "meta", 1 << 17)
-    one, several = DecodeWorkspace.allocate(batch, *shape), DecodeWorkspace.for_verify(most, batch, *shape)
-    assert set(several) == set(range(2, most + 1))
-    plans = [torch.empty(each.num_pieces(batch) * 4 + batch * 2, dtype=torch.int32) for each in (one, several[most])]
+    widths = StepWidths(tuple(range(1, most + 1))).limited(batch, ())
+    batches = {tokens: widths.max_batch(tokens, batch) for tokens in range(2, most + 1)}
+    one, several = DecodeWorkspace.allocate(batch, *shape), DecodeWorkspace.for_verify(batches, *shape)
+    counts = ((one, batch), (several[most], batches[most]))
+    plans = [torch.empty(each.num_pieces(count) * 4 + count * 2, dtype=torch.int32) for each, count in counts]
     buffers = [*plans, *(part for each in (one, several[most]) for part in (each.part_o, each.part_lse))]
     choice = SimpleNamespace(need=SimpleNamespace(op="decode_attention"), tile=tile, name="triton")
-    sizes = AttentionSizes(((num_heads, dims[1]),), dims[1], 0, 188, batch, (), 1, 1, (0,), verified_tokens=most)
+    drafts = {"verified_tokens": most, "verify_rows": widths.step_rows(batch)}
+    sizes = AttentionSizes(((num_heads, dims[1]),), dims[1], 0, 188, batch, (), 1, 1, (0,), **drafts)
     assert sum(part.nbytes for part in buffers) <= attention_bytes({"decode_attention": choice}, sizes)
     for tokens, workspace in several.items():
-        rows = workspace.num_pieces(batch) * tokens * num_heads
+        max_batch = batches[tokens]
+        assert max_batch == batch or tokens not in widths.of(max_batch + 1), "a step of more has fewer tokens"
+        rows = workspace.num_pieces(max_batch) * tokens * num_heads
+        assert rows < (max(batch, VERIFY_ROWS) + workspace.num_slots * workspace.waves * tokens + tokens) * num_heads
         assert workspace.part_lse.numel() >= rows and workspace.part_o.numel() >= rows * dims[1]
 
 

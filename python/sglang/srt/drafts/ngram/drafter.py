@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sglang.srt.configs.speculative import NgramSettings
@@ -23,6 +24,9 @@ from sglang.srt.utils.device_arrays import to_device
 if TYPE_CHECKING:
     from sglang.srt.drafts.drafter import DraftStep
     from sglang.srt.plan.plan import Plan
+
+Texts = tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]
+"""Tokens of all texts, and their suffixes in order."""
 
 
 class NgramDrafter:
@@ -53,9 +57,13 @@ class NgramDrafter:
         corpus = self._corpus.arrays
         return self._op(self.history, step.slots, step.lens, step.tokens, self._longest, num_speculative_tokens, corpus)
 
-    def load_texts(self, path: Path) -> None:
-        """Replaces the external texts by a file of `managers.front.corpora`."""
-        self._corpus.load(path)
+    def read_texts(self, path: Path) -> Texts:
+        """Reads a file of `managers.front.corpora`."""
+        return self._corpus.read(path)
+
+    def use_texts(self, texts: Texts) -> None:
+        """Replaces the external texts."""
+        self._corpus.load(texts)
 
 
 class DeviceCorpus:
@@ -67,13 +75,18 @@ class DeviceCorpus:
         self.arrays = (tokens, order, torch.zeros(1, dtype=torch.int32, device=device))
         """Arrays of the texts, as `native_ngram.Corpus` takes them."""
 
-    def load(self, path: Path) -> None:
-        """Loads a file that `managers.front.corpora` wrote. Copies on the current stream, so steps launched before read
-        the old texts."""
+    def read(self, path: Path) -> Texts:
+        """Reads a file that `managers.front.corpora` wrote. Raises an error, such as OSError, if that is not
+        possible."""
         with np.load(path) as content:
-            texts, sorted_ends = content["tokens"], content["order"]
+            texts = content["tokens"], content["order"]
+        assert len(texts[0]) <= len(self.arrays[0]), "the tokens are counted where texts come in"
+        return texts
+
+    def load(self, content: Texts) -> None:
+        """Copies what was read to the device, on the current stream, so steps launched before read the old texts."""
+        texts, sorted_ends = content
         tokens, order, size = self.arrays
-        assert len(texts) <= len(tokens), "the tokens are counted where texts come in"
         size.zero_()
         tokens[: len(texts)].copy_(torch.from_numpy(texts))
         tokens[len(texts) :].fill_(-1)

@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.held_body import body_bytes
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
+from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect, off_event_loop
@@ -49,7 +50,7 @@ async def messages(service: OpenAIService, body: MessagesRequest, request: Reque
         return await stream_events(service.manager, request, call, lambda _: writer, done=b"")
     _, (output,) = await collect(service, request, call)
     assert output.finish is not None
-    content, has_calls = _content_blocks(formats, choice, output, not shows_thoughts)
+    content, has_calls = await written([output], lambda: _content_blocks(formats, choice, output, not shows_thoughts))
     ending = rules.ending(output.finish, has_calls, output.meta)
     return json_response(message(output.meta, content) | ending | edit_report)
 

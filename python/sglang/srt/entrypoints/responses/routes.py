@@ -55,7 +55,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel_response(request: Request, response_id: str) -> Response:
-    return serving.cancel(state_of(request).responses, response_id)
+    return await serving.cancel(engine_of(request), state_of(request).responses, response_id)
 
 
 @router.get("/v1/responses/{response_id}/input_items", openapi_extra=_PAGE)
@@ -66,5 +66,5 @@ async def get_input_items(request: Request, response_id: str) -> Response:
         raise bad_request(f"limit must be a number in [1, {MAX_PAGE}]", param="limit")
     if order not in ("asc", "desc"):
         raise bad_request("order must be asc or desc", param="order")
-    store = state_of(request).responses
-    return serving.input_items(store, response_id, int(limit), query.get("after"), order == "desc")
+    service, store = engine_of(request), state_of(request).responses
+    return await serving.input_items(service, store, response_id, int(limit), query.get("after"), order == "desc")

@@ -17,6 +17,7 @@ from sglang.srt.entrypoints.held_body import body_bytes, releases_body
 from sglang.srt.entrypoints.http_errors import ApiError, json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
+from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.chat_call import chat_call, count_prompt
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.media_parts import media_of
@@ -93,7 +94,7 @@ async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRe
         writer = ResponseStream(answer.head, answer.formats, choice, answer.keep)
         return await stream_events(service.manager, request, answer.call, lambda _: writer, done=b"", fail=writer.fail)
     _, (output,) = await collect(service, request, answer.call)
-    response = answer.response(output)
+    response = await written([output], lambda: answer.response(output))
     answer.keep(response)
     return json_response(response)
 
@@ -210,8 +211,10 @@ async def _compute(answer: _Answer) -> None:
         async with await answer.service.manager.submit(answer.call) as stream:
             (output,) = await stream.collect()
         assert output.finish is not None
-        aborted = output.finish.type == "abort"
-        response = answer.head.state("cancelled") if aborted else answer.response(output)
+        if output.finish.type == "abort":
+            response = answer.head.state("cancelled")
+        else:
+            response = await written([output], lambda: answer.response(output))
     except RequestError as error:
         response = answer.head.failed(error.message)
     except Exception:
@@ -231,12 +234,14 @@ def stored(store: ResponseStore, response_id: str) -> StoredResponse:
     return entry
 
 
-def cancel(store: ResponseStore, response_id: str) -> Response:
-    """Cancels a response that runs in the background; leaves one that has ended."""
+async def cancel(service: OpenAIService, store: ResponseStore, response_id: str) -> Response:
+    """Cancels a response that runs in the background; leaves one that has ended. Raises ApiError 404."""
     entry = stored(store, response_id)
-    response = entry.fields()
+    response = await off_event_loop(service, len(entry.response), entry.fields)
     if not response["background"]:
         raise ApiError(400, "only a response with background: true can be cancelled", param="response_id")
+    if store.get(response_id) is not entry:  # it has ended meanwhile
+        return Response(stored(store, response_id).response, media_type="application/json")
     if entry.is_running:
         response["status"] = "cancelled"
         store.discard(response_id)
@@ -251,9 +256,16 @@ def delete(store: ResponseStore, response_id: str) -> Response:
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
-def input_items(store: ResponseStore, response_id: str, limit: int, after: str | None, newest_first: bool) -> Response:
-    """Returns a page of the items that the model read, starting after the item with the id `after`."""
+async def input_items(
+    service: OpenAIService, store: ResponseStore, response_id: str, limit: int, after: str | None, newest_first: bool
+) -> Response:
+    """Returns a page of the items that the model read, starting after the item with the id `after`. Raises ApiError 400
+    or 404."""
     entry = stored(store, response_id)
+    return await off_event_loop(service, entry.num_bytes, _page_of, entry, limit, after, newest_first)
+
+
+def _page_of(entry: StoredResponse, limit: int, after: str | None, newest_first: bool) -> Response:
     items = entry.items()[: entry.num_inputs]
     if newest_first:
         items.reverse()

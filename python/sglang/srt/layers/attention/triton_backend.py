@@ -207,11 +207,12 @@ class TritonVerify(_SplitContexts):
 
     def __init__(self, plan: Plan, shape: AttentionShape, device: torch.device | str) -> None:
         super().__init__(plan, shape, device, max(plan.max_running_requests, *plan.cuda_graph_bs, 1))
-        self.most = plan.verified_tokens
+        numbers = range(2, plan.verified_tokens + 1)
+        self.batches = {tokens: plan.step_widths.max_batch(tokens, self.max_rows) for tokens in numbers}
         self.allocate()
 
     def allocate(self) -> None:
-        self.workspaces = DecodeWorkspace.for_verify(self.most, *self.sizes())
+        self.workspaces = DecodeWorkspace.for_verify(self.batches, *self.sizes()[1:])
 
     def build(self, rows: ExtendRows, draft_tokens: VerifyRows) -> TritonVerifyMetadata:
         """Returns the metadata of a step's draft tokens."""

@@ -96,6 +96,7 @@ class Detokenizer:
             finish=message.finish,
             meta=message.meta,
             logprobs=message.logprobs,
+            drafts=message.drafts,
             hidden=message.hidden,
         )
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.errors import UserError
+from sglang.srt.managers.front.control_calls import Undo
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.request_preparation import pieces
 from sglang.srt.managers.wire.io_struct import ControlReply
@@ -39,13 +40,13 @@ class ExternalCorpora:
     def __init__(
         self,
         encode: Callable[[str, bool], Awaitable[list[int]]],
-        control: Callable[[str, dict[str, Any], float], Awaitable[ControlReply]],
+        control: Callable[[str, dict[str, Any], float, Undo], Awaitable[ControlReply]],
         directory: Path,
         longest_suffix: int,
         max_tokens: int,
     ) -> None:
-        """encode(text, add_special_tokens) and control(kind, args, timeout): the tokenizer manager's. max_tokens: limit
-        of all texts together, with a separator between two."""
+        """encode(text, add_special_tokens) and control(kind, args, timeout, undo): the tokenizer manager's. max_tokens:
+        limit of all texts together, with a separator between two."""
         self._encode, self._control = encode, control
         self._directory = directory
         self._longest, self._max_tokens = longest_suffix, max_tokens
@@ -53,7 +54,7 @@ class ExternalCorpora:
         self._changing = asyncio.Lock()
         self._version = 0
         self._oldest = 0
-        """The oldest version whose file there may be."""
+        """The version that the schedulers have: at first none, of which there is no file."""
         self._update: asyncio.Task[None] | None = None
 
     @property
@@ -116,15 +117,16 @@ class ExternalCorpora:
         await asyncio.shield(self._update)
 
     async def _hand_over(self, corpora: Mapping[str, Tokens]) -> None:
-        """Gives the schedulers a new version; keeps older files until all schedulers must have read this one."""
+        """Gives the schedulers a new version. Where some of them do not get it, the others go back to the one before,
+        whose file is kept until then."""
+        before = self._path(self._oldest)
+        if not self._oldest:
+            await self._write(before, [])
         self._version += 1
         path = self._path(self._version)
-        try:
-            await asyncio.to_thread(_write_sorted, path, list(corpora.values()), self._longest)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-        reply = await self._control("set_corpora", {"path": str(path)}, UPDATE_LIMIT_S)
+        await self._write(path, list(corpora.values()))
+        undo = Undo("set_corpora", {"path": str(before)})
+        reply = await self._control("set_corpora", {"path": str(path)}, UPDATE_LIMIT_S, undo)
         if not reply.ok:
             raise RequestError(reply.message, 500)
         self._tokens = dict(corpora)
@@ -132,12 +134,19 @@ class ExternalCorpora:
             self._path(version).unlink(missing_ok=True)
         self._oldest = self._version
 
+    async def _write(self, path: Path, corpora: Sequence[Tokens]) -> None:
+        try:
+            await asyncio.to_thread(_write_sorted, path, corpora, self._longest)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+
     def _path(self, version: int) -> Path:
         return self._directory / f"corpora-{version}.npz"
 
 
 def _write_sorted(path: Path, corpora: Sequence[Tokens], longest: int) -> None:
-    """Writes the file in the format that `drafts.ngram.drafter.DeviceCorpus.load` reads."""
+    """Writes the file in the format that `drafts.ngram.drafter.DeviceCorpus.read` reads."""
     tokens = np.concatenate(corpora) if corpora else np.empty(0, np.int32)
     np.savez(path, tokens=tokens, order=suffix_order(tokens, longest))
 

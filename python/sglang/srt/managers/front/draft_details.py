@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.managers.wire.io_struct import DraftCounts
+import numpy as np
+
+from sglang.srt.managers.wire.io_struct import BatchStrOut, DraftCounts
+
+
+def draft_counts(batch: BatchStrOut) -> list[DraftCounts]:
+    """Returns the counts of each request of a message, without histograms; an empty list if there are none."""
+    rows: list[list[int]] = np.frombuffer(batch.drafts, np.int32).reshape(-1, 3).tolist()
+    return [DraftCounts(steps, proposed, correct) for steps, proposed, correct in rows]
 
 
 def draft_details(drafts: DraftCounts) -> dict[str, Any]:

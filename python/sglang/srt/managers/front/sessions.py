@@ -83,6 +83,8 @@ class Session:
     replica: int | None = None
     """The replica that has its KV."""
     turns: dict[str, Turn] = field(default_factory=dict)
+    children: defaultdict[str | None, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    """The turns that continue a turn, by its rid, in the order of their arrival; no entry is empty."""
     usage: Usage = field(default_factory=Usage)
     num_running: int = 0
     """Turns that have not ended."""
@@ -97,13 +99,28 @@ class Session:
         """Returns all turns that continue this one, directly or indirectly; None: all of the session."""
         if rid is None:
             return list(self.turns)
-        children: defaultdict[str | None, list[str]] = defaultdict(list)
-        for turn in self.turns.values():
-            children[turn.parent].append(turn.rid)
-        later = list(children[rid])
+        later = list(self.children.get(rid, ()))
         for child in later:  # the list grows during the loop
-            later += children[child]
+            later += self.children.get(child, ())
         return later
+
+    def add(self, turn: Turn) -> None:
+        """Adds a turn that runs."""
+        self.turns[turn.rid] = turn
+        self.children[turn.parent][turn.rid] = None
+        self.num_running += 1
+
+    def pop(self, rid: str) -> Turn | None:
+        """Removes and returns a turn; None if there is none of this rid."""
+        turn = self.turns.pop(rid, None)
+        if turn is None:
+            return None
+        self.num_running -= not turn.ended
+        siblings = self.children[turn.parent]
+        del siblings[rid]
+        if not siblings:
+            del self.children[turn.parent]
+        return turn
 
 
 class SessionStore:
@@ -191,7 +208,9 @@ class SessionStore:
     def drop(self, session_id: str, parent: str | None) -> list[str]:
         """Forgets all turns after `parent`, or all of the session. Returns the rids of those that still run."""
         session = self._session(session_id)
-        dropped = session.branch(parent)
+        return self._drop(session_id, session, session.branch(parent))
+
+    def _drop(self, session_id: str, session: Session, dropped: list[str]) -> list[str]:
         running = [rid for rid in dropped if not session.turns[rid].ended]
         for rid in dropped:
             self.forget(session_id, rid)
@@ -204,7 +223,7 @@ class SessionStore:
         limits of all."""
         session = self._session(session_id)
         dropped = session.branch(turn.parent) if replaces else []
-        if turn.rid in session.turns and turn.rid not in dropped:
+        if turn.rid in session.turns and turn.rid not in set(dropped):
             raise RequestError(f"The session {session_id!r} has a request {turn.rid!r} already.")
         if len(turn.tokens) > session.capacity:
             raise RequestError(
@@ -214,10 +233,9 @@ class SessionStore:
         added = usage_of([turn])
         added.subtract(usage_of(session.turns[rid] for rid in dropped))
         self._refuse_too_much(session_id, session, added)
-        running = self.drop(session_id, turn.parent) if replaces else []
+        running = self._drop(session_id, session, dropped)
         session.last_used = self._clock()
-        session.turns[turn.rid] = turn
-        session.num_running += 1
+        session.add(turn)
         self._count(session, usage_of([turn]))
         if self.media_files is not None:
             self.media_files.hold(turn.media)
@@ -264,9 +282,8 @@ class SessionStore:
     def forget(self, session_id: str, rid: str) -> None:
         """Removes a turn, if it exists."""
         session = self._sessions.get(session_id)
-        turn = None if session is None else session.turns.pop(rid, None)
+        turn = None if session is None else session.pop(rid)
         if session is not None and turn is not None:
-            session.num_running -= not turn.ended
             for counted in (session.usage, self._usage):
                 counted.subtract(usage_of([turn]))
             if self.media_files is not None:

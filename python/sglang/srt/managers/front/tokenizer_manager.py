@@ -18,7 +18,6 @@ import asyncio
 import enum
 import logging
 import time
-import uuid
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,9 @@ from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.speculative import NGRAM
+from sglang.srt.managers.front.control_calls import Undo, ask_each, late_error, undo_where_done
 from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
+from sglang.srt.managers.front.draft_details import draft_counts
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
 from sglang.srt.managers.front.media.array_transfers import ArrayTransfers
@@ -42,11 +43,11 @@ from sglang.srt.managers.front.request_record import EndedRequest
 from sglang.srt.managers.front.request_trace import RequestTracer
 from sglang.srt.managers.front.sequence_table import ActiveSequence, SequenceTable
 from sglang.srt.managers.front.text_encoder import TextEncoder
+from sglang.srt.managers.reap import close_together
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import (
     BatchStrOut,
     ControlReply,
-    ControlReq,
     DetokenizerOutput,
     FinishReason,
     SchedulerReady,
@@ -104,6 +105,8 @@ class TokenizerManager:
         self.metrics = Metrics(args.served_model_name or args.model_path, len(ports)) if args.enable_metrics else None
         self._log = RequestLog(args) if args.log_requests else None
         self._tracer = RequestTracer.from_args(args)
+        self._has_helpers = True
+        """Whether `end_helpers` has something to end."""
         self.text = TextEncoder(tokenizer, args.dp_size)
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
@@ -198,7 +201,14 @@ class TokenizerManager:
         self.abort_all()
         return False
 
+    def end_helpers(self) -> None:
+        """Ends the processes that decode images, and sends the last spans. Waits for both; may be repeated, and called
+        from any thread."""
+        helpers, self._has_helpers = (self.media, self._tracer) if self._has_helpers else (), False
+        close_together(helper.close for helper in helpers if helper is not None)
+
     def close(self) -> None:
+        """Ends everything. Call it in the thread of the event loop."""
         if self._endings_retry is not None:
             self._endings_retry.cancel()
         for replica in self.replicas:
@@ -206,10 +216,7 @@ class TokenizerManager:
         self.text.close()
         if self._transfers is not None:
             self._transfers.close()
-        if self.media is not None:
-            self.media.close()
-        if self._tracer is not None:
-            self._tracer.close()
+        self.end_helpers()
 
     @property
     def num_unfinished(self) -> int:
@@ -277,55 +284,40 @@ class TokenizerManager:
         self._abort_sequences(self._sequences.rids())
 
     async def control(
-        self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0, undo: str | None = None
+        self, kind: str, args: dict[str, Any] | None = None, timeout: float = 60.0, undo: Undo | None = None
     ) -> ControlReply:
         """Asks the schedulers of all replicas; `kind` is one of ControlReq's. Returns the first refusal, or else an
-        approval. undo: the kind that is sent to those that approved where others refuse. Raises RequestError if there
-        is no answer in time."""
-        replies = await self.control_each(kind, args, timeout)
-        if kind == FLUSH_CACHE and any(reply.ok for reply in replies.values()):
+        approval. undo: is sent to those that approved where others refuse or are late. Raises RequestError if there is
+        no answer in time."""
+        replies = await ask_each(self._asked(), kind, args or {}, timeout)
+        if kind == FLUSH_CACHE and any(reply.ok for reply in replies.by_replica.values()):
             self._router.forget_prefixes()
             self.text.forget_prefixes()
-        refused = next(((index, reply) for index, reply in replies.items() if not reply.ok), None)
-        if refused is None:
-            return next(iter(replies.values()))
-        index, reply = refused
-        approved = [
-            replica for replica in self.serving_replicas if replica.index in replies and replies[replica.index].ok
-        ]
-        if undo is not None and approved:
-            await self.control_each(undo, timeout=timeout, asked=approved)
-        return reply if len(self.replicas) == 1 else ControlReply(reply.id, False, f"Replica {index}: {reply.message}")
+        if undo is not None:
+            await undo_where_done(undo, replies, timeout)
+        if replies.late:
+            raise late_error(kind, timeout)
+        if not replies.refused:
+            return next(iter(replies.by_replica.values()))
+        replica = replies.refused[0]
+        reply = replies.by_replica[replica]
+        if len(self.replicas) == 1:
+            return reply
+        return ControlReply(reply.id, False, f"Replica {replica.index}: {reply.message}")
 
-    async def control_each(
-        self,
-        kind: str,
-        args: dict[str, Any] | None = None,
-        timeout: float = 60.0,
-        asked: Sequence[Replica] | None = None,
-    ) -> dict[int, ControlReply]:
-        """Asks like `control`; asked: these replicas alone. Returns the replies by replica, without those of replicas
-        that end meanwhile."""
-        if self.status is ServerStatus.UNHEALTHY:
+    async def control_each(self, kind: str, timeout: float = 60.0) -> dict[int, ControlReply]:
+        """Asks like `control`. Returns the replies by replica, without those of replicas that end meanwhile."""
+        replies = await ask_each(self._asked(), kind, {}, timeout)
+        if replies.late:
+            raise late_error(kind, timeout)
+        return {replica.index: reply for replica, reply in replies.by_replica.items()}
+
+    def _asked(self) -> list[Replica]:
+        """Returns the replicas that control calls go to. Raises RequestError without any."""
+        asked = self.serving_replicas
+        if self.status is ServerStatus.UNHEALTHY or not asked:
             raise RequestError(self.status_message, 503)
-        asked = self.serving_replicas if asked is None else asked
-        if not asked:
-            raise RequestError(self.status_message, 503)
-        message = ControlReq(uuid.uuid4().hex, kind, args or {})
-        calls: dict[Replica, asyncio.Future[ControlReply]] = {}
-        try:
-            for replica in asked:
-                calls[replica] = replica.ask(message)
-            _, late = await asyncio.wait(calls.values(), timeout=timeout)
-        finally:
-            for call in calls.values():
-                call.cancel()  # cancels the calls without an answer
-        if late:
-            raise RequestError(f"The scheduler did not answer {kind} within {timeout:g} seconds.", 503)
-        failures = [failure for call in calls.values() if (failure := call.exception()) is not None]
-        if len(failures) == len(calls):
-            raise failures[0]
-        return {replica.index: call.result() for replica, call in calls.items() if call.exception() is None}
+        return asked
 
     async def internal_states(self) -> list[dict[str, Any]]:
         """Returns the state of each replica's scheduler, or why it has failed. Raises RequestError."""
@@ -455,12 +447,15 @@ class TokenizerManager:
     def _deliver(self, replica: Replica, batch: BatchStrOut) -> None:
         now = time.monotonic()
         sequences, log_probabilities = self._sequences, batch.logprobs
+        drafts = draft_counts(batch)
         for i, rid in enumerate(batch.rids):
             sequence = sequences.get(rid)
             if sequence is None or sequence.replica is not replica:  # its replica was lost
                 continue
             finish, ids, stream = batch.finish[i], batch.new_ids[i], sequence.stream
             meta = sequence.meta = batch.meta[i] or sequence.meta.after(len(ids))
+            if drafts and drafts[i].steps:
+                meta.drafts = drafts[i]
             if ids:
                 sequence.num_tokens += len(ids)
                 replica.load.num_tokens += len(ids)

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from sglang.srt.managers.wire.io_struct import DraftCounts
 from sglang.srt.mem_cache.kv_table import Lengths
 
 Slots = npt.NDArray[np.int64]
@@ -18,11 +19,15 @@ them; or appends them and sends them at once."""
 class Counters:
     """Arrays [max_requests + 1] int32; `Req` explains each. Row 0 belongs to requests without a slot and stays zero."""
 
-    def __init__(self, max_requests: int) -> None:
+    def __init__(self, max_requests: int, max_width: int = 1) -> None:
+        """max_width: most tokens that a step may bring of a request."""
         self.kv_len, self.planned_len, self.slack, self.reserved_len, self.num_speculative_tokens = np.zeros(
             (5, max_requests + 1), np.int32
         )
         self.handling = np.zeros(max_requests + 1, np.int8)
+        self.drafts = np.zeros((max_requests + 1, 3), np.int32)
+        """Steps, proposed and correct of `DraftCounts`."""
+        self.draft_histogram = np.zeros((max_requests + 1, max_width), np.int32)
 
     def launched(self, slots: Slots, widths: Lengths, reserved_lens: Lengths, num_speculative_tokens: int) -> None:
         """Counts a step that brings `widths` tokens of each request (0 for some), after which `reserved_lens` positions
@@ -38,6 +43,21 @@ class Counters:
         self.kv_len[slots] -= widths - counts
         self.planned_len[slots] -= widths - counts
         self.slack[slots] -= widths - 1
+        drafted = widths > 1
+        slots, proposed, correct = slots[drafted], widths[drafted] - 1, counts[drafted] - 1
+        self.drafts[slots] += np.stack((np.ones_like(proposed), proposed, correct), axis=1)
+        self.draft_histogram[slots, correct] += 1
+
+    def begin(self, slot: int, drafts: DraftCounts) -> None:
+        """Takes over what was counted of a request that gets a slot."""
+        self.drafts[slot] = drafts.steps, drafts.proposed, drafts.correct
+        self.draft_histogram[slot] = 0
+        self.draft_histogram[slot, : len(drafts.histogram)] = drafts.histogram
+
+    def drafts_of(self, slot: int) -> DraftCounts:
+        """Returns what was counted of the request with a slot."""
+        steps, proposed, correct = self.drafts[slot].tolist()
+        return DraftCounts(steps, proposed, correct, np.trim_zeros(self.draft_histogram[slot], "b").tolist())
 
 
 class Counted(Protocol):

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from sglang.srt.configs.speculative import NGRAM
 
 logger = logging.getLogger(__name__)
@@ -70,15 +72,16 @@ class DraftStats:
     def verified(self, widths: Sequence[int], counts: Sequence[int]) -> None:
         """Counts a step: for each request, the tokens that the step brought (`widths`) and the sampled tokens that were
         accepted."""
-        self.width = max(widths, default=1)
+        brought, accepted = np.asarray(widths), np.asarray(counts)
+        self.width = int(brought.max(initial=1))
         if self.width == 1:
             return
-        drafted = [(width, count) for width, count in zip(widths, counts, strict=True) if width > 1]
-        proposed = sum(width for width, _ in drafted) - len(drafted)
-        correct = sum(count for _, count in drafted) - len(drafted)
+        drafted = brought > 1
+        num_drafted = int(drafted.sum())
+        proposed, correct = int(brought[drafted].sum()) - num_drafted, int(accepted[drafted].sum()) - num_drafted
         self.num_steps += 1
         for totals in (self.since_start, self._interval, self._watched):
-            totals.add(len(drafted), proposed, correct)
+            totals.add(num_drafted, proposed, correct)
         self._watched_steps += 1
         if self._watched_steps == WATCHED_STEPS:
             self._warn_if_useless()

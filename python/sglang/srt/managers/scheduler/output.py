@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from sglang.srt.managers.scheduler.counters import APPENDED, STREAMED
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.schedule_batch import Req, SampledTokens
@@ -23,6 +26,8 @@ from sglang.srt.utils.text_stream import TextDecoder
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.grammar import Grammar
+
+Counts = npt.NDArray[np.int32]
 
 TOO_SLOW_GRAMMAR = (
     "The grammar takes too long to follow: it allows the same text in too many ways. Remove the ambiguity, "
@@ -93,7 +98,7 @@ def _take_logprobs(req: Req) -> OutputLogprobs:
 
 def _meta(req: Req, length: int) -> TokenMeta:
     """length: output tokens up to this message."""
-    drafts = req.drafts.copy(with_histogram=req.finish is not None) if req.drafts.steps else None
+    drafts = req.drafts if req.finish is not None and req.drafts.steps else None
     return TokenMeta(
         req.prompt_len, length, req.hit_len, req.num_retractions, req.started_time, req.first_token_time,
         drafts=drafts, host_tokens=req.host_len, stored_tokens=req.stored_len,
@@ -110,11 +115,13 @@ class StreamedTokens(NamedTuple):
 
     rids: list[str]
     new_ids: list[list[int]]
+    drafts: Counts
+    """[N, 3] counts of their draft tokens."""
     num_appended: int
     """Tokens that were appended with them, also to requests that stream nothing now."""
 
 
-_NO_STREAMS = StreamedTokens([], [], 0)
+_NO_STREAMS = StreamedTokens([], [], np.empty((0, 3), np.int32), 0)
 
 
 def append_tokens(reqs: list[Req], sampled: SampledTokens, interval: int, report: list[Req]) -> StreamedTokens:
@@ -132,7 +139,16 @@ def append_tokens(reqs: list[Req], sampled: SampledTokens, interval: int, report
     for req, ids in zip(streams, new_ids, strict=True):
         req.output += ids
     num_appended = sum(map(len, quiet_ids)) + sum(map(len, new_ids))
-    return StreamedTokens([req.rid for req in streams], new_ids, num_appended)
+    drafts = sampled.drafts[sampled.handling == STREAMED]
+    return StreamedTokens([req.rid for req in streams], new_ids, drafts, num_appended)
+
+
+def _drafts(reqs: list[Req], streamed: StreamedTokens) -> bytes:
+    """Returns `BatchTokenIDOut.drafts`. Requests that have ended have no slot, and say it in their `meta`."""
+    drafts = streamed.drafts
+    if reqs:
+        drafts = np.concatenate((drafts, reqs[0].counters.drafts[[req.slot for req in reqs]]))
+    return drafts.tobytes() if drafts.any() else b""
 
 
 def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) -> BatchTokenIDOut:
@@ -143,7 +159,7 @@ def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) 
     starts = [len(r.output) - r.num_unsent if r.stream else 0 for r in reqs]
     new_ids = [r.output[start:length] for r, start, length in zip(reqs, starts, lengths, strict=True)]
     meta = [
-        _meta(r, length) if r.meta_changed or r.finish is not None or r.drafts.steps else None
+        _meta(r, length) if r.meta_changed or r.finish is not None else None
         for r, length in zip(reqs, lengths, strict=True)
     ]
     out = BatchTokenIDOut(
@@ -153,6 +169,7 @@ def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) 
         meta=first + meta,
         options=first + [_options(r) if r.first_message else None for r in reqs],
         logprobs=first + [_take_logprobs(r) if r.return_logprob else None for r in reqs],
+        drafts=_drafts(reqs, streamed),
     )
     for req, length in zip(reqs, lengths, strict=True):
         if req.hidden is not None and req.finish is not None:

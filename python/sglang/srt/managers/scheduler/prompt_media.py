@@ -83,13 +83,23 @@ class PromptMedia:
     def __init__(self, items: Sequence[MediaItem], prompt_len: int, description: MediaDescription) -> None:
         self.items = tuple(items)
         end = 0
-        for start, stop in sorted(span for item in items for span in item.spans):
+        runs = sorted(span for item in items for span in item.spans)
+        for start, stop in runs:
             if not end <= start < stop <= prompt_len:
                 raise MediaMismatch(f"an image has the tokens {start} to {stop} of {prompt_len}")
             end = stop
         self.end = end
         """Tokens up to the last placeholder."""
+        self._starts, self._stops = np.array(runs, np.int64).reshape(-1, 2).T
+        """Of the runs of placeholders, in token order."""
+        items = sorted(items, key=lambda item: item.spans[0])
+        self._in_order = items
         self._tokens = [np.concatenate([np.arange(*span) for span in item.spans]) for item in items]
+        """Placeholders of each item of `_in_order`."""
+        self._firsts = np.array([tokens[0] for tokens in self._tokens], np.int64)
+        lasts = np.array([tokens[-1] for tokens in self._tokens], np.int64)
+        self._lasts = np.maximum.accumulate(lasts)
+        """The last placeholder of each item and of all before it: items with several runs may be interleaved."""
         for item, tokens in zip(items, self._tokens, strict=True):
             frames = -(-item.grid[0] // description.tower.pooled_frames)
             if len(tokens) != description.num_tokens(item.grid) or frames % len(item.spans):
@@ -106,13 +116,15 @@ class PromptMedia:
 
     def write_keys(self, keys: Keys) -> None:
         """Overwrites the placeholders' keys in the keys of the whole prompt."""
-        for item, tokens in zip(self.items, self._tokens, strict=True):
+        for item, tokens in zip(self._in_order, self._tokens, strict=True):
             keys[tokens] = item_keys(item.digest, len(tokens))
 
     def needed(self, begin: int, end: int) -> list[ItemRows]:
-        """Returns the features for the tokens from `begin` to `end`, in token order."""
+        """Returns the features for the tokens from `begin` to `end`, in the order of their items' first tokens. Looks
+        at few other items."""
         needed = []
-        for item, tokens in zip(self.items, self._tokens, strict=True):
+        there = slice(int(np.searchsorted(self._lasts, begin)), int(np.searchsorted(self._firsts, end)))
+        for item, tokens in zip(self._in_order[there], self._tokens[there], strict=True):
             first, last = np.searchsorted(tokens, (begin, end)).tolist()
             if first < last:
                 needed.append(ItemRows(item, np.arange(first, last), tokens[first:last] - begin))
@@ -123,12 +135,13 @@ class PromptMedia:
         one another: `begin` if such a run comes first."""
         if not self.both_ways:
             return end
-        cut = (start for item in self.items for start, stop in item.spans if start < end < stop)
-        return max(next(cut, end), begin)
+        run = int(np.searchsorted(self._starts, end)) - 1
+        is_cut = run >= 0 and end < self._stops[run]
+        return max(int(self._starts[run]) if is_cut else end, begin)
 
     def run_end(self, token: int) -> int:
         """Returns the end of the run of placeholders that contains this token."""
-        return next(stop for item in self.items for start, stop in item.spans if start <= token < stop)
+        return int(self._stops[np.searchsorted(self._starts, token, side="right") - 1])
 
     def first_token(self, item: MediaItem, begin: int) -> int:
         """Returns the first placeholder of the item from `begin` on."""

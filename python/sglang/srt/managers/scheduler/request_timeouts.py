@@ -41,18 +41,21 @@ class RequestTimeouts:
         return self._waiting_s > 0 or self._running_s > 0
 
     def overdue(self, scheduler: Scheduler | AttentionGroups) -> list[AbortReq]:
-        """Returns messages that abort overdue requests; checks only a few times a second."""
+        """Returns messages that abort overdue requests. Looks at requests only when the oldest one may be overdue, and
+        at most a few times a second."""
         now = time.monotonic()
         if not self.enabled or now < self._next_check:
             return []
-        self._next_check = now + CHECK_INTERVAL_S
-        aborts = []
+        aborts, due = [], [now + limit for limit in (self._waiting_s, self._running_s) if limit > 0]
         if self._waiting_s > 0:
             queued = [*scheduler.waiting, *(req for req, _ in scheduler.compiling.values())]
             aborts.append(_abort((r for r in queued if now - r.queued_time > self._waiting_s), "waiting"))
+            due += [r.queued_time + self._waiting_s for r in queued]
         if self._running_s > 0:
-            started = (r for r in scheduler.reqs.values() if r.slot and r.started_time)
-            aborts.append(_abort((r for r in started if now - r.started_time > self._running_s), "running"))
+            started = [r for r in scheduler.reqs.values() if r.started_time]
+            aborts.append(_abort((r for r in started if r.slot and now - r.started_time > self._running_s), "running"))
+            due += [r.started_time + self._running_s for r in started]
+        self._next_check = max(now + CHECK_INTERVAL_S, min(due))
         return [abort for abort in aborts if abort.rids]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import compress
 
 import numpy as np
@@ -69,13 +70,14 @@ class RunningBatch:
     def drop_finished(self) -> None:
         """Drops requests that ended, which have no tokens any more, and those whose last token is certainly being
         computed. Call it before slots are reassigned."""
-        self._keep((self.seq_lens > 0) & (self.planned_lens - self.slack < self.limits))
+        self.keep((self.seq_lens > 0) & (self.planned_lens - self.slack < self.limits))
 
-    def remove(self, req: Req) -> None:
-        """Drops a request."""
-        self._keep(np.fromiter((r is not req for r in self.reqs), np.bool_, len(self.reqs)))
+    def remove(self, reqs: Sequence[Req]) -> None:
+        """Drops those of these requests that are running. Call it while they have their slots."""
+        self.keep(~np.isin(self.slots, [req.slot for req in reqs]))
 
-    def _keep(self, which: npt.NDArray[np.bool_]) -> None:
+    def keep(self, which: npt.NDArray[np.bool_]) -> None:
+        """Drops all requests but those that `which` [R] marks."""
         if which.all():
             return
         self.reqs = list(compress(self.reqs, which.tolist()))

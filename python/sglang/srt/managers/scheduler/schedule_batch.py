@@ -169,6 +169,7 @@ class Req:
         self.admitted = False
         self.num_retractions = 0
         self.drafts = DraftCounts()
+        """Counts of its draft tokens up to its last slot; with a slot, its `counters` have them."""
         self.queued_time = time.monotonic()
         """Time when it last entered the queue; this rank's clock, as `started_time`."""
         self.started_time = 0.0
@@ -210,16 +211,15 @@ class Req:
     def begin(self) -> None:
         """Decides which checks its tokens need, once it has a slot and everything about it is known."""
         self.meta_changed, self.handling = True, CHECKED
+        self.counters.begin(self.slot, self.drafts)
         watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
         searched = bool(self.params.stop or self.params.stop_regex)
         self.plain = not (watched or searched or self.return_logprob) and self.max_output > 0
 
-    def decide_handling(self, stream_interval: int, tells_drafts: bool) -> None:
-        """Decides what the next steps do with its tokens. stream_interval: tokens of each message of a stream;
-        tells_drafts: whether each message has counts of draft tokens."""
+    def decide_handling(self, stream_interval: int) -> None:
+        """Decides what the next steps do with its tokens. stream_interval: tokens of each message of a stream."""
         if self.plain:
-            at_once = self.stream and stream_interval == 1 and not tells_drafts
-            self.handling = STREAMED if at_once else APPENDED
+            self.handling = STREAMED if self.stream and stream_interval == 1 else APPENDED
 
     def max_width(self, tokens_per_step: int) -> int:
         """Returns how many tokens a step may bring of it; all but the first are draft tokens."""
@@ -240,12 +240,13 @@ class Req:
         return self.finish is None and self.pending_finish is None
 
     def drop_draft_tokens(self) -> None:
-        """Forgets draft tokens before the request gives up its cache slots; `kv_len` then counts only tokens that the
-        host knows."""
+        """Forgets draft tokens, but not their counts, before the request gives up its cache slots; `kv_len` then counts
+        only tokens that the host knows."""
         self.reserved_len = max(self.reserved_len, self.kv_len)
         self.state_is_exact = not self.slack and self.kv_len <= len(self.tokens)
         self.kv_len = min(self.kv_len, len(self.tokens))
         self.slack = 0
+        self.drafts = self.counters.drafts_of(self.slot)
 
     @property
     def output_len(self) -> int:
@@ -307,6 +308,8 @@ class SampledTokens(NamedTuple):
     """Accepted tokens."""
     handling: npt.NDArray[np.int8]
     """What to do with these: `CHECKED`, `APPENDED` or `STREAMED`."""
+    drafts: npt.NDArray[np.int32]
+    """[R, 3] counts of the draft tokens of each request so far."""
 
     def handled(self, reqs: list[Req], how: int) -> tuple[list[Req], list[list[int]]]:
         """Returns the requests, of those that were sampled, whose tokens are handled as `how`, and these tokens."""
@@ -368,7 +371,7 @@ class ScheduleBatch:
         if self.result.counts is not None:
             self._subtract_rejected(counters)
             ids = [row[:count] for row, count in zip(ids, self.result.counts.tolist(), strict=True)]
-        return SampledTokens(ids, handling)
+        return SampledTokens(ids, handling, counters.drafts[self.step.sampled_slots])
 
     def _subtract_rejected(self, counters: Counters) -> None:
         """Subtracts rejected draft tokens from the lengths of the requests that still run."""
@@ -376,8 +379,6 @@ class ScheduleBatch:
         widths, counts = self.step.widths, self.result.counts.numpy().astype(np.int32)
         going = [i for i, req in enumerate(self.sampled) if req.finish is None and req not in self.stale]
         counters.verified(self.step.slots[going], widths[going], counts[going])
-        for i, width, count in zip(going, widths[going].tolist(), counts[going].tolist(), strict=True):
-            self.sampled[i].drafts.add(width, count)
 
     def file_logprobs(self, request: int, index: int, token: int) -> None:
         """Stores the log probabilities of a token that its request takes, on the ranks that sample. request: index in

@@ -39,16 +39,24 @@ class Priorities:
         """Returns a sort key: a smaller one is more important."""
         return req.priority if self.low_first else -req.priority
 
-    def victim(self, running: list[Req], waiting: Req) -> Req | None:
-        """Returns the running request that should make room for `waiting`: among the least important, the one that
-        loses least."""
+    def may_replace(self, running: list[Req], waiting: Req) -> bool:
+        """Returns whether `waiting` is so important that a running request should make room for it."""
         if self.threshold is None or not running:
-            return None
+            return False
         worst = (max if self.low_first else min)(map(attrgetter("priority"), running))
-        below = worst - waiting.priority if self.low_first else waiting.priority - worst
-        if below <= self.threshold:
-            return None
-        return min((r for r in running if r.priority == worst), key=attrgetter("output_len"))
+        return self._lead(waiting, worst) > self.threshold
+
+    def victims(self, running: list[Req], waiting: Req) -> list[Req]:
+        """Returns the running requests that should make room for `waiting`, one after the other: the least important
+        first, and of equal ones the one that loses least."""
+        if self.threshold is None:
+            return []
+        below = [req for req in running if self._lead(waiting, req.priority) > self.threshold]
+        return sorted(below, key=lambda req: (-self.rank(req), req.output_len))
+
+    def _lead(self, waiting: Req, priority: int) -> int:
+        """Returns by how much a request is more important than one with `priority`."""
+        return priority - waiting.priority if self.low_first else waiting.priority - priority
 
 
 class NewTokenRatio:

@@ -26,6 +26,7 @@ from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, out
 from sglang.srt.managers.scheduler.prompt_choice import PromptChoice
 from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
+from sglang.srt.managers.scheduler.retraction import preempt, retract_until_it_fits
 from sglang.srt.managers.scheduler.running_batch import RunningBatch
 from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.schedule_policy import (
@@ -98,7 +99,7 @@ class Scheduler:
         """Requests whose prompts are partly computed; they go first in the next prefill."""
         self.compiling: dict[str, tuple[Req, PendingGrammar]] = {}
         """Requests that wait for their grammar, by id in the order of arrival, outside the queue."""
-        counters = Counters(self.plan.pool_sizes.max_requests)
+        counters = Counters(self.plan.pool_sizes.max_requests, runner.tokens_per_step)
         turns = max(1, self.steps_in_flight)
         self.running = RunningBatch(counters, runner.tokens_per_step, runner.lookahead_slots, turns)
         self.masks = MaskFiller()
@@ -227,7 +228,7 @@ class Scheduler:
         """Returns a batch with prompts and the tokens of running requests; None if no prompt can go on or enter."""
         was_prompts_turn, self._prompts_turn = self._prompts_turn, False
         if self.priorities is not None and self.waiting and not self.chunked:
-            self._preempt(self.priorities)
+            preempt(self, self.priorities)
         if not self.chunked and (not self.waiting or not self.kv.num_free_rows()):
             return None
         self.running.drop_finished()
@@ -241,7 +242,7 @@ class Scheduler:
         chosen = self.choice.admit(self.choice.budget(num_decodes), self.chunked, bool(self.in_flight))
         if not chosen:
             return None
-        if not num_decodes or not self._can_grow(widths, sum(n + self.running.lookahead_slots for _, n in chosen)):
+        if not num_decodes or not self.can_grow(widths, sum(n + self.running.lookahead_slots for _, n in chosen)):
             widths = np.zeros_like(widths)
         batch = build_step(self.kv, self.running, widths, chosen)
         self.interval.launched_prompts()
@@ -272,31 +273,16 @@ class Scheduler:
         if self.host_tier is not None:
             self.host_tier.host.tree.expire(now)
 
-    def _preempt(self, priorities: Priorities) -> None:
-        """Sends running requests back to the queue until the next waiting one fits."""
-        self.running.drop_finished()
-        if priorities.victim(self.running.reqs, self.waiting[0]) is None:
-            return
-        first = next(iter(self.choice.queue()))  # the policy orders requests of equal importance
-        if self.choice.fits(first):
-            return
-        self.sync()
-        self.running.drop_finished()
-        while (victim := priorities.victim(self.running.reqs, first)) is not None and not self.choice.fits(first):
-            self.running.remove(victim)
-            self._requeue(victim)
-            logger.info("Request %s makes room for %s, which has a higher priority", victim.rid, first.rid)
-
     def pick_decode(self) -> ScheduleBatch | None:
         """Returns a batch of decoding requests; None if none can decode now."""
         self.running.drop_finished()
         width = self._width()
-        if self.running.reqs and not self._can_grow(self.running.widths(width)):
+        if self.running.reqs and not self.can_grow(self.running.widths(width)):
             self.sync()
             self.running.drop_finished()
             if self.host_tier is not None:  # entries that saves are reading cannot be evicted
                 self.host_tier.drain(loads=False)
-            self._retract_until_it_fits(width)
+            retract_until_it_fits(self, width)
         if not self.running.reqs:
             return None
         batch = build_step(self.kv, self.running, self.running.widths(width), width=width)
@@ -313,23 +299,11 @@ class Scheduler:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _can_grow(self, widths: Lengths, also: int = 0) -> bool:
+    def can_grow(self, widths: Lengths, also: int = 0) -> bool:
         """Returns whether there is room for a step with `widths` tokens of each running request, and for `also` tokens
         of prompts."""
         self.kv.leave_windows(self.running.slots, self.running.certain_lens)
         return self.kv.can_grow(self.running.reserved_lens, self.running.reserved_by(widths), also)
-
-    def _retract_until_it_fits(self, width: int) -> None:
-        """Sends the requests that lose least back to the queue. Their tokens are kept, and their KV as long as it is
-        not evicted."""
-        while self.running.reqs and not self._can_grow(self.running.widths(width)):
-            priorities = None if self.args.retraction_policy == "length" else self.priorities
-            rank = (lambda req: 0) if priorities is None else priorities.rank
-            victim = min(self.running.reqs, key=lambda r: (-rank(r), r.output_len, -r.prompt_len))
-            self.running.remove(victim)
-            self._requeue(victim)
-            self.ratio.retracted()
-            self.stats.retracted(victim)
 
     def _free_chunks(self) -> None:
         """Resolves a deadlock of unfinished prompts that together fill the cache: if nothing else runs and the first
@@ -341,11 +315,11 @@ class Scheduler:
         ):
             return
         last = self.chunked.pop()
-        self._requeue(last)
+        self.requeue(last)
         self.ratio.retracted()
         self.stats.retracted(last)
 
-    def _requeue(self, req: Req) -> None:
+    def requeue(self, req: Req) -> None:
         """Gives up a request's slots and puts it at the head of the queue."""
         self._release(req)
         req.num_retractions += 1
@@ -384,7 +358,7 @@ class Scheduler:
                 continue
             if req.stream and req.num_unsent >= interval and req.may_continue:
                 report.append(req)
-            req.decide_handling(interval, self.running.tokens_per_step > 1)
+            req.decide_handling(interval)
         if report or streamed.rids:
             self.outbox.append(output_message(report, streamed))
         self.stats.processed(sum(map(len, sampled.ids)))
@@ -540,7 +514,7 @@ class Scheduler:
             self.chunked = []
             self.running.clear()
             for req in reversed(retracted):
-                self._requeue(req)
+                self.requeue(req)
 
     def flush_cache(self) -> bool:
         """Empties the prefix cache. Returns False while requests run or, except during a pause, wait."""

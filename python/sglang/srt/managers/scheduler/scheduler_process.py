@@ -281,8 +281,17 @@ class SchedulerProcess:
         if self.args.nnodes > 1 or self.args.use_ray:
             flag = "--use-ray" if self.args.use_ray else "--nnodes"
             return ControlReply(msg.id, ok=False, message=f"added texts go with one machine, without {flag}")
-        if isinstance(self.runner.drafter, NgramDrafter):  # only the last pipeline stage has a drafter
-            self.runner.drafter.load_texts(Path(msg.args["path"]))
+        texts, problem, drafter = None, "", self.runner.drafter
+        if isinstance(drafter, NgramDrafter):  # only the last pipeline stage has a drafter
+            try:
+                texts = drafter.read_texts(Path(msg.args["path"]))
+            except Exception as error:  # a damaged file may raise anything
+                logger.exception("Added texts cannot be read")
+                problem = f"The texts cannot be read again: {error!r}."
+        if not parallel_state.all_reduce_min([int(not problem)])[0]:
+            return ControlReply(msg.id, False, problem or "Another rank cannot read the texts; its log says why.")
+        if texts is not None and isinstance(drafter, NgramDrafter):
+            drafter.use_texts(texts)
         return ControlReply(msg.id)
 
     def _storage_backend(self, msg: ControlReq) -> ControlReply:
@@ -293,7 +302,7 @@ class SchedulerProcess:
         return ControlReply(msg.id, not problem, problem)
 
     def _detach_storage(self, msg: ControlReq) -> ControlReply:
-        problem = storage_control.detach(self.scheduler)
+        problem = storage_control.detach(self.scheduler, bool(msg.args.get("undo")))
         return ControlReply(msg.id, not problem, problem)
 
     def _ping(self, msg: ControlReq) -> ControlReply:

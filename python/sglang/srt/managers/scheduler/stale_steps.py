@@ -18,15 +18,13 @@ def redo_stale(scheduler: Any, batch: ScheduleBatch | None = None) -> None:
     wrong = scheduler.host_tier.wrong_nodes()
     if not wrong:
         return
-    path = scheduler.kv.tree.path
-    stale = [
-        req
-        for req in scheduler.reqs.values()
-        if req.slot and req.node is not None and not wrong.isdisjoint(path(req.node))
-    ]
+    stale = [req for req in scheduler.reqs.values() if req.slot and req.node in wrong]
     for launched in (*scheduler.in_flight, batch, scheduler.launching):
         if launched is not None:
             launched.stale.update(stale)
+    scheduler.running.remove(stale)
+    gone = set(stale)
+    scheduler.chunked = [req for req in scheduler.chunked if req not in gone]
     for req in reversed(stale):
         _requeue(scheduler, req)
     scheduler.host_tier.forget_wrong()
@@ -34,9 +32,6 @@ def redo_stale(scheduler: Any, batch: ScheduleBatch | None = None) -> None:
 
 def _requeue(scheduler: Any, req: Req) -> None:
     """Gives up a request's slots and discards what it computed. No further load is begun for it."""
-    if req in scheduler.chunked:
-        scheduler.chunked.remove(req)
-    scheduler.running.remove(req)
     scheduler.runner.sampling_table.clear(req.slot)
     scheduler.media.end(req)
     req.drop_draft_tokens()

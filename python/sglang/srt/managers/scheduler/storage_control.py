@@ -66,12 +66,13 @@ def attach(scheduler: Scheduler | AttentionGroups, args: Mapping[str, Any]) -> s
     return ""
 
 
-def detach(scheduler: Scheduler | AttentionGroups) -> str:
-    """Detaches the store. Returns why that fails; "" on success, or if there was none. A collective."""
+def detach(scheduler: Scheduler | AttentionGroups, undo: bool = False) -> str:
+    """Detaches the store. undo: as if it had never been attached, because other replicas refused it. Returns why that
+    fails; "" on success, or if there was none. A collective."""
     problem = _refusal_while_busy(scheduler)
     if not problem:
         for tier in scheduler.host_tiers:
-            tier.detach()
+            tier.detach(undo)
     return problem
 
 

@@ -81,7 +81,7 @@ class AbortReq(msgspec.Struct, tag=True, omit_defaults=True):
 class ControlReq(msgspec.Struct, tag=True, omit_defaults=True):
     """A call that is answered by a ControlReply with the same id. `kind`: flush_cache, internal_state, start_profile,
     stop_profile, pause (`args`: mode), resume, set_corpora (`args`: path), storage_backend, attach_storage (`args`:
-    backend, extra, prefetch_policy, write_policy), detach_storage, ping."""
+    backend, extra, prefetch_policy, write_policy), detach_storage (`args`: undo, perhaps), ping."""
 
     id: str
     kind: str
@@ -119,20 +119,6 @@ class DraftCounts(msgspec.Struct, omit_defaults=True):
     correct: int = 0
     histogram: list[int] = []
     """Steps by their number of accepted draft tokens; sent at the end of the request."""
-
-    def add(self, width: int, count: int) -> None:
-        """Counts a step that brought `width` tokens of the request, `count` of whose sampled tokens were accepted."""
-        if width == 1:
-            return
-        self.steps += 1
-        self.proposed += width - 1
-        self.correct += count - 1
-        self.histogram += [0] * (count - len(self.histogram))
-        self.histogram[count - 1] += 1
-
-    def copy(self, with_histogram: bool) -> DraftCounts:
-        """Returns a copy, with the histogram only on request."""
-        return DraftCounts(self.steps, self.proposed, self.correct, self.histogram.copy() if with_histogram else [])
 
 
 class TokenMeta(msgspec.Struct, omit_defaults=True, gc=False):
@@ -185,6 +171,9 @@ class BatchTokenIDOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True
     """None: that of the previous message of this rid, with the new tokens added to `completion_tokens`."""
     options: list[DecodeOptions | None]
     logprobs: list[OutputLogprobs | None]
+    drafts: bytes = b""
+    """[N, 3] int32: steps, proposed and correct of `DraftCounts` of each request; zeros if its `meta` has them, or if
+    there is nothing to count. Empty if all are zeros."""
     hidden: dict[str, bytes] = {}
     """Final hidden states [N, H] float32 by rid, of ended requests that asked for them."""
 
@@ -282,6 +271,7 @@ class BatchStrOut(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
     finish: list[FinishReason | None]
     meta: list[TokenMeta | None]
     logprobs: list[OutputLogprobs | None]
+    drafts: bytes = b""
     hidden: dict[str, bytes] = {}
 
 

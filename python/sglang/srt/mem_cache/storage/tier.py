@@ -157,6 +157,9 @@ class StorageTier:
         self._prefetches: list[Prefetch] = []
         self._awaited: dict[str, Prefetch] = {}
         """By the id of a request that waits for it."""
+        self._later: set[str] = set()
+        """Ids of requests that are looked up once one of the prefetches has ended: it had nothing for them, and no
+        other may begin."""
         self._offers: dict[Node, None] = {}
         """Nodes of main memory's tree whose prefixes are to be written, the oldest first."""
         self._backup: Backup | None = None
@@ -168,10 +171,13 @@ class StorageTier:
 
     def look_up(self, req: StoredRequest) -> None:
         """Looks up whether the store has more of the prefix of a request that has entered the queue."""
-        if req.looked_up or self._removals or not self._has_readers:
+        if req.looked_up or req.rid in self._later or self._removals or not self._has_readers:
             return
         page = self._host.page_size
         keys = req.cache_keys(req.matchable_len() // page * page)
+        if len(self._prefetches) >= MAX_PREFETCHES and not any(self._may_share(p, req, keys) for p in self._prefetches):
+            self._later.add(req.rid)
+            return
         host, device = self._host.prefix(keys, req.namespace), self._device.prefix(keys, req.namespace)
         minimum = resumable_end(host, device, 0) + self.config.prefetch_threshold - 1
         if len(keys) <= minimum:
@@ -183,6 +189,7 @@ class StorageTier:
                 self._wait_for(prefetch, req)
                 return
         if len(self._prefetches) >= MAX_PREFETCHES:
+            self._later.add(req.rid)
             return
         start = host.length // self.engine.block * self.engine.block
         lookup = Lookup(keys, req.namespace, start=start, least=minimum)
@@ -190,6 +197,11 @@ class StorageTier:
         self._prefetches.append(prefetch)
         self._wait_for(prefetch, req)
         self.engine.submit(lookup)
+
+    def _may_share(self, prefetch: Prefetch, req: StoredRequest, keys: Keys) -> bool:
+        """Returns whether a prefetch may bring a request enough to wait for. Compares only the first keys."""
+        job, least = prefetch.job, self.config.prefetch_threshold
+        return job.namespace == req.namespace and np.array_equal(job.keys[:least], keys[:least]) and not job.stopping
 
     @property
     def _has_readers(self) -> bool:
@@ -230,6 +242,7 @@ class StorageTier:
         elif end > prefetch.least and not job.stopping and self._begin_read(prefetch, job, end):
             return
         self._prefetches.remove(prefetch)
+        self._later.clear()
         self._forget_waiters(prefetch)
 
     def _begin_read(self, prefetch: Prefetch, lookup: Lookup, end: int) -> bool:

@@ -86,8 +86,7 @@ class DecodeWorkspace:
 
     @staticmethod
     def for_verify(
-        most: int,
-        max_batch: int,
+        batches: Mapping[int, int],
         num_heads: int,
         num_kv_heads: int,
         v_head_dim: int,
@@ -96,15 +95,16 @@ class DecodeWorkspace:
         device: torch.device | str,
         max_context: int,
     ) -> dict[int, DecodeWorkspace]:
-        """Returns workspaces for verify steps, by the number of tokens per sequence, 2 to `most`, which act as further
-        heads. They share buffers, because all sequences of a step have the same number."""
-        slots = {tokens: slots_of(tokens * num_heads, num_kv_heads, num_sms, tile) for tokens in range(2, most + 1)}
-        pieces = {tokens: max_batch + num_slots * tile["waves"] for tokens, num_slots in slots.items()}
+        """Returns workspaces for verify steps, by the number of tokens per sequence, which act as further heads. They
+        share buffers, because all sequences of a step have the same number. batches: most sequences of a step, by
+        their number of tokens."""
+        slots = {tokens: slots_of(tokens * num_heads, num_kv_heads, num_sms, tile) for tokens in batches}
+        pieces = {tokens: batches[tokens] + num_slots * tile["waves"] for tokens, num_slots in slots.items()}
         rows = max(count * tokens * num_heads for tokens, count in pieces.items())
         part_o = torch.empty((rows, v_head_dim), dtype=torch.float32, device=device)
         part_lse = torch.empty(rows, dtype=torch.float32, device=device)
         return {
-            tokens: DecodeWorkspace(max_batch, num_slots, tile["waves"], max_context, part_o, part_lse)
+            tokens: DecodeWorkspace(batches[tokens], num_slots, tile["waves"], max_context, part_o, part_lse)
             for tokens, num_slots in slots.items()
         }
 

@@ -3,6 +3,7 @@ embedding."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,12 +29,12 @@ class PlacedMedia:
 def expand(ids: list[int], media: Sequence[PlacedMedia], tokens: MediaTokens) -> tuple[list[int], list[MediaItem]]:
     """Replaces each placeholder by the tokens of its image or video, in order; returns the ids and the items with their
     positions. Raises RequestError if the number of placeholders differs from that of images and videos."""
-    waiting: dict[int, list[PlacedMedia]] = {}
+    waiting: dict[int, deque[PlacedMedia]] = {}
     """By placeholder, in the order of the prompt: images and videos may have one in common."""
     for kind in KINDS:
         token_of_kind = tokens.of(kind)
         if token_of_kind is not None and token_of_kind not in waiting:
-            waiting[token_of_kind] = [entry for entry in media if tokens.of(entry.kind) == token_of_kind]
+            waiting[token_of_kind] = deque(entry for entry in media if tokens.of(entry.kind) == token_of_kind)
             count = sum(token == token_of_kind for token in ids)
             if count != len(waiting[token_of_kind]):
                 raise _mismatch(kind, count, len(waiting[token_of_kind]), tokens)
@@ -46,7 +47,7 @@ def expand(ids: list[int], media: Sequence[PlacedMedia], tokens: MediaTokens) ->
                 result.append(token)
             skips_end = False
             continue
-        entry = waiting[token].pop(0)
+        entry = waiting[token].popleft()
         if entry.kind == "video" and tokens.start is not None and result[-1:] == [tokens.start]:
             result.pop()
             skips_end = True
@@ -101,7 +102,6 @@ def moved(items: Sequence[MediaItem], offset: int) -> list[MediaItem]:
 
 def whole_items(items: Sequence[MediaItem], length: int) -> list[MediaItem]:
     """Returns the items of the first `length` tokens. Raises RequestError if that cuts an item."""
-    whole = [item for item in items if item.spans[-1][1] <= length]
-    if any(item.spans[0][0] < length for item in items if item not in whole):
+    if any(item.spans[0][0] < length < item.spans[-1][1] for item in items):
         raise RequestError(f"an image or a video lies across token {length}, where the prompt would be cut")
-    return whole
+    return [item for item in items if item.spans[-1][1] <= length]

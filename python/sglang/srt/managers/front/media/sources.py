@@ -14,15 +14,21 @@ import stat
 import threading
 import time
 import urllib.parse
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.media.addresses import is_public, resolve
+from sglang.srt.managers.front.worker_threads import WorkerThreads
 
 MAX_REDIRECTS = 5
 MAX_URL_CHARS = 8192
+NAME_THREADS = 16
+"""Names that are looked up at a time. A look-up cannot be stopped, so that a slow name server keeps some of these
+threads, but none of those that fetch."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PIECE_BYTES = 1 << 16
 _SHOWN_CHARS = 128
@@ -139,6 +145,12 @@ def _local_file(source: str, rules: SourceRules) -> bytes:
 # --- http and https ---------------------------------------------------------------------------------------------------
 
 
+@cache
+def _name_threads() -> WorkerThreads:
+    """Returns the threads that ask name servers."""
+    return WorkerThreads(NAME_THREADS, "media-names")
+
+
 class _Connection(http.client.HTTPConnection):
     """A connection to one of `addresses`, whatever the name resolves to by now."""
 
@@ -182,7 +194,7 @@ def fetch(url: str, rules: SourceRules) -> bytes:
 def _get(url: str, rules: SourceRules, end: float) -> tuple[bytes, str | None]:
     """Returns the body, or the location of a redirection."""
     scheme, host, port, path = _checked_url(url, rules)
-    addresses = _addresses(host, port, rules)
+    addresses = _addresses(url, host, port, rules, end)
     context = ssl.create_default_context() if scheme == "https" else None
     connection = _Connection(host, port, addresses, end, context)
     watch = threading.Timer(max(0.01, end - time.monotonic()), connection.cut)
@@ -256,9 +268,15 @@ def _is_ipv6(parts: urllib.parse.SplitResult) -> bool:
     return ":" in (parts.hostname or "")
 
 
-def _addresses(host: str, port: int, rules: SourceRules) -> list[str]:
+def _addresses(url: str, host: str, port: int, rules: SourceRules, end: float) -> list[str]:
+    """Returns the addresses of a host that may be contacted. Raises RequestError, also if no name server answers until
+    `end`."""
+    answer = _name_threads().submit(False, lambda _: resolve(host, port))
     try:
-        addresses = resolve(host, port)
+        addresses = answer.result(max(0.0, end - time.monotonic()))
+    except FutureTimeout:
+        answer.cancel()  # it goes on in its thread if it has begun: the system sets no limit
+        raise _timeout(url, rules) from None
     except (OSError, UnicodeError):
         raise RequestError(f"the name {host[:256]!r} of a media URL has no address") from None
     allowed = [address for address in addresses if rules.allow_private or is_public(address)]
