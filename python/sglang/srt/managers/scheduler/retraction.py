@@ -4,16 +4,42 @@ are kept, and their KV as long as it is not evicted."""
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
-from sglang.srt.managers.scheduler.schedule_policy import Priorities
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.prompt_choice import PromptChoice
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.scheduler.schedule_policy import NewTokenRatio, Priorities
+from sglang.srt.managers.scheduler.scheduler_stats import StatsLogger
+from sglang.srt.managers.scheduler.waiting_queue import WaitingQueue
+from sglang.srt.mem_cache.kv_table import KVTable, Lengths
+from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+
+class Scheduler(Protocol):
+    """The part of `scheduler.Scheduler`, whose module imports this one, that retraction uses."""
+
+    args: ServerArgs
+    kv: KVTable
+    running: RunningBatch
+    waiting: WaitingQueue
+    choice: PromptChoice
+    priorities: Priorities | None
+    ratio: NewTokenRatio
+    stats: StatsLogger
+
+    def sync(self) -> None:
+        """Reads back steps in flight."""
+
+    def can_grow(self, widths: Lengths) -> bool:
+        """Returns whether there is room for a step with `widths` tokens of each running request."""
+
+    def requeue(self, req: Req) -> None:
+        """Gives up a request's slots and puts it at the head of the queue."""
 
 
 def preempt(scheduler: Scheduler, priorities: Priorities) -> None:
