@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
@@ -13,6 +13,9 @@ from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults
 from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout, ShardRange, share_of_units
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 def up_parts(activation: Activation) -> tuple[str, ...]:

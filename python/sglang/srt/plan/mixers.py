@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Self
+from typing import TYPE_CHECKING
 
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
@@ -53,6 +53,9 @@ from sglang.srt.plan.layer_spec import (
 )
 from sglang.srt.plan.masks import CAUSAL, Causal, Mask, RowBlock, SlidingWindow
 from sglang.srt.plan.ranks import HeadShares, ShardRange
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING
 
 from sglang.srt.blocks.ngram_embedding.spec import LAYER_SEEDS, NgramEmbedding
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout
+
+if TYPE_CHECKING:
+    from typing import Self
 
 SCALE_GROUP = 32
 """Columns of a row of the table that share a scale."""

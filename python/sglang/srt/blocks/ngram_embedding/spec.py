@@ -8,12 +8,15 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING
 
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults
 from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout
+
+if TYPE_CHECKING:
+    from typing import Self
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING
 
 from sglang.srt.configs.activation import Activation
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults
 from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
 from sglang.srt.plan.ranks import RankLayout
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.rope import RopeSpec, rope_spec
 from sglang.srt.errors import UserError
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Recorded(Mapping[str, Any]):

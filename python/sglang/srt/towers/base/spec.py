@@ -8,10 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar
 
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
+
+if TYPE_CHECKING:
+    from typing import Self
 
 ROTARY_THETA = 10000.0
 """Base of rotary angles in published encoders whose config does not state it."""
