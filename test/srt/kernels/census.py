@@ -187,7 +187,9 @@ def launch_all(
     once(_embedding_rows, -(-model.vocab_size // tp_size), model.hidden_size)
     once(_norms, model.hidden_size, model.zero_centred_norms)
     for layer in dict.fromkeys(model.layers):
-        once(_MIXERS[type(layer.mixer)], layer.mixer, tp_size, arch)
+        kind = type(layer.mixer)
+        assert kind in _MIXERS, f"_MIXERS in test/srt/kernels/census.py has no function that launches {kind.__name__}"
+        once(_MIXERS[kind], layer.mixer, tp_size, arch)
         if isinstance(layer.mixer, MLA) or (isinstance(layer.mixer, GQA) and layer.mixer.caches_tokens):
             for dcp_size in (size for size in range(2, tp_size + 1) if tp_size % size == 0):
                 shape = layer.mixer.attention_shape(tp_size)

@@ -596,6 +596,16 @@ def test_a_description_names_a_missing_key() -> None:
         describe_model({"num_attention_heads": 4}, None)
 
 
+def test_a_missing_key_of_an_unknown_model_is_told_with_its_type() -> None:
+    """Its layers may have other keys."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
+    config = sizes | {"num_hidden_layers": 1, "num_attention_heads": 4, "layer_types": ["linear_attention"]}
+    with pytest.raises(UserError, match=r"'linear_num_key_heads' is missing\. No family here has .* 'lightning'"):
+        describe_model(config | {"model_type": "lightning"}, None)
+    with pytest.raises(UserError, match="'linear_num_key_heads' is missing.$"):
+        describe_model(config | {"model_type": "qwen3_next"}, None)
+
+
 FP8_BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 

@@ -22,7 +22,7 @@ from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
 from sglang.srt.plan.families.family import PLAIN_EMBEDDING, PLAIN_LOGITS, Embedding, Family, Logits
 from sglang.srt.plan.families.unread import CHANGING, check_layers, check_unread
-from sglang.srt.plan.families.usual import usual_model
+from sglang.srt.plan.families.usual import unknown_model
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
 from sglang.srt.plan.layer_spec import LayerSpec, Matrix
 from sglang.srt.plan.media import MediaDescription
@@ -194,7 +194,7 @@ def describe_model(
     keys = ConfigReader(select_text_config(config), source)
     architecture, model_type = architecture_of(keys), str(keys.values.get("model_type") or "")
     known = family_of(architecture, model_type)
-    family = known or Family(model_types=(model_type,), read=usual_model)
+    family = known or Family(model_types=(model_type,), read=unknown_model)
     multimodal = isinstance(config.get("text_config"), Mapping)
     placed = replace(family, names=family.names.below(_prefix(quantization, multimodal)))
     # Keys beside `text_config` are about the encoder and its projection, which have readers of their own.

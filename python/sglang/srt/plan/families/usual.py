@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.errors import UserError
 from sglang.srt.plan.families.attention import (
     RECURRENT,
     check_windows,
@@ -35,6 +36,18 @@ def usual_model(c: Config) -> Model:
         sparse, lambda: mlp(c), lambda: experts(c, Router(0), shared=gated_shared_expert(c) or shared_experts(c))
     )
     return Model(c, layers_of(_mixers(c), blocks))
+
+
+def unknown_model(c: Config) -> Model:
+    """Reads a model that no family describes, as `usual_model` does. Raises UserError that also says so: a key that is
+    missing may have another name in this model."""
+    try:
+        return usual_model(c)
+    except UserError as error:
+        raise UserError(
+            f"{error} No family here has the architecture {c.architecture} or the model type"
+            f" {c.values.get('model_type')!r}, so the usual keys were looked for."
+        ) from None
 
 
 def _mixers(c: Config) -> list[Mixer]:
