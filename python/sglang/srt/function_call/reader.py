@@ -92,6 +92,9 @@ class Reader:
         self._no_fence_before = 0
         """Characters of the output that were searched for the fence."""
         self._marks: list[_Mark] = []
+        self.unclosed_from: dict[str, int] = {}
+        """Quote that a grammar has looked for up to the end of the text -> the offset behind which no other closes
+        it."""
 
     def feed(self, text: str) -> None:
         """Appends text; what was read before is dropped, but for what follows a mark."""
