@@ -137,6 +137,26 @@ def test_usage_counts_a_prompt_once_for_its_samples() -> None:
     assert UsageCounter(1, report_cached=False).as_dict()["prompt_tokens_details"] is None
 
 
+def test_the_usage_of_a_chunk_costs_the_same_with_any_number_of_sequences() -> None:
+    num_reads = 0
+
+    class Counted(TokenMeta):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            return super().__getattribute__(name)
+
+    usage = UsageCounter(num_choices=2, report_cached=True)
+    for index in range(1000):
+        usage.update(index, Counted(prompt_tokens=3, completion_tokens=1))
+    assert usage.as_dict()["completion_tokens"] == 1000
+    num_reads = 0
+    usage.update(7, Counted(prompt_tokens=3, completion_tokens=5))
+    counts = usage.as_dict()
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (1500, 1004)
+    assert num_reads < 10
+
+
 class Tokens:
     """Token 0 is half of a character."""
 
