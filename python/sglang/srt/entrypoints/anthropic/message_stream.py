@@ -63,6 +63,9 @@ class MessageStream:
             events.append(_sse("message_stop"))
         return b"".join(events)
 
+    def num_held(self, index: int) -> int:
+        return self._output.num_held
+
     def end(self) -> bytes:
         """Returns no bytes: the last part of the output has ended the message."""
         return b""

@@ -157,6 +157,9 @@ class _ChatWriter:
             events.append(self._chunks.finish(index, reason, output.finish.matched, usage))
         return b"".join(events)
 
+    def num_held(self, index: int) -> int:
+        return self._choices[index].num_held if index in self._choices else 0
+
     def _deltas(self, output: GenerateOutput) -> list[Event]:
         """Returns the deltas for the output's events."""
         choice = self._choices.get(output.index)

@@ -62,7 +62,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
             }
         )
 
-    return await written(outputs, answer)
+    return await written(outputs, answer, sum(echo.num_chars(output.index) for output in outputs))
 
 
 def _check(body: CompletionRequest) -> None:
@@ -106,6 +106,13 @@ class _Echo:
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._decoded: dict[int, str] = {}
         """Texts of prompts that were given as ids, which samples of a prompt share."""
+
+    def num_chars(self, index: int) -> int:
+        """Returns about how many characters must be written before the first output text of choice `index`."""
+        if not self._echo:
+            return 0
+        text = self._stream.prompt_texts[index // self._stream.num_samples]
+        return len(self._stream.requests[index].input_ids) if text is None else len(text)
 
     def prompt_text(self, index: int) -> str:
         """Returns the text before the first output text of choice `index`."""
@@ -162,6 +169,9 @@ class _CompletionWriter:
             return self._chunks.text(index, text, logprobs, usage)
         refuse_aborted(finish)
         return self._chunks.text(index, text, logprobs, usage, finish_fields(finish.type, finish.matched))
+
+    def num_held(self, index: int) -> int:
+        return 0 if index in self._introduced else self._echo.num_chars(index)
 
     def end(self) -> bytes:
         usage = self._usage.as_dict() if self._told.final else None

@@ -56,6 +56,9 @@ class ResponseStream:
             events.append(self._sse(f"response.{response['status']}", response=response))
         return b"".join(events)
 
+    def num_held(self, index: int) -> int:
+        return self._output.num_held
+
     def end(self) -> bytes:
         """Returns no bytes: the last part of the output has ended the response."""
         return b""
