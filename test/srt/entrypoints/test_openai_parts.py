@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_errors import ApiError, error_body, error_event
 from sglang.srt.entrypoints.native_reasoning import _grammar_after_thoughts
-from sglang.srt.entrypoints.openai import chat_output
+from sglang.srt.entrypoints.openai import chat_output, serving_completions
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, CompletionChunks, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, chat_logprobs
@@ -291,3 +291,13 @@ def test_a_schema_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) 
         params = {"json_schema": "{}".ljust(length)}
         formats.constrain(params)
         assert ("json_schema" in params) is kept and ("structural_tag" in params) is not kept
+
+
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "c"], [5, 6], [[5, 6], [7]]])
+def test_an_echo_for_each_choice_has_a_limit(prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_completions, "MAX_ECHO_CHARS", 100)
+    monkeypatch.setattr(serving_completions, "CHARS_PER_TOKEN", 1)
+    serving_completions._check(CompletionRequest(prompt=prompt, n=33, echo=True))
+    serving_completions._check(CompletionRequest(prompt=prompt, n=128))
+    with pytest.raises(ApiError, match="leave echo out"):
+        serving_completions._check(CompletionRequest(prompt=prompt, n=51, echo=True))

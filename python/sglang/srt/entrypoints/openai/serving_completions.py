@@ -26,6 +26,10 @@ from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
+MAX_ECHO_CHARS = 1 << 26
+"""Characters of prompts that an answer may repeat: all of them are in memory several times while it is written."""
+CHARS_PER_TOKEN = 16
+
 
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
     """Answers `POST /v1/completions`, whole or as a stream."""
@@ -72,6 +76,25 @@ def _check(body: CompletionRequest) -> None:
         raise bad_request("best_of other than n is not supported: leave it out", param="best_of")
     if not body.prompt:
         raise bad_request("prompt is empty", param="prompt")
+    if body.echo:
+        _bound_echo(body)
+
+
+def _bound_echo(body: CompletionRequest) -> None:
+    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    prompts: Any = [body.prompt] if is_one else body.prompt
+    num_chars = body.num_choices * sum(_num_chars(prompt) for prompt in prompts)
+    if num_chars > MAX_ECHO_CHARS:
+        raise bad_request(
+            f"echo repeats the prompts in each of {body.num_choices} choices, which makes {num_chars} characters;"
+            f" {MAX_ECHO_CHARS} are the limit: leave echo out, or ask for fewer choices",
+            param="echo",
+        )
+
+
+def _num_chars(prompt: str | list[int]) -> int:
+    """Returns the characters of a prompt's text, or an estimate if it is token ids."""
+    return CHARS_PER_TOKEN * len(prompt) if isinstance(prompt, list) else len(prompt)
 
 
 def _generate_request(body: CompletionRequest, rid: str | list[str]) -> GenerateRequest:
