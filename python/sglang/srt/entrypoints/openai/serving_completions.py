@@ -29,6 +29,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 MAX_ECHO_CHARS = 1 << 26
 """Characters of prompts that an answer may repeat: all of them are in memory several times while it is written."""
 CHARS_PER_TOKEN = 16
+"""Characters that a token id of a prompt counts as."""
 
 
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
