@@ -33,8 +33,9 @@ def output(text: str = "", logprobs: OutputLogprobs | None = None) -> GenerateOu
 def test_long_outputs_and_many_are_written_in_a_thread(each: GenerateOutput, long: bool) -> None:
     assert is_long(each) is long and has_many_logprobs(each) is (long and not each.text)
 
-    def off_event_loop(num: int) -> bool:
-        thread = asyncio.run(written([each] * num, threading.current_thread))
+    def off_event_loop(num: int, num_more: int = 0) -> bool:
+        thread = asyncio.run(written([each] * num, threading.current_thread, num_more))
         return thread is not threading.main_thread()
 
     assert off_event_loop(1) is long and off_event_loop(FEW_OUTPUTS + 1)
+    assert off_event_loop(1, LONG_OUTPUT + 1) and off_event_loop(1, LONG_OUTPUT) is long

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.entrypoints.http_body import parse_body
 from sglang.srt.entrypoints.http_errors import ApiError, error_body, error_event
 from sglang.srt.entrypoints.native_reasoning import _grammar_after_thoughts
-from sglang.srt.entrypoints.openai import chat_output
+from sglang.srt.entrypoints.openai import chat_output, serving_completions
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, CompletionChunks, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, chat_logprobs
@@ -135,6 +135,26 @@ def test_usage_counts_a_prompt_once_for_its_samples() -> None:
         "prompt_tokens_details": {"cached_tokens": 8},
     }
     assert UsageCounter(1, report_cached=False).as_dict()["prompt_tokens_details"] is None
+
+
+def test_the_usage_of_a_chunk_costs_the_same_with_any_number_of_sequences() -> None:
+    num_reads = 0
+
+    class Counted(TokenMeta):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal num_reads
+            num_reads += 1
+            return super().__getattribute__(name)
+
+    usage = UsageCounter(num_choices=2, report_cached=True)
+    for index in range(1000):
+        usage.update(index, Counted(prompt_tokens=3, completion_tokens=1))
+    assert usage.as_dict()["completion_tokens"] == 1000
+    num_reads = 0
+    usage.update(7, Counted(prompt_tokens=3, completion_tokens=5))
+    counts = usage.as_dict()
+    assert (counts["prompt_tokens"], counts["completion_tokens"]) == (1500, 1004)
+    assert num_reads < 10
 
 
 class Tokens:
@@ -271,3 +291,13 @@ def test_a_schema_that_is_too_long_is_not_read(monkeypatch: pytest.MonkeyPatch) 
         params = {"json_schema": "{}".ljust(length)}
         formats.constrain(params)
         assert ("json_schema" in params) is kept and ("structural_tag" in params) is not kept
+
+
+@pytest.mark.parametrize("prompt", ["ab", ["ab", "c"], [5, 6], [[5, 6], [7]]])
+def test_an_echo_for_each_choice_has_a_limit(prompt: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_completions, "MAX_ECHO_CHARS", 100)
+    monkeypatch.setattr(serving_completions, "CHARS_PER_TOKEN", 1)
+    serving_completions._check(CompletionRequest(prompt=prompt, n=33, echo=True))
+    serving_completions._check(CompletionRequest(prompt=prompt, n=128))
+    with pytest.raises(ApiError, match="leave echo out"):
+        serving_completions._check(CompletionRequest(prompt=prompt, n=51, echo=True))

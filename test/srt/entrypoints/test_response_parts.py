@@ -163,4 +163,4 @@ def test_the_input_of_answers_on_their_way_counts_and_gives_way() -> None:
     del third  # its client has left
     store.hold(fourth := HeldInput(b"x" * 60, 1))
     assert fourth.items is not None and second.items is not None
-    assert msgspec.json.decode(HeldInput.of([{"a": 1}]).conversation([{"b": 2}])) == [{"a": 1}, {"b": 2}]
+    assert msgspec.json.decode(HeldInput.of([{"a": 1}]).take_conversation([{"b": 2}])) == [{"a": 1}, {"b": 2}]

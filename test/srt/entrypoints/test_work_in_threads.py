@@ -12,8 +12,12 @@ import pytest
 
 from sglang.srt.entrypoints.anthropic import serving_messages
 from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT
+from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest
+from sglang.srt.entrypoints.output_formats import parse_calls
 from sglang.srt.entrypoints.responses import serving_responses
 from sglang.srt.entrypoints.responses.response_store import ResponseStore, StoredResponse
+from sglang.srt.function_call.model_formats import ModelFormats
+from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.managers.front.generate_request import GenerateOutput
 from sglang.srt.managers.front.media import expansion
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
@@ -86,6 +90,28 @@ def test_a_long_conversation_that_is_stored_is_decoded_in_a_thread() -> None:
     assert [item["id"] for item in msgspec.json.decode(page.body)["data"]] == ["item_3997", "item_3996"]
     assert asyncio.run(serving_responses.cancel(service, store, "long")).status_code == 200
     assert len(threads.sizes) == 2 and min(threads.sizes) > 4_000_000
+
+
+def test_the_end_of_a_text_is_parsed_in_a_thread_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may bring the events of the whole text: here a quote never ends, and so holds it."""
+    finishing: list[threading.Thread] = []
+
+    def finish(self: OutputParser) -> Any:
+        finishing.append(threading.current_thread())
+        return ended(self)
+
+    class OneThread:
+        async def in_thread(self, size: int, work: Any, *args: Any) -> Any:
+            return await asyncio.to_thread(work, *args)
+
+    ended = OutputParser.finish
+    monkeypatch.setattr(OutputParser, "finish", finish)
+    manager: Any = SimpleNamespace(text=OneThread())
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = '<|tool_call>call:f{a:"x}<tool_call|>' * 100
+    body = ParseCallsRequest(text=text, tools=tools, tool_call_parser="gemma4")
+    answer = asyncio.run(parse_calls(manager, ModelFormats(), body))
+    assert len(answer["calls"]) == 100 and threading.main_thread() not in finishing and finishing
 
 
 def test_images_of_a_cut_prompt_are_compared_with_the_cut_alone() -> None:

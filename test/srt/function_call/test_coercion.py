@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from sglang.srt.function_call import coercion
-from sglang.srt.function_call.coercion import MAX_SCHEMAS, parameter_types
+from sglang.srt.function_call.coercion import MAX_REFERENCE, MAX_SCHEMAS, MAX_VALUES, parameter_types, referenced
 
 DEFINITIONS = {
     "count": {"type": "integer"},
@@ -71,3 +72,25 @@ def test_the_work_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [{"$ref": "#"}] * 100_000
     coercion.parameter_types({"allOf": many, "anyOf": many, "properties": {"a": {"allOf": many}}}, "a")
     assert len(looked_at) <= MAX_SCHEMAS
+
+
+@pytest.mark.parametrize("word", ["enum", "type"])
+def test_a_value_costs_no_more_with_a_longer_list(word: str) -> None:
+    class Values(list[str]):
+        num_read = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            return Values(super().__getitem__(place))
+
+        def __iter__(self) -> Iterator[str]:
+            for value in super().__iter__():
+                Values.num_read += 1
+                yield value
+
+    assert types_of({word: Values(["string"] * 100_000)}) == {"string"}
+    assert Values.num_read <= MAX_VALUES
+
+
+def test_a_very_long_reference_is_not_followed() -> None:
+    name = "a" * MAX_REFERENCE
+    assert referenced("#/b", {"b": 1}) == 1 and referenced(f"#/{name}", {name: 1}) is None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.function_call.events import collect
+from sglang.srt.function_call.reader import Markers
 from srt.function_call.test_chunking import new_parser, run
 from srt.function_call.test_unusual_calls import NOW, PARIS, calls_of, read
 
@@ -57,6 +58,35 @@ def test_quotes_that_never_close_are_looked_for_once() -> None:
     text = call("{options:[" + "'a," * 20_000 + "1]}")
     (parsed,) = collect(run(new_parser("gemma4"), [text])).calls
     assert parsed.arguments.count('"\'a"') == 20_000
+
+
+@pytest.mark.parametrize("thoughts", ["", "<|channel>thought\n"])
+def test_quotes_that_never_close_are_looked_for_once_in_all_calls(
+    thoughts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_searches = 0
+
+    def counted(self: Markers, *place: Any) -> Any:
+        nonlocal num_searches
+        num_searches += 1
+        return search(self, *place)
+
+    search = Markers.search
+    monkeypatch.setattr(Markers, "search", counted)
+    counts = []
+    for num_calls in (100, 400):
+        num_searches = 0
+        output = collect(run(new_parser("gemma4", "gemma4"), [thoughts + call('{city:"Paris}') * num_calls]))
+        assert calls_of(output) == weather(city='"Paris') * num_calls
+        counts.append(num_searches)
+    assert counts[1] <= 5 * counts[0]
+
+
+def test_a_quote_before_one_that_never_closes_counts() -> None:
+    text = call('{city:"Paris"}') + call('{city:"Rome}')
+    for thoughts in ("", "<|channel>thought\n"):
+        output = collect(run(new_parser("gemma4", "gemma4"), [thoughts + text]))
+        assert calls_of(output) == weather(city="Paris") + weather(city='"Rome')
 
 
 def test_thoughts_in_a_channel() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -305,6 +306,23 @@ def test_a_counter_in_place_of_the_name() -> None:
         assert read("kimi_k2", text).text == text
     only = OutputParser(calls=TOOL_CALL_FORMATS["kimi_k2"], tools={"now": {}})
     assert calls_of(collect([*only.push(_counted('{"any": 1}')), *only.finish()])) == [("now", {"any": 1})]
+
+
+def test_the_function_of_a_counter_is_found_without_a_look_at_all_names() -> None:
+    class Names(dict[str, Any]):
+        num_read = 0
+
+        def __iter__(self) -> Iterator[str]:
+            for name in super().__iter__():
+                Names.num_read += 1
+                yield name
+
+    names = Names({f"name{number}": {} for number in range(10_000)})
+    tools = {"f": {"properties": names}, "g": {"properties": {"a": {}}, "required": ["a"]}}
+    parser = OutputParser(calls=TOOL_CALL_FORMATS["kimi_k2"], tools=tools)
+    Names.num_read = 0
+    calls = collect([*parser.push(_counted('{"a": 1}') * 3), *parser.finish()])
+    assert calls_of(calls) == [("g", {"a": 1})] * 3 and Names.num_read == 0
 
 
 def test_sections_of_kimi_with_singular_tags() -> None:

@@ -86,6 +86,30 @@ def test_a_long_document_lets_others_in_between(tmp_path: Path, monkeypatch: pyt
     assert lengths == [3, 3, 2, 2] and num_tokens == 10 + 2
 
 
+def test_many_short_documents_let_others_in_between(tmp_path: Path) -> None:
+    num_turns = 0
+
+    async def count_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    class Counting(Schedulers):
+        async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            turns.append(num_turns)
+            return await super().encode(text, add_special_tokens)
+
+    async def run() -> None:
+        counting = asyncio.create_task(count_turns())
+        await corpora(Counting(1000), tmp_path, 1000).add("a", ["ab"] * 200)
+        counting.cancel()
+
+    turns: list[int] = []
+    asyncio.run(run())
+    assert len(turns) == len(set(turns)) == 200
+
+
 def test_own_tokens_come_first_where_they_agree_as_far(tmp_path: Path) -> None:
     async def run() -> None:
         schedulers = Schedulers(60)

@@ -168,7 +168,8 @@ def test_a_refusal_says_whose_it_is() -> None:
     play(test)
 
 
-def test_what_some_replicas_did_is_undone_where_others_refuse() -> None:
+@pytest.mark.parametrize("undone", [True, False])
+def test_what_some_replicas_did_is_undone_where_others_refuse(undone: bool, caplog: pytest.LogCaptureFixture) -> None:
     async def test(pair: Pair) -> None:
         attach = asyncio.ensure_future(
             pair.manager.control("attach_storage", {"backend": "file"}, undo=Undo("detach_storage", {"undo": True}))
@@ -180,13 +181,14 @@ def test_what_some_replicas_did_is_undone_where_others_refuse() -> None:
         question = await pair.received(0)
         assert isinstance(question, ControlReq) and question.kind == "detach_storage" and not attach.done()
         assert question.args == {"undo": True}
-        pair.outboxes[0].send(ControlReply(question.id))
+        pair.outboxes[0].send(ControlReply(question.id, undone, "" if undone else "a request runs"))
         reply = await attach
         assert not reply.ok and reply.message == "Replica 1: it is busy"
         await asyncio.sleep(0.03)
         assert pair.inboxes[1].recv_nowait() is None
 
     play(test)
+    assert ("(a request runs)" in caplog.text) is not undone
 
 
 def test_what_some_replicas_did_is_undone_where_others_are_late() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -64,3 +65,14 @@ def test_nesting_is_bounded() -> None:
 def test_long_texts() -> None:
     assert len(longest_object('{"a": "' + '\\n"'[:2] * 1_000_000)["a"]) == 1_000_000
     assert len(longest_object('{"a": [' + "1," * 100_000)["a"]) == 100_000
+
+
+def test_a_long_text_takes_a_few_times_its_own_memory() -> None:
+    text = json.dumps({"a": "x = 1  # a line\n" * 20_000})[:-2]
+    tracemalloc.start()
+    try:
+        longest_object(text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 30 * len(text)

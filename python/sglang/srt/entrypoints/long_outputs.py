@@ -25,7 +25,8 @@ def is_long(output: GenerateOutput) -> bool:
     return len(output.text) > LONG_OUTPUT or has_many_logprobs(output)
 
 
-async def written(outputs: Sequence[GenerateOutput], write: Callable[[], T]) -> T:
-    """Returns the result of `write()` for all outputs of a call, computed in a thread if they are long."""
-    is_quick = len(outputs) <= FEW_OUTPUTS and not any(map(is_long, outputs))
+async def written(outputs: Sequence[GenerateOutput], write: Callable[[], T], num_more: int = 0) -> T:
+    """Returns the result of `write()` for all outputs of a call, computed in a thread if they are long. num_more:
+    characters that it writes besides them."""
+    is_quick = len(outputs) <= FEW_OUTPUTS and num_more <= LONG_OUTPUT and not any(map(is_long, outputs))
     return write() if is_quick else await asyncio.to_thread(write)

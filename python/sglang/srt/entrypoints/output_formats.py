@@ -91,7 +91,7 @@ async def _parse(manager: TokenizerManager, parser: OutputParser, text: str) -> 
     events: list[Event] = []
     for start in range(0, len(text), PARSED_PIECE):
         events += await manager.text.in_thread(len(text), parser.push, text[start : start + PARSED_PIECE])
-    return collect([*events, *parser.finish()])
+    return await manager.text.in_thread(len(text), lambda: collect([*events, *parser.finish()]))
 
 
 def _name(field: str, given: str | None, default: str | None, known: Iterable[str]) -> str:

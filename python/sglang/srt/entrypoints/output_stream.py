@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_stream import DONE, SSE, EventStream, StreamForm, until_disconnect
-from sglang.srt.entrypoints.long_outputs import has_many_logprobs
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, is_long
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -34,9 +35,19 @@ class StreamWriter(Protocol):
         """Returns the events for one output, possibly none (empty)."""
         ...
 
+    def num_held(self, index: int) -> int:
+        """Returns the characters that writing the next output of a sequence may include, besides its own: of earlier
+        outputs that were held back, or of an echoed prompt."""
+        ...
+
     def end(self) -> bytes:
         """Returns the events after the last output."""
         ...
+
+
+def takes_long(writer: StreamWriter, output: GenerateOutput) -> bool:
+    """Returns whether writing an output would block the event loop noticeably."""
+    return is_long(output) or writer.num_held(output.index) > LONG_OUTPUT
 
 
 async def stream_events(
@@ -61,7 +72,7 @@ async def stream_events(
         try:
             writer = make_writer(stream)
             output = await _first_output(stream, limit_s)
-            if output is not None and has_many_logprobs(output):
+            if output is not None and takes_long(writer, output):
                 return stream, writer, await asyncio.to_thread(writer.write, output)
             return stream, writer, b"" if output is None else writer.write(output)
         except BaseException:
@@ -70,5 +81,5 @@ async def stream_events(
 
     stream, writer, first = await until_disconnect(request, start())
     return EventStream(
-        first, stream, writer.write, request.url.path, writer.end, done, fail, form, is_long=has_many_logprobs
+        first, stream, writer.write, request.url.path, writer.end, done, fail, form, partial(takes_long, writer)
     )

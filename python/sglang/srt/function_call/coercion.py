@@ -12,6 +12,10 @@ from sglang.srt.function_call.python_text import object_as_json
 
 MAX_SCHEMAS = 64
 """Schemas that are looked at for one parameter: references and alternatives may lead to any number."""
+MAX_VALUES = 1024
+"""Values of an `enum`, or names in a list of types, that are looked at for each value that a model writes."""
+MAX_REFERENCE = 4096
+"""Characters of a reference that is followed."""
 _CHOICES = ("anyOf", "oneOf")
 
 Types = frozenset[str]
@@ -114,13 +118,15 @@ def _named_types(schema: Any) -> Types:
     if isinstance(named, str):
         return frozenset((named,))
     if isinstance(named, list):
-        return frozenset(name for name in named if isinstance(name, str))
+        return frozenset(name for name in named[:MAX_VALUES] if isinstance(name, str))
     values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    return frozenset(name for value in values for name in _JSON_TYPES.get(type(value), ()))
+    return frozenset(name for value in values[:MAX_VALUES] for name in _JSON_TYPES.get(type(value), ()))
 
 
 def referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    """Returns the target of the reference within `root`; None if there is none."""
+    """Returns the target of the reference within `root`; None if there is none, and for a very long one."""
+    if len(reference) > MAX_REFERENCE:
+        return None
     value: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
         value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None

@@ -186,9 +186,13 @@ def _function_of(arguments: str, tools: Mapping[str, Mapping[str, Any]]) -> str 
 
 
 def _takes(parameters: Mapping[str, Any], keys: frozenset[str]) -> bool:
+    """Returns whether a schema allows these keys together. Looks at no more of its names than there are keys: the
+    model may write many calls."""
     properties, required = parameters.get("properties"), parameters.get("required")
-    needed = {key for key in required if isinstance(key, str)} if isinstance(required, list) else set()
-    return keys <= frozenset(properties if isinstance(properties, dict) else ()) and keys >= needed
+    if not keys <= (properties.keys() if isinstance(properties, dict) else frozenset()):
+        return False
+    needed = required if isinstance(required, list) else []
+    return len(needed) <= len(keys) and all(key in keys for key in needed if isinstance(key, str))
 
 
 def array_or_named(named: NamedArguments) -> CallGrammar:

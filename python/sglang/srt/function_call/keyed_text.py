@@ -5,6 +5,7 @@ Models also write JSON's or Python's quotes, and `=` between a key and its value
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -58,8 +59,6 @@ class _Arguments:
     def __init__(self, reader: Reader, sink: Sink) -> None:
         self._reader = reader
         self._sink = sink
-        self._never_closed: set[str] = set()
-        """Quotes that no other one follows in the rest of the text: they are looked for once."""
 
     def read(self, opener: str, depth: int, schema: Mapping[str, Any]) -> Steps[None]:
         """Reads an object or array from its opening bracket on. schema: of an object, if known."""
@@ -136,9 +135,9 @@ class _Arguments:
 
     def _quoted(self, quote: str) -> Steps[bool]:
         """Reads a text in JSON's or Python's quotes. Returns False, consuming nothing, if it does not end."""
-        if quote in self._never_closed:
-            return False
         reader, parts = self._reader, [quote]
+        if reader.offset >= reader.unclosed_from.get(quote, math.inf):
+            return False
         reader.mark()
         reader.skip(1)
         ends = markers_of("\\", quote)
@@ -152,5 +151,5 @@ class _Arguments:
             parts.append((yield from reader.peek()))
             reader.skip(len(parts[-1]))
         reader.rewind()
-        self._never_closed.add(quote)
+        reader.unclosed_from[quote] = reader.offset
         return False

@@ -58,6 +58,12 @@ class OutputParser:
         return self._output.in_reasoning
 
     @property
+    def num_held(self) -> int:
+        """Returns the characters whose events are still to come, all of them perhaps with the next piece. Those of a
+        call that has begun are not among them: its arguments are passed on."""
+        return self._reader.num_held(skipped=int(self._output.in_call))
+
+    @property
     def reasoning_end(self) -> int:
         """Returns the characters up to the end of the last complete thoughts; 0: there were none."""
         return self._output.reasoning_end

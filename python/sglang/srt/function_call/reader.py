@@ -68,9 +68,10 @@ def markers_of(*texts: str) -> Markers:
 
 @dataclass(slots=True)
 class _Mark:
-    """A position that was marked. `pieces`: text from there on that the reader no longer holds; the rest begins at
-    index `start`."""
+    """A position that was marked, `offset` characters into the output. `pieces`: text from there on that the reader no
+    longer holds; the rest begins at index `start`."""
 
+    offset: int
     start: int
     pieces: list[str] = field(default_factory=list)
 
@@ -92,6 +93,9 @@ class Reader:
         self._no_fence_before = 0
         """Characters of the output that were searched for the fence."""
         self._marks: list[_Mark] = []
+        self.unclosed_from: dict[str, int] = {}
+        """Quote that a grammar has looked for up to the end of the text -> the offset behind which no other closes
+        it."""
 
     def feed(self, text: str) -> None:
         """Appends text; what was read before is dropped, but for what follows a mark."""
@@ -139,9 +143,15 @@ class Reader:
 
     # --- memory of what was read --------------------------------------------------------------------------------------
 
+    def num_held(self, skipped: int) -> int:
+        """Returns the characters that may be read again: those since the oldest mark without the `skipped` oldest ones,
+        or else those that were not read yet."""
+        begin = self._marks[skipped].offset if len(self._marks) > skipped else self.offset
+        return self._offset + len(self._text) - begin
+
     def mark(self) -> None:
         """Remembers the present position, until `unmark`. Marks nest."""
-        self._marks.append(_Mark(self._position))
+        self._marks.append(_Mark(self.offset, self._position))
 
     def since_mark(self) -> str:
         """Returns the text from the latest mark to the present position."""

@@ -9,8 +9,9 @@ from typing import Any
 from sglang.srt.utils.json_nesting import MAX_JSON_NESTING
 
 _SPACE = re.compile(r"[ \t\r\n]*")
-_STRING = re.compile(r'"((?:[^"\\]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*)("?)')
-"""A string, perhaps cut; the second group is its closing quote."""
+_STRING = re.compile(r'"([^"\\]*(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\]*)*)("?)')
+"""A string, perhaps cut; the second group is its closing quote. Each repetition of a group takes a hundred bytes while
+it is matched, so there is one for each escape only, not for each character."""
 _SCALAR = re.compile(r"(?:-?[0-9]{1,64}(?:\.[0-9]{1,64})?(?:[eE][+-]?[0-9]{1,3})?|true|false|null)(?=[ \t\r\n,}\]])")
 """A number or word with something after it: at the end of a text half of it may be missing."""
 

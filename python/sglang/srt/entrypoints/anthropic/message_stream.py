@@ -51,18 +51,20 @@ class MessageStream:
     def write(self, output: GenerateOutput) -> bytes:
         """Returns the events of a further part of the output."""
         pieces = self._output.push(output)
-        events = b""
+        events = []
         if not self._begun:
             self._begun = True
-            events = _sse("message_start", message=self._new_message(output.meta)) + _sse("ping")
-        for piece in pieces:
-            events += self._piece(piece)
+            events += [_sse("message_start", message=self._new_message(output.meta)), _sse("ping")]
+        events += map(self._piece, pieces)
         if output.finish is not None:
             delta = self._rules.ending(output.finish, self._has_calls, output.meta)
-            events += self._close()
-            events += _sse("message_delta", delta=delta, usage=self._usage(output.meta), **self._context)
-            events += _sse("message_stop")
-        return events
+            events.append(self._close())
+            events.append(_sse("message_delta", delta=delta, usage=self._usage(output.meta), **self._context))
+            events.append(_sse("message_stop"))
+        return b"".join(events)
+
+    def num_held(self, index: int) -> int:
+        return self._output.num_held
 
     def end(self) -> bytes:
         """Returns no bytes: the last part of the output has ended the message."""

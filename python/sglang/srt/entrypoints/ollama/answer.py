@@ -40,6 +40,9 @@ class AnswerWriter:
             lines.append(self._line({}, **self._ending(output.finish, output.meta)))
         return b"".join(lines)
 
+    def num_held(self, index: int) -> int:
+        return self._output.num_held
+
     def end(self) -> bytes:
         """Returns no bytes: the last line has ended the answer."""
         return b""

@@ -238,6 +238,11 @@ class ChoiceOutput:
         self._num_counted = 0
         self._token_bytes = 0
 
+    @property
+    def num_held(self) -> int:
+        """Returns the characters of earlier pieces whose events are still to come."""
+        return 0 if self._parser is None else self._parser.num_held
+
     def push(self, output: GenerateOutput) -> list[Event]:
         """Returns the events of the next piece; the last piece gives all that is left. Sets the piece's
         `reasoning_tokens`."""

@@ -140,22 +140,25 @@ class _ChatWriter:
         deltas = self._deltas(output)
         self._usage.update(index, output.meta)
         usage = encode(self._usage.as_dict()) if self._told.continuous else b"null"
-        events = b""
+        events = []
         if index not in self._introduced:
             self._introduced.add(index)
-            events = self._chunks.role(index, usage)
+            events.append(self._chunks.role(index, usage))
         logprobs = b"null"
         if output.logprobs is not None and output.logprobs.output:
             logprobs = encode(_logprobs(self._service, output.logprobs))
             deltas = deltas or [TextDelta("")]
         for delta in deltas:
-            events += self._delta(index, delta, logprobs, usage)
+            events.append(self._delta(index, delta, logprobs, usage))
             logprobs = b"null"
         if output.finish is not None:
             refuse_aborted(output.finish)
             reason = _finish_reason(output.finish.type, index in self._calling)
-            events += self._chunks.finish(index, reason, output.finish.matched, usage)
-        return events
+            events.append(self._chunks.finish(index, reason, output.finish.matched, usage))
+        return b"".join(events)
+
+    def num_held(self, index: int) -> int:
+        return self._choices[index].num_held if index in self._choices else 0
 
     def _deltas(self, output: GenerateOutput) -> list[Event]:
         """Returns the deltas for the output's events."""

@@ -26,6 +26,11 @@ from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
+MAX_ECHO_CHARS = 1 << 26
+"""Characters of prompts that an answer may repeat: all of them are in memory several times while it is written."""
+CHARS_PER_TOKEN = 16
+"""Characters that a token id of a prompt counts as."""
+
 
 async def completions(service: OpenAIService, body: CompletionRequest, request: Request) -> Response:
     """Answers `POST /v1/completions`, whole or as a stream."""
@@ -62,7 +67,7 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
             }
         )
 
-    return await written(outputs, answer)
+    return await written(outputs, answer, sum(echo.num_chars(output.index) for output in outputs))
 
 
 def _check(body: CompletionRequest) -> None:
@@ -72,6 +77,25 @@ def _check(body: CompletionRequest) -> None:
         raise bad_request("best_of other than n is not supported: leave it out", param="best_of")
     if not body.prompt:
         raise bad_request("prompt is empty", param="prompt")
+    if body.echo:
+        _bound_echo(body)
+
+
+def _bound_echo(body: CompletionRequest) -> None:
+    is_one = isinstance(body.prompt, str) or isinstance(body.prompt[0], int)
+    prompts: Any = [body.prompt] if is_one else body.prompt
+    num_chars = body.num_choices * sum(_num_chars(prompt) for prompt in prompts)
+    if num_chars > MAX_ECHO_CHARS:
+        raise bad_request(
+            f"echo repeats the prompts in each of {body.num_choices} choices, which makes {num_chars} characters;"
+            f" {MAX_ECHO_CHARS} are the limit: leave echo out, or ask for fewer choices",
+            param="echo",
+        )
+
+
+def _num_chars(prompt: str | list[int]) -> int:
+    """Returns the characters of a prompt's text, or an estimate if it is token ids."""
+    return CHARS_PER_TOKEN * len(prompt) if isinstance(prompt, list) else len(prompt)
 
 
 def _generate_request(body: CompletionRequest, rid: str | list[str]) -> GenerateRequest:
@@ -106,6 +130,13 @@ class _Echo:
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._decoded: dict[int, str] = {}
         """Texts of prompts that were given as ids, which samples of a prompt share."""
+
+    def num_chars(self, index: int) -> int:
+        """Returns about how many characters must be written before the first output text of choice `index`."""
+        if not self._echo:
+            return 0
+        text = self._stream.prompt_texts[index // self._stream.num_samples]
+        return len(self._stream.requests[index].input_ids) if text is None else len(text)
 
     def prompt_text(self, index: int) -> str:
         """Returns the text before the first output text of choice `index`."""
@@ -162,6 +193,9 @@ class _CompletionWriter:
             return self._chunks.text(index, text, logprobs, usage)
         refuse_aborted(finish)
         return self._chunks.text(index, text, logprobs, usage, finish_fields(finish.type, finish.matched))
+
+    def num_held(self, index: int) -> int:
+        return 0 if index in self._introduced else self._echo.num_chars(index)
 
     def end(self) -> bytes:
         usage = self._usage.as_dict() if self._told.final else None

@@ -29,10 +29,16 @@ class UsageCounter:
         self._num_choices = num_choices
         self._report_cached = report_cached
         self._meta: dict[int, TokenMeta] = {}
+        self._changed: set[int] = set()
+        """Sequences with newer counts than those that were added up."""
+        self._counts: dict[int, _Counts] = {}
+        self._totals = _NOTHING
+        """Sums of `_counts`: each chunk of a stream may tell them, and a call may have thousands of sequences."""
 
     def update(self, index: int, meta: TokenMeta) -> None:
         """Notes the latest counts of a sequence."""
         self._meta[index] = meta
+        self._changed.add(index)
 
     def extension(self) -> dict[str, Any]:
         """Returns `sglext` of requests with `return_spec_tokens_details`: statistics of each choice's draft tokens, as
@@ -43,16 +49,39 @@ class UsageCounter:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the `usage` object of all sequences; each prompt counts once."""
-        firsts = [meta for index, meta in self._meta.items() if index % self._num_choices == 0]
-        prompt_tokens = sum(meta.prompt_tokens for meta in firsts)
-        completion_tokens = sum(meta.completion_tokens for meta in self._meta.values())
-        reasoning_tokens = sum(meta.reasoning_tokens for meta in self._meta.values())
-        details = {"cached_tokens": sum(meta.cached_tokens for meta in firsts)} if self._report_cached else None
+        for index in self._changed:
+            self._add_up(index, self._meta[index])
+        self._changed.clear()
+        totals = self._totals
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "reasoning_tokens": reasoning_tokens,
-            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
-            "prompt_tokens_details": details,
+            "prompt_tokens": totals.prompt,
+            "completion_tokens": totals.completion,
+            "total_tokens": totals.prompt + totals.completion,
+            "reasoning_tokens": totals.reasoning,
+            "completion_tokens_details": {"reasoning_tokens": totals.reasoning},
+            "prompt_tokens_details": {"cached_tokens": totals.cached} if self._report_cached else None,
         }
+
+    def _add_up(self, index: int, meta: TokenMeta) -> None:
+        has_prompt = index % self._num_choices == 0
+        counts = _Counts(
+            meta.prompt_tokens if has_prompt else 0,
+            meta.cached_tokens if has_prompt else 0,
+            meta.completion_tokens,
+            meta.reasoning_tokens,
+        )
+        changes = zip(self._totals, self._counts.get(index, _NOTHING), counts, strict=True)
+        self._totals = _Counts(*(total - old + new for total, old, new in changes))
+        self._counts[index] = counts
+
+
+class _Counts(NamedTuple):
+    """Tokens of one sequence, or of all. Only the first sample of a prompt has those of the prompt."""
+
+    prompt: int
+    cached: int
+    completion: int
+    reasoning: int
+
+
+_NOTHING = _Counts(0, 0, 0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -71,18 +72,21 @@ class HeldInput:
         """Returns the bytes that the items take; 0 once they were dropped."""
         return 0 if self.items is None else len(self.items)
 
-    def conversation(self, output: list[dict[str, Any]]) -> bytes:
-        """Returns the input items and then those of `output`, as a JSON list. Must not be called for dropped or empty
-        input."""
-        assert self.items is not None and self.num_items
+    def take_conversation(self, output: list[dict[str, Any]]) -> bytes | None:
+        """Drops the items and returns them, followed by those of `output`, as a JSON list; None if they were dropped
+        already. Must not be called for empty input."""
+        items, self.items = self.items, None
+        if items is None:
+            return None
+        assert self.num_items
         ending = msgspec.json.encode(output)[1:]
-        return b"".join((self.items[:-1], b"," if output else b"", ending))
+        return b"".join((items[:-1], b"," if output else b"", ending))
 
 
 class ResponseStore:
     """Stored responses by id, the least recently written first. Held inputs count against the limit of bytes. If there
     is no room, the oldest ended responses are dropped first, and then the items of the oldest held inputs; running
-    responses stay."""
+    responses stay. `put` may be called in any thread, as the last events of a long answer are written in one."""
 
     def __init__(
         self,
@@ -93,6 +97,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._max_entry_bytes = min(max_bytes, max_entry_bytes)
+        self._lock = threading.Lock()
         self._num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
         self._held: weakref.WeakValueDictionary[int, HeldInput] = weakref.WeakValueDictionary()
@@ -105,12 +110,14 @@ class ResponseStore:
     @property
     def num_running(self) -> int:
         """Returns the number of responses that are still being generated."""
-        return sum(entry.is_running for entry in self._entries.values())
+        with self._lock:
+            return sum(entry.is_running for entry in self._entries.values())
 
     def has_room(self, entry: StoredResponse) -> bool:
         """Returns whether `entry`, a response that will run, fits beside the running ones. Ended ones do not matter,
         because they would be dropped."""
-        running = [other.num_bytes for other in self._entries.values() if other.is_running]
+        with self._lock:
+            running = [other.num_bytes for other in self._entries.values() if other.is_running]
         return len(running) < self._max_responses and sum(running) + entry.num_bytes <= self._max_bytes
 
     def get(self, response_id: str) -> StoredResponse | None:
@@ -120,12 +127,13 @@ class ResponseStore:
     def put(self, response_id: str, entry: StoredResponse) -> None:
         """Stores a response in place of the one with the same id, if any. If `entry` is larger than one may be, neither
         is kept."""
-        self._remove(response_id)
-        if entry.num_bytes > self._max_entry_bytes:
-            return
-        self._entries[response_id] = entry
-        self._num_bytes += entry.num_bytes
-        self._make_room()
+        with self._lock:
+            self._remove(response_id)
+            if entry.num_bytes > self._max_entry_bytes:
+                return
+            self._entries[response_id] = entry
+            self._num_bytes += entry.num_bytes
+            self._make_room()
 
     def hold(self, waiting: HeldInput) -> None:
         """Counts the input against the limit of bytes for as long as anything else refers to it. Drops its items if
@@ -133,8 +141,9 @@ class ResponseStore:
         if waiting.num_bytes > self._max_entry_bytes:
             waiting.items = None
             return
-        self._held[next(self._held_numbers)] = waiting
-        self._make_room()
+        with self._lock:
+            self._held[next(self._held_numbers)] = waiting
+            self._make_room()
 
     def _make_room(self) -> None:
         """Drops ended responses, then items of held inputs, until the limits are kept or only running ones are left."""
@@ -154,7 +163,8 @@ class ResponseStore:
     def discard(self, response_id: str) -> bool:
         """Removes a response and cancels its task, unless that is the caller. Returns False if there is none with this
         id."""
-        entry = self._remove(response_id)
+        with self._lock:
+            entry = self._remove(response_id)
         if entry is not None and entry.task is not None and entry.task is not asyncio.current_task():
             entry.task.cancel()
         return entry is not None

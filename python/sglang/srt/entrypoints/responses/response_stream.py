@@ -45,17 +45,19 @@ class ResponseStream:
     def write(self, output: GenerateOutput) -> bytes:
         """Returns the events of a further part of the output."""
         pieces = self._output.push(output)
-        events = b"" if self._num_events else self._begin()
-        for piece in pieces:
-            events += self._piece(piece)
+        events = [] if self._num_events else [self._begin()]
+        events += map(self._piece, pieces)
         finish = output.finish
-        if finish is None:
-            return events
-        refuse_aborted(finish)
-        events += self._close(parts.item_status(finish))
-        response = self._head.ended(self._items, output.meta, finish)
-        self._on_end(response)
-        return events + self._sse(f"response.{response['status']}", response=response)
+        if finish is not None:
+            refuse_aborted(finish)
+            events.append(self._close(parts.item_status(finish)))
+            response = self._head.ended(self._items, output.meta, finish)
+            self._on_end(response)
+            events.append(self._sse(f"response.{response['status']}", response=response))
+        return b"".join(events)
+
+    def num_held(self, index: int) -> int:
+        return self._output.num_held
 
     def end(self) -> bytes:
         """Returns no bytes: the last part of the output has ended the response."""

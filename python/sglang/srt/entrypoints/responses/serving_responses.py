@@ -59,9 +59,9 @@ class _Answer:
 
     def keep(self, response: dict[str, Any]) -> None:
         """Stores the final response, unless the client does not want that or the store has no room."""
-        if self.waiting is None or self.waiting.items is None:
+        conversation = None if self.waiting is None else self.waiting.take_conversation(response["output"])
+        if self.waiting is None or conversation is None:
             return
-        conversation, self.waiting.items = self.waiting.conversation(response["output"]), None
         encoded = msgspec.json.encode(response)
         self.store.put(self.head.id, StoredResponse(encoded, conversation, self.waiting.num_items))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.replica import Replica
 from sglang.srt.managers.wire.io_struct import ControlReply, ControlReq
+
+logger = logging.getLogger(__name__)
 
 
 class Undo(NamedTuple):
@@ -60,11 +63,18 @@ async def ask_each(asked: Sequence[Replica], kind: str, args: dict[str, Any], ti
 
 async def undo_where_done(undo: Undo, replies: Replies, timeout: float) -> None:
     """Undoes a call that some replicas have followed and others have not. One that is late may still follow the call;
-    it gets the undoing one after it."""
+    it gets the undoing one after it. Logs where that fails, as in a replica that has got requests meanwhile."""
     done = [replica for replica, reply in replies.by_replica.items() if reply.ok]
     if done and (replies.refused or replies.late):
         where = [replica for replica in (*done, *replies.late) if replica.failure is None]
-        await ask_each(where, undo.kind, undo.args, timeout)
+        undone = await ask_each(where, undo.kind, undo.args, timeout)
+        for replica in (*undone.refused, *undone.late):
+            reply = undone.by_replica.get(replica)
+            logger.warning(
+                "Replica %d has not done %s, which undoes a call that other replicas have not followed (%s): make the"
+                " call again when nothing runs.",
+                replica.index, undo.kind, "no answer" if reply is None else reply.message,
+            )  # fmt: skip
 
 
 def late_error(kind: str, timeout: float) -> RequestError:

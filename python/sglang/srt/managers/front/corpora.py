@@ -84,7 +84,8 @@ class ExternalCorpora:
             await self._replace({name: tokens for name, tokens in self._tokens.items() if name != corpus_id})
 
     async def _tokenized(self, documents: Sequence[str], room: int) -> Tokens:
-        """Tokenizes piece by piece, so that other requests need not wait for a whole document."""
+        """Tokenizes piece by piece, so that other requests need not wait for a whole document. Lets them run after each
+        of many short documents too, which are tokenized on the event loop."""
         parts: list[Tokens] = []
         for piece in chain.from_iterable((*pieces(document), None) for document in documents):
             part = np.array([-1] if piece is None else await self._encode(piece, False), np.int32)
@@ -95,6 +96,7 @@ class ExternalCorpora:
                     " leaves; remove a corpus, send less, or start the server with a larger number"
                 )
             parts.append(part)
+            await asyncio.sleep(0)
         tokens = np.concatenate(parts) if parts else np.empty(0, np.int32)
         if not (tokens >= 0).any():
             raise RequestError("documents must hold at least one text that is not empty")

@@ -66,6 +66,9 @@ class NativeEvents:
         """Returns the event of an output."""
         return self._written(output, b"data: ", self._ends[output.index])
 
+    def num_held(self, index: int) -> int:
+        return 0
+
     def end(self) -> bytes:
         return b""
 
