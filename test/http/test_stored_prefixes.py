@@ -40,7 +40,7 @@ def ask(directory: Path, attached: bool) -> tuple[dict[str, Any], dict[str, floa
         while (seen := metrics(client)).get("sglang:prefetched_tokens_total", 0) + seen.get(
             "sglang:backuped_tokens_total", 0
         ) < 256:
-            assert not seen["sglang:storage_failures_total"], server.log()[-2000:]
+            assert not seen.get("sglang:storage_failures_total"), server.log()[-2000:]
             assert time.monotonic() < deadline, seen
             client.post("/generate", json={**BODY, "input_ids": [9, 8, 7]}).raise_for_status()
             time.sleep(0.3)
