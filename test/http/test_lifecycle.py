@@ -77,7 +77,7 @@ def test_what_compiles_grammars_starts_with_the_server_and_ends_with_it(monkeypa
             if compilers:
                 break
             time.sleep(0.01)
-        assert len(compilers) == 1
+        assert len(compilers) in (1, 2)  # it forks a child that makes the vocabulary
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
         assert all_gone(processes) and "Traceback" not in server.log() and "died" not in server.log()
