@@ -196,7 +196,7 @@ def test_what_some_replicas_did_is_undone_where_others_are_late() -> None:
 
     async def test(pair: Pair) -> None:
         undo = Undo("detach_storage", {"undo": True})
-        attach = asyncio.ensure_future(pair.manager.control("attach_storage", {}, 0.2, undo))
+        attach = asyncio.ensure_future(pair.manager.control("attach_storage", {}, 1.0, undo))
         question = await pair.received(0)
         assert isinstance(question, ControlReq)
         pair.outboxes[0].send(ControlReply(question.id))
