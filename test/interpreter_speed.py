@@ -71,7 +71,8 @@ PLAIN = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}
 
 
 def keep_types_of_results() -> None:
-    """Of operators whose operands need no conversion. The first operation on two types is Triton's own."""
+    """Keeps the types of the results of operators whose operands need no conversion. The first operation on two types
+    is Triton's own."""
     stock = interpreter._patch_lang_tensor
 
     def patch_tensor(tensor: Any, scope: Any) -> None:
@@ -123,6 +124,8 @@ def known_result(tensor: Any, other: Any, functions: tuple[str, str, str], resul
     if isinstance(other, tl.tensor):
         if other.dtype != dtype:
             return unknown
+    elif isinstance(other, float) and other == 0:
+        return unknown  # 0.0 and -0.0 are the same key
     elif dtype.name in PLAIN and (isinstance(other, int) or (isinstance(other, float) and dtype == tl.float32)):
         number = interpreter.TensorHandle(np.array([other], dtype=PLAIN[dtype.name]), dtype)
     else:

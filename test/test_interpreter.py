@@ -33,6 +33,14 @@ def add_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
 
 
 @triton.jit
+def zeros_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    offs = tl.arange(0, N)
+    x = tl.load(x_ptr + offs)
+    tl.store(out_ptr + offs, x * 0.0)
+    tl.store(out_ptr + N + offs, x * -0.0)
+
+
+@triton.jit
 def doubled(x):
     return x + x
 
@@ -49,6 +57,13 @@ def values() -> torch.Tensor:
     wide = torch.randn(480) * torch.logspace(-8, 1.5, 480)
     special = torch.tensor([0.0, -0.0, 1.0, 1.00390625, 1.01171875, 2**-9, 2**-10, 2**-16, 448.0, -448.0, 0.3])
     return torch.cat([wide, special, torch.zeros(512 - 480 - len(special))]).to(interpreter.DEVICE)
+
+
+@interpreter.kernel_test
+def test_zeros_of_both_signs_are_told_apart() -> None:
+    x, out = torch.ones(16, device=interpreter.DEVICE), torch.ones(2, 16, device=interpreter.DEVICE)
+    zeros_kernel[(1,)](x, out, N=16)
+    assert not out.any() and torch.signbit(out).tolist() == [[False] * 16, [True] * 16]
 
 
 @interpreter.kernel_test
