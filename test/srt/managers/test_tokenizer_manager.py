@@ -728,10 +728,10 @@ def test_whole_outputs_are_parsed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     pieces = []
     in_thread = bench.manager.text.in_thread
 
-    async def counted(size: int, function: Any, text: str) -> Any:
+    async def counted(size: int, function: Any, *texts: str) -> Any:
         assert size == len(body.text)
-        pieces.append(text)
-        return await in_thread(size, function, text)
+        pieces.extend(texts)
+        return await in_thread(size, function, *texts)
 
     monkeypatch.setattr(bench.manager.text, "in_thread", counted)
     assert asyncio.run(output_formats.parse_calls(bench.manager, ModelFormats(), body)) == whole
