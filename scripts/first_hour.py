@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Servers as an owner starts them, on one GPU: recipes and published commands with their own flags, and with none.
+"""Servers as an owner starts them: recipes and published commands with their own flags, and with none.
 
     python scripts/first_hour.py --out DIR [--limit 560] [--all] [--only TEXT] [--sanitize memcheck] [--list]
 
@@ -7,7 +7,8 @@ Each case is a published config cut to a few layers (real widths and format, ran
 one of its drafts. The server must start, canary included, with the graphs that its flags ask for, answer 32 requests of
 many lengths, 16 at a time, without an error, a traceback or a kernel compiled while they wait, and end when it is told
 to. Flags that lay out several GPUs are left out, and the size of the cache is given, so that several servers fit beside
-each other. Prints a row for each case, writes its log to DIR, and exits with 1 if one failed or was not reached.
+each other; each has one of the GPUs that CUDA_VISIBLE_DEVICES names, or that there are. Prints a row for each case,
+writes its log to DIR, and exits with 1 if one failed or was not reached.
 
 Without --all each architecture has one recipe, one that drafts and one published command.
 --sanitize runs every server under compute-sanitizer with that tool.
@@ -29,7 +30,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,33 +179,52 @@ def planned(case: Case, arch: str | None) -> int | None:
 
 
 class Memory:
-    """The GPU's memory: a server waits until as much as it needs is free."""
+    """The memory of each GPU: a server waits until one of them has as much free as it needs."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.free, self.changed = total, total, threading.Condition()
+    def __init__(self, total: Mapping[str, int]) -> None:
+        self.largest, self.free, self.changed = max(total.values()), dict(total), threading.Condition()
 
-    def take(self, size: int, until: float) -> bool:
+    def take(self, size: int, until: float) -> str | None:
+        """Returns the GPU with the most free memory, from which `size` is taken; None if the time is over."""
         with self.changed:
-            taken = self.changed.wait_for(lambda: self.free >= size, max(0.0, until - time.monotonic()))
-            self.free -= size if taken else 0
-        return taken
+            fits = self.changed.wait_for(lambda: self._freest()[1] >= size, max(0.0, until - time.monotonic()))
+            if not fits:
+                return None
+            gpu, free = self._freest()
+            self.free[gpu] = free - size
+        return gpu
 
-    def give_back(self, size: int) -> None:
+    def _freest(self) -> tuple[str, int]:
+        return max(self.free.items(), key=lambda each: each[1])
+
+    def give_back(self, gpu: str, size: int) -> None:
         with self.changed:
-            self.free += size
+            self.free[gpu] += size
             self.changed.notify_all()
+
+
+def visible_gpus() -> dict[str, int]:
+    """Returns the name of each GPU, as CUDA_VISIBLE_DEVICES has it, and the bytes that servers may have of it."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    numbers = range(torch.cuda.device_count())
+    names = given.split(",") if given else map(str, numbers)
+    sizes = [torch.cuda.get_device_properties(number).total_memory - 4 * GIB for number in numbers]
+    return dict(zip(names, sizes, strict=True))
 
 
 class Server:
     """A server in a process group of its own."""
 
-    def __init__(self, flags: Sequence[str], log: Path, sanitize: str) -> None:
+    def __init__(self, flags: Sequence[str], gpu: str, log: Path, sanitize: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         checker = [*SANITIZER, sanitize, *SANITIZER_FLAGS.get(sanitize, ())] if sanitize else []
         command = [*checker, sys.executable, "-m", "sglang.cli", "serve", "--port", str(self.port), *flags]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])}
+        paths = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+        env = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": gpu}
         self.sanitized = bool(sanitize)
         with log.open("wb") as out:
             out.write((shlex.join(command) + "\n").encode())
@@ -268,10 +288,10 @@ class Server:
         self.process.wait()
 
 
-def play(case: Case, result: Result, flags: Sequence[str], log: Path, sanitize: str, until: float) -> None:
+def play(result: Result, flags: Sequence[str], gpu: str, log: Path, sanitize: str, until: float) -> None:
     """Starts the server of a case, asks it, ends it, and reads its log."""
     slower = SANITIZED_FACTOR if sanitize else 1
-    began, server = time.monotonic(), Server(flags, log, sanitize)
+    began, server = time.monotonic(), Server(flags, gpu, log, sanitize)
     try:
         if not server.wait_up(min(until, began + START_LIMIT_S * slower)):
             status = server.process.poll()
@@ -305,9 +325,7 @@ def log_problems(text: str) -> list[str]:
 
 
 def run_all(cases: Sequence[Case], out: Path, limit_s: float, jobs: int, sanitize: str) -> list[Result]:
-    import torch
-
-    memory = Memory(torch.cuda.get_device_properties(0).total_memory - 4 * GIB)
+    memory = Memory(visible_gpus())
     places, until = threading.BoundedSemaphore(jobs), time.monotonic() + limit_s
     results = [Result(case) for case in cases]
 
@@ -321,16 +339,17 @@ def run_all(cases: Sequence[Case], out: Path, limit_s: float, jobs: int, sanitiz
         if size is None:
             result.refuse("no kernel serves it on this GPU")
             return
-        size = min(size + BESIDE_PLAN, memory.total)
-        if not memory.take(size, until - MIN_S):
+        size = min(size + BESIDE_PLAN, memory.largest)
+        gpu = memory.take(size, until - MIN_S)
+        if gpu is None:
             return
         try:
             with places:
                 if time.monotonic() < until - MIN_S:
                     log = out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', result.case.name)}.log"
-                    play(result.case, result, flags, log, sanitize, until)
+                    play(result, flags, gpu, log, sanitize, until)
         finally:
-            memory.give_back(size)
+            memory.give_back(gpu, size)
 
     def run(number: int) -> None:
         folder = out / "models" / str(number)

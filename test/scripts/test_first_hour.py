@@ -120,8 +120,17 @@ def test_a_server_is_started_asked_and_ended(
     result = script.Result(case)
     until = script.time.monotonic() + 300
     flags = [*script.command_flags(case, tmp_path), "--device", "cpu"]
-    script.play(case, result, flags, tmp_path / "log", "", until)
+    script.play(result, flags, "", tmp_path / "log", "", until)
     assert result.reached and not result.problems, result.row() + (tmp_path / "log").read_text()
     refused = script.Result(case)
-    script.play(case, refused, ["--no-such-flag"], tmp_path / "log", "", until)
+    script.play(refused, ["--no-such-flag"], "", tmp_path / "log", "", until)
     assert refused.reached and refused.problems == ["start ended with 2"]
+
+
+def test_each_server_has_a_gpu_with_room(script: ModuleType) -> None:
+    memory = script.Memory({"3": 100, "5": 120})
+    now = script.time.monotonic()
+    assert memory.largest == 120
+    assert [memory.take(60, now) for _ in range(4)] == ["5", "3", "5", None]
+    memory.give_back("3", 60)
+    assert memory.take(61, now) == "3"

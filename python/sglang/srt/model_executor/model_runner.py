@@ -53,9 +53,20 @@ from sglang.srt.utils.device_arrays import send
 logger = logging.getLogger(__name__)
 
 SHORT_PROMPT = 16
+SELECTING_OPS = frozenset({"sparse_indexer", "block_indexer"})
+LEAST_SELECTION = 4096
+"""Entries that the smallest launch of `select_entries` takes."""
 
 CreateDrafter = Callable[[CausalLM, Plan], Drafter]
 """Creates the drafter for a model that has its weights."""
+
+
+def selection_lengths(context_len: int) -> list[int]:
+    """Returns the lengths of requests that together meet every launch of `select_entries`, whose tiles are powers of
+    two, as are the tokens of an entry."""
+    longest = context_len - 1
+    powers = range(LEAST_SELECTION.bit_length() - 1, longest.bit_length())
+    return [*(1 << bit for bit in powers), longest] if powers else []
 
 
 class ModelRunner:
@@ -194,11 +205,15 @@ class ModelRunner:
 
     def _compile_prompts(self) -> None:
         """Computes prompts that are too long for graphs, so that requests do not wait for compilation: a short one and
-        the longest behind every kind of cached prefix, and those at which a kernel's tiles change."""
+        the longest behind every kind of cached prefix, those at which a kernel's tiles change, and a short one behind
+        the prefixes at which the selection of entries does."""
         attention, context_len = self.state.attention, self.plan.context_len
         lengths = {(num, 0) for num in self.plan.bucket_sizes(self.longest_prompt)}
-        for num in (min(SHORT_PROMPT, self.longest_prompt), self.longest_prompt):
+        short = min(SHORT_PROMPT, self.longest_prompt)
+        for num in (short, self.longest_prompt):
             lengths |= {(num, prefix) for prefix in attention.prefixes(num, context_len)}
+        if SELECTING_OPS & self.plan.choices.keys():
+            lengths |= {(short, length - short) for length in selection_lengths(context_len)}
         for num, prefix in sorted(lengths):
             self.run_padding(num, prefix)
         self.launches = PromptLaunches()

@@ -23,9 +23,10 @@ from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.sparse import TritonSparseIndexer
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
-from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+from sglang.srt.layers.attention.triton_ops.select_entries import launch_for, select_entries
 from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
 from sglang.srt.layers.triton_ops import index_store
+from sglang.srt.model_executor.model_runner import selection_lengths
 from srt.layers.attention.reference import relative_error
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -397,3 +398,19 @@ def test_shares_fill_the_gpu_and_stay_within_bounds() -> None:
 @interpreter.in_two_parts
 def test_in_interpreter(part: str) -> None:
     interpreter.run_file(__file__, part)
+
+
+@pytest.mark.parametrize(("rate", "top_k"), [(1, 2048), (4, 512), (128, 16)])
+@pytest.mark.parametrize("context_len", [2000, 5000, 32_768, 163_840, 1 << 20])
+def test_a_start_meets_every_launch_of_a_selection(rate: int, top_k: int, context_len: int) -> None:
+    """What `select_entries` launches depends on the length of the longest request alone."""
+
+    def launches(length: int) -> tuple[int, int]:
+        cells, levels = max(length // rate, top_k), 1
+        tile = launch_for(cells, top_k)["TILE"]
+        while cells > tile:
+            cells, levels = -(-cells // tile) * top_k, levels + 1
+        return tile, levels
+
+    warm = {launches(length) for length in (1, *selection_lengths(context_len))}
+    assert {launches(length) for length in range(1, context_len, 61)} <= warm
