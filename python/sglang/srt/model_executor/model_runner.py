@@ -61,10 +61,10 @@ CreateDrafter = Callable[[CausalLM, Plan], Drafter]
 """Creates the drafter for a model that has its weights."""
 
 
-def selection_lengths(context_len: int) -> list[int]:
+def selection_lengths(reach: int) -> list[int]:
     """Returns the lengths of requests that together meet every launch of `select_entries`, whose tiles are powers of
-    two, as are the tokens of an entry."""
-    longest = context_len - 1
+    two, as are the tokens of an entry. reach: positions that a request can have."""
+    longest = reach - 1
     powers = range(LEAST_SELECTION.bit_length() - 1, longest.bit_length())
     return [*(1 << bit for bit in powers), longest] if powers else []
 
@@ -213,7 +213,8 @@ class ModelRunner:
         for num in (short, self.longest_prompt):
             lengths |= {(num, prefix) for prefix in attention.prefixes(num, context_len)}
         if SELECTING_OPS & self.plan.choices.keys():
-            lengths |= {(short, length - short) for length in selection_lengths(context_len)}
+            reach = min(context_len, self.plan.num_positions)
+            lengths |= {(short, length - short) for length in selection_lengths(reach)}
         for num, prefix in sorted(lengths):
             self.run_padding(num, prefix)
         self.launches = PromptLaunches()

@@ -1,0 +1,25 @@
+"""The prompts that a start computes so that requests wait for no compilation: each is one that a request may bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from srt.model_executor.test_canary import runner_of
+
+
+@pytest.mark.parametrize(("context_len", "longest"), [(4096, None), (32_768, 32_767), (1 << 20, (1 << 18) + 1023)])
+def test_no_prompt_is_longer_than_the_tables_of_positions(
+    context_len: int, longest: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables end where the pool does, far before the context: a kernel that reads behind them ends the server."""
+    runner = runner_of(
+        "glm_moe_dsa", tmp_path, json_model_override_args=f'{{"max_position_embeddings": {context_len}}}'
+    )
+    lengths: list[int] = []
+    monkeypatch.setattr(runner, "run_padding", lambda num, prefix=0: lengths.append(num + prefix))
+    runner._compile_prompts()
+    assert max(lengths) <= runner.plan.num_positions <= context_len
+    if longest is not None:
+        assert longest in lengths
