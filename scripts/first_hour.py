@@ -46,6 +46,7 @@ REQUESTS, AT_ONCE, NEW_TOKENS = 32, 16, 24
 CACHE_TOKENS = 1 << 17
 BESIDE_PLAN = 3 * GIB
 """Memory of a server that its plan does not count: the context, libraries, and what a start needs for a while."""
+PATIENCE_S = 60.0
 MIN_S = 30.0
 """No server is started that has less time left."""
 START_LIMIT_S, ANSWER_LIMIT_S, EXIT_LIMIT_S = 300.0, 180.0, 40.0
@@ -179,20 +180,31 @@ def planned(case: Case, arch: str | None) -> int | None:
 
 
 class Memory:
-    """The memory of each GPU: a server waits until one of them has as much free as it needs."""
+    """The memory of each GPU: a server waits until one of them has as much free as it needs. Those that need less may
+    pass it for PATIENCE_S, and then no more."""
 
     def __init__(self, total: Mapping[str, int]) -> None:
         self.largest, self.free, self.changed = max(total.values()), dict(total), threading.Condition()
+        self._since: list[float] = []
 
     def take(self, size: int, until: float) -> str | None:
         """Returns the GPU with the most free memory, from which `size` is taken; None if the time is over."""
         with self.changed:
-            fits = self.changed.wait_for(lambda: self._freest()[1] >= size, max(0.0, until - time.monotonic()))
+            since = time.monotonic()
+            self._since.append(since)
+            fits = self.changed.wait_for(lambda: self._fits(size, since), max(0.0, until - since))
+            self._since.remove(since)
+            self.changed.notify_all()
             if not fits:
                 return None
             gpu, free = self._freest()
             self.free[gpu] = free - size
         return gpu
+
+    def _fits(self, size: int, since: float) -> bool:
+        first = min(self._since)
+        patient = first == since or time.monotonic() - first < PATIENCE_S
+        return patient and self._freest()[1] >= size
 
     def _freest(self) -> tuple[str, int]:
         return max(self.free.items(), key=lambda each: each[1])
