@@ -104,6 +104,7 @@ def test_flags_of_a_layout_are_left_out(script: ModuleType) -> None:
         ("The server is fired up\n", 0),
         ("[t] Traceback (most recent call last):\n  File\n", 1),
         ("decode_kernel was compiled while requests waited: 0.30 s\n", 1),
+        ("decode_kernel was read from Triton's cache while requests waited: 4 ms\n", 1),
         ("========= ERROR SUMMARY: 0 errors\n", 0),
         ("========= ERROR SUMMARY: 3 errors\n", 1),
         ("========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n", 1),

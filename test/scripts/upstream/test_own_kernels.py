@@ -5,6 +5,9 @@ from __future__ import annotations
 import interpreter
 import pytest
 import torch
+
+pytest.importorskip("libcst", reason="rewrites the sources of upstream")
+
 from upstream.own_files import own
 
 from sglang.srt.kernels.tiles import LEAST_TOKENS, MLA_LATENT, ROWS

@@ -23,3 +23,20 @@ def test_no_prompt_is_longer_than_the_tables_of_positions(
     assert max(lengths) <= runner.plan.num_positions <= context_len
     if longest is not None:
         assert longest in lengths
+
+
+DENSE = '{"max_position_embeddings": 4096, "index_topk": 400}'
+
+
+def test_prompts_of_both_paths_behind_a_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest prompt attends to selected entries, and expanding the latents of one cached token does not pay for a
+    short one: so neither of them meets the kernels that expand a prefix."""
+    runner = runner_of("glm_moe_dsa", tmp_path, json_model_override_args=DENSE)
+    ((site, sparse),) = runner.state.attention.sparse.items()
+    spec = runner.state.attention._latent[site]
+    prompts: list[tuple[int, int]] = []
+    monkeypatch.setattr(runner, "run_padding", lambda num, prefix=0: prompts.append((num, prefix)))
+    runner._compile_prompts()
+    dense = {(num, prefix) for num, prefix in prompts if num + prefix <= sparse.top_k}
+    assert any(prefix and spec.expanding_pays([prefix], [num]) for num, prefix in dense)
+    assert any(num + prefix > sparse.top_k for num, prefix in prompts)

@@ -14,7 +14,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 COMPILED_S = 0.05
-"""Kernels that take less time were not compiled but read from Triton's cache."""
+"""Kernels that take less time were not compiled but read from Triton's cache, where an earlier start left them."""
 
 
 @dataclass(slots=True)
@@ -31,14 +31,15 @@ class LateCompiles:
         return False
 
     def ends(self, *, fn: Any, **_: Any) -> None:
-        """Records and logs a late compilation; Triton calls it afterwards."""
-        seconds = time.perf_counter() - self._started
+        """Records and logs a late compilation, and logs a late read of the cache; Triton calls it afterwards."""
+        seconds, name = time.perf_counter() - self._started, fn.name.rpartition(".")[2]
         if seconds < COMPILED_S:
+            logger.info("%s was read from Triton's cache while requests waited: %.0f ms", name, 1000 * seconds)
             return
         self.kernels.append((fn.name, seconds))
         logger.warning(
             "%s was compiled while requests waited: %.2f s, once a machine (Triton keeps it in its cache)",
-            fn.name.rpartition(".")[2],
+            name,
             seconds,
         )
 

@@ -204,13 +204,14 @@ class ModelRunner:
         self.state.lens[0] = 0  # of the padding slot, over which nothing is to be attended
 
     def _compile_prompts(self) -> None:
-        """Computes prompts that are too long for graphs, so that requests do not wait for compilation: a short one and
-        the longest behind every kind of cached prefix, those at which a kernel's tiles change, and a short one behind
-        the prefixes at which the selection of entries does."""
+        """Computes prompts that are too long for graphs, so that requests do not wait for compilation: a short one, the
+        longest, and the longest that attends to all entries, behind every kind of cached prefix; those at which a
+        kernel's tiles change; and a short one behind the prefixes at which the selection of entries does."""
         attention, context_len = self.state.attention, self.plan.context_len
         lengths = {(num, 0) for num in self.plan.bucket_sizes(self.longest_prompt)}
         short = min(SHORT_PROMPT, self.longest_prompt)
-        for num in (short, self.longest_prompt):
+        dense = min(attention.longest_dense, self.longest_prompt)
+        for num in (short, dense or short, self.longest_prompt):
             lengths |= {(num, prefix) for prefix in attention.prefixes(num, context_len)}
         if SELECTING_OPS & self.plan.choices.keys():
             reach = min(context_len, self.plan.num_positions)

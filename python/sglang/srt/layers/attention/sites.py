@@ -79,6 +79,12 @@ class AttentionSites:
         graph."""
         return any(builder.num_parts(new_lens, prefix_lens) > 1 for builder in self._extend_builders)
 
+    @property
+    def longest_dense(self) -> int:
+        """Returns the most tokens that a prompt behind one cached token has if no site selects entries for it; 0 if no
+        site ever does."""
+        return min((site.top_k for site in self.sparse.values()), default=1) - 1
+
     def prefixes(self, num_tokens: int, context_len: int) -> list[int]:
         """Returns prefix lengths that run different kernels with prompts of `num_tokens`, as far as the context allows:
         none, a short one, one shared by several programs, and one whose latents are expanded in several chunks."""
