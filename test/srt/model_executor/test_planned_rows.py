@@ -43,12 +43,12 @@ def planned(tmp_path: Path, *words: str, card: tuple[str, int] = LARGE_CARD) -> 
     return plan, sizes
 
 
-def eager_rows(plan: Plan, widths: StepWidths) -> int:
-    """Returns the most rows of a step that `compile_decodes` launches kernel by kernel."""
-    rows: list[int] = []
+def eager_steps(plan: Plan, widths: StepWidths) -> list[tuple[int, int]]:
+    """Returns the requests and the tokens of each of the steps that `compile_decodes` launches kernel by kernel."""
+    steps: list[tuple[int, int]] = []
 
     def run(step: StepInput) -> Any:
-        rows.append(len(step.slots) * step.width)
+        steps.append((len(step.slots), step.width))
         return SimpleNamespace(wait=lambda: None)
 
     runner: Any = SimpleNamespace(
@@ -56,7 +56,20 @@ def eager_rows(plan: Plan, widths: StepWidths) -> int:
         without_graphs=contextlib.nullcontext, state=SimpleNamespace(has_drafts=widths.widths != (1,), lens=[0]),
     )  # fmt: skip
     ModelRunner.compile_decodes(runner)
-    return max(rows, default=0)
+    return steps
+
+
+def eager_rows(plan: Plan, widths: StepWidths) -> int:
+    """Returns the most rows of a step that `compile_decodes` launches kernel by kernel."""
+    return max((requests * width for requests, width in eager_steps(plan, widths)), default=0)
+
+
+def test_every_width_is_compiled_at_the_fewest_requests_without_a_graph(tmp_path: Path) -> None:
+    """With the most requests that may run a step has few widths, and kernels are launched otherwise for few requests."""
+    plan, sizes = planned(tmp_path, "--speculative-algorithm", "NGRAM", "--cuda-graph-max-bs", "8")
+    widths, largest = sizes.drafts, plan.cuda_graph_bs[-1]
+    assert largest == 8 and widths.of(largest + 1) != widths.of(plan.max_running_requests)
+    assert {(largest + 1, width) for width in widths.of(largest + 1)} <= set(eager_steps(plan, widths))
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,9 @@ SHORT_PROMPT = 16
 SELECTING_OPS = frozenset({"sparse_indexer", "block_indexer"})
 LEAST_SELECTION = 4096
 """Entries that the smallest launch of `select_entries` takes."""
+SHARED_PROMPTS = (1, *(length << bit for bit in range(9) for length in (2, 3)), 1024)
+"""Prompt lengths that together meet every launch by which programs share the selected entries of a token: with more
+tokens than the last no GPU shares any."""
 
 CreateDrafter = Callable[[CausalLM, Plan], Drafter]
 """Creates the drafter for a model that has its weights."""
@@ -206,7 +209,7 @@ class ModelRunner:
     def _compile_prompts(self) -> None:
         """Computes prompts that are too long for graphs, so that requests do not wait for compilation: a short one, the
         longest, and the longest that attends to all entries, behind every kind of cached prefix; those at which a
-        kernel's tiles change; and a short one behind the prefixes at which the selection of entries does."""
+        kernel's tiles change; and those at which the selection of entries, or the attention to them, does."""
         attention, context_len = self.state.attention, self.plan.context_len
         lengths = {(num, 0) for num in self.plan.bucket_sizes(self.longest_prompt)}
         short = min(SHORT_PROMPT, self.longest_prompt)
@@ -216,19 +219,23 @@ class ModelRunner:
         if SELECTING_OPS & self.plan.choices.keys():
             reach = min(context_len, self.plan.num_positions)
             lengths |= {(short, length - short) for length in selection_lengths(reach)}
+            lengths |= {(num, reach - 1 - num) for num in SHARED_PROMPTS if num <= self.longest_prompt}
         for num, prefix in sorted(lengths):
             self.run_padding(num, prefix)
         self.launches = PromptLaunches()
 
     def compile_decodes(self) -> None:
         """Computes steps with more requests than the largest graph, kernel by kernel, on the padding slot: with the
-        most requests that may run, and with a number that is no multiple of anything."""
+        most requests that may run, with a number that is no multiple of anything, and with the fewest that may bring
+        as many draft tokens."""
         maximum = self.plan.max_running_requests
         if self.decodes_in_graph(maximum):
             return
+        widths = self.widths.of if self.state.has_drafts else lambda num: (0,)
+        fewest = {widths(num): num for num in range(maximum, 0, -1) if not self.decodes_in_graph(num)}
         with self.without_graphs():
-            for num in {maximum, maximum - 1 + maximum % 2}:
-                for width in self.widths.of(num) if self.state.has_drafts else (0,):
+            for num in {maximum, maximum - 1 + maximum % 2, *fewest.values()}:
+                for width in widths(num):
                     self.run(padding_decodes(num, width)).wait()
         self.state.lens[0] = 0
 

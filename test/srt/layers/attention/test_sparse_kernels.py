@@ -13,6 +13,7 @@ from dataclasses import replace
 import interpreter
 import pytest
 import torch
+import triton
 
 from sglang.srt.blocks.shared_sparse import candidates
 from sglang.srt.blocks.shared_sparse.triton_candidates import TritonCandidateBlocks
@@ -24,9 +25,9 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.sparse import TritonSparseIndexer
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import launch_for, select_entries
-from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_attention import LEAST_SHARES, sparse_attention_fwd
 from sglang.srt.layers.triton_ops import index_store
-from sglang.srt.model_executor.model_runner import selection_lengths
+from sglang.srt.model_executor.model_runner import SHARED_PROMPTS, selection_lengths
 from srt.layers.attention.reference import relative_error
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -414,3 +415,14 @@ def test_a_start_meets_every_launch_of_a_selection(rate: int, top_k: int, contex
 
     warm = {launches(length) for length in (1, *selection_lengths(context_len))}
     assert {launches(length) for length in range(1, context_len, 61)} <= warm
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_120", "sm_121"])
+@pytest.mark.parametrize("tiles", [8, 32, 66])
+@pytest.mark.parametrize("head_tiles", [1, 2, 8])
+def test_a_start_meets_every_merge_of_shares(head_tiles: int, tiles: int, arch: str) -> None:
+    def merges(tokens: int) -> int:
+        count = num_shares(tokens * head_tiles, tiles, 2 * arch_by_name(arch).num_sms)
+        return max(LEAST_SHARES, triton.next_power_of_2(count)) if count > 1 else 0
+
+    assert {merges(tokens) for tokens in range(1, 3000)} == {merges(tokens) for tokens in (*SHARED_PROMPTS, 3000)}
