@@ -65,9 +65,9 @@ def eager_rows(plan: Plan, widths: StepWidths) -> int:
 
 
 def test_every_width_is_compiled_at_the_fewest_requests_without_a_graph(tmp_path: Path) -> None:
-    """With the most requests that may run a step has few widths, and kernels are launched otherwise for few requests."""
-    plan, sizes = planned(tmp_path, "--speculative-algorithm", "NGRAM", "--cuda-graph-max-bs", "8")
-    widths, largest = sizes.drafts, plan.cuda_graph_bs[-1]
+    """With the most requests that may run a step has few widths, and kernels are launched otherwise for a few."""
+    plan, _ = planned(tmp_path, "--speculative-algorithm", "NGRAM", "--cuda-graph-max-bs", "8")
+    widths, largest = plan.step_widths, plan.cuda_graph_bs[-1]
     assert largest == 8 and widths.of(largest + 1) != widths.of(plan.max_running_requests)
     assert {(largest + 1, width) for width in widths.of(largest + 1)} <= set(eager_steps(plan, widths))
 
