@@ -46,10 +46,11 @@ REQUESTS, AT_ONCE, NEW_TOKENS = 32, 16, 24
 CACHE_TOKENS = 1 << 17
 BESIDE_PLAN = 3 * GIB
 """Memory of a server that its plan does not count: the context, libraries, and what a start needs for a while."""
-PATIENCE_S = 60.0
 MIN_S = 30.0
 """No server is started that has less time left."""
 START_LIMIT_S, ANSWER_LIMIT_S, EXIT_LIMIT_S = 300.0, 180.0, 40.0
+LARGE = ("DeepSeek-V4.1-Flash",)
+"""Configs that take most of a GPU even with a few layers."""
 SANITIZED_FACTOR = 4
 """So many times the limits for a server under compute-sanitizer."""
 LAYOUT_FLAGS = re.compile(
@@ -181,31 +182,20 @@ def planned(case: Case, arch: str | None) -> int | None:
 
 
 class Memory:
-    """The memory of each GPU: a server waits until one of them has as much free as it needs. Those that need less may
-    pass it for PATIENCE_S, and then no more."""
+    """The memory of each GPU: a server waits until one of them has as much free as it needs."""
 
     def __init__(self, total: Mapping[str, int]) -> None:
         self.largest, self.free, self.changed = max(total.values()), dict(total), threading.Condition()
-        self._since: list[float] = []
 
     def take(self, size: int, until: float) -> str | None:
         """Returns the GPU with the most free memory, from which `size` is taken; None if the time is over."""
         with self.changed:
-            since = time.monotonic()
-            self._since.append(since)
-            fits = self.changed.wait_for(lambda: self._fits(size, since), max(0.0, until - since))
-            self._since.remove(since)
-            self.changed.notify_all()
+            fits = self.changed.wait_for(lambda: self._freest()[1] >= size, max(0.0, until - time.monotonic()))
             if not fits:
                 return None
             gpu, free = self._freest()
             self.free[gpu] = free - size
         return gpu
-
-    def _fits(self, size: int, since: float) -> bool:
-        first = min(self._since)
-        patient = first == since or time.monotonic() - first < PATIENCE_S
-        return patient and self._freest()[1] >= size
 
     def _freest(self) -> tuple[str, int]:
         return max(self.free.items(), key=lambda each: each[1])
@@ -379,8 +369,9 @@ def run_all(cases: Sequence[Case], out: Path, limit_s: float, jobs: int, sanitiz
 
 
 def cases_of(every: bool) -> list[Case]:
-    """Returns all cases, or of each architecture the first of each kind."""
-    cases = [*published_cases(), *recipe_cases(), *embedded_cases()]  # small ones last, which fit beside others
+    """Returns all cases, or of each architecture the first of each kind: those that need most of a GPU first, as
+    smaller ones pass whoever waits, and the embedded ones last."""
+    cases = sorted([*published_cases(), *recipe_cases(), *embedded_cases()], key=lambda case: case.config not in LARGE)
     if every:
         return cases
     first: dict[tuple[str, str], Case] = {}

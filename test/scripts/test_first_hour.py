@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -137,22 +135,3 @@ def test_each_server_has_a_gpu_with_room(script: ModuleType) -> None:
     assert [memory.take(60, now) for _ in range(4)] == ["5", "3", "5", None]
     memory.give_back("3", 60)
     assert memory.take(61, now) == "3"
-
-
-def test_a_large_server_is_passed_for_a_while_only(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(script, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    memory = script.Memory({"0": 100})
-    assert memory.take(50, 0.0) == "0"
-    with ThreadPoolExecutor() as pool:
-        large = pool.submit(memory.take, 100, 1e6)
-        while not memory._since:
-            threading.Event().wait(0.01)
-        clock.now = script.PATIENCE_S - 1
-        assert memory.take(20, clock.now) == "0"
-        clock.now += 1
-        assert memory.take(20, clock.now) is None
-        memory.give_back("0", 70)
-        assert large.result(60) == "0"
-    memory.give_back("0", 100)
-    assert memory.take(20, clock.now) == "0"
