@@ -111,7 +111,7 @@ class TokenizerManager:
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
-            self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.text.encode)
+            self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.text.encode_each)
         self._transfers: ArrayTransfers | None = None
         """Where ranks do not share this machine's memory."""
         if self.media is not None and (args.nnodes > 1 or args.use_ray):
