@@ -328,7 +328,7 @@ class TokenizerManager:
             for replica in self.replicas
         ]
 
-    async def ids_with_media(self, text: str, media: Sequence[MediaSource]) -> list[int]:
+    async def ids_with_media(self, text: str, media: Sequence[MediaSource]) -> Ids:
         """Returns the token ids of a rendered prompt with these images and videos. Raises RequestError."""
         ids, items = await self.preparer.placed(text, media)
         if self.media is not None:

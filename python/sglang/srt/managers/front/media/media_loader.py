@@ -20,6 +20,7 @@ from sglang.srt.managers.front.media.sources import SourceRules
 from sglang.srt.managers.front.media.worker import WorkerSettings
 from sglang.srt.managers.front.worker_threads import WorkerThreads
 from sglang.srt.managers.wire.io_struct import MediaItem
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.server_args import ServerArgs
 
 EncodeEach = Callable[[Sequence[str]], Awaitable[list[list[int]]]]
@@ -54,7 +55,7 @@ class MediaLoader:
         self._threads.close()
         self.pool.close()
 
-    async def place(self, ids: list[int], media: Sequence[MediaSource]) -> tuple[list[int], list[MediaItem]]:
+    async def place(self, ids: Ids, media: Sequence[MediaSource]) -> tuple[Ids, list[MediaItem]]:
         """Returns the ids with placeholders for these images and videos, and the items. The caller holds the items and
         must release them with `files.release`. Raises RequestError."""
         self._check(media)
