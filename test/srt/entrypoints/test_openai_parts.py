@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -237,6 +238,27 @@ def test_only_given_parameters_are_set() -> None:
 )
 def test_response_formats(wanted: dict[str, Any], key: str, grammar: dict[str, Any]) -> None:
     assert json.loads(sampling_dict(chat(response_format=wanted), None)[key]) == grammar
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [({"enum": [1] * 1_000_000}, "more than 20000 values"), ({"const": "a" * 1_000_000}, "at most 262144 characters")],
+    ids=["values", "characters"],
+)
+@pytest.mark.parametrize("name", ["json_schema", "structural_tag", "response_format"])
+def test_a_grammar_that_is_too_large_is_refused_before_it_is_encoded(
+    name: str, grammar: dict[str, Any], reason: str
+) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": grammar}} if name == "response_format" else grammar
+    request = chat(**{name: wanted})
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=reason):
+            sampling_dict(request, None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000
 
 
 def test_text_format_constrains_nothing_and_two_schemas_conflict() -> None:

@@ -81,6 +81,25 @@ def verify_grammar_source(name: str, source: str) -> None:
     verify_unicode(name, source)
 
 
+def verify_grammar_value(name: str, value: Any) -> None:
+    """Checks the size of a grammar that is not encoded as text yet, looking at no more of it than may be. Raises
+    ValueError."""
+    num_values, num_chars, pending = 1, 0, [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > MAX_SCHEMA_VALUES:
+                raise ValueError(f"{name} has more than {MAX_SCHEMA_VALUES} values; simplify it.")
+            if isinstance(value, dict):
+                num_chars += sum(len(key) for key in value if isinstance(key, str))
+            pending.extend(value.values() if isinstance(value, dict) else value)
+        if num_chars > MAX_GRAMMAR_LENGTH:
+            raise ValueError(f"{name} must have at most {MAX_GRAMMAR_LENGTH} characters; simplify it.")
+
+
 def verify_unicode(name: str, text: str) -> None:
     """Raises ValueError for text with lone surrogates, which cannot be sent to the other processes."""
     try:

@@ -343,7 +343,7 @@ class TokenizerManager:
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
 
-    def replica_for(self, ids: Sequence[int], wanted: int | None) -> int:
+    def replica_for(self, ids: Sequence[int] | Ids, wanted: int | None) -> int:
         """Returns the index of the replica for a sequence: `wanted`, as long as that one serves."""
         if wanted is not None and self.replicas[wanted].failure is None:
             return wanted
