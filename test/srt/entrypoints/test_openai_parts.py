@@ -23,6 +23,7 @@ from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.function_call.parser import parse
 from sglang.srt.function_call.registry import REASONING_FORMATS
 from sglang.srt.managers.wire.io_struct import TokenMeta
+from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.utils.json_nesting import MAX_JSON_NESTING
 
@@ -43,6 +44,11 @@ def test_schemas_as_text_have_the_limit_of_bodies() -> None:
     _grammar_after_thoughts(schema(MAX_JSON_NESTING), REASONING_FORMATS["deepseek-v4"])
     with pytest.raises(ApiError, match=f"more than {MAX_JSON_NESTING} levels"):
         _grammar_after_thoughts(schema(MAX_JSON_NESTING + 1), REASONING_FORMATS["deepseek-v4"])
+
+
+def test_a_schema_beyond_the_limit_is_not_parsed() -> None:
+    too_long = {"json_schema": "[" * (MAX_GRAMMAR_LENGTH + 1)}  # parsing it would raise
+    assert _grammar_after_thoughts(too_long, REASONING_FORMATS["deepseek-v4"]) is too_long
 
 
 def test_chat_events() -> None:
