@@ -124,8 +124,8 @@ class GenerateOutput:
     prompt's last token."""
 
     def merge(self, later: GenerateOutput) -> None:
-        """Appends the next output of the same sequence."""
-        self.text += later.text
+        """Appends the next output of the same sequence, but for its text: appending each to a long one would copy all
+        of it."""
         self.new_ids.extend(later.new_ids)
         self.finish = later.finish
         self.meta = later.meta
