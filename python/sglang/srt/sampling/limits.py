@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sglang.srt.sampling.quoted_text import without_classes
+
 if sys.version_info >= (3, 11):
     from re import _constants as regex_codes  # type: ignore[attr-defined]
     from re import _parser as regex_parser  # type: ignore[attr-defined]
@@ -37,7 +39,7 @@ MAX_ENUM = 4096
 MAX_REPETITION = 10_000
 """Any count that a grammar names (maxLength, minItems, {m,n}, ...), and the product of counts around each other."""
 
-_ESCAPE_CLASS_OR_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
+_GROUP = re.compile("[()]")
 
 
 def verify_stop_strings(stop: Sequence[str]) -> None:
@@ -111,13 +113,15 @@ def verify_unicode(name: str, text: str) -> None:
 def group_nesting(pattern: str) -> int:
     """Returns the depth to which the groups of a regular expression nest. Linear, without recursion, and also for
     invalid patterns."""
+    return nesting(_GROUP, without_classes(pattern))
+
+
+def nesting(brackets: re.Pattern[str], text: str) -> int:
+    """Returns the depth to which brackets nest, of whatever kinds."""
     depth = deepest = 0
-    for token in _ESCAPE_CLASS_OR_GROUP.finditer(pattern):
-        if token[0] == "(":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif token[0] == ")":
-            depth -= 1
+    for token in brackets.finditer(text):
+        depth += 1 if token[0] in "([{" else -1
+        deepest = max(deepest, depth)
     return deepest
 
 
