@@ -28,7 +28,7 @@ property's schema, however."""
 _JSON_BRACKET = re.compile(r"[\[\]{}]")
 _GROUP = re.compile("[()]")
 _REGEX_COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
-_EBNF_COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}")
+_EBNF_COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(?:(\d+)\s*)?)?\}")
 
 
 def check_source(key: GrammarKey) -> None:
