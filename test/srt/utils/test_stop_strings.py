@@ -167,8 +167,12 @@ def test_the_samples_of_a_call_do_not_search_for_seconds_together() -> None:
 
 def test_all_requests_of_a_scheduler_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     shared: list[Allowance] = []
-    search = SimpleNamespace(push=lambda token: None)
-    monkeypatch.setattr(output, "TextStop", lambda decoder, params, time: shared.append(time) or search)
+
+    def search(decoder: Any, params: Any, time: Allowance) -> Any:
+        shared.append(time)
+        return SimpleNamespace(push=lambda token: None)
+
+    monkeypatch.setattr(output, "TextStop", search)
     decoder: Any = object()
     checker = output.StopChecker(decoder)
     for _ in range(2):

@@ -199,7 +199,7 @@ class StopHold:
             start = start if start >= 0 else whole.rfind(matched)
             return start if start >= 0 else len(whole)
         begin = max(0, len(whole) - REGEX_WINDOW)  # before it the scheduler did not search
-        start = None
+        start: int | None = None
         try:
             for hit in pattern.finditer(whole[begin:], timeout=FINISH_SEARCH_S):
                 start = begin + hit.start()
