@@ -199,12 +199,12 @@ class StopHold:
             start = start if start >= 0 else whole.rfind(matched)
             return start if start >= 0 else len(whole)
         begin = max(0, len(whole) - REGEX_WINDOW)  # before it the scheduler did not search
-        start: int | None = None
+        found = len(whole)
         try:
             for hit in pattern.finditer(whole[begin:], timeout=FINISH_SEARCH_S):
-                start = begin + hit.start()
+                found = begin + hit.start()
                 if begin + hit.end() > last_start:
                     break
         except TimeoutError:
             return len(whole)
-        return len(whole) if start is None else start
+        return found
