@@ -289,8 +289,13 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
-    "attention_output_gate": _recurrent("gated_norm:attention_output_gate", "attention_output_gate"),
-    "attention_head_gate": _recurrent("gated_norm:attention_head_gate", "attention_head_gate"),
+    **{
+        op: (
+            KernelSpec("triton", f"{_RECURRENT}.kernels.gated_norm:{op}", CP_ASYNC, "triton", refuse=HALF),
+            KernelSpec("torch_native", f"{_NATIVE}:{op}", graph_safe=False),
+        )
+        for op in ("attention_output_gate", "attention_head_gate")
+    },
     "index_key_store": _indexer("index_key_store", graph_safe=False),
     "index_queries": _indexer("index_queries"),
     "latent_pack_store": (

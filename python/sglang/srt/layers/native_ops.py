@@ -6,28 +6,42 @@ Math is done in fp32 and cast back to the input's dtype; matrix products run in 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
+from sglang.srt.configs.activation import GELU, GELU_TANH, Activation
+from sglang.srt.layers.last_rows import wide
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
-from sglang.srt.layers.ops import LSE_BYTES, ImageCorrection
 from sglang.srt.layers.quantization.activations import Activations, values_of
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.kernels.tile_configs import TileConfigs
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
-    from sglang.srt.layers.ops import QuantizedProduct
-    from sglang.srt.layers.quantization.linear_weight import LinearWeight
+    from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct
 
 
 WIDENED_ELEMENTS = 1 << 20
 """Weight elements that a CPU converts to fp32 at a time, so that they stay in its caches."""
+LSE_BYTES = 16
+"""Bytes behind the columns of a `pack_parts` row that hold the log-sum-exp; 16 keep rows aligned."""
+Routing = tuple[torch.Tensor, torch.Tensor]
+"""Weights [T, k] fp32 and expert ids [T, k] int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageCorrection:
+    """Score corrections of image tokens that replace the router's bias: `bias` [E] fp32 applies to the step's
+    `token_ids` [T] int64 that equal `token`."""
+
+    bias: torch.Tensor
+    token_ids: torch.Tensor
+    token: int
 
 
 def linear(
@@ -47,9 +61,7 @@ def linear(
     return torch.cat([F.linear(x32, part.float()) for part in w.split(rows)], dim=-1)
 
 
-def quantized_linear(
-    weight: LinearWeight, arch: ArchTraits | None = None, configs: TileConfigs = ()
-) -> QuantizedProduct:
+def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> QuantizedProduct:
     """Returns the product op of a quantized weight [N, K], which is dequantized for each product. Activations are not
     quantized, since that serves tensor cores that a CPU does not have."""
 
@@ -180,6 +192,17 @@ def q_norm_rope(
     return apply_rope(rmsnorm(q, weight, eps), cos, sin, is_neox_style=True).to(q.dtype)
 
 
+def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Returns x * sigmoid(gate); x, gate [T, Hq * D]."""
+    return (wide(x) * wide(gate).sigmoid()).to(x.dtype)
+
+
+def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Returns x [T, Hq * D] with each head times the sigmoid of its gate [T, Hq]."""
+    heads = wide(x).unflatten(1, (gate.shape[1], -1))
+    return (heads * wide(gate).sigmoid()[..., None]).flatten(1).to(x.dtype)
+
+
 def value_norm(
     qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
 ) -> torch.Tensor:
@@ -262,11 +285,6 @@ def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.
     maps attention outputs to value dims."""
     torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
     return out
-
-
-def latent_prompt_attention(plan: object) -> Callable[..., None]:
-    """Returns the kernel for prompts of latent attention, which takes nothing from the plan."""
-    return expanded_latent_attention
 
 
 def expanded_latent_attention(
@@ -524,13 +542,13 @@ def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def fused_moe(
-    x: torch.Tensor,
+    x: Activations,
     w13: ExpertWeights,
     w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    activation: Activation = SILU,
-    configs: TileConfigs = (),
+    activation: Activation,
+    configs: TileConfigs,
     features: Collection[str] = (),
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H,
@@ -539,6 +557,7 @@ def fused_moe(
     An id of -1 adds nothing. Weights are dequantized; activations are not quantized, since that serves tensor cores
     that a CPU does not have.
     """
+    x = values_of(x)
 
     def product(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
         bias = None if weights.bias is None else weights.bias[expert].to(x.dtype)
@@ -569,11 +588,11 @@ def context_attention(
     o: torch.Tensor,
     start_loc: torch.Tensor,
     *,
-    longest: int = 0,
-    is_causal: bool = True,
+    longest: int,
+    is_causal: bool,
     scale: float | None = None,
     share: tuple[int, int] = (0, 1),
-    tile: object = None,
+    tile: object,
 ) -> None:
     """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] without a cache; sequence i has rows
     start_loc[i] to start_loc[i + 1]. `longest`, the rows of the longest sequence, is not read. share (i, n), without

@@ -14,6 +14,7 @@ import torch
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
 from sglang.srt.layers.convolution_kernels import ConvolutionKernels
+from sglang.srt.layers.ops import SHORT_CONVOLUTION
 from sglang.srt.layers.parameter import Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore
@@ -50,7 +51,7 @@ class ConvolvedRows:
     def __init__(self, scope: Scope, weight: torch.Tensor, cache: CacheStore, tensor: str) -> None:
         """weight: [C, taps]."""
         self.weight, self.cache, self.tensor = weight, cache, tensor
-        self.kernels: ConvolutionKernels = scope.plan.entry("short_convolution")
+        self.kernels = scope.plan.entry(SHORT_CONVOLUTION)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         out = torch.empty_like(x)

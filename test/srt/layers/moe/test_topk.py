@@ -13,7 +13,7 @@ import torch
 
 from sglang import explain
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.ops import ImageCorrection
+from sglang.srt.layers.native_ops import ImageCorrection
 from sglang.srt.layers.triton_ops import topk
 
 DEVICE = interpreter.DEVICE

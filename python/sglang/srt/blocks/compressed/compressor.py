@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.layers.compressed_step import CompressedStep, TokenRequests
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.weight_names import PartKey
@@ -106,8 +107,8 @@ class Compressor:
         self.weight = scope.param("weight", (2 * width, matrix.cols), parts)
         self.bias = scope.sub("places").param("ape", (rate, width), init=Init.ZEROS, dtype=torch.float32)
         self.norm = scope.sub("norm").param("weight", (dim,), init=Init.ONES)
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.kernels: CompressorKernels = scope.plan.entry("kv_compressor")
+        self.linear = scope.plan.entry(LINEAR)
+        self.kernels = scope.plan.entry(KV_COMPRESSOR_OP)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor) -> None:
         rows = self.linear(x, self.weight, None, torch.float32).unflatten(1, (2, -1))

@@ -17,6 +17,7 @@ import torch
 
 from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
+from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.table import FP8_FILES
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
@@ -70,7 +71,7 @@ class EngramBlock:
         self.ones = scope.param("ones", shape, {}, Init.ONES, torch.float32)  # the kernel norms by a weight too
         self.ones.fill_(1.0)
         self.texts = scope.param("texts", (spec.vocab_size,), {}, Init.ZEROS, torch.int64)
-        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+        self.kernels = scope.plan.entry(NGRAM_EMBEDDING_OP)
         self.hashed: NgramHash | None = None
         self.directory, self.device = scope.plan.model.model_path, scope.device
         scope.finish.append(self.read_tokens)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramKernels
+from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.ngram_embedding.table import NgramTable
 from sglang.srt.distributed.groups import Group
@@ -70,7 +71,7 @@ class NgramBlock:
         self.key_norm, self.query_norm, self.conv_norm = norm("key_norm"), norm("query_norm"), norm("conv_norm")
         taps = TensorPart((wide, 1, spec.taps), convert=lambda stored: stored[:, 0])
         self.conv = scope.sub("conv").param("weight", (wide, spec.taps), {PartKey(): taps})
-        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+        self.kernels = scope.plan.entry(NGRAM_EMBEDDING_OP)
 
     def defer_all_reduce(self) -> Group | None:
         """Returns None: every rank computes all of it."""

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.recurrent_state.records import RecurrentRecords, join_records
+from sglang.srt.blocks.recurrent_state.reference import CAUSAL_CONV1D
 from sglang.srt.blocks.recurrent_state.rule import Rule
-from sglang.srt.blocks.recurrent_state.step_kernels import ConvKernels, RecurrenceKernels, VerifiedRows
+from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.mem_cache.memory_pool import CacheStore
 
@@ -84,10 +86,10 @@ int64; the number of tokens before, [B] int32; the start of each run, and the en
 class RecurrentCore:
     """Convolution and recurrence of a layer, [T, C] -> [T, H, V]. The requests' states lie by request slot."""
 
-    def __init__(self, scope: Scope, cache: CacheStore, op: str, rule: Rule, heads: Heads) -> None:
+    def __init__(self, scope: Scope, cache: CacheStore, op: Op[RecurrenceKernels], rule: Rule, heads: Heads) -> None:
         self.cache, self.rule, self.heads = cache, rule, heads
-        self.conv: ConvKernels = scope.plan.entry("causal_conv1d")
-        self.recurrence: RecurrenceKernels = scope.plan.entry(op)
+        self.conv = scope.plan.entry(CAUSAL_CONV1D)
+        self.recurrence = scope.plan.entry(op)
         self.num_sms = scope.plan.arch.num_sms
         self.max_rows = scope.plan.decode_rows
         self.addresses: dict[tuple[int, ...], torch.Tensor] = {}

@@ -14,22 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.compressed.compressor import EntryNorm, store_entries
-from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
 from sglang.srt.blocks.compressed.layer import CompressedAttention
-from sglang.srt.blocks.shared_sparse.candidates import CandidateBlocksFactory, choose_within
+from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP, TAIL_ROTATION
+from sglang.srt.blocks.shared_sparse.candidates import CANDIDATE_BLOCKS, choose_within
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import CompressedStep
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.ops import (
-    IndexQueriesOp,
-    LinearOp,
-    RMSNormOp,
-    SparseIndexerFactory,
-    SparseIndexerOp,
-    TailRotationOp,
-)
+from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.weight_names import PartKey
@@ -82,9 +75,9 @@ class EntryMaker:
             torch.zeros(shape, dtype=torch.float32, device=scope.device)
             for shape in ((spec.rate, dim), (1, dim), (1, 1, 2, dim))
         )
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
-        self.kernels: CompressorKernels = scope.plan.entry("kv_compressor")
+        self.linear = scope.plan.entry(LINEAR)
+        self.norm = scope.plan.entry(RMSNORM)
+        self.kernels = scope.plan.entry(KV_COMPRESSOR_OP)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor) -> None:
         rate, requests = self.spec.rate, step.requests
@@ -139,16 +132,12 @@ class EntryChooser:
         self.queries = ReplicatedLinear(scope.sub("index_q"))
         self.weights = scope.sub("index_weights").param("weight", (indexer.num_heads, site.model.hidden_size))
         self.keys = scope.cache(spec.source, "index")
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
-        self.prepare: IndexQueriesOp = scope.plan.entry("index_queries")
-        select: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
-        self.select: SparseIndexerOp = select(scope.plan)
+        self.linear = scope.plan.entry(LINEAR)
+        self.rotate = scope.plan.entry(TAIL_ROTATION)
+        self.prepare = scope.plan.entry(INDEX_QUERIES)
+        self.select = scope.plan.entry(SPARSE_INDEXER)
         self.scale = (indexer.head_dim * indexer.num_heads) ** -0.5
-        self.choose_blocks = None
-        if spec.candidates is not None:
-            blocks: CandidateBlocksFactory = scope.plan.entry("candidate_blocks")
-            self.choose_blocks = blocks(scope.plan)
+        self.choose_blocks = None if spec.candidates is None else scope.plan.entry(CANDIDATE_BLOCKS)
 
     def __call__(
         self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor
