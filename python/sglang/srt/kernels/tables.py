@@ -58,6 +58,7 @@ from sglang.srt.kernels.conditions import (
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
 _NATIVE = "sglang.srt.layers.native_ops"
+_NATIVE_ROUTING = "sglang.srt.layers.native_routing"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
@@ -70,12 +71,13 @@ _STREAMS = "sglang.srt.blocks.gated_streams"
 _HYPER = "sglang.srt.blocks.hyper_connections"
 
 
-def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, ...]:
-    """Returns the Triton and the torch kernel of an op. `refusals`: what both of them refuse."""
+def _elementwise(op: str, module: str, *refusals: Refuse, native: str = _NATIVE) -> tuple[KernelSpec, ...]:
+    """Returns the Triton and the torch kernel of an op. `refusals`: what both of them refuse; `native`: the module of
+    the torch kernel."""
     refuse = all_of(no_e4m3_conversion, *refusals)
     return (
         KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton", refuse=refuse),
-        KernelSpec("torch_native", f"{_NATIVE}:{op}", refuse=all_of(*refusals)),
+        KernelSpec("torch_native", f"{native}:{op}", refuse=all_of(*refusals)),
     )
 
 
@@ -347,7 +349,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
     "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),
-    **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},
+    **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk", native=_NATIVE_ROUTING) for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,
     "extend_attention": EXTEND_ATTENTION,

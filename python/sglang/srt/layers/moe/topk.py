@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.native_ops import ImageCorrection
+from sglang.srt.layers.native_routing import ImageCorrection
 from sglang.srt.layers.ops import LINEAR, TOPK_HASH, TOPK_SIGMOID, TOPK_SOFTMAX, TOPK_SQRTSOFTPLUS
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.feed_forward import Router
