@@ -18,11 +18,11 @@ BLOCKS = Path(importlib.import_module("sglang.srt.blocks").__path__[0])
 DECLARING = ["sglang.srt.layers.ops"] + [
     ".".join(("sglang.srt.blocks", *path.relative_to(BLOCKS).with_suffix("").parts))
     for path in sorted(BLOCKS.rglob("*.py"))
-    if " = Op(" in path.read_text(encoding="utf-8")
+    if "Op(" in path.read_text(encoding="utf-8")
 ]
-OPS: dict[int, Op[Any]] = {
-    id(op): op for name in DECLARING for op in vars(importlib.import_module(name)).values() if isinstance(op, Op)
-}
+VALUES = [value for name in DECLARING for value in vars(importlib.import_module(name)).values()]
+NESTED = [each for value in VALUES if isinstance(value, dict) for each in value.values()]
+OPS: dict[int, Op[Any]] = {id(op): op for op in (*VALUES, *NESTED) if isinstance(op, Op)}
 OTHERS = {"extend_attention", "decode_attention", "long_prompt_attention", "long_latent_prompt", "all_reduce"}
 """Ops whose kernels are classes with several methods, which have protocols."""
 KERNELS = [

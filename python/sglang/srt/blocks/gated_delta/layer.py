@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
-from sglang.srt.blocks.recurrent_state.reference import GATED_DELTA_RULE, GATED_RMSNORM
+from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import gated_delta_rule
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
@@ -50,7 +50,7 @@ class GatedDeltaNet:
         self.sigmoid_gate = spec.sigmoid_gate
         self.norm = scope.plan.entry(GATED_RMSNORM)
         cache = scope.cache(site.layer_id, "state")
-        self.core = RecurrentCore(scope, cache, GATED_DELTA_RULE, gated_delta_rule(spec.key_dim), self.heads)
+        self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
         self.out = RowParallelLinear(out, value_share.scale_dims(spec.value_dim), out.matrix(), group=group)
 
     def defer_all_reduce(self) -> Group | None:

@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
-from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM, KIMI_DELTA_RULE
+from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import kimi_delta_rule
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
@@ -49,7 +49,7 @@ class KimiDeltaAttention:
         self.norm_weight = scope.sub("norm").param("weight", (spec.head_dim,), init=Init.ONES)
         self.norm = scope.plan.entry(GATED_RMSNORM)
         rule = kimi_delta_rule(spec.head_dim, spec.lower_bound)
-        self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), KIMI_DELTA_RULE, rule, self.heads)
+        self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "kimi_delta_rule", rule, self.heads)
         out = scope.sub("out")
         self.out = RowParallelLinear(out, rows, out.matrix(), group=group)
 

@@ -8,7 +8,7 @@ import torch
 
 from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
-from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM, STATE_SPACE_DUALITY
+from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import Rule
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
@@ -47,7 +47,7 @@ class Mamba2Mixer:
         self.norm_weight = _sliced(scope.sub("norm"), "weight", values, inner, None)
         self.norm = scope.plan.entry(GATED_RMSNORM)
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
-        self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), STATE_SPACE_DUALITY, rule, self.heads)
+        self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
         inputs = head_share.scale_dims(spec.head_dim)
         self.out = RowParallelLinear(out, inputs, out.matrix(), group=scope.groups.attention)
 

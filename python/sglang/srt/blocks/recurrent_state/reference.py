@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.blocks.recurrent_state.rule import Rule
-from sglang.srt.blocks.recurrent_state.step_kernels import ConvKernels, RecurrenceKernels, StepKernels, VerifiedRows
+from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels, VerifiedRows
 from sglang.srt.kernels.op import Op
 
 L2_EPS = 1e-6
@@ -285,11 +285,9 @@ def gated_rmsnorm(
     return (values if gate_first else values * factor).flatten(1).to(x.dtype)
 
 
-CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)
-RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
+CAUSAL_CONV = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)
+RECURRENCE = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
 
 GATED_RMSNORM = Op("gated_rmsnorm", gated_rmsnorm)
 CAUSAL_CONV1D = Op("causal_conv1d", CAUSAL_CONV)
-GATED_DELTA_RULE = Op("gated_delta_rule", RECURRENCE)
-KIMI_DELTA_RULE = Op("kimi_delta_rule", RECURRENCE)
-STATE_SPACE_DUALITY = Op("state_space_duality", RECURRENCE)
+RECURRENCES = {name: Op(name, RECURRENCE) for name in ("gated_delta_rule", "kimi_delta_rule", "state_space_duality")}
