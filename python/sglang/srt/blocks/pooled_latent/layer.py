@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.compressed.compressor import store_entries
-from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP, SHARED_KV_NORM_ROPE_STORE
+from sglang.srt.blocks.compressed.compressor import EntryStore
+from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
@@ -95,12 +95,11 @@ class RunIndexer:
         self.norm_weight = norm.param("weight", (dim,), init=Init.ONES, dtype=torch.float32)
         self.norm_bias = norm.param("bias", (dim,), init=Init.ZEROS, dtype=torch.float32)
         self.cache = scope.cache(site.layer_id, "index")
-        self.state = scope.cache(site.layer_id, "index_pending")
+        self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "index_pending"))
         self.scale = (dim * num_heads) ** -0.5
         self.places = torch.arange(spec.block, dtype=torch.int32, device=scope.device)
         self.linear = scope.plan.entry(LINEAR)
         self.norm = scope.plan.entry(INDEX_NORM_ROPE)
-        self.compressor = scope.plan.entry(KV_COMPRESSOR_OP)
         self.prepare = scope.plan.entry(INDEX_QUERIES)
         self.select = scope.plan.entry(SPARSE_INDEXER)
 
@@ -129,7 +128,7 @@ class RunIndexer:
         rows = torch.empty((len(x), 2, self.spec.head_dim), dtype=torch.float32, device=x.device)
         rows[:, 0] = keys
         rows[:, 1] = self.linear(x, self.gate, None, torch.float32)
-        store_entries(self.compressor, rows, self.bias, None, self.cache, self.state["rows"], batch, step)
+        self.store(rows, self.bias, None, batch, step)
 
     def _tokens(self, chosen: Selection) -> Selection:
         """Returns the slots [T, K * block] of the tokens of runs [T, K]."""

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.compressed.compressor import EntryNorm, store_entries
-from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP, TAIL_ROTATION
+from sglang.srt.blocks.compressed.compressor import EntryNorm, EntryStore
+from sglang.srt.blocks.compressed.reference import TAIL_ROTATION
 from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
 from sglang.srt.blocks.pooled_sparse.reference import SELECTED_BLOCK_ATTENTION
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
@@ -76,12 +76,11 @@ class PooledIndexer:
         )
         self.q_norm, self.k_norm = (self._norm(scope.sub(name)) for name in ("index_q_norm", "index_k_norm"))
         self.cache = scope.cache(site.layer_id, "index")
-        self.state = scope.cache(site.layer_id, "index_pending")
+        self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "index_pending"))
         self.rotary = site.rotary.of(spec.rope)
         self.linear = scope.plan.entry(LINEAR)
         self.norm = scope.plan.entry(RMSNORM)
         self.rotate = scope.plan.entry(TAIL_ROTATION)
-        self.compressor = scope.plan.entry(KV_COMPRESSOR_OP)
         self.select = scope.plan.entry(SPARSE_INDEXER)
         scope.finish.append(self._order_rows)
 
@@ -119,4 +118,4 @@ class PooledIndexer:
         rows = step.rows_with_angles(batch, self.rotary, self.dim).clone()
         rows[:, 0] = keys
         norm = EntryNorm(self.k_norm, self.eps, None, self.rotary.spec.rot_dim)
-        store_entries(self.compressor, rows, None, norm, self.cache, self.state["rows"], batch, step)
+        self.store(rows, None, norm, batch, step)
