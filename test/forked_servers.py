@@ -78,6 +78,8 @@ def forked_command(
 @contextmanager
 def forked_children() -> Iterator[None]:
     """While it lasts, processes that are to be spawned, of an engine of this process, are forked instead."""
+    # Started with the first child it would have the signals blocked that a child starts with, and so would each fork.
+    forkserver.ensure_running()
     spawned = multiprocessing.context.SpawnProcess.__dict__["_Popen"]  # the static method, not its function
     multiprocessing.context.SpawnProcess._Popen = staticmethod(_fork)  # type: ignore[method-assign,assignment]
     try:

@@ -37,8 +37,18 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     ),
     # The other value of a flag, or of a format of weights, takes the same way through the code.
     "http/test_client_fields.py::test_an_answer_that_fills_the_context": ("False",),
-    "srt/layers/test_dependent_launches.py::test_what_is_read_before_the_wait": ("fused_moe-down_sum/fp8_block",),
+    "srt/layers/test_dependent_launches.py::test_what_is_read_before_the_wait": (
+        "decode_attention-576x512/bfloat16/bfloat16/plain",
+        "linear-few/fp8_block",
+        "fused_moe-down_sum/fp8_block",
+    ),
     "srt/entrypoints/test_bodies_let_go.py::test_nothing_holds_the_body_of_a_call_that_was_submitted": (
+        "/api/embeddings-False",
+        "/api/generate raw-True",
+        "/generate batch-True",
+        "/generate session-False",
+        "/v1/completions batch-True",
+        "/v2/rerank-False",
         "/api/chat-False",
         "/api/generate raw-False",
         "/api/generate-False",
@@ -55,6 +65,13 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     ),
     # Families whose kinds of layers others have (`test/matrix.py`); `test_parity.py` has all of them.
     "srt/managers/test_families_in_the_scheduler.py::test_alone_and_among_others_with_little_memory": (
+        "deepseek_v2",
+        "gemma3",
+        "laguna",
+        "llama",
+        "smollm3",
+        "smollm3_windows",
+        "step3p7",
         "deepseek_v3",
         "gemma4",
         "glm4",
@@ -76,6 +93,9 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "qwen3_next",
     ),
     "srt/models/test_towers.py::test_the_start_can_time_its_layers": (
+        "glm4v",
+        "muse_glimmer",
+        "qwen3_vl_moe",
         "gemma4_per_layer",
         "glm46v",
         "glm4v_moe",
@@ -90,6 +110,10 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     # Each drafter is in other cases of these files. Kinds of layers that are in none of them take draft tokens in
     # test_compressed_steps.py and test_kv_sharing_assistant.py, several ranks in test_parallel_schedules.py.
     "srt/speculative/test_draft_matrix.py::test_drafts_change_nothing": (
+        "DFLASH-sinks of windows-graphs",
+        "DSPARK-pooled latents-graphs",
+        "EAGLE3-two head dims-eager",
+        "NGRAM-chunks-eager",
         "DSPARK-dense-TP2",
         "NEXTN-compressed-eager",
         "NGRAM-dense and routed-eager",
@@ -99,6 +123,8 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "STANDALONE-n-grams-eager",
     ),
     "srt/speculative/test_autoregressive_draft.py::test_draft_tokens_are_those_of_the_reference": (
+        "dflash_plain-options8",
+        "mimo_v2-options2",
         "v41_dspark-options22",
     ),
     "srt/speculative/test_chains.py::test_a_target_that_drafts_for_itself": ("qwen3_windows-params5",),
@@ -109,6 +135,7 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "srt/speculative/test_kv_sharing_assistant.py::test_tokens_are_those_of_the_plain_run": ("gemma4_moe-sampled",),
     "srt/model_executor/test_backend_matrix.py::test_backends_of_several_ranks": ("PP2-mixed",),
     "srt/model_executor/test_verify_steps.py::test_states_are_taken_back": (
+        "qwen3_next-right",
         "qwen3_5-half-right",
         "qwen3_next-wrong",
     ),
@@ -142,6 +169,113 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "deepseek_v31_nvfp4",
         "kimi_k25_nvfp4",
         "minimax_m3_nvfp4",
+    ),
+    # One way to hang, number of ranks or size stands for the others.
+    "http/test_always_ends.py::test_an_end_that_hangs": (
+        "executor",
+        "shutdown",
+    ),
+    "sgl_kernel/test_all_reduce_protocol.py::test_a_rank_that_stays_away_is_named": ("4",),
+    "sgl_kernel/test_all_reduce_protocol.py::test_sums_are_exact_and_nothing_races": ("4-60",),
+    "sgl_kernel/test_custom_all_reduce.py::test_parts_arrive_as_they_are": ("3",),
+    "sgl_kernel/test_custom_all_reduce.py::test_sums_and_norms": ("3",),
+    "srt/kernels/test_step_launches.py::test_launches_of_a_decode_step": (
+        "GLM-4.7-FP8-8-1",
+        "Qwen3-30B-A3B FP8-2-1",
+    ),
+    "srt/layers/test_dependent_launches.py::test_weights_are_on_their_way_before_the_wait": (
+        "fused_moe-down_sum/fp8_block",
+    ),
+    # The draft matrix has these parameters in its schedule, over schedulers of this process.
+    "http/test_speculation.py::test_the_same_tokens": (
+        "bias",
+        "least length",
+        "several",
+        "stop token",
+    ),
+    # test_sampler.py draws each of these on one rank; the others take each branch of the shares.
+    "srt/sampling/test_shared_rows.py::test_shares_draw_what_one_rank_draws_from_the_reference_distribution": (
+        "cold",
+        "frequency",
+        "greedy_penalties",
+        "min_p_1",
+        "presence",
+        "repetition_reward",
+        "top_k_1",
+        "top_k_beyond",
+        "top_p_tiny",
+    ),
+    # Two kinds of models show what is done with images; encoders and their families are in test_towers.py.
+    "srt/models/test_media.py::test_an_image_is_encoded_once_and_not_for_a_cached_prefix": (
+        "kimi_k25",
+        "qwen3_5",
+    ),
+    "srt/models/test_media.py::test_chunks_with_images_are_short_beside_others": ("qwen3_5-16",),
+    "srt/models/test_media.py::test_cuts_at_every_offset": (
+        "kimi_k25",
+        "qwen3_5",
+    ),
+    "srt/models/test_media.py::test_equal_placeholders_of_other_images_are_no_prefix": (
+        "gemma4",
+        "kimi_k25",
+    ),
+    "srt/models/test_media.py::test_images_of_several_sizes_and_a_video": ("kimi_k25",),
+    "srt/models/test_media.py::test_in_graphs": ("kimi_k25",),
+    "srt/models/test_media.py::test_short_memory": (
+        "kimi_k25-1-160",
+        "qwen3_vl-1-160",
+    ),
+    "srt/models/test_media.py::test_slices_of_an_encoder_step": ("kimi_k25-shares of patches",),
+    "srt/models/test_media_drafts.py::test_answers_are_those_of_transformers": ("qwen3_vl_moe-ngram",),
+    # Encoders and texts that others of the file have with another name.
+    "srt/models/test_towers.py::test_an_encoder_that_stops_behind_every_piece": (
+        "gemma4_per_layer",
+        "glm5_next",
+        "qwen3_5",
+    ),
+    "srt/models/test_towers.py::test_an_encoder_whose_heads_and_widths_ranks_share": (
+        "gemma4_per_layer",
+        "glm5_next",
+        "qwen3_5",
+    ),
+    "srt/models/test_towers.py::test_answers_are_those_of_transformers": (
+        "glm46v",
+        "glm4v_moe",
+        "qwen3_vl_moe",
+        "qwen4_exp",
+    ),
+    # Group sizes and names of one number format; test_expert_loading.py loads each.
+    "srt/models/test_quantized.py::test_dummy_weights_are_sane": (
+        "awq_g32",
+        "compressed_fp8_channel",
+        "compressed_int8",
+        "fp8_tensor_static",
+        "mxfp8",
+    ),
+    "srt/models/test_quantized.py::test_every_form_with_experts": (
+        "awq_g128",
+        "awq_g64",
+        "compressed_fp8_tensor",
+        "gptq_g128",
+        "gptq_g64",
+        "modelopt_mxfp8",
+    ),
+    # Attention whose backends and graphs another kind here has.
+    "srt/managers/test_storage_tier.py::test_a_server_that_starts_again_finds_the_same_bytes": (
+        "Mamba-2-None",
+        "chunks-None",
+        "n-grams, 2 layers-None",
+        "windows, query scale-None",
+    ),
+    "srt/model_executor/test_backend_matrix.py::test_backends_mixed_in_every_way": (
+        "Mamba-2-some",
+        "chunks-some",
+        "n-grams, 2 layers-some",
+        "pooled latents, 2 layers-some",
+        "windows, query scale-some",
+    ),
+    "srt/speculative/test_autoregressive_draft.py::test_a_confidence_head_says_how_likely_draft_tokens_stand": (
+        "dspark_rnn",
     ),
 }
 

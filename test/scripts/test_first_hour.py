@@ -40,10 +40,10 @@ def few(script: ModuleType) -> list[Any]:
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_every_case_has_a_plan_on_one_card(script: ModuleType, few: list[Any], every: bool) -> None:
-    """A case that is refused would say nothing of a GPU."""
+    """A case that is refused would say nothing of a GPU. `make test` plans every third."""
     cases = script.cases_of(every) if every else few
     assert len({case.name for case in cases}) == len(cases) > 60
-    for case in cases:
+    for case in cases if every else cases[::3]:
         assert script.planned(case, "h200" if every else "sm_120") is not None, case.name
 
 

@@ -48,13 +48,13 @@ DRAFT_CELLS = tuple(cells(ALL_KINDS, ("one rank", "TP2", "PP2", "TP2 x PP2")))
 Groups = dict[str, tuple[str, ...]]
 """Names of kinds by layout, whose models the same ranks serve one after the other."""
 QUICK: Groups = {
-    "TP2": ("dense", "chunks", "embedded"),
+    "TP2": ("chunks", "embedded"),
     "EP2": ("experts",),
     "PP2": ("latents", "selected blocks", "relative biases"),
     "TP2 x PP2": ("experts",),
 }
 """What `make test` runs: each mechanism in a layout. Other layouts have the same paths."""
-QUICK_DRAFTS: Groups = {"TP2": ("gated delta, tied",), "PP2": ("latents", "windows")}
+QUICK_DRAFTS: Groups = {"TP2": ("gated delta, tied",), "PP2": ("windows",)}
 IN_QUICK_CASES = {name for layouts in (QUICK, QUICK_DRAFTS) for names in layouts.values() for name in names}
 
 

@@ -1,4 +1,6 @@
-"""Our models against transformers, in fp32 on the CPU, from checkpoints that transformers wrote."""
+"""Our models against transformers, in fp32 on the CPU, from checkpoints that transformers wrote.
+
+`make test` has prompts of each family, and decoding of each kind of model; `make thorough` decodes each family."""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import KINDS, kinds
+from pairs import some
 from transformers import PreTrainedModel
 
 from .harness import TINY, NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
@@ -16,13 +20,19 @@ TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 RECURRENT_TOLERANCE = {"rtol": 0.0, "atol": 1e-3}
 """The reference computes prompts of recurrent layers in chunks, and our torch kernels token by token."""
 
+NAMES = [name for name in TINY if "wide" not in name]
+DECODED = {KINDS[name].tiny for name in kinds(lacking="repeats")}
+
 
 def close(plan: NativePlan, got: torch.Tensor, want: torch.Tensor) -> None:
     recurrent = any(layer.mixer.attention_shape(1) is None for layer in plan.description.layers)
     torch.testing.assert_close(got, want, **(RECURRENT_TOLERANCE if recurrent else TOLERANCE))
 
 
-@pytest.fixture(scope="module", params=[name for name in TINY if "wide" not in name])
+of_kinds = pytest.mark.parametrize("pair", some(NAMES, DECODED & {*NAMES}), indirect=True)
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, object]:
     folder = tmp_path_factory.mktemp(request.param)
     return save_tiny(request.param, folder), plan_for(folder)
@@ -43,6 +53,7 @@ def test_prefill_in_chunks_over_a_cached_prefix_among_strangers(pair) -> None:
     close(plan, second[0], hf_logits(reference, other))
 
 
+@of_kinds
 def test_decode_in_a_batch_of_different_lengths(pair) -> None:
     reference, plan = pair
     sequences = {slot: random_tokens(length, slot) for slot, length in ((4, 30), (1, 9), (8, 70))}
@@ -54,6 +65,7 @@ def test_decode_in_a_batch_of_different_lengths(pair) -> None:
         close(plan, got, hf_logits(reference, tokens)[-6:])
 
 
+@of_kinds
 def test_32_greedy_tokens_are_identical(pair) -> None:
     """Those are greedy which the reference would have said behind the ones before them."""
     reference, plan = pair

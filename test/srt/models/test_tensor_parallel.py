@@ -1,7 +1,7 @@
 """Several ranks over gloo compute what one rank computes, for every family, whatever they share.
 
-`make test` has each family on two ranks, and in other layouts one of each kind of attention, and of each way to route
-tokens to experts. `make thorough` has every form in each."""
+`make test` has each kind of model on two ranks, and in other layouts one of each kind of attention, and of each way to
+route tokens to experts. `make thorough` has every form in each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import KINDS, kinds
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -19,7 +20,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.ranks import RankLayout
 
-from .harness import FURTHER_FORMS, TINY, TinyRunner, plan_for, random_tokens, save_tiny
+from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
 
 TOKENS = random_tokens(30, seed=1)
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -38,6 +39,7 @@ FEW_KEY_HEADS = tuple(name for name in NAMES if TINY[name][1].get("linear_num_ke
 TWO_OUTPUT_GROUPS = tuple(name for name in TINY if TINY[name][1].get("o_groups") == 2)
 """Whose grouped output projections two ranks share at most."""
 FOR_FOUR = tuple(name for name in NAMES if name not in (*FEW_KEY_HEADS, *TWO_OUTPUT_GROUPS))
+QUICK_ON_TWO = tuple(dict.fromkeys(KINDS[name].tiny for name in kinds(lacking="repeats, embedded, for ranks")))
 QUICK_ON_FOUR = ("qwen3", "qwen3_moe", "minimax_m3", "mimo_v2", "llama4", "inkling", "nemotron_h", "kimi_linear")
 """Latents, sinks, and norms over all heads are on four ranks where these have experts of their own."""
 QUICK_EXPERTS = (
@@ -94,7 +96,7 @@ def parts(ranks: RankLayout, names: tuple[str, ...], quick: tuple[str, ...], id:
 @pytest.mark.parametrize(
     ("ranks", "names"),
     [
-        *parts(RankLayout(2), NAMES, tuple(name for name in NAMES if name not in FURTHER_FORMS), "TP2"),
+        *parts(RankLayout(2), NAMES, QUICK_ON_TWO, "TP2"),
         pytest.param(
             RankLayout(3), ("qwen3_tied_bias", "qwen3_moe", "deepseek_v3", "gpt_oss", "gemma4_moe", *UNEVEN), id="TP3"
         ),
