@@ -20,7 +20,7 @@ from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
-from sglang.srt.kernels.tiles import LEAST_TOKENS, attention_tiles
+from sglang.srt.kernels.tiles import MIN_TOKENS, attention_tiles
 from sglang.srt.layers.moe.fused_moe_triton.capacity import recorded_cost
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import mixed_tile_configs, triton_tile_configs
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED, few_pairs
@@ -432,7 +432,7 @@ def _sparse(op: SelectedAttention, arch: ArchTraits) -> Predicted | None:
     need = Need("sparse_attention", *dims, "bfloat16", dtype)
     for tile in attention_tiles("sparse_attention", *dims, dtype, arch.features, op.heads):
         record = Ledger.load().record(need, tile, arch)
-        if tile.get(LEAST_TOKENS, 1) <= op.tokens and record is not None and record.smem <= arch.smem_per_block:
+        if tile.get(MIN_TOKENS, 1) <= op.tokens and record is not None and record.smem <= arch.smem_per_block:
             occupancy = blocks_per_sm(record, tile["num_warps"], arch, rates_of(arch))
             return Predicted(attention_seconds(op, tile, occupancy, arch), 0.4, "steps of gathered rows, as on an H200")
     return None

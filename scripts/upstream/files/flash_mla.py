@@ -22,7 +22,7 @@ import triton.language as tl
 from sglang.srt.sm120.attention_parts import LOG2E
 from sglang.srt.sm120.entry_shares import num_shares
 from sglang.srt.sm120.selection import Selection
-from sglang.srt.sm120.sparse_attention import LEAST_SHARES, MERGE_COLS, sparse_attention_fwd
+from sglang.srt.sm120.sparse_attention import MERGE_COLS, MIN_SHARES, sparse_attention_fwd
 from sglang.srt.sm120.sparse_steps import (
     finish,
     merge_shares_kernel,
@@ -232,7 +232,7 @@ def _attend_v4(
     if shares > 1:
         merge_shares_kernel[(heads, rows, 512 // MERGE_COLS)](
             out, lse, sinks if has_sinks else lse, part_o, part_lse, shares, heads, out.stride(0), out.stride(1),
-            RANK=512, COLS=MERGE_COLS, SHARES=max(LEAST_SHARES, triton.next_power_of_2(shares)), HAS_SINKS=has_sinks,
+            RANK=512, COLS=MERGE_COLS, SHARES=max(MIN_SHARES, triton.next_power_of_2(shares)), HAS_SINKS=has_sinks,
             HAS_LSE=True, PDL=False, num_warps=4,
         )  # fmt: skip
     return out, _without_sinks(lse, sinks)

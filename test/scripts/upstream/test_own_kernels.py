@@ -10,7 +10,7 @@ pytest.importorskip("libcst", reason="rewrites the sources of upstream")
 
 from upstream.own_files import own
 
-from sglang.srt.kernels.tiles import LEAST_TOKENS, MLA_LATENT, ROWS
+from sglang.srt.kernels.tiles import MIN_TOKENS, MLA_LATENT, ROWS
 
 DEVICE = interpreter.DEVICE
 FP8 = torch.float8_e4m3fn
@@ -182,7 +182,7 @@ def test_the_tiles_are_those_of_the_server_on_sm120(size: int, dtype: torch.dtyp
         row for row in ROWS if row.op == "sparse_attention" and row.head_dims == (MLA_LATENT,) and size in row.kv_bytes
     )
     many, few = row.tiles[:2]
-    assert flash_mla.MANY_HEADS_TILES[dtype] | {LEAST_TOKENS: flash_mla.MANY_TOKENS} == many
+    assert flash_mla.MANY_HEADS_TILES[dtype] | {MIN_TOKENS: flash_mla.MANY_TOKENS} == many
     assert few == flash_mla.TILE
 
 

@@ -10,7 +10,7 @@ import pytest
 from pairs import some_of
 
 from sglang import explain
-from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, LEAST_REQUESTS
+from sglang.srt.plan.state_rows import CONVERSATION_TOKENS, MIN_REQUESTS
 
 from . import published
 
@@ -79,8 +79,8 @@ def test_every_op_has_a_kernel_and_every_cache_room(
         assert (found["ops"][op]["kernel"], found["ops"][op]["remark"]) == ("triton", attention_rule(found))
     plan = found["plan"]
     tokens, running = plan["max_total_num_tokens"], plan["max_running_requests"]
-    assert tokens > 100_000 and plan["state_checkpoints"] >= running >= LEAST_REQUESTS
-    assert tokens > 0.98 * CONVERSATION_TOKENS * running and (tokens > plan["context_len"] or running == LEAST_REQUESTS)
+    assert tokens > 100_000 and plan["state_checkpoints"] >= running >= MIN_REQUESTS
+    assert tokens > 0.98 * CONVERSATION_TOKENS * running and (tokens > plan["context_len"] or running == MIN_REQUESTS)
     assert plan["states"].startswith(f"{running:,} requests and {plan['state_checkpoints']:,} checkpoints of ")
     assert not plan.get("estimate", False)
 

@@ -243,9 +243,9 @@ def test_products_of_16_bit_weights_say_what_serves_them() -> None:
         " gemv_kernel for one token, skinny_gemm_kernel for more, which read the weight once and begin with it ahead of"
         " x: 4096x1024; gemv_kernel for one token, else cublas, with N below 2048: 512x2880 + bias"
     )
-    assert (gemv.LEAST_K, gemv.ROW_MULTIPLE) == (FEW_MIN_K, FEW_MULTIPLE)
-    assert (skinny_gemm.LEAST_K, skinny_gemm.ROW_MULTIPLE) == (FEW_MIN_K, FEW_MULTIPLE)
-    assert (skinny_gemm.LEAST_COLS, skinny_gemm.MAX_ROWS) == (SKINNY_MIN_N, SKINNY_MAX_ROWS)
+    assert (gemv.MIN_K, gemv.ROW_MULTIPLE) == (FEW_MIN_K, FEW_MULTIPLE)
+    assert (skinny_gemm.MIN_K, skinny_gemm.ROW_MULTIPLE) == (FEW_MIN_K, FEW_MULTIPLE)
+    assert (skinny_gemm.MIN_COLS, skinny_gemm.MAX_ROWS) == (SKINNY_MIN_N, SKINNY_MAX_ROWS)
 
 
 def test_mixed_four_and_eight_bits_are_widened() -> None:

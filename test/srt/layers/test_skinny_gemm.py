@@ -67,7 +67,7 @@ def test_a_tile_for_every_shape(shape: tuple[int, int]) -> None:
 
 @interpreter.kernel_test
 def test_rows_of_a_wider_tensor_and_more_dims() -> None:
-    x, w = operands(6, skinny_gemm.LEAST_COLS, 512)
+    x, w = operands(6, skinny_gemm.MIN_COLS, 512)
     wide = torch.cat([x, torch.full_like(x, float("nan"))], dim=1)[:, :512]
     expected = skinny_gemm.skinny_gemm(x, w)
     assert torch.equal(gemv.linear(wide, w), expected)

@@ -75,7 +75,7 @@ def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, flag
     for name, folder in folders.items():
         for graphs in (False, True):
             replayed = set[int]() if graphs else None
-            embedding.FEWEST_SHARDED_ROWS = 2 if graphs else 16
+            embedding.MIN_SHARDED_ROWS = 2 if graphs else 16
             more = {**flags, "max_total_tokens": pool_of(name)}
             meeting = f"file://{out}/rendezvous.{name}.{graphs}"
             result = outcome(folder, ranks, rank, meeting, replayed, schedule=_play_without_agreement, **more)

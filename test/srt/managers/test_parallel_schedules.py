@@ -196,7 +196,7 @@ def _rank(
     """Steps of two rows and more leave the ranks of a stage their columns of the logits, as only those of many rows do;
     one row is whole."""
     torch.set_num_threads(1)
-    embedding.FEWEST_SHARDED_ROWS = 2
+    embedding.MIN_SHARDED_ROWS = 2
     replayed: set[int] = set()
     for i, (name, folder) in enumerate(folders.items()):
         for graphs in graph_modes(i, both):

@@ -50,7 +50,7 @@ class Calls(Counter[str]):
 
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, modes: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    embedding.FEWEST_SHARDED_ROWS = 2
+    embedding.MIN_SHARDED_ROWS = 2
     calls, groups = Calls(), ranks.attn_dp_size
     with pytest.MonkeyPatch.context() as monkeypatch:
         calls.watch(monkeypatch)

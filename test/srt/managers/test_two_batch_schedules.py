@@ -77,7 +77,7 @@ class CountedSteps(Counter[str]):
 
 def _rank(rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, modes: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
-    embedding.FEWEST_SHARDED_ROWS = 2
+    embedding.MIN_SHARDED_ROWS = 2
     counts = CountedSteps()
     with pytest.MonkeyPatch.context() as monkeypatch:
         counts.watch(monkeypatch)

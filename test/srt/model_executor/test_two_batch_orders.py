@@ -167,7 +167,7 @@ def _rank(
     rank: int, ranks: RankLayout, folders: dict[str, str], out: Path, orders: int, fault: str | None = None
 ) -> None:
     torch.set_num_threads(1)
-    embedding.FEWEST_SHARDED_ROWS = 2
+    embedding.MIN_SHARDED_ROWS = 2
     results: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(two_batch_overlap, "PingPong", RandomPingPong)

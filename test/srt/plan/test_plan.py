@@ -504,9 +504,9 @@ SRT = Path(sglang.__file__).parent / "srt"
         ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
         ("layers/attention/flashinfer_latent_prompt.py", "WORKSPACE_BYTES", FLASHINFER_LATENT_WORKSPACE),
         ("layers/attention/flashinfer_latent_prompt.py", "LIST_BYTES", FLASHINFER_LATENT_LISTS),
-        ("layers/attention/flashinfer_latent_prompt.py", "MOST_CHUNKS", FLASHINFER_LATENT_CHUNKS),
+        ("layers/attention/flashinfer_latent_prompt.py", "MAX_CHUNKS", FLASHINFER_LATENT_CHUNKS),
         ("layers/attention/sparse.py", "LOGIT_BYTES", INDEX_LOGIT_BYTES),
-        ("layers/attention/entry_shares.py", "MOST_ROUNDS", SPARSE_ROUNDS),
+        ("layers/attention/entry_shares.py", "MAX_ROUNDS", SPARSE_ROUNDS),
         ("model_executor/graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),
     ],
 )

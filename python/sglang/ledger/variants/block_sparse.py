@@ -48,7 +48,7 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
     """Yields the variants for as many columns as a tile has, however many heads a rank has."""
     kernel = block_scores.block_scores_kernel
     for head_dims, kv_dtype, tile in tiles_of("block_indexer", features, ELEMENTS):
-        for heads in (1, 2, 4, 8, block_scores.LEAST_COLUMNS):
+        for heads in (1, 2, 4, 8, block_scores.MIN_COLUMNS):
             types = _types(kernel)
             types |= {"q_ptr": "*bf16", "keys_ptr": "*bf16", "scores_ptr": "*fp32", "req_pool_indices_ptr": "*i64"}
             constants = {"HEADS": heads, "DIM": head_dims[0], "ROWS": tile["BLOCK_M"] // heads, "BLOCK": BLOCK}

@@ -206,9 +206,9 @@ def _ngram_drafts() -> Iterator[Variant]:
     types = dict.fromkeys(("slots", "tokens", "places", "draft_tokens", "corpus_places"), "*i64")
     types |= dict.fromkeys(("history", "lens", "corpus", "order", "size"), "*i32")
     types |= dict.fromkeys(("context_len", "longest", "num_speculative_tokens", "corpus_size"), "i32")
-    splits = {"SPLITS": ngram.MOST_SPLITS}
+    splits = {"SPLITS": ngram.MAX_SPLITS}
     yield describe("ngram_drafts", "match", ngram.longest_match_kernel, types, splits, ngram.LAUNCH)
-    longest = {"LONGEST": ngram.MOST_COMPARED}
+    longest = {"LONGEST": ngram.MAX_COMPARED}
     yield describe("ngram_drafts", "corpus", ngram.corpus_match_kernel, types, longest, ngram.ONE_WARP)
     constants = splits | {"MAX_DRAFT_TOKENS": ngram.MAX_DRAFT_TOKENS, "CORPUS": True}
     yield describe("ngram_drafts", "copy", ngram.copy_drafts_kernel, types, constants, ngram.ONE_WARP)

@@ -9,7 +9,7 @@ from typing import Any
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.srt.kernels import tiles
-from sglang.srt.layers.attention.entry_shares import MOST_SHARES
+from sglang.srt.layers.attention.entry_shares import MAX_SHARES
 from sglang.srt.layers.attention.triton_ops import index_logits, select_entries, sparse_attention
 from sglang.srt.layers.attention.triton_ops.sparse_packed import packed_attention_kernel
 from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_kernel
@@ -163,7 +163,7 @@ def _scores(features: tuple[str, ...]) -> Iterator[Variant]:
             types |= {"q_ptr": element, "keys_ptr": element, "weights_ptr": "*fp32", "scales_ptr": "*fp32"}
             types |= {"logits_ptr": "*fp32", "req_to_token_ptr": "*i32", "counts_ptr": "*i32"}
             types["req_pool_indices_ptr"] = "*i64"
-            rows = min(tile["BLOCK_M"] // heads, index_logits.MOST_TOKENS)
+            rows = min(tile["BLOCK_M"] // heads, index_logits.MAX_TOKENS)
             constants = {"HEADS": heads, "DIM": INDEX_DIM, "ROWS": rows, "QUANTIZED": kv_dtype == "fp8_e4m3"}
             name = "plain" if heads == INDEX_HEADS[0] else f"{heads} heads"
             key = f"{head_dims[0]}x{head_dims[1]}/bfloat16/{kv_dtype}/{name}"
@@ -219,7 +219,7 @@ def merges(op: str, key: str, rank: int, optional: bool) -> Iterator[Variant]:
     types = {name: "i32" for name in merge_shares_kernel.arg_names if not name.isupper()} | _OUTPUTS
     constants = {"RANK": rank, "COLS": sparse_attention.MERGE_COLS, "HAS_SINKS": optional, "HAS_LSE": optional}
     strides = ("stride_ot", "stride_oh")
-    for shares in (sparse_attention.LEAST_SHARES, MOST_SHARES):
+    for shares in (sparse_attention.MIN_SHARES, MAX_SHARES):
         launch = {"SHARES": shares, "num_warps": 4}
         yield describe(op, f"{key}/{shares}", merge_shares_kernel, types, constants, launch, strides)
 

@@ -9,7 +9,7 @@ FUNCTIONS = {"silu": SILU_FUNCTION, "swish": SILU_FUNCTION, "gelu_pytorch_tanh":
 """The functions by their names in config.json (`hidden_act`)."""
 
 
-LEAST_RESULT_LIMIT = 6.25
+MIN_RESULT_LIMIT = 6.25
 """Smallest limit with `limits_result`: exp(-6.25) is less than half a unit in the last place of bfloat16."""
 
 
@@ -20,7 +20,7 @@ class Activation:
     GELU.
 
     With `limits_result` f(gate) is clamped instead of gate. The kernels clamp gate; for a `limit` of at least
-    LEAST_RESULT_LIMIT both are the same within the rounding of bfloat16: they differ by exp(-limit).
+    MIN_RESULT_LIMIT both are the same within the rounding of bfloat16: they differ by exp(-limit).
 
     With `function` "relu2" there is no gate: the result is max(up, 0) ** 2.
     """

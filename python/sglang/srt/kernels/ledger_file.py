@@ -17,14 +17,14 @@ from pathlib import Path
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
-from sglang.srt.kernels.tiles import LEAST_TOKENS, attention_tiles
+from sglang.srt.kernels.tiles import MIN_TOKENS, attention_tiles
 
 LOCK_DIR = Path(__file__).parent
 LOCKS: Mapping[str, tuple[str, ...]] = {"sm120": ("sm_120", "sm_121"), "sm90": ("sm_90",)}
 """Lock file -> the architectures that it verifies. Others are judged by sm_120's rows, whose limit is the lowest."""
 PROXY_ARCH = "sm_120"
 
-_LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves", LEAST_TOKENS})
+_LAUNCH_ONLY = frozenset({"ctas_per_sm", "waves", MIN_TOKENS})
 _SHORT = {"num_warps": "w", "num_stages": "s"}
 _PLAIN = ("plain", "causal", "bidirectional", "chunk")
 _FEATURES: Mapping[str, tuple[str, ...]] = {

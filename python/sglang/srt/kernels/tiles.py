@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 AttentionTile = dict[str, int]
 
-LEAST_TOKENS = "least_tokens"
+MIN_TOKENS = "least_tokens"
 """Key of a tile for the fewest tokens of a step that takes it; smaller steps take the next tile of its row."""
 
 HEAD_DIMS: tuple[tuple[int, int], ...] = (
@@ -61,7 +61,7 @@ def _split(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, waves: int
 def _gather(h: int, n: int, warps: int, stages: int, ctas_per_sm: int, least_tokens: int = 1) -> AttentionTile:
     """Returns a tile that reads BLOCK_N selected entries at a time, for steps of at least `least_tokens` tokens."""
     tile = {"BLOCK_H": h, "BLOCK_N": n, "num_warps": warps, "num_stages": stages, "ctas_per_sm": ctas_per_sm}
-    return tile | ({LEAST_TOKENS: least_tokens} if least_tokens > 1 else {})
+    return tile | ({MIN_TOKENS: least_tokens} if least_tokens > 1 else {})
 
 
 def _scores(m: int, n: int, warps: int, stages: int, ctas_per_sm: int) -> AttentionTile:

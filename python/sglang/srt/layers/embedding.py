@@ -112,7 +112,7 @@ def _times(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (rows * lengths).to(rows.dtype)
 
 
-FEWEST_SHARDED_ROWS = 16
+MIN_SHARDED_ROWS = 16
 """Rows from which a step keeps logits sharded by vocabulary until it is known what is needed of them. Calculated, not
 measured: gathering 16 rows of 151,936 columns over two ranks sends 4.9 MB to each of them."""
 
@@ -176,7 +176,7 @@ class LMHead:
     def of_step(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the logits as a call does, but with many rows only this rank's columns (`is_shard`)."""
         columns = self._columns(hidden)
-        return columns if len(columns) >= FEWEST_SHARDED_ROWS else self.whole(columns)
+        return columns if len(columns) >= MIN_SHARDED_ROWS else self.whole(columns)
 
     def _columns(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns this rank's columns [R, C]; those behind its vocabulary rows are padding."""

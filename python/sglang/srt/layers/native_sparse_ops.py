@@ -18,7 +18,7 @@ from sglang.srt.layers.native_ops import apply_rope
 INDEX_DIM = 128
 """Columns of an index key."""
 E4M3_MAX = 448.0
-LEAST_PEAK = 1e-4
+MIN_PEAK = 1e-4
 """Lower bound of a group's largest magnitude when its scale is computed, so that zeros have a scale too."""
 
 LATENT_RANK, LATENT_ROPE, LATENT_GROUP = 512, 64, 128
@@ -40,7 +40,7 @@ def hadamard_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns x [..., 128] times the Hadamard matrix, which spreads outliers over all columns, as e4m3 [..., 128] and
     scales [...] fp32."""
     rotated = x.float() @ hadamard(x.shape[-1]).to(x.device)
-    scales = rotated.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
+    scales = rotated.abs().amax(-1).clamp(min=MIN_PEAK) / E4M3_MAX
     return (rotated / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scales
 
 
@@ -156,7 +156,7 @@ def pack_latents(entries: torch.Tensor) -> torch.Tensor:
     scales (448 times a scale is the largest of its 128 columns), the last 64 columns in bfloat16."""
     latent, rotary = entries.float().split((LATENT_RANK, LATENT_ROPE), dim=-1)
     groups = latent.unflatten(-1, (-1, LATENT_GROUP))
-    scales = groups.abs().amax(-1).clamp(min=LEAST_PEAK) / E4M3_MAX
+    scales = groups.abs().amax(-1).clamp(min=MIN_PEAK) / E4M3_MAX
     numbers = (groups / scales[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     parts = (numbers.flatten(-2), scales, rotary.to(torch.bfloat16).contiguous())
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)

@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 SHORT_PROMPT = 16
 SELECTING_OPS = frozenset({"sparse_indexer", "block_indexer"})
-LEAST_SELECTION = 4096
+MIN_SELECTION = 4096
 """Entries that the smallest launch of `select_entries` takes."""
 SHARED_PROMPTS = (1, *(length << bit for bit in range(9) for length in (2, 3)), 1024)
 """Prompt lengths that together meet every launch by which programs share the selected entries of a token: with more
@@ -68,7 +68,7 @@ def selection_lengths(reach: int) -> list[int]:
     """Returns the lengths of requests that together meet every launch of `select_entries`, whose tiles are powers of
     two, as are the tokens of an entry. reach: positions that a request can have."""
     longest = reach - 1
-    powers = range(LEAST_SELECTION.bit_length() - 1, longest.bit_length())
+    powers = range(MIN_SELECTION.bit_length() - 1, longest.bit_length())
     return [*(1 << bit for bit in powers), longest] if powers else []
 
 

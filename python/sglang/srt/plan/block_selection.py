@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights, uneven_sizes
 
-LEAST_BLOCK = 16
+MIN_BLOCK = 16
 """Tokens of the smallest block that matrix instructions score at once."""
 
 
@@ -33,7 +33,7 @@ class BlockIndexer:
 
     def needs(self, parallel: ParallelConfig, kv_heads: int, rotary_dim: int) -> Iterator[Need]:
         dims, wide = (self.head_dim, self.head_dim), self._with_key_dtype(parallel)
-        uneven = uneven_sizes(self.block, self.head_dim) if self.block >= LEAST_BLOCK else ("uneven_sizes",)
+        uneven = uneven_sizes(self.block, self.head_dim) if self.block >= MIN_BLOCK else ("uneven_sizes",)
         yield wide.need("qk_norm_rope_store", dims, ["head_norm"], (kv_heads, 1), rotary_dim)
         yield wide.need("block_indexer", dims, uneven, (kv_heads, 1))
 

@@ -21,13 +21,13 @@ LARGEST_UNASKED = 4.0
 """Largest size of pools without a flag, relative to the GPU's."""
 UNASKED_FRACTION = 0.5
 """Largest share of the free main memory of pools without a flag: nobody else can use page-locked memory."""
-LEAST_UNASKED = 32 * GIB
+MIN_UNASKED = 32 * GIB
 """Least free main memory for pools without a flag."""
 PAYS = 0.5
 """Largest predicted time to load a prefix, relative to computing it, for pools without a flag."""
 PAYING_TOKENS = 4096
 """Tokens of the prefix of this comparison."""
-LEAST_RATIO = 0.05
+MIN_RATIO = 0.05
 """Smallest size of pools, relative to the GPU's, that is worth the copies."""
 SYSTEM_RESERVE = 10 * GIB
 """Main memory that is left to the system, or half of the free memory where that is less."""
@@ -146,7 +146,7 @@ def keeps_unasked(args: ServerArgs, arch: ArchTraits, host_available: int) -> bo
     not_served = args.disable_radix_cache or args.attn_dp_size > 1
     if args.enable_hierarchical_cache or args.disable_hierarchical_cache or not_served:
         return False
-    return arch.device == "cuda" and not arch.unified_memory and host_available >= LEAST_UNASKED
+    return arch.device == "cuda" and not arch.unified_memory and host_available >= MIN_UNASKED
 
 
 def plan_host_cache(
@@ -190,7 +190,7 @@ def plan_host_cache(
     if unasked and not _pays(once, weights):
         return None, []
     ratio = _ratio(args, once.total_bytes / sharers, host_available, processes * sharers, unasked)
-    if ratio < LEAST_RATIO:
+    if ratio < MIN_RATIO:
         if unasked:
             return None, []
         asked = "" if host_available is None else f" of {host_available / GIB:.2f} GiB"

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sglang.srt.plan.pool_sizes import CacheCost, plan_pools
 
-FEWEST = 1 << 18
+MIN_POSITIONS = 1 << 18
 """Shorter contexts have all of their positions: more than warm-up steps reach, and usually at most 128 MiB."""
 SPARE = 1024
 """Positions beyond the pool's tokens, for draft tokens behind a request's last token."""
@@ -20,9 +20,9 @@ SPARE = 1024
 def num_positions(context_len: int, step_tokens: int, pool_tokens: Callable[[], int]) -> int:
     """Returns the number of positions. `step_tokens`: most tokens of a step. `pool_tokens()`: most tokens that the pool
     can have; called only where the result depends on it."""
-    if context_len <= max(FEWEST, step_tokens) + SPARE:
+    if context_len <= max(MIN_POSITIONS, step_tokens) + SPARE:
         return context_len
-    return min(context_len, max(FEWEST, step_tokens, pool_tokens()) + SPARE)
+    return min(context_len, max(MIN_POSITIONS, step_tokens, pool_tokens()) + SPARE)
 
 
 def tokens_beside_rows(cost: CacheCost, room: int, row_bytes: int, page_size: int, max_tokens: int) -> int:

@@ -10,7 +10,7 @@ from sglang.srt.plan.model_description import ModelDescription
 
 E4M3_COST = 0.5
 """Cost of an e4m3 product relative to a 16-bit one: matrix units have twice the rate."""
-LEAST_HEADS = 16
+MIN_HEADS = 16
 """Rows of the smallest matrix instruction: fewer heads of a rank take as long."""
 
 
@@ -26,7 +26,7 @@ def prompts_cost_more_until(mixer: MLA, indexed: float, tp_size: int) -> int:
     heads = mixer.shares(tp_size).padded_heads
     dense = heads * (mixer.qk_dim + mixer.v_dim)
     scores = mixer.indexer.num_heads * mixer.indexer.head_dim * E4M3_COST * indexed
-    selected = 2 * mixer.top_k * max(LEAST_HEADS, heads) * (mixer.latent_dim + mixer.kv_lora_rank)
+    selected = 2 * mixer.top_k * max(MIN_HEADS, heads) * (mixer.latent_dim + mixer.kv_lora_rank)
     return math.ceil(selected / (dense - scores)) if dense > scores else 0
 
 

@@ -15,7 +15,7 @@ CONVERSATION_TOKENS = 4096
 """Assumed tokens of a conversation, by which memory is divided between states and tokens: a conversation has a state
 and a checkpoint while it runs, and a checkpoint while it waits for its next message. With more states there would be
 too few cached tokens for them; with fewer, cached tokens from which no request can continue."""
-LEAST_REQUESTS = 8
+MIN_REQUESTS = 8
 """Number of requests, and of checkpoints, beyond which tokens for one request of the full context length have
 priority."""
 
@@ -55,7 +55,7 @@ def state_rows(args: ServerArgs, most: int, context_len: int, cost: CacheCost, r
 
     def fits(running: int) -> bool:
         wanted = running if caching else 0
-        beside_context = running <= LEAST_REQUESTS or flag is not None or need(running).beside_context >= wanted
+        beside_context = running <= MIN_REQUESTS or flag is not None or need(running).beside_context >= wanted
         return beside_context and checkpoints(running) >= wanted
 
     running = args.max_running_requests or _largest(most, fits)
@@ -103,7 +103,7 @@ class _Need:
         of_running = min(running, spare // state)
         of_waiting = max(0, (spare - running * state) // (state + tokens))
         of_use = min(of_running + of_waiting, 2 * max(running, self.most) - running)
-        return min(of_use, max(self.beside_context, LEAST_REQUESTS))
+        return min(of_use, max(self.beside_context, MIN_REQUESTS))
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

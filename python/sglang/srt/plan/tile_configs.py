@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice, Tile
 from sglang.srt.kernels.tile_configs import ANY, OpTileConfigs, TileConfig
-from sglang.srt.kernels.tiles import LEAST_TOKENS
+from sglang.srt.kernels.tiles import MIN_TOKENS
 
 
 def make_tile_configs(choices: Iterable[Choice], arch: ArchTraits) -> Mapping[str, OpTileConfigs]:
@@ -25,7 +25,7 @@ def tile_configs_of(choice: Choice, arch: ArchTraits) -> OpTileConfigs | None:
     if choice.tile is None:
         return None
     tiles = (choice.tile, *choice.smaller_tiles)
-    limits = sorted({tile.get(LEAST_TOKENS, 1) for tile in tiles})
+    limits = sorted({tile.get(MIN_TOKENS, 1) for tile in tiles})
     ends = [*(limit - 1 for limit in limits[1:]), ANY]
     return OpTileConfigs(
         {None: tuple(_tile_config(tiles, least, end) for least, end in zip(limits, ends, strict=True))}
@@ -34,5 +34,5 @@ def tile_configs_of(choice: Choice, arch: ArchTraits) -> OpTileConfigs | None:
 
 def _tile_config(tiles: Sequence[Tile], tokens: int, max_tokens: float) -> TileConfig:
     """Returns the tile config of steps of `tokens` to `max_tokens` tokens."""
-    candidates = tuple((tile,) for tile in tiles if tile.get(LEAST_TOKENS, 1) <= tokens)
+    candidates = tuple((tile,) for tile in tiles if tile.get(MIN_TOKENS, 1) <= tokens)
     return TileConfig(max_tokens, "tiles", candidates, "kernels/tiles.py")

@@ -69,7 +69,7 @@ def fake_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 def test_more_than_the_library_plans_is_refused(fake_backend: ModuleType) -> None:
     """Its planner writes behind its lists."""
     e = Problem([0], [9], 128, 1, DIM, RANK)
-    fake_backend.MOST_WORKS = 2 * FakeArch().num_sms + 9
+    fake_backend.MAX_WORKS = 2 * FakeArch().num_sms + 9
     attention = sites_of(plan_for(e), fake_backend.FlashInferMLABackend(plan_for(e), "cpu"))
     with pytest.raises(UserError, match="cannot plan 9 new tokens of 128 heads in a step; use --chunked-prefill"):
         batch_of(e, Mode.EXTEND, attention)

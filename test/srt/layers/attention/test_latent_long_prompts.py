@@ -132,7 +132,7 @@ LENS = {
 @pytest.mark.parametrize("lens", LENS)
 def test_prompts_behind_prefixes(fake: ModuleType, lens: str, chunk_tokens: int) -> None:
     step = Step(SMALL, *LENS[lens])
-    chunks = step.chunks(max(chunk_tokens, -(-sum(step.prefix) // fake.MOST_CHUNKS)))
+    chunks = step.chunks(max(chunk_tokens, -(-sum(step.prefix) // fake.MAX_CHUNKS)))
     builder = fake.FlashInferLatentPrompt(plan_of(), SMALL, "cpu")
     attend = builder.build(step.new, chunks)
     for _ in range(2):  # layers
@@ -154,7 +154,7 @@ def test_a_cache_in_eight_bits(fake: ModuleType) -> None:
 @pytest.mark.parametrize("chunk_tokens", [1 << 20, 20])
 def test_many_chunks_lose_no_more_than_one(fake: ModuleType, chunk_tokens: int) -> None:
     """Each part is rounded once, and so is the result: not what is kept between 32 merges."""
-    step = Step(SMALL, [64], [fake.MOST_CHUNKS * 20])
+    step = Step(SMALL, [64], [fake.MAX_CHUNKS * 20])
     chunks = step.chunks(chunk_tokens)
     attend = fake.FlashInferLatentPrompt(plan_of(), SMALL, "cpu").build(step.new, chunks)
     assert step.wrong_by(attend, chunks) < 3.5e-3  # 6e-3 where that is rounded to bf16
@@ -163,7 +163,7 @@ def test_many_chunks_lose_no_more_than_one(fake: ModuleType, chunk_tokens: int) 
 def test_halves_of_a_step_and_the_whole_of_it_are_planned_before_either_attends(fake: ModuleType) -> None:
     """With as many chunks as there is room for, again and again."""
     builder = fake.FlashInferLatentPrompt(plan_of(), SMALL, "cpu")
-    steps = [Step(SMALL, [9, 4], [fake.MOST_CHUNKS * 2 - 3, 3]), Step(SMALL, [5], [32]), Step(SMALL, [5], [7])]
+    steps = [Step(SMALL, [9, 4], [fake.MAX_CHUNKS * 2 - 3, 3]), Step(SMALL, [5], [32]), Step(SMALL, [5], [7])]
     for _ in range(2):
         chunks = [step.chunks(size) for step, size in zip(steps, (2, 1, 100), strict=True)]
         planned = [builder.build(step.new, each) for step, each in zip(steps, chunks, strict=True)]
@@ -173,7 +173,7 @@ def test_halves_of_a_step_and_the_whole_of_it_are_planned_before_either_attends(
 
 def test_a_step_with_more_chunks_is_left_to_the_other_kernel(fake: ModuleType) -> None:
     builder = fake.FlashInferLatentPrompt(plan_of(), SMALL, "cpu")
-    step = Step(SMALL, [9], [fake.MOST_CHUNKS + 1])
+    step = Step(SMALL, [9], [fake.MAX_CHUNKS + 1])
     assert builder.build(step.new, step.chunks(1)) is None and builder.build(step.new, step.chunks(2)) is not None
 
 

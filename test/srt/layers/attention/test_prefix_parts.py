@@ -12,7 +12,7 @@ import torch
 from sglang.srt.kernels.tiles import HEAD_DIMS
 from sglang.srt.layers.attention.triton_ops import prefix_parts
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
-from sglang.srt.layers.attention.triton_ops.prefix_parts import LEAST_PART, MOST_PARTS, PrefixParts, count_parts
+from sglang.srt.layers.attention.triton_ops.prefix_parts import MAX_PARTS, MIN_PART, PrefixParts, count_parts
 from srt.layers.attention.reference import Problem, reference_extend, relative_error
 from srt.layers.attention.test_attention_kernels import (
     BF16_BOUND,
@@ -72,11 +72,11 @@ def count(new: list[int], prefix: list[int], heads: int, kv_heads: int, sms: int
 
 
 def test_short_prompts_behind_long_prefixes_are_shared_out() -> None:
-    assert count([256], [0], 32, 8) == count([256], [2 * LEAST_PART - 1], 32, 8) == 1
+    assert count([256], [0], 32, 8) == count([256], [2 * MIN_PART - 1], 32, 8) == 1
     assert count([8192], [100_000], 32, 8) == 1, "enough blocks of queries"
     few = count([64], [100_000], 12, 1)  # 12 blocks for 376 programs at once
-    assert few == MOST_PARTS
-    assert count([64], [3 * LEAST_PART], 12, 1) == 3, "parts are not shorter"
+    assert few == MAX_PARTS
+    assert count([64], [3 * MIN_PART], 12, 1) == 3, "parts are not shorter"
     assert count([256], [100_000], 32, 8) == 5, "640 programs in two turns; 256 leave a third of one turn idle"
 
 
@@ -84,7 +84,7 @@ def test_parts_stay_within_their_bytes() -> None:
     for new, heads, dim in itertools.product((1, 64, 256, 1024, 4096), (1, 16, 128), (64, 128, 512)):
         parts = count_parts([new], [1 << 20], heads, 1, dim, 188, TILE)
         assert parts == 1 or parts * new * heads * (dim + 1) * 4 <= prefix_parts.PART_BYTES
-        assert 1 <= parts <= MOST_PARTS
+        assert 1 <= parts <= MAX_PARTS
 
 
 def test_parts_shorten_the_longest_program() -> None:

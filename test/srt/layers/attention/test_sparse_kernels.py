@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.sparse import TritonSparseIndexer
 from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
 from sglang.srt.layers.attention.triton_ops.select_entries import launch_for, select_entries
-from sglang.srt.layers.attention.triton_ops.sparse_attention import LEAST_SHARES, sparse_attention_fwd
+from sglang.srt.layers.attention.triton_ops.sparse_attention import MIN_SHARES, sparse_attention_fwd
 from sglang.srt.layers.triton_ops import index_store
 from sglang.srt.model_executor.model_runner import SHARED_PROMPTS, selection_lengths
 from srt.layers.attention.reference import relative_error
@@ -422,6 +422,6 @@ def test_a_start_meets_every_launch_of_a_selection(rate: int, top_k: int, contex
 def test_a_start_meets_every_merge_of_shares(head_tiles: int, tiles: int, arch: str) -> None:
     def merges(tokens: int) -> int:
         count = num_shares(tokens * head_tiles, tiles, 2 * arch_by_name(arch).num_sms)
-        return max(LEAST_SHARES, triton.next_power_of_2(count)) if count > 1 else 0
+        return max(MIN_SHARES, triton.next_power_of_2(count)) if count > 1 else 0
 
     assert {merges(tokens) for tokens in range(1, 3000)} == {merges(tokens) for tokens in (*SHARED_PROMPTS, 3000)}

@@ -41,7 +41,7 @@ def rows_of(tokens: int, size: int, form: RowForm) -> QuantizedActivations:
 
 
 def test_few_rows_are_those_of_products() -> None:
-    assert activations.LEAST_ROWS == linear_tiles.FEW_ROWS + 1
+    assert activations.MIN_ROWS == linear_tiles.FEW_ROWS + 1
 
 
 @interpreter.kernel_test
@@ -73,7 +73,7 @@ def test_linear_products_of_rows(tokens: int, name: str, form: RowForm) -> None:
     wanted = product(rows.values)
     assert torch.equal(product(rows), wanted)
     spoilt = product(dataclasses.replace(rows, data=torch.zeros_like(rows.data)))
-    assert torch.equal(spoilt, wanted) == (FORMS[form] != name or tokens < activations.LEAST_ROWS)
+    assert torch.equal(spoilt, wanted) == (FORMS[form] != name or tokens < activations.MIN_ROWS)
 
 
 @interpreter.kernel_test

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import functools
 
-MOST_SHARES = 64
+MAX_SHARES = 64
 """Maximum number of splits per token, for which the merge kernel has registers."""
 START_TILES = 2
 """Cost of a program's start and end, in tiles of entries."""
-MOST_ROUNDS = 4
+MAX_ROUNDS = 4
 """Maximum number of waves of programs that splitting may create, which bounds the memory of partial results."""
 
 
@@ -23,5 +23,5 @@ def num_shares(programs: int, tiles: int, slots: int) -> int:
         rounds = -(-programs * shares // slots)
         return rounds * (-(-tiles // shares) + START_TILES) + (shares > 1)
 
-    most = max(1, min(tiles, MOST_SHARES, MOST_ROUNDS * slots // programs))
+    most = max(1, min(tiles, MAX_SHARES, MAX_ROUNDS * slots // programs))
     return min(range(1, most + 1), key=cost)

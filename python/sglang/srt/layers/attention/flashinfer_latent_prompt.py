@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 WORKSPACE_BYTES = 32 << 20
 """Workspace bytes for a launch that splits a prompt's keys: at most two programs per SM, of 128 queries each, do so."""
-MOST_CHUNKS = 32
+MAX_CHUNKS = 32
 """Most chunks of a step; steps with more use the Triton kernel."""
 LIST_BYTES = 256 << 10
 """Bytes of one wrapper's lists, on the GPU and in pinned memory. FA2 needs 13 bytes per tile of at least 16 queries,
@@ -59,11 +59,11 @@ class FlashInferLatentPrompt:
         self.heads = spec.shares(plan.ranks.attn_tp_size).padded_heads
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.device = workspace.device
-        lists = torch.empty((PLANS_AT_ONCE * (1 + MOST_CHUNKS), LIST_BYTES), dtype=torch.uint8, device=device)
+        lists = torch.empty((PLANS_AT_ONCE * (1 + MAX_CHUNKS), LIST_BYTES), dtype=torch.uint8, device=device)
         self._wrappers = itertools.cycle([_planned(workspace, each, self.kernels) for each in lists])
 
     def build(self, new_lens: Sequence[int], chunks: Sequence[LatentChunk]) -> FlashInferLatents | None:
-        if len(chunks) > MOST_CHUNKS or not self._lists_fit(new_lens):
+        if len(chunks) > MAX_CHUNKS or not self._lists_fit(new_lens):
             return None
         starts = (0, *itertools.accumulate(new_lens))
         causal = self._part(starts, starts, causal=True)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 128 << 20
-MOST_WORKS, WORK_ROWS = 16384, 128
+MAX_WORKS, WORK_ROWS = 16384, 128
 """Capacity of the library planner's lists, which it does not check: tiles of WORK_ROWS queries times heads, and two
 more per SM."""
 DCP_SHARDED = -1
@@ -77,7 +77,7 @@ class _Options:
         self.dtypes = (getattr(torch, plan.dtype), storage_dtype(plan.kv_cache_dtype))
         self.max_pages_each = -(-plan.context_len // plan.page_size)
         self.kernels = library_kernels(plan.arch)
-        self.max_works = MOST_WORKS - 2 * plan.arch.num_sms
+        self.max_works = MAX_WORKS - 2 * plan.arch.num_sms
 
     def lists(self, rows: DecodeRows | ExtendRows, new_lens: Sequence[int]) -> _Lists:
         pages = gather_pages(rows, self.table, self.page_size, entered=self.table == DCP_SHARDED)

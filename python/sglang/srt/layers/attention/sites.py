@@ -40,7 +40,7 @@ host. Measured with Qwen3-8B on an H100: no gain for one prompt of 1,024 tokens,
 
 LONG_PREFIX = 16384
 """Cached prefix of the start-up prompt that compiles the kernels sharing a prefix between programs: four times the
-smallest part of a program (`prefix_parts.LEAST_PART`)."""
+smallest part of a program (`prefix_parts.MIN_PART`)."""
 
 
 class AttentionSites:

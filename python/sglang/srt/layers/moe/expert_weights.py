@@ -38,7 +38,7 @@ PAIR_BITS = ((9, 2, 1, 0), (13, 6, 5, 4), (3, 12, 11, 10), (15, 8, 7, 14))
 the word.
 One shift (of plane 2 a rotation, for which the halves exchange their signs) takes them to those of two bfloat16."""
 EXCHANGED_SIGNS = 2
-MOST_EXPONENT = 152
+MAX_EXPONENT = 152
 """The limit of e8m0 scales in planes of pairs, 2**25: kernels add to the exponents of four at once
 (`scaled_dot.LIFTED_SCALES`),
 which must not touch one another. No weight is so large; what nobody stored and nobody reads may be anything."""
@@ -170,7 +170,7 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
     padding = -weights.cols % PLANE_COLUMNS
     data, scale = weights.data, weights.scale
     if _in_pairs(scheme):
-        scale.clamp_(max=MOST_EXPONENT)
+        scale.clamp_(max=MAX_EXPONENT)
     if padding:
         data = F.pad(data, (0, padding // 2), value=ZERO_BYTE[scheme.element])
         groups = scheme.scale_shape(weights.rows, weights.cols + padding)[1]

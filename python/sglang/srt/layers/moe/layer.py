@@ -23,7 +23,7 @@ from sglang.srt.layers.moe.sink_routing import SinkTopK
 from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FUSED_MOE
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.layers.quantization.activations import LEAST_ROWS, Activations, RowFormat, row_format, values_of
+from sglang.srt.layers.quantization.activations import MIN_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
 from sglang.srt.plan.feed_forward import MoE, Shared
@@ -91,7 +91,7 @@ class MoELayer:
         if not rows:
             return None
         pairs, experts = spec.top_k + extra, spec.num_experts + extra
-        return replace(rows, least=next(t for t in count(LEAST_ROWS) if not few_pairs(t * pairs, experts)))
+        return replace(rows, least=next(t for t in count(MIN_ROWS) if not few_pairs(t * pairs, experts)))
 
     def __call__(self, x: Activations, batch: ForwardBatch | None = None) -> torch.Tensor:
         if isinstance(self.route, SinkTopK):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 RowForm = Literal["token", "group128"]
 """e4m3 with one scale per row, or per 128 columns of a row; as `Scheme.activation`."""
-LEAST_ROWS = 3
+MIN_ROWS = 3
 """Fewest rows that are quantized; fewer are multiplied in 16 bits."""
 
 
@@ -24,7 +24,7 @@ class RowFormat:
     """The format in which a product takes at least `least` rows; fewer it takes in 16 bits."""
 
     form: RowForm
-    least: int = LEAST_ROWS
+    least: int = MIN_ROWS
 
 
 @dataclass(frozen=True, slots=True)

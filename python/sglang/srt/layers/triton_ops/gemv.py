@@ -26,7 +26,7 @@ WHOLE_ROW_TILES: tuple[GemvTile, ...] = (
 WHOLE_ROWS = 1024
 """Rows of w up to which a program has two, and loads all of them before it waits for x: with eight each, a router's 128
 would be 16 programs, which read one step after the other. Longer rows than the last tile's take several steps."""
-LEAST_K, ROW_MULTIPLE = 512, 16
+MIN_K, ROW_MULTIPLE = 512, 16
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def supports(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Returns whether x is one row of 2-byte floats, long enough, and rows of w begin at multiples of 16 elements."""
     size = x.shape[-1]
     one_row = x.numel() == size and x.element_size() == 2
-    return one_row and size >= LEAST_K and size % ROW_MULTIPLE == 0 and w.is_contiguous()
+    return one_row and size >= MIN_K and size % ROW_MULTIPLE == 0 and w.is_contiguous()
 
 
 def tile_for(num_cols: int, size: int) -> GemvTile:

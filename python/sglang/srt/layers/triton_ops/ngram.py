@@ -16,11 +16,11 @@ import triton.language as tl
 
 LAUNCH = {"BLOCK": 1024, "num_warps": 4}
 ONE_WARP = {"num_warps": 1}
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 """Programs that share a request's tokens."""
 MAX_DRAFT_TOKENS = 64
 """The most draft tokens of a request."""
-MOST_COMPARED = 64
+MAX_COMPARED = 64
 """The most tokens that are compared."""
 
 
@@ -138,7 +138,7 @@ def ngram_drafts(
     where at most `longest` of the last tokens stood before. corpus: tokens [N], order [N] and size [1] int32 of
     external texts."""
     num_reqs, context_len = len(slots), history.shape[1]
-    splits = min(triton.next_power_of_2(triton.cdiv(context_len, LAUNCH["BLOCK"])), MOST_SPLITS)
+    splits = min(triton.next_power_of_2(triton.cdiv(context_len, LAUNCH["BLOCK"])), MAX_SPLITS)
     draft_tokens = torch.empty((num_reqs, num_speculative_tokens), dtype=torch.int64, device=slots.device)
     places = torch.empty((num_reqs, splits), dtype=torch.int64, device=slots.device)
     if not num_reqs:

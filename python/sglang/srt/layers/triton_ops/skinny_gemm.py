@@ -25,7 +25,7 @@ from sglang.srt.layers.triton_ops.scaled_dot import load_rows_there
 SkinnyTile = dict[str, int]
 MAX_ROWS = 16
 """The rows of x of one matrix instruction: with more, the library's larger tiles serve."""
-LEAST_COLS, LEAST_K, ROW_MULTIPLE = 2048, 512, 16
+MIN_COLS, MIN_K, ROW_MULTIPLE = 2048, 512, 16
 """Fewer columns are too few programs; there the library, which may split K, is as fast or faster."""
 
 
@@ -107,7 +107,7 @@ def supports(x: torch.Tensor, w: torch.Tensor) -> bool:
     size = x.shape[-1]
     few = 1 < x.numel() // max(size, 1) <= MAX_ROWS
     same = x.dtype == w.dtype and x.element_size() == 2 and x.stride(0) % ROW_MULTIPLE == 0
-    large = len(w) >= LEAST_COLS and size >= LEAST_K
+    large = len(w) >= MIN_COLS and size >= MIN_K
     return few and same and large and size % ROW_MULTIPLE == 0 and w.is_contiguous()
 
 

@@ -15,9 +15,9 @@ from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
 from sglang.srt.blocks.compressed.kernels.tail_rotation import normed_and_turned
 from sglang.srt.layers.triton_ops import pdl
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Tokens of a run that a program loads at once."""
-LEAST_COLUMNS = 128
+MIN_COLUMNS = 128
 KEEP_BLOCK = 1024
 KEEP_LAUNCH = {"BLOCK": KEEP_BLOCK, "num_warps": 4}
 
@@ -138,7 +138,7 @@ def keep_kernel(
 
 def compress_launch(dim: int, size: int) -> dict[str, int]:
     """Rows of a block and warps, for entries of `dim` channels that are made of `size` tokens."""
-    return {"ROWS": min(MOST_ROWS, size), "num_warps": max(1, min(8, min(MOST_ROWS, size) * dim // 1024))}
+    return {"ROWS": min(MAX_ROWS, size), "num_warps": max(1, min(8, min(MAX_ROWS, size) * dim // 1024))}
 
 
 def compress(

@@ -17,7 +17,7 @@ import triton.language as tl
 from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
 from sglang.srt.layers.attention.entry_shares import num_shares
 from sglang.srt.layers.attention.triton_ops.common import LOG2E, load_rows
-from sglang.srt.layers.attention.triton_ops.sparse_attention import LEAST_SHARES, MERGE_COLS
+from sglang.srt.layers.attention.triton_ops.sparse_attention import MERGE_COLS, MIN_SHARES
 from sglang.srt.layers.attention.triton_ops.sparse_steps import (
     finish,
     merge_shares_kernel,
@@ -130,6 +130,6 @@ def selected_block_attention_fwd(
     if splits > 1:
         merge_shares_kernel[(num_heads, num_tokens, dim // MERGE_COLS)](
             out, part_lse, part_lse, part_o, part_lse, splits, num_heads, out.stride(0), out.stride(1), RANK=dim,
-            COLS=MERGE_COLS, SHARES=max(LEAST_SHARES, triton.next_power_of_2(splits)), HAS_SINKS=False, HAS_LSE=False,
+            COLS=MERGE_COLS, SHARES=max(MIN_SHARES, triton.next_power_of_2(splits)), HAS_SINKS=False, HAS_LSE=False,
             num_warps=4, **pdl.options(),
         )  # fmt: skip

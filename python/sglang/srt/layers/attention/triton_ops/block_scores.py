@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.selection import EntryRows
 from sglang.srt.layers.attention.triton_ops.common import load_rows
 from sglang.srt.layers.triton_ops import pdl
 
-LEAST_COLUMNS = 16
+MIN_COLUMNS = 16
 """Smallest number of columns of a tensor core product."""
 
 
@@ -89,7 +89,7 @@ def rows_together(run: int, heads: int, tile: Mapping[str, int]) -> int:
 def columns_of(num_heads: int, run: int) -> int:
     """Returns the columns per token: its heads, padded if a token alone would not fill a tensor core product."""
     heads = triton.next_power_of_2(num_heads)
-    return max(heads, LEAST_COLUMNS // triton.next_power_of_2(run))
+    return max(heads, MIN_COLUMNS // triton.next_power_of_2(run))
 
 
 def block_scores(

@@ -22,9 +22,9 @@ from sglang.srt.layers.attention.selection import EntryRows
 from sglang.srt.layers.attention.triton_ops.common import load_rows
 from sglang.srt.layers.triton_ops import pdl
 
-LEAST_COLUMNS = 16
+MIN_COLUMNS = 16
 """Smallest number of columns of a tensor core product."""
-MOST_TOKENS = 16
+MAX_TOKENS = 16
 """Most tokens per program: more would spill registers if an indexer has few heads."""
 
 
@@ -95,9 +95,7 @@ def index_logits_kernel(
 
 def rows_together(run: int, num_heads: int, tile: Mapping[str, int]) -> int:
     """Returns the tokens per program, a power of two, for requests with `run` tokens each."""
-    return max(
-        1, LEAST_COLUMNS // num_heads, min(triton.next_power_of_2(run), tile["BLOCK_M"] // num_heads, MOST_TOKENS)
-    )
+    return max(1, MIN_COLUMNS // num_heads, min(triton.next_power_of_2(run), tile["BLOCK_M"] // num_heads, MAX_TOKENS))
 
 
 def index_logits(

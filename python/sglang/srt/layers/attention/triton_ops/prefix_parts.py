@@ -11,10 +11,10 @@ import triton
 
 WHOLE = ((80, 80), (96, 96))
 """Head dims (keys, values) whose prefixes are not split, because their tile has no registers left for it."""
-MOST_PARTS = 16
-LEAST_PART = 4096
+MAX_PARTS = 16
+MIN_PART = 4096
 """Smallest part in tokens: writing and reading its partial result is then below 1% of the keys and values it reads."""
-LEAST_GAIN = 1.1
+MIN_GAIN = 1.1
 """Smallest predicted gain for which a prefix is split, because merging costs a launch."""
 PART_BYTES = 32 << 20
 """Most bytes of a step's partial results. Only steps with few tokens have any, and their other activations are smaller
@@ -36,9 +36,9 @@ def count_parts(
     blocks = sum(triton.cdiv(new * group, tile["BLOCK_M"]) for new in new_lens) * num_kv_heads
     slots = num_sms * max(1, 8 // tile["num_warps"])
     row_bytes = sum(new_lens) * num_heads * (v_head_dim + 1) * 4
-    most = min(MOST_PARTS, max(prefix_lens, default=0) // LEAST_PART, PART_BYTES // max(1, row_bytes))
+    most = min(MAX_PARTS, max(prefix_lens, default=0) // MIN_PART, PART_BYTES // max(1, row_bytes))
     times = [triton.cdiv(blocks * parts, slots) / parts for parts in range(1, most + 1)]
-    if len(times) < 2 or times[0] < LEAST_GAIN * min(times):
+    if len(times) < 2 or times[0] < MIN_GAIN * min(times):
         return 1
     return 1 + next(i for i, time in enumerate(times) if time <= 1.05 * min(times))
 

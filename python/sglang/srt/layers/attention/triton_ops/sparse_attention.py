@@ -38,8 +38,8 @@ from sglang.srt.layers.triton_ops import pdl
 
 MERGE_COLS = 128
 """Columns per program of `merge_shares_kernel`."""
-LEAST_SHARES = 16
-"""Smallest number of splits that it is compiled for; the largest is MOST_SHARES."""
+MIN_SHARES = 16
+"""Smallest number of splits that it is compiled for; the largest is MAX_SHARES."""
 
 
 @triton.jit
@@ -246,6 +246,6 @@ def _merge(out: torch.Tensor, sinks: torch.Tensor | None, lse: torch.Tensor | No
     merge_shares_kernel[(num_heads, num_tokens, rank // MERGE_COLS)](
         out, stand_in if lse is None else lse, stand_in if sinks is None else sinks, shares.part_o, shares.part_lse,
         shares.count, num_heads, out.stride(0), out.stride(1), RANK=rank, COLS=MERGE_COLS,
-        SHARES=max(LEAST_SHARES, triton.next_power_of_2(shares.count)), HAS_SINKS=sinks is not None,
+        SHARES=max(MIN_SHARES, triton.next_power_of_2(shares.count)), HAS_SINKS=sinks is not None,
         HAS_LSE=lse is not None, num_warps=4, **pdl.options(),
     )  # fmt: skip
