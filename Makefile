@@ -112,6 +112,7 @@ $(BIN)/python:
 		echo "error: $(PYTHON) is $$($(PYTHON) --version 2>&1); Python 3.10, 3.11 or 3.12 is needed. Set PYTHON=" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
+# Modules are compiled when they are first imported: most of what is installed never is, which saves a minute.
 # torch goes first and alone. Without a GPU: its CPU build, a tenth of the size, where the package index has one (for
 # others set PIP_EXTRA_INDEX_URL to PyTorch's). With a GPU: the default build, which brings the triton version that fits
 # it, so that neither is held to the pins of the CPU build.
@@ -119,15 +120,15 @@ $(INSTALLED): $(BIN)/python pyproject.toml constraints.txt
 	@if nvidia-smi -L >/dev/null 2>&1; then \
 		echo "Installing for CUDA, once. Step 1 of 2: PyTorch and CUDA's libraries, about 3 GB."; \
 		grep -vE '^(torch|triton)==' constraints.txt > .venv/constraints.txt; \
-		$(BIN)/python -m pip install torch; \
+		$(BIN)/python -m pip install --no-compile torch; \
 	else \
 		echo "Installing for CPU (no NVIDIA GPU found), once. Step 1 of 2: PyTorch, about 200 MB."; \
 		cp constraints.txt .venv/constraints.txt; \
-		$(BIN)/python -m pip install 'torch==$(TORCH)+cpu' 2>/dev/null \
-			|| $(BIN)/python -m pip install 'torch==$(TORCH)'; \
+		$(BIN)/python -m pip install --no-compile 'torch==$(TORCH)+cpu' 2>/dev/null \
+			|| $(BIN)/python -m pip install --no-compile 'torch==$(TORCH)'; \
 	fi
 	@echo "Step 2 of 2: this package, its dependencies and the tools of the checks, about 100 packages."
-	$(BIN)/python -m pip install -c .venv/constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile -c .venv/constraints.txt -e '.[dev]'
 	@touch $@
 
 lint: install

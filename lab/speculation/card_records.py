@@ -13,7 +13,7 @@ from sglang import explain
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
-from sglang.tuning.steps import verify_step
+from sglang.tuning.step import verify_step
 
 CARD, CONTEXT = "rtx-pro-6000-server", 2048
 

@@ -40,7 +40,7 @@ from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
-from sglang.tuning.steps import verify_step
+from sglang.tuning.step import verify_step
 
 DEPTH, NEW_TOKENS = 3, 64
 CARD, CONTEXT, BATCHES = "rtx-pro-6000-server", 2048, (1, 8, 32)

@@ -19,7 +19,8 @@ from sglang.tuning.measured import measured_times, table_path
 from sglang.tuning.ops import Linear
 from sglang.tuning.rates import CEILINGS
 from sglang.tuning.sglang_times import time_by_sglang
-from sglang.tuning.steps import decode_step, prefill_step, time_step, total
+from sglang.tuning.step import decode_step, prefill_step
+from sglang.tuning.steps import time_step, total
 
 ROWS = json.loads(Path(fitting.__file__).with_name("measured_rows.json").read_text())
 TABLES = measured_times("rtx-pro-6000-server")

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH, SEEING_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
-from sglang.srt.managers.front.media.expansion import PlacedMedia, expand, moved, whole_items
+from sglang.srt.managers.front.media import expansion
+from sglang.srt.managers.front.media.expansion import PlacedMedia, moved, whole_items
 from sglang.srt.managers.front.media.media_source import Kind, MediaSource
 from sglang.srt.managers.front.media.media_tokens import MediaTokens, media_tokens
 from sglang.srt.managers.front.media.messages import Features
 from sglang.srt.managers.front.media.served_media import served_media
 from sglang.srt.managers.front.request_preparation import RequestPreparer
+from sglang.srt.managers.wire.io_struct import MediaItem
 from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.shared_array import SharedArray
@@ -32,6 +37,12 @@ def placed(kind: Kind, *parts: list[int] | int) -> PlacedMedia:
     runs = sum(isinstance(part, int) for part in parts)
     features = Features(grid=(1, 2, 2), pixels=SharedArray("a", [4, 4], "float32"), digest=bytes(32), num_runs=runs)
     return PlacedMedia(kind, [features], list(parts))
+
+
+def expand(ids: list[int], media: list[PlacedMedia], tokens: MediaTokens) -> tuple[list[int], list[MediaItem]]:
+    expanded, items = expansion.expand(np.array(ids, np.int32), media, tokens)
+    assert expanded.dtype == np.int32
+    return expanded.tolist(), items
 
 
 def test_an_image_and_a_video_in_one_prompt() -> None:
@@ -98,6 +109,35 @@ def test_templates_of_inkling_write_a_mark_and_the_placeholder_or_the_mark_alone
     assert text == "a<|content_image|><|unused_200054|>b<|content_image|><|unused_200054|>" and len(media) == 2
     ids, items = expand([1, 200005, 200054, 3], [placed("image", 2)], tokens)
     assert ids == [1, 200005, *[200054] * 2, 3] and items[0].spans == [(2, 4)]
+
+
+def test_marks_are_left_where_no_video_stands_between_them() -> None:
+    media = [placed("video", [7], 1), placed("video", [8], 1)]
+    expanded, _ = expand([END, VIDEO, END, START, 5, END, START, VIDEO], media, QWEN)
+    assert expanded == [END, 7, VIDEO, END, START, 5, END, 8, VIDEO]
+    assert expand([START, VIDEO, END, END], media[:1], QWEN)[0] == [7, VIDEO, END]
+
+
+def test_expansion_takes_the_same_steps_for_prompts_of_any_length() -> None:
+    def num_lines(length: int) -> int:
+        """Returns how many lines of the module run."""
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return trace if frame.f_code.co_filename == expansion.__file__ else None
+
+        ids, media = np.array([1] * length + [IMAGE], np.int32), [placed("image", 2)]
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            expansion.expand(ids, media, QWEN)
+        finally:
+            sys.settrace(before)
+        return lines
+
+    assert num_lines(50_000) == num_lines(5)
 
 
 def test_frames_of_gemma_have_marks() -> None:

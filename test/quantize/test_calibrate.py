@@ -26,8 +26,10 @@ from sglang.srt.entrypoints.openai.built_in_templates import built_in_template
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.errors import UserError
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
+from sglang.srt.layers.ops import FUSED_MOE, QUANTIZED_LINEAR
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.quantization.reference import round_activation
 from sglang.srt.managers.scheduler import scheduler_setup
@@ -208,10 +210,8 @@ def test_conversations_that_do_not_render(tmp_path: Path, role: str, message: st
 class RoundingPlan(NativePlan):
     """Products round their activations, as a GPU's do."""
 
-    def entry(self, op: str) -> Callable[..., Any]:
-        if op == "fused_moe":
-            return rounding_experts
-        return rounding_linear if op.startswith("linear/") else super().entry(op)
+    def entry(self, op: Op[Any], key: str = "") -> Any:
+        return {FUSED_MOE: rounding_experts, QUANTIZED_LINEAR: rounding_linear}.get(op, op.reference)
 
 
 def rounded(x: torch.Tensor, weight: LinearWeight | ExpertWeights) -> torch.Tensor:

@@ -38,7 +38,8 @@ from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import ceilings_of
 from sglang.tuning.replays import FORM_BYTES
 from sglang.tuning.sglang_times import gated, time_by_sglang
-from sglang.tuning.steps import Step, decode_step, ops_of, prefill_step, time_step, total, unserved_ops
+from sglang.tuning.step import Step, decode_step, prefill_step
+from sglang.tuning.steps import ops_of, time_step, total, unserved_ops
 from sglang.tuning.streaming import pair_kind
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")

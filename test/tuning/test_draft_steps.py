@@ -15,7 +15,7 @@ from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.server_args import ServerArgs
 from sglang.tuning.draft_steps import draft_ops
-from sglang.tuning.steps import verify_step
+from sglang.tuning.step import verify_step
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "lab" / "speculation"))
 import draft_shapes

@@ -20,7 +20,8 @@ from sglang.tuning.mixed_products import RECORDS, mixed_tile
 from sglang.tuning.ops import Experts
 from sglang.tuning.predicted_times import Predicted, predicted
 from sglang.tuning.search_space import MoeShape, why_not
-from sglang.tuning.steps import decode_step, prefill_step, time_step
+from sglang.tuning.step import decode_step, prefill_step
+from sglang.tuning.steps import time_step
 
 CARD = arch_by_name("rtx-pro-6000-server")
 CONFIGS = Path(__file__).parents[1] / "srt" / "kernels" / "configs"

@@ -19,7 +19,8 @@ from sglang.tuning.ops import WITHOUT_GATE, DecodeAttention, Experts, ExtendAtte
 from sglang.tuning.predicted_times import predicted
 from sglang.tuning.rates import CEILINGS, RATES, ceilings_of, rates_of
 from sglang.tuning.sglang_times import PREDICTED, TIMED, gated, time_by_sglang
-from sglang.tuning.steps import decode_step, ops_of, time_step, total
+from sglang.tuning.step import decode_step
+from sglang.tuning.steps import ops_of, time_step, total
 
 CARD = arch_by_name("rtx-pro-6000-server")
 BY_DATA_SHEET = (

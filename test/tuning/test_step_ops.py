@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from srt.kernels.published import configs
 
-from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import SKINNY_MAX_ROWS, SKINNY_MIN_N
@@ -19,11 +18,12 @@ from sglang.srt.plan.defaults import cuda_graph_prefill_tokens
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.tuning import steps
 from sglang.tuning.attention_model import Prompt
+from sglang.tuning.mixer_ops import LONG_PROMPTS, mixer_ops
 from sglang.tuning.ops import AllGather, AllReduce, Elementwise, ExtendAttention, Linear, Op
 from sglang.tuning.predicted_times import predicted
-from sglang.tuning.steps import Step, decode_step, ops_of, prefill_step, time_step, total
+from sglang.tuning.step import Step, decode_step, prefill_step
+from sglang.tuning.steps import FROM_HOST, ops_of, time_step, total
 
 CARD, GEFORCE = arch_by_name("rtx-pro-6000-server"), arch_by_name("rtx-5090")
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -41,14 +41,13 @@ def named(model: ModelDescription, parallel: ParallelConfig, step: Step) -> dict
 
 
 def test_every_mixer_has_predicted_times() -> None:
-    """Pooled latents have none yet: a step of GLM-5.3-Flash is predicted without its attention."""
-    mixers = [kind for kind in BLOCKS if hasattr(kind, "attention_shape") and kind is not PooledLatent]
-    missing = [kind.__name__ for kind in mixers if steps._mixer.dispatch(kind) is steps._mixer.dispatch(object)]
-    assert not missing, f"register a function that yields their ops for _mixer in sglang/tuning/steps.py: {missing}"
+    mixers = [kind for kind in BLOCKS if hasattr(kind, "attention_shape")]
+    missing = [kind.__name__ for kind in mixers if mixer_ops.dispatch(kind) is mixer_ops.dispatch(object)]
+    assert not missing, f"register a function that yields their ops in sglang/tuning/mixer_ops.py: {missing}"
 
 
 def test_long_prompts_are_those_of_a_server() -> None:
-    assert steps.LONG_PROMPTS == sites.LONG_PROMPTS
+    assert LONG_PROMPTS == sites.LONG_PROMPTS
 
 
 @pytest.mark.parametrize("card", [CARD, GEFORCE], ids=["server", "5090"])
@@ -56,8 +55,8 @@ def test_a_library_computes_long_prompts_where_it_is_chosen(card: ArchTraits) ->
     model, parallel = model_of("Qwen3-8B"), ParallelConfig("bfloat16", "bfloat16")
     chosen = replace(parallel, library_prompts=True)
     assert "long_prompt_attention" not in named(model, parallel, prefill_step(8192))
-    assert "extend_attention" in named(model, chosen, prefill_step(steps.LONG_PROMPTS - 1))
-    layers = named(model, chosen, prefill_step(steps.LONG_PROMPTS))
+    assert "extend_attention" in named(model, chosen, prefill_step(LONG_PROMPTS - 1))
+    layers = named(model, chosen, prefill_step(LONG_PROMPTS))
     assert len(layers["long_prompt_attention"]) == len(model.layers) and "extend_attention" not in layers
     by_triton, by_library = (
         total(time_step(model, each, prefill_step(8192), card)).seconds for each in (parallel, chosen)
@@ -70,7 +69,7 @@ def test_a_library_computes_long_prompts_over_latents_where_it_is_chosen() -> No
     model, parallel = model_of("deepseek_v3"), ParallelConfig("bfloat16", "bfloat16", tp_size=16)
     chosen = replace(parallel, library_latents=True)
     assert "long_latent_prompt" not in named(model, parallel, prefill_step(8192))
-    assert "extend_attention" in named(model, chosen, prefill_step(steps.LONG_PROMPTS - 1))
+    assert "extend_attention" in named(model, chosen, prefill_step(LONG_PROMPTS - 1))
     layers = named(model, chosen, prefill_step(8192))
     assert len(layers["long_latent_prompt"]) == len(model.layers) and "extend_attention" not in layers
     measured = predicted(layers["long_latent_prompt"][0], CARD)
@@ -122,7 +121,7 @@ def test_rows_of_n_grams_are_read_once_for_a_token(tp_size: int) -> None:
     for op, table in zip(ops["ngram_embedding"], tables, strict=True):
         assert isinstance(op, Elementwise)
         rows = 16 * table.num_heads / tp_size  # type: ignore[union-attr]
-        row = op.size / rows / (steps.FROM_HOST if table.on_host else 1)  # type: ignore[union-attr]
+        row = op.size / rows / (FROM_HOST if table.on_host else 1)  # type: ignore[union-attr]
         assert table.dim / 2 <= row < 2 * table.dim + 64 and row % 32 == 0  # type: ignore[union-attr]
     gathered = ops.get("all_gather of n-grams", [])
     assert len(gathered) == (len(tables) if tp_size > 1 else 0) and all(isinstance(op, AllGather) for op in gathered)

@@ -14,7 +14,8 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.two_batch_table import TWO_BATCH_THRESHOLDS, two_batch_threshold
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.two_batch_overlap import min_tokens
-from sglang.tuning.steps import Step, decode_step, prefill_step, time_step, total, verify_step
+from sglang.tuning.step import Step, decode_step, prefill_step, verify_step
+from sglang.tuning.steps import time_step, total
 from sglang.tuning.two_batch_overlap import (
     Stretch,
     alternating_seconds,

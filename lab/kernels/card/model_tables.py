@@ -24,7 +24,8 @@ from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.tuning.ops import CompressedAttention, Op, SelectedAttention
 from sglang.tuning.predicted_times import beyond_cache
 from sglang.tuning.sglang_times import time_by_sglang
-from sglang.tuning.steps import Step, TimedOp, decode_step, prefill_step, time_step, total
+from sglang.tuning.step import Step, decode_step, prefill_step
+from sglang.tuning.steps import TimedOp, time_step, total
 
 CARD, H200 = arch_by_name("rtx-pro-6000-server"), arch_by_name("h200")
 LAYOUTS: tuple[tuple[str, str, int], ...] = (

@@ -11,7 +11,8 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.tuning.draft_steps import DraftedStep, time_drafted
 from sglang.tuning.rates import ceilings_of
-from sglang.tuning.steps import Step, StepTime, decode_step, prefill_step, verify_step
+from sglang.tuning.step import Step, decode_step, prefill_step, verify_step
+from sglang.tuning.steps import StepTime
 from sglang.tuning.two_batch_overlap import step_time
 
 

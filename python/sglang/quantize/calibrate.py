@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,10 @@ from sglang.quantize.prompts import read_prompts
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
+from sglang.srt.layers.ops import FUSED_MOE, LINEAR
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.causal_lm import CausalLM
@@ -33,6 +35,7 @@ STEP_TOKENS = 2048
 WARM_UP_TOKENS = 64
 """A context that a runner on a GPU can compile its kernels in."""
 Kernel = Callable[..., torch.Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +164,11 @@ class RecordingPlan(Plan):
 
     recorder: Recorder = field(kw_only=True)
 
-    def entry(self, op: str) -> Any:
+    def entry(self, op: Op[T], key: str = "") -> T:
         """Returns the kernel of an op, with recording for products."""
-        kernel = super().entry(op)
-        watched = {"linear": self.recorder.linear, "fused_moe": self.recorder.fused_moe}
-        return watched[op](kernel) if op in watched else kernel
+        kernel: Any = super().entry(op, key)
+        if op is LINEAR:
+            kernel = self.recorder.linear(kernel)
+        elif op is FUSED_MOE:
+            kernel = self.recorder.fused_moe(kernel)
+        return kernel

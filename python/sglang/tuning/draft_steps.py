@@ -17,17 +17,8 @@ from sglang.srt.plan.layer_spec import LayerSpec, Matrix, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.tuning.ops import Elementwise, Linear, Op
-from sglang.tuning.steps import (
-    Step,
-    StepTime,
-    decode_step,
-    head_ops,
-    layer_ops,
-    time_step,
-    timed,
-    total,
-    unserved_ops,
-)
+from sglang.tuning.step import Step, decode_step
+from sglang.tuning.steps import StepTime, head_ops, layer_ops, time_step, timed, total, unserved_ops
 
 _PER_BLOCK_ROW = "kernel_projection"
 _PER_TOKEN = "fc"

@@ -16,7 +16,8 @@ from sglang.tuning.ops import describe, floor, parse_shape
 from sglang.tuning.predicted_times import Predicted, predicted
 from sglang.tuning.rates import UNMEASURED, ceilings_of
 from sglang.tuning.sglang_times import time_by_sglang
-from sglang.tuning.steps import Step, StepTime, TimedOp, decode_step, prefill_step, time_step, total, verify_step
+from sglang.tuning.step import Step, decode_step, prefill_step, verify_step
+from sglang.tuning.steps import StepTime, TimedOp, time_step, total
 from sglang.tuning.two_batch_overlap import runs_overlapped, step_time
 
 BATCHES, PREFILL, CONTEXT = (1, 16, 64, 256), 8192, 2048

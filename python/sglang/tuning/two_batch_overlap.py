@@ -19,17 +19,8 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.two_batch_overlap import alternates_by_block, has_experts, min_tokens, why_not_split
 from sglang.tuning.ops import AllReduce, Elementwise, Op
-from sglang.tuning.steps import (
-    Step,
-    StepTime,
-    TimedOp,
-    head_ops,
-    layer_ops,
-    time_step,
-    timed,
-    total,
-    unserved_ops,
-)
+from sglang.tuning.step import Step
+from sglang.tuning.steps import StepTime, TimedOp, head_ops, layer_ops, time_step, timed, total, unserved_ops
 
 SLOWDOWN = 1.1
 """A guess: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
+import re
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang.srt.constrained import completion
 from sglang.srt.constrained.completion import Group, lark_rules, printed_rules, schema_rules, unfinishable_rule
 from sglang.srt.constrained.grammar import GrammarKey
 from sglang.srt.constrained.grammar_backends import GrammarBackend, make_backend
@@ -155,3 +159,38 @@ def test_what_needs_many_rules_is_counted_not_searched_again() -> None:
     rules["root"] = Group([[*names, *names[::-1]]], set(names))
     assert unfinishable_rule(rules, "root") is None
     assert rules.times < 10 * count
+
+
+PIECES = ['"a"', r'"\"b\\"', '"x|y"', "name", "|", "(", ")", "*", "?"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "own"),
+    [
+        (completion._LARK_TOKEN, [r"/a\/b/", "/[)]/", "<eos>"]),
+        (completion._PRINTED_TOKEN, [r"[\]a-z]", "[(]*"]),
+    ],
+    ids=["lark", "printed"],
+)
+def test_tokens_of_random_bodies(pattern: re.Pattern[str], own: list[str]) -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        pieces = rng.choices(PIECES + own, k=8)
+        assert [token[0] for token in pattern.finditer(" ".join(pieces))] == pieces
+
+
+@pytest.mark.parametrize("body", ['"' + r"\"" * 3000, "/" + r"\/" * 3000, "<" * 3000], ids=["text", "regex", "token"])
+def test_a_quote_without_an_end_is_searched_once(body: str) -> None:
+    assert [token[0] for token in completion._LARK_TOKEN.finditer(body)] == [body]
+
+
+@pytest.mark.parametrize("pattern", [completion._LARK_TOKEN, completion._PRINTED_TOKEN], ids=["lark", "printed"])
+def test_a_long_text_takes_no_more_memory_than_itself(pattern: re.Pattern[str]) -> None:
+    text = '"' + "a" * 100_000 + '"'
+    tracemalloc.start()
+    try:
+        (token,) = pattern.finditer(text)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert token["text"] == text and peak < len(text)

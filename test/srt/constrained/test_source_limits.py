@@ -76,6 +76,19 @@ def test_what_is_not(kind: str, source: Any) -> None:
     check(kind, source)
 
 
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("regex", "[" * MAX_GRAMMAR_LENGTH),
+        ("ebnf", 'root ::= "a"{1,' + " " * MAX_GRAMMAR_LENGTH),
+        ("ebnf", 'root ::= "' + '\\"' * (MAX_GRAMMAR_LENGTH // 2)),
+    ],
+)
+def test_quotes_and_counts_without_an_end_are_checked_in_one_pass(kind: str, source: str) -> None:
+    """Each took minutes when the search began again at every character."""
+    check(kind, source)
+
+
 @pytest.mark.parametrize("wanted", ["json_schema", "tools", "structural_tag"])
 def test_a_tag_is_named_as_what_it_was_made_of(wanted: str) -> None:
     many = {"type": "json_schema", "json_schema": {"enum": [[0] * 4000] * 6}}

@@ -56,7 +56,7 @@ def begin(front: Any, store: SessionStore, params: SessionParams, **fields: Any)
     """The prompt that is sent."""
     call = GenerateRequest(**fields)
     turn = asyncio.run(begin_turn(front, store, call, params))
-    assert turn.tokens.tolist() == call.input_ids
+    assert turn.tokens is call.input_ids
     return turn.tokens.tolist()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.function_call.parser import parse
 from sglang.srt.function_call.registry import REASONING_FORMATS
 from sglang.srt.managers.wire.io_struct import TokenMeta
+from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.utils.json_nesting import MAX_JSON_NESTING
 
@@ -42,6 +44,11 @@ def test_schemas_as_text_have_the_limit_of_bodies() -> None:
     _grammar_after_thoughts(schema(MAX_JSON_NESTING), REASONING_FORMATS["deepseek-v4"])
     with pytest.raises(ApiError, match=f"more than {MAX_JSON_NESTING} levels"):
         _grammar_after_thoughts(schema(MAX_JSON_NESTING + 1), REASONING_FORMATS["deepseek-v4"])
+
+
+def test_a_schema_beyond_the_limit_is_not_parsed() -> None:
+    too_long = {"json_schema": "[" * (MAX_GRAMMAR_LENGTH + 1)}  # parsing it would raise
+    assert _grammar_after_thoughts(too_long, REASONING_FORMATS["deepseek-v4"]) is too_long
 
 
 def test_chat_events() -> None:
@@ -237,6 +244,27 @@ def test_only_given_parameters_are_set() -> None:
 )
 def test_response_formats(wanted: dict[str, Any], key: str, grammar: dict[str, Any]) -> None:
     assert json.loads(sampling_dict(chat(response_format=wanted), None)[key]) == grammar
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"),
+    [({"enum": [1] * 1_000_000}, "more than 20000 values"), ({"const": "a" * 1_000_000}, "at most 262144 characters")],
+    ids=["values", "characters"],
+)
+@pytest.mark.parametrize("name", ["json_schema", "structural_tag", "response_format"])
+def test_a_grammar_that_is_too_large_is_refused_before_it_is_encoded(
+    name: str, grammar: dict[str, Any], reason: str
+) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": grammar}} if name == "response_format" else grammar
+    request = chat(**{name: wanted})
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=reason):
+            sampling_dict(request, None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 200_000
 
 
 def test_text_format_constrains_nothing_and_two_schemas_conflict() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tracemalloc
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -191,3 +192,17 @@ def test_allowed_tools() -> None:
     assert [*offered] == ["apply_patch", "local_shell"]
     with pytest.raises(ApiError, match="'other'"):
         request([AGENTS], tool_choice={**allowed, "tools": [{"type": "function", "name": "other"}]})
+
+
+@pytest.mark.parametrize("namespace", ["n7", None], ids=["exact", "ambiguous"])
+def test_finding_a_tool_does_not_depend_on_their_number(namespace: str | None) -> None:
+    spaces = [{**AGENTS, "name": f"n{i}"} for i in range(2000)]
+    catalog = ToolCatalog(msgspec.convert(spaces, list[ResponseTool]))
+    tracemalloc.start()
+    try:
+        found = catalog.find("close", namespace)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found is None) == (namespace is None)
+    assert peak < 2000

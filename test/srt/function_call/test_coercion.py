@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.function_call import coercion
-from sglang.srt.function_call.coercion import MAX_REFERENCE, MAX_SCHEMAS, MAX_VALUES, parameter_types, referenced
+from sglang.srt.function_call import schema_types
+from sglang.srt.function_call.schema_types import MAX_REFERENCE, MAX_SCHEMAS, MAX_VALUES, parameter_types, referenced
 
 DEFINITIONS = {
     "count": {"type": "integer"},
@@ -68,9 +68,9 @@ def test_parameters_in_joined_schemas(parameters: dict[str, Any], types: set[str
 def test_the_work_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """References and long lists lead to no more schemas than that."""
     looked_at: list[Any] = []
-    monkeypatch.setattr(coercion, "_named_types", lambda schema: looked_at.append(schema) or coercion.ANY)
+    monkeypatch.setattr(schema_types, "named_types", lambda schema: looked_at.append(schema) or schema_types.ANY)
     many = [{"$ref": "#"}] * 100_000
-    coercion.parameter_types({"allOf": many, "anyOf": many, "properties": {"a": {"allOf": many}}}, "a")
+    parameter_types({"allOf": many, "anyOf": many, "properties": {"a": {"allOf": many}}}, "a")
     assert len(looked_at) <= MAX_SCHEMAS
 
 

@@ -36,7 +36,7 @@ from sglang.srt.blocks.pooled_sparse.kernels.selected_blocks import selected_blo
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, recurrence
 from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
-from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
+from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels, VerifiedRows
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.configs.activation import Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
@@ -929,7 +929,7 @@ def _kept(
 
 
 def _verify(
-    kernels: RecurrenceKernels,
+    kernels: StepKernels,
     x: torch.Tensor,
     given: tuple[Any, ...],
     kept: VerifiedRows,

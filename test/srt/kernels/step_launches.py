@@ -34,10 +34,10 @@ from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.all_reduce_table import NORMED_ROW_BYTES, NORMED_ROWS
 from sglang.srt.layers.attention.sites import create_attention_sites
-from sglang.srt.layers.ops import DecodeInputsOp
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
+from sglang.srt.model_executor.input_ops import InputOps
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.layer_spec import Window
@@ -192,10 +192,9 @@ def launches(name: str, tp_size: int, batch: int, card: str = "rtx-pro-6000-serv
             _Part(recorder, layer, "layer" if i == spec.layers - 1 else "others")  # type: ignore[misc]
             for i, layer in enumerate(model.layers)
         ]
-        inputs: DecodeInputsOp = plan.entry("decode_inputs")
         sizes = PoolSizes(65_535, 1, 64, CONTEXT, windows)
         CachePools(caches, sizes, "meta").bind(model.caches)
-        state = DeviceState(model, attention, len(tables), sizes, "meta", decode_inputs=inputs)
+        state = DeviceState(model, attention, len(tables), sizes, "meta", ops=InputOps(plan))
         slots, lens = (torch.empty(batch, dtype=dtype, device="meta") for dtype in (torch.int64, torch.int32))
         valid = torch.empty(1, dtype=torch.int32, device="meta")
         import triton

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.kernels.op import Op
 from srt.models.harness import NativePlan, TinyRunner, plan_for
 
 
@@ -17,8 +18,8 @@ class KernelPlan(NativePlan):
     kernels: Mapping[str, Any] = field(default_factory=dict)
     """By op; of the others torch's."""
 
-    def entry(self, op: str) -> Any:
-        return self.kernels[op] if op in self.kernels else super().entry(op)
+    def entry(self, op: Op[Any], key: str = "") -> Any:
+        return self.kernels.get(op.name, op.reference)
 
 
 def assert_as_with_torch(

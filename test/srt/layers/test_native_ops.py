@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.layers import native_ops
+from sglang.srt.configs.activation import SILU
+from sglang.srt.layers import native_ops, native_routing
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 
@@ -92,7 +93,7 @@ def test_fp8_store_scales_and_saturates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_topk_softmax(renormalize: bool) -> None:
     logits = torch.randn(7, 9)
-    weights, ids = native_ops.topk_softmax(logits, 3, renormalize)
+    weights, ids = native_routing.topk_softmax(logits, 3, renormalize)
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     for row, w, i in zip(logits, weights, ids, strict=True):
         best = sorted(range(9), key=lambda e: -row[e])[:3]
@@ -113,8 +114,8 @@ def test_fused_moe_and_its_missing_experts(dtype: torch.dtype) -> None:
                 gate, up = (w13[e] @ x[t]).chunk(2)
                 want[t] += w * (w2[e] @ (F.silu(gate) * up))
     experts = ExpertWeights(w13.to(dtype)), ExpertWeights(w2.to(dtype))
-    got = native_ops.fused_moe(x.to(dtype), *experts, weights, ids)
-    alone = [native_ops.fused_moe(x[t : t + 1].to(dtype), *experts, weights[[t]], ids[[t]]) for t in range(5)]
+    got = native_ops.fused_moe(x.to(dtype), *experts, weights, ids, SILU, ())
+    alone = [native_ops.fused_moe(x[t : t + 1].to(dtype), *experts, weights[[t]], ids[[t]], SILU, ()) for t in range(5)]
     assert got.dtype == dtype
     assert (got[2] == 0).all() and (alone[2] == 0).all()
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.4}

@@ -35,22 +35,19 @@ TILE = {"BLOCK_H": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per
 SCORES = {"BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2, "ctas_per_sm": 1}
 
 
-def attention(plan: object) -> Any:
-    return lambda *tensors, scale: selected_block_attention_fwd(*tensors, scale=scale, tile=TILE, num_sms=8)
+def attention(*tensors: Any, scale: float) -> None:
+    selected_block_attention_fwd(*tensors, scale=scale, tile=TILE, num_sms=8)
 
 
-def indexer(plan: object) -> Any:
-    def select(
-        q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scales: None, rows: EntryRows, top_k: int
-    ) -> Selection:
-        slots = torch.empty((len(q), top_k), dtype=torch.int32)
-        chosen = torch.empty(len(q), dtype=torch.int32)
-        logits = torch.empty((len(q), -(-rows.max_count // 16) * 16), dtype=torch.float32)
-        index_logits(q, weights, keys, scales, rows, top_k, logits, tile=SCORES, num_sms=1)
-        select_entries(logits, rows, top_k, slots, chosen)
-        return Selection(slots, chosen)
-
-    return select
+def indexer(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scales: None, rows: EntryRows, top_k: int
+) -> Selection:
+    slots = torch.empty((len(q), top_k), dtype=torch.int32)
+    chosen = torch.empty(len(q), dtype=torch.int32)
+    logits = torch.empty((len(q), -(-rows.max_count // 16) * 16), dtype=torch.float32)
+    index_logits(q, weights, keys, scales, rows, top_k, logits, tile=SCORES, num_sms=1)
+    select_entries(logits, rows, top_k, slots, chosen)
+    return Selection(slots, chosen)
 
 
 KERNELS = {
@@ -91,8 +88,8 @@ def test_kernels_in_graphs_with_draft_tokens(tmp_path: Path, monkeypatch: pytest
     assert {step.prompts is None for step in replays} == {True, False}
 
 
-def sparse_attention(plan: object) -> Any:
-    return lambda q, sources, out, **rest: sparse_attention_fwd(q, sources, out, **rest, tile=TILE, num_sms=8)
+def sparse_attention(q: torch.Tensor, sources: Any, out: torch.Tensor, **rest: Any) -> None:
+    sparse_attention_fwd(q, sources, out, **rest, tile=TILE, num_sms=8)
 
 
 OF_LATENTS = {

@@ -222,3 +222,29 @@ def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> 
         last = events.write(output("", logprobs=OutputLogprobs([(-0.5, 1), (-0.25, 2)])))
     info = msgspec.json.decode(last.removeprefix(b"data: "))["meta_info"]
     assert len(info["output_token_logprobs"]) == 100 and max(encoded) < 20
+
+
+class Counted(str):
+    """A text that counts the characters that are copied to append to it."""
+
+    num_copied = 0
+
+    def __add__(self, other: str) -> Counted:
+        Counted.num_copied += len(self) + len(other)
+        return Counted(str.__add__(self, other))
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_texts_that_wait_for_a_reader_are_joined_once(collects: bool) -> None:
+    async def main() -> list[GenerateOutput]:
+        stream = new_stream()
+        finish = FinishReason("stop")
+        for number in range(100):
+            last = finish if number == 99 else None
+            stream.push(GenerateOutput(0, Counted("ab"), [number], last, TokenMeta(1, number + 1), None))
+        return await stream.collect() if collects else [output async for output in stream]
+
+    Counted.num_copied = 0
+    (output,) = asyncio.run(main())
+    assert (output.text, output.new_ids, output.meta.completion_tokens) == ("ab" * 100, [*range(100)], 100)
+    assert not Counted.num_copied

@@ -5,11 +5,14 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from sglang.srt.managers.scheduler.scheduler_process import RECV_BYTES, SchedulerProcess
 from sglang.srt.managers.wire import ipc
 from sglang.srt.managers.wire.io_struct import AbortReq, ControlReply, ControlReq, SchedulerInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -43,6 +46,28 @@ def test_messages_arrive_in_order_and_whole(ports: ipc.Ports) -> None:
     outbox.send(AbortReq(["b"]))
     assert inbox.poll(5.0)
     assert list(inbox.drain()) == [AbortReq(["b"])]
+    inbox.close()
+    outbox.close()
+
+
+def test_a_step_takes_a_bounded_size_of_messages(ports: ipc.Ports) -> None:
+    """The samples of one call may be 64 MB of prompts, which every rank decodes while running requests wait."""
+    inbox, outbox = ipc.scheduler_inbox(ports), ipc.tokenizer_outbox(ports)
+    process: Any = SchedulerProcess.__new__(SchedulerProcess)
+    process.inbox, process.leader, process.decisions = inbox, True, []
+    process.grammar_queue = SimpleNamespace(decisions=list)
+    process.timeouts = SimpleNamespace(overdue=lambda scheduler: [])
+    process.scheduler = SimpleNamespace(idle=False)
+    prompt, count = np.zeros(RECV_BYTES // 8, np.int32), 7
+    for number in range(count):
+        message = TokenizedGenerateReq(rid=str(number), input_ids=prompt, sampling_params=SamplingParams())
+        outbox.send(message)
+    outbox.send(AbortReq(["0"]))
+    taken: list[list[Any]] = []
+    while sum(map(len, taken)) <= count:
+        assert inbox.poll(5.0)
+        taken.append(process.receive())
+    assert max(map(len, taken)) <= 3 and taken[-1][-1] == AbortReq(["0"])
     inbox.close()
     outbox.close()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sglang.srt.managers.scheduler import attention_groups, intake, prompt_table
 from sglang.srt.managers.scheduler.output import StopChecker
-from sglang.srt.managers.scheduler.prompt_table import PromptTable, Tokens
+from sglang.srt.managers.scheduler.prompt_media import PromptMedia
+from sglang.srt.managers.scheduler.prompt_table import MEDIA_BYTES, PromptTable, Tokens
 from srt.managers.fake_runner import Collector, FakeRunner, add, make_scheduler, request, run_to_end
 
 
@@ -59,10 +62,28 @@ def test_keys_count() -> None:
     prompt = table.take(range(50))
     assert table.num_bytes == prompt.ids.nbytes + prompt.keys.nbytes
     table.take(range(50), has_media=True)
-    assert table.num_bytes == prompt.ids.nbytes + 2 * prompt.keys.nbytes
+    assert table.num_bytes == prompt.ids.nbytes + prompt.keys.nbytes + 50 * MEDIA_BYTES
     table.give_back(prompt, has_media=True)
     table.give_back(prompt)
     assert table.num_bytes == table.num_users == 0
+
+
+def test_all_arrays_of_a_prompt_with_media_count() -> None:
+    """Each sample has its own."""
+    count = 100_000
+    description: Any = SimpleNamespace(
+        tower=SimpleNamespace(pooled_frames=1), num_tokens=lambda grid: count, both_ways=False, sections=(1, 1, 1),
+        merge=2, positions_a_second=0,
+    )  # fmt: skip
+    pixels = SimpleNamespace(shape=[4 * count])
+    item: Any = SimpleNamespace(spans=[(0, count)], grid=(1, 2000, 200), digest=bytes(32), pixels=pixels, kind="image")
+    tracemalloc.start()
+    media = PromptMedia([item], count, description)
+    keys = np.empty(count, np.int64)
+    media.write_keys(keys)
+    size = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert 0.95 * count * MEDIA_BYTES < size < 1.05 * count * MEDIA_BYTES
 
 
 def test_samples_that_wait_share_their_prompt() -> None:

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,18 +17,11 @@ import safetensors.torch
 import torch
 from tiny_models import made_once
 
-from sglang.srt.blocks.compressed import reference as compressed_ops
-from sglang.srt.blocks.gated_streams import reference as native_streams
-from sglang.srt.blocks.hyper_connections import reference as hyper_native
-from sglang.srt.blocks.ngram_embedding import reference as ngram_ops
-from sglang.srt.blocks.pooled_sparse import reference as native_pooled_blocks
-from sglang.srt.blocks.recurrent_state import reference as recurrent_ops
-from sglang.srt.blocks.shared_sparse import candidates as candidate_ops
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.hardware.arch import CPU, ArchTraits
+from sglang.srt.kernels.op import Op
 from sglang.srt.kernels.tile_configs import TileConfigs
-from sglang.srt.layers import native_block_groups, native_convolution, native_ops, native_sparse_ops
 from sglang.srt.layers.attention.sites import AttentionSites, latent_sites, sparse_sites
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.forward_batch import ForwardBatch
@@ -196,22 +189,6 @@ GEMMA4 = {
 }
 GEMMA4_LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "full_attention"]
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-NATIVE_OPS = (
-    *(native_ops, recurrent_ops, native_sparse_ops, native_block_groups, compressed_ops, hyper_native),
-    *(native_streams, ngram_ops, native_pooled_blocks, candidate_ops, native_convolution),
-)
-SEVERAL_FUNCTIONS = {
-    "causal_conv1d": "CAUSAL_CONV",
-    "gated_delta_rule": "RECURRENCE",
-    "kimi_delta_rule": "RECURRENCE",
-    "state_space_duality": "RECURRENCE",
-    "kv_compressor": "KV_COMPRESSOR",
-    "clamped_swiglu": "gated",
-    "gated_streams": "GATED_STREAMS",
-    "ngram_embedding": "NGRAM_EMBEDDING",
-    "short_convolution": "SHORT_CONVOLUTION",
-}
-"""What an op of several functions is called among the torch kernels."""
 HYBRID = {
     "num_hidden_layers": 4,
     "head_dim": 32,
@@ -1066,12 +1043,8 @@ class NativePlan:
         """Every op runs on a kernel of torch."""
         return defaultdict(lambda: SimpleNamespace(spec=SimpleNamespace(package="torch")))
 
-    def entry(self, op: str) -> Callable[..., Any]:
-        if op.startswith("linear/"):
-            return native_ops.quantized_linear
-        op = op.partition("/")[0]  # variants have one function
-        name = SEVERAL_FUNCTIONS.get(op, op)
-        return getattr(next(module for module in NATIVE_OPS if hasattr(module, name)), name)
+    def entry(self, op: Op[Any], key: str = "") -> Any:
+        return op.reference
 
     def tile(self, op: str) -> None:
         return None

@@ -97,6 +97,15 @@ def test_another_residual_stream(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert held == rank_weight_bytes(rank_weights(plan.description, ONE_RANK), plan.dtype)
 
 
+def test_layers_with_residual_streams_of_several_kinds(folder: Path) -> None:
+    plan = plan_for(folder)
+    first, *others = plan.description.layers
+    layers = (first, *(replace(layer, residual=Copies(3)) for layer in others))
+    plan.__dict__["description"] = replace(plan.description, layers=layers)
+    with pytest.raises(UserError, match=r"layers have the residual streams .* and Copies\(streams=3\)"):
+        CausalLM(plan, device="meta")
+
+
 @dataclass(frozen=True, slots=True)
 class Unknown:
     num_heads: int = 4

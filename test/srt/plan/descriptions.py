@@ -37,11 +37,11 @@ def _describe(folder: Path) -> Iterator[str]:
         plan = _plan(folder, RANKS)
         check_layout(plan.description, RankLayout(RANKS))
     except UserError as error:
-        yield f"on {RANKS} ranks: {_reason(error, folder)}"
+        yield f"on {RANKS} ranks: {reason(error, folder)}"
         try:
             plan = _plan(folder, 1)
         except UserError as refusal:
-            yield f"refused: {_reason(refusal, folder)}"
+            yield f"refused: {reason(refusal, folder)}"
             return
     yield f"{plan.description.architecture}, rank {plan.ranks.tp_size - 1} of {plan.ranks.tp_size}"
     yield ""
@@ -61,7 +61,7 @@ def _describe(folder: Path) -> Iterator[str]:
     yield from weights(model.params.values(), model.weights)
 
 
-def _reason(error: UserError, folder: Path) -> str:
+def reason(error: UserError, folder: Path) -> str:
     """Returns the message without the folder, and without the list of all architectures."""
     return str(error).partition(" Supported: ")[0].replace(str(folder), "MODEL")
 

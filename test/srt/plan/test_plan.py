@@ -20,6 +20,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.layers.ops import QUANTIZED_LINEAR, RMSNORM
 from sglang.srt.plan.attention_memory import (
     FLASHINFER_LATENT_CHUNKS,
     FLASHINFER_LATENT_LISTS,
@@ -382,7 +383,7 @@ def test_kernels_of_the_plan(build: Any) -> None:
     assert plan.tile("decode_attention")["num_warps"] >= 1
     assert plan.fallbacks("extend_attention").tiles[0] == plan.tile("extend_attention")
     cpu = build(TINY, "cpu", 8 * GIB)
-    assert cpu.entry("rmsnorm").__module__ == "sglang.srt.layers.native_ops"
+    assert cpu.entry(RMSNORM).__module__ == "sglang.srt.layers.native_ops"
     with pytest.raises(AssertionError, match="takes no tile"):
         cpu.tile("extend_attention")
 
@@ -613,9 +614,8 @@ def test_linear_layers_have_a_choice_for_each_scheme(build: Any) -> None:
     plan = build(QWEN3_8B | {"quantization_config": FP8_BLOCK})
     assert plan.choices["linear"].name == "triton_gemv", "the output head is in 16 bits"
     assert plan.choices["linear/fp8_block"].name == "triton_quantized"
-    assert (
-        plan.choices["linear/fp8_block"].remark == "" and plan.entry("linear/fp8_block").__name__ == "quantized_linear"
-    )
+    assert plan.choices["linear/fp8_block"].remark == ""
+    assert plan.entry(QUANTIZED_LINEAR, "linear/fp8_block").__name__ == "quantized_linear"
     cpu = build(TINY | {"quantization_config": FP8_BLOCK}, "cpu", 8 * GIB)
     assert cpu.choices["linear/fp8_block"].name == "torch_dequantized"
     described = cpu.describe()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,6 +101,24 @@ def test_prompt_logprobs_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
             assert out.input_token_ids[i + 1] == [(pytest.approx(raw[row, 7].item(), abs=1e-5), 7)]
 
 
+def test_the_device_holds_the_results_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a step take 200 MB if one of its requests wants thousands of log probabilities."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    computed = logprobs.token_logprobs
+
+    def watched(*args: Any) -> torch.Tensor:
+        found = computed(*args)
+        alive.append(weakref.ref(found))
+        assert sum(ref() is not None for ref in alive) <= 2
+        return found
+
+    monkeypatch.setattr(logprobs, "MAX_CHUNK_ELEMENTS", VOCAB)
+    monkeypatch.setattr(logprobs, "token_logprobs", watched)
+    wanted = of_prompts(request(), list(range(11)), [0] * 10 + [1])
+    packed = prompt_logprobs(randn(11, 8), lambda h: h @ randn(8, VOCAB), wanted, VOCAB)
+    assert packed.shape == (11, wanted.width(VOCAB)) and len(alive) == 11
+
+
 def test_a_request_without_top_or_ids_has_no_such_lists() -> None:
     built = of_prompts(LogprobRequest([0], [[]]), [5, 6], [0, 0])
     out = OutputLogprobs(input=[(None, 1)])
@@ -131,4 +151,4 @@ def test_several_rows_of_one_request() -> None:
 
 def test_no_rows() -> None:
     nothing = prompt_logprobs(randn(0, 4), lambda h: h, of_prompts(request(), [], []), VOCAB)
-    assert nothing.shape == (0, request().width)
+    assert nothing.shape == (0, request().width(VOCAB))

@@ -67,6 +67,8 @@ def check(**values: Any) -> SamplingParams:
         ({"logit_bias": {"1": 1e300}}, "logit_bias values must be in [-1e+09, 1e+09], got 1e+300 for token 1."),
         ({"logit_bias": {"1": 10**400}}, "logit_bias: number out of range"),
         ({"x" * 100_000: 1}, "unknown sampling parameter 'xxx"),
+        ({"json_schema": {"enum": [1] * 20_000}}, "json_schema has more than 20000 values"),
+        ({"structural_tag": {"a": ["b" * 262_144]}}, "structural_tag must have at most 262144 characters"),
         ({"regex": "a", "ebnf": "b"}, "only one of json_schema, regex, ebnf, structural_tag"),
         ({"temperature": "hot"}, "temperature: expected float, got str in 'hot'."),
         ({"temperature": True}, "temperature: expected float, got bool in True."),

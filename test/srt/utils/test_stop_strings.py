@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import tracemalloc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.managers.scheduler import output
 from sglang.srt.sampling.limits import MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from sglang.srt.utils.allowance import Allowance
 from sglang.srt.utils.stop_strings import (
     MAX_REGEX_HOLD,
+    REGEX_WINDOW,
     PrefixTracker,
     StopHold,
     StopSearch,
@@ -137,6 +141,71 @@ def test_patterns_that_are_slow_token_after_token_are_given_up() -> None:
             assert search.push("a") is None
             tokens += 1
     assert 5 < tokens < 20
+
+
+def test_the_samples_of_a_call_do_not_search_for_seconds_together() -> None:
+    """Each may search five times by itself. Where all are slow in the same step, most search once."""
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.005
+        return now[0]
+
+    shared = Allowance(0.1, 0.0, clock)
+    searches = [StopSearch([], ["x"], Allowance(0.05, 0.001, clock), shared) for _ in range(128)]
+    given_up: set[int] = set()
+    for _ in range(20):
+        for number, search in enumerate(searches):
+            if number not in given_up:
+                try:
+                    assert search.push("a") is None
+                except TimeoutError:
+                    given_up.add(number)
+    assert len(given_up) == 128
+    assert now[0] < 4  # of 128 * 0.05 s and more
+
+
+def test_all_requests_of_a_scheduler_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared: list[Allowance] = []
+
+    def search(decoder: Any, params: Any, time: Allowance) -> Any:
+        shared.append(time)
+        return SimpleNamespace(push=lambda token: None)
+
+    monkeypatch.setattr(output, "TextStop", search)
+    decoder: Any = object()
+    checker = output.StopChecker(decoder)
+    for _ in range(2):
+        params = SimpleNamespace(stop=(), stop_regex=("x",))
+        req: Any = SimpleNamespace(
+            output=[1], tokens=[0, 1], stop_ids=(), grammar=None, params=params, text_stop=None, pending_finish=None,
+            prompt_len=1, limit=9,
+        )  # fmt: skip
+        assert checker.finish_reason(req) is None
+    assert len(shared) == 2 and shared[0] is shared[1]
+
+
+def test_a_quick_pattern_goes_on_where_others_have_used_up_the_time() -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.0001
+        return now[0]
+
+    shared = Allowance(0.0, 0.0, clock)
+    search = StopSearch([], ["x"], Allowance(0.05, 0.001, clock), shared)
+    assert shared.exhausted
+    for _ in range(100):
+        assert search.push("a") is None
+    assert search.push("x") == "x"
+
+
+def test_where_a_match_begins_is_searched_like_the_match() -> None:
+    """Within the same end of the text, and not beyond the match that ended the sequence."""
+    window = rf"\A[\s\S]{{{REGEX_WINDOW}}}\Z"
+    assert Hold([], [window], 1 << 30).finish("a" * 5000, "b", window) == "a" * (5001 - REGEX_WINDOW)
+    runaway_behind = r"END|(?:(.)|(..))*[\x01\x02](?<=q)"
+    assert Hold([], [runaway_behind], 1 << 30).finish("", "END" + "a" * 60, runaway_behind) == ""
 
 
 def test_few_of_the_clients_patterns_are_kept() -> None:

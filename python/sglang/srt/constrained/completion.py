@@ -15,10 +15,12 @@ from urllib.parse import unquote
 
 from sglang.srt.constrained.schema_places import ROOT, Place
 
+# A quote without an end reaches to the end of the text: if it did not match, the search would begin again at each quote
+# in it. Quotes are written as runs between escapes: the library keeps memory for each repetition of a group.
 _PRINTED_RULE = re.compile(r"^([A-Za-z_][\w.-]*) ::= ", re.MULTILINE)
 _PRINTED_TOKEN = re.compile(
     r"""
-      (?P<text> "(?:[^"\\]|\\.)*" | \[(?:[^\]\\]|\\.)*\]\*? )
+      (?P<text> "[^"\\]*(?:\\.[^"\\]*)*"? | \[[^\]\\]*(?:\\.[^\]\\]*)*\]?\*? )
     | (?P<name> [A-Za-z_][\w.-]* )
     | \{\s*(?P<least> \d+ )[^}]*\}
     | (?P<aside> \(= | (?<=[\w.-])\( )
@@ -33,7 +35,7 @@ _LARK_RULE = re.compile(
 _LARK_TOKEN = re.compile(
     r"""
       (?P<comment> //[^\n]* | \#[^\n]* )
-    | (?P<text> "(?:[^"\\]|\\.)*" | /(?:[^/\\\n]|\\.)*/ | <[^>\n]*> )
+    | (?P<text> "[^"\\]*(?:\\.[^"\\]*)*"? | /[^/\\\n]*(?:\\.[^/\\\n]*)*/? | <[^>\n]*>? )
     | (?P<name> [A-Za-z_][\w-]* )
     | [{~]\s*(?P<least> \d+ )[^}\s]*\}?
     | (?P<aside> [\[{] )

@@ -13,8 +13,9 @@ from sglang.srt.sampling.limits import (
     MAX_GRAMMAR_NESTING,
     MAX_REPETITION,
     MAX_SCHEMA_VALUES,
-    group_nesting,
+    nesting,
 )
+from sglang.srt.sampling.quoted_text import without_classes, without_ebnf_quotes, without_json_strings
 
 _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
@@ -24,10 +25,10 @@ _LITERALS = frozenset(("enum", "const", "default", "examples"))
 """Keys whose lists are data, so that a "$ref" in them is not a reference. An object under such a name may be a
 property's schema, however."""
 
-_JSON_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
-_REGEX_COUNT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}", re.DOTALL)
-_EBNF_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*')
-_EBNF_COUNT = re.compile(r"\[(?:\\.|[^\]\\])*\]|\{\s*(\d+)\s*(?:,\s*(\d*)\s*)?\}", re.DOTALL)
+_JSON_BRACKET = re.compile(r"[\[\]{}]")
+_GROUP = re.compile("[()]")
+_REGEX_COUNT = re.compile(r"\{(\d+)(?:,(\d*))?\}")
+_EBNF_COUNT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(?:(\d+)\s*)?)?\}")
 
 
 def check_source(key: GrammarKey) -> None:
@@ -42,10 +43,10 @@ def check_source(key: GrammarKey) -> None:
 
 
 def _check_json(kind: str, source: str) -> None:
-    nesting = _json_nesting(source)
-    if nesting > MAX_GRAMMAR_NESTING:
+    depth = nesting(_JSON_BRACKET, without_json_strings(source))
+    if depth > MAX_GRAMMAR_NESTING:
         raise GrammarError(
-            f"{kind} nests {nesting} objects and arrays, at most {MAX_GRAMMAR_NESTING} are allowed; make it flatter, "
+            f"{kind} nests {depth} objects and arrays, at most {MAX_GRAMMAR_NESTING} are allowed; make it flatter, "
             'or let it refer to itself with "$ref".'
         )
     try:
@@ -66,17 +67,6 @@ def _check_json(kind: str, source: str) -> None:
                 if not is_literal:
                     _check_member(name, entry)
                 pending.append((entry, is_literal or (name in _LITERALS and not isinstance(entry, dict))))
-
-
-def _json_nesting(source: str) -> int:
-    depth = deepest = 0
-    for token in _JSON_BRACKET.finditer(source):
-        if token[0] in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif token[0] in "]}":
-            depth -= 1
-    return deepest
 
 
 def _check_member(name: str, value: Any) -> None:
@@ -103,23 +93,22 @@ def _check_member(name: str, value: Any) -> None:
 
 
 def _check_regex(source: str) -> None:
-    _check_nesting("A regular expression", group_nesting(source))
-    for match in _REGEX_COUNT.finditer(source):
-        _check_counts("A regular expression", match)
+    _check("A regular expression", without_classes(source), _REGEX_COUNT)
 
 
 def _check_ebnf(source: str) -> None:
-    source = _EBNF_QUOTED.sub(" ", source)
-    _check_nesting("A grammar", group_nesting(source))
-    for match in _EBNF_COUNT.finditer(source):
-        _check_counts("A grammar", match)
+    _check("A grammar", without_ebnf_quotes(source), _EBNF_COUNT)
 
 
-def _check_nesting(what: str, nesting: int) -> None:
-    if nesting > MAX_GRAMMAR_NESTING:
+def _check(what: str, source: str, counts: re.Pattern[str]) -> None:
+    """Checks groups and counts of a source without its quotes."""
+    depth = nesting(_GROUP, source)
+    if depth > MAX_GRAMMAR_NESTING:
         raise GrammarError(
-            f"{what} may nest {MAX_GRAMMAR_NESTING} groups, got {nesting}; flatten it, or give its parts names."
+            f"{what} may nest {MAX_GRAMMAR_NESTING} groups, got {depth}; flatten it, or give its parts names."
         )
+    for match in counts.finditer(source):
+        _check_counts(what, match)
 
 
 def _check_counts(what: str, match: re.Match[str]) -> None:

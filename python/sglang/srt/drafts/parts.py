@@ -15,7 +15,7 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Param, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.quantization.dense import QuantizedMethod
@@ -127,7 +127,7 @@ class DraftParts:
         it."""
         scope = self.scope.sub(name)
         weights: list[torch.Tensor] = []
-        linear: LinearOp = scope.plan.entry("linear")
+        linear = scope.plan.entry(LINEAR)
         shard = WeightShard("", whole(self.model.hidden_size), whole(in_features))
         scope.quant.create_unpacked(scope, shard, weights.append)
         return lambda rows: linear(rows, weights[0], None)

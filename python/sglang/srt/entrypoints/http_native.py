@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from sglang.srt.entrypoints.held_body import releases_body
+from sglang.srt.entrypoints.held_body import body_bytes, releases_body
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_request_id import PREFIX
@@ -23,7 +23,7 @@ from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.native_hidden_states import hidden_states_as_json, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
-from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
 from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
@@ -115,7 +115,7 @@ BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 async def generate(request: Request) -> Response:
     engine = engine_of(request)
     manager, sessions = engine.manager, state_of(request).sessions
-    call, session = _call(engine, await read_body(request, GenerateBody))
+    call, session = await _call(engine, await read_body(request, GenerateBody), body_bytes(request))
     releases_body(request, call)
     if not call.stream and session is None and not _wants_hidden_states(call):
         return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
@@ -138,11 +138,13 @@ async def generate(request: Request) -> Response:
     return EventStream(_event(first), Generated(results), _event, request.url.path)
 
 
-def _call(engine: OpenAIService, body: GenerateBody) -> tuple[GenerateRequest, SessionParams | None]:
+async def _call(
+    engine: OpenAIService, body: GenerateBody, num_bytes: int
+) -> tuple[GenerateRequest, SessionParams | None]:
     """Returns the call, and the session that it continues, if any."""
     call = body.to_request()
     if body.require_reasoning:
-        require_reasoning(engine, call)
+        await off_event_loop(engine, num_bytes, require_reasoning, engine, call)
     return call, body.session_params if body.session_params and body.session_params.id else None
 
 

@@ -23,6 +23,7 @@ from sglang.srt.managers.front.native_output import native_stream
 from sglang.srt.managers.front.sessions import SessionStore, Turn
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.wire.io_struct import MediaItem
+from sglang.srt.managers.wire.token_ids import Ids
 
 router = APIRouter(tags=["native"])
 
@@ -140,7 +141,7 @@ async def _begun(
     call: GenerateRequest,
     params: SessionParams,
     previous: Turn | None,
-    new: list[int],
+    new: Ids,
     new_media: list[MediaItem],
 ) -> Turn:
     kept = np.empty(0, np.int32)
@@ -148,13 +149,13 @@ async def _begun(
         kept = previous.tokens[: previous.prompt_len] if params.drop_previous_output else previous.tokens
         kept = kept[: params.offset or None]
     old_media = [] if previous is None else whole_items(previous.media, len(kept))
-    call.text, call.input_ids = None, await manager.preparer.input_ids([*kept.tolist(), *new])
+    call.text, call.input_ids = None, await manager.preparer.input_ids(np.concatenate((kept, new)))
     if _previous(store, params) is not previous:
         raise RequestError(f"The session {params.id!r} went on meanwhile; send this again.")
     call.media, call.media_items = None, [*old_media, *moved(new_media, len(kept))]
     rid = call.rid = str(call.rid or uuid.uuid4().hex)
     parent = None if previous is None else previous.rid
-    turn = Turn(rid, parent, np.array(call.input_ids, np.int32), len(call.input_ids), media=call.media_items)
+    turn = Turn(rid, parent, call.input_ids, len(call.input_ids), media=call.media_items)
     call.replica = manager.replica_for(call.input_ids, store.replica(params.id))
     dropped = store.begin(params.id, turn, replaces=bool(params.replace))
     store.bind(params.id, call.replica)
@@ -181,7 +182,7 @@ def _previous(store: SessionStore, params: SessionParams) -> Turn | None:
 _REWRITING = ("replace", "drop_previous_output", "offset")
 
 
-async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> tuple[list[int], list[MediaItem]]:
+async def _new_ids(manager: TokenizerManager, call: GenerateRequest, begins: bool) -> tuple[Ids, list[MediaItem]]:
     """Returns the token ids of the given prompt, without a BOS token unless it begins the text, and its images, which
     the caller must release."""
     ids, media = await manager.preparer.prompt_ids(call, add_special_tokens=begins)

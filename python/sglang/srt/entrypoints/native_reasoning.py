@@ -13,6 +13,7 @@ from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.sampling.grammar_names import tag_of_format
+from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
@@ -34,10 +35,10 @@ def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
 
 
 def _grammar_after_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
-    """Returns sampling parameters whose grammar begins after the thoughts; unchanged if they have none, or are
-    malformed."""
+    """Returns sampling parameters whose grammar begins after the thoughts; unchanged if they have none, or will be
+    refused: malformed ones, and one that is too long."""
     kinds = [name for name in GRAMMARS if isinstance(params, dict) and isinstance(params.get(name), str)]
-    if len(kinds) != 1:
+    if len(kinds) != 1 or len(params[kinds[0]]) > MAX_GRAMMAR_LENGTH:
         return params
     answer = constrained_answer(kinds[0], params[kinds[0]])
     if answer is None:

@@ -1,136 +1,14 @@
-"""Converts values that a format writes as plain text to JSON, by the tool's schema."""
+"""Converts values that a format writes as plain text to JSON, by the types that the tool's schema allows."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import msgspec
 
 from sglang.srt.function_call.json_text import escaped
 from sglang.srt.function_call.python_text import object_as_json
+from sglang.srt.function_call.schema_types import JSON_TYPES, Types
 
-MAX_SCHEMAS = 64
-"""Schemas that are looked at for one parameter: references and alternatives may lead to any number."""
-MAX_VALUES = 1024
-"""Values of an `enum`, or names in a list of types, that are looked at for each value that a model writes."""
-MAX_REFERENCE = 4096
-"""Characters of a reference that is followed."""
-_CHOICES = ("anyOf", "oneOf")
-
-Types = frozenset[str]
-"""Names of JSON types that a schema allows; empty: any."""
-
-ANY: Types = frozenset()
 _WORDS = {"True": "true", "False": "false", "None": "null"}
-_JSON_TYPES: dict[type, tuple[str, ...]] = {
-    bool: ("boolean",),
-    int: ("integer", "number"),
-    float: ("number",),
-    str: ("string",),
-    list: ("array",),
-    dict: ("object",),
-    type(None): ("null",),
-}
-
-
-def parameter_types(parameters: Mapping[str, Any], name: str) -> Types:
-    """Returns the types of the parameter `name`. The schema may be anything, even invalid."""
-    schemas = _Schemas(parameters)
-    return schemas.types(parameters, lambda part: schemas.types(_property(part, name), _named_types, all), any)
-
-
-class _Schemas:
-    """Evaluates schemas within `root`, at most `MAX_SCHEMAS` of them; any type counts as allowed by the others."""
-
-    def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        self._num_left = MAX_SCHEMAS
-
-    def types(self, schema: Any, of_one: Callable[[Any], Types], named_by: Callable[[Iterable[Types]], bool]) -> Types:
-        """Returns the types that a schema and all that it joins allow.
-
-        of_one: returns the types that a schema itself allows. named_by: `any` or `all` of the alternatives must name
-        types for them to count: a function's parameter may occur in only some.
-        """
-        self._num_left -= 1
-        if self._num_left < 0 or not isinstance(schema, dict):
-            return ANY
-        types = of_one(schema)
-        parts = _list(schema, "allOf")
-        if isinstance(schema.get("$ref"), str):
-            parts = [referenced(schema["$ref"], self._root), *parts]
-        for part in parts:
-            types = _both(types, self.types(part, of_one, named_by))
-        for key in _CHOICES:
-            choices = [self.types(part, of_one, named_by) for part in _list(schema, key)]
-            if named_by(choices):
-                types = _both(types, frozenset().union(*choices))
-        return types
-
-
-def joined_schemas(schema: Any, root: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the schema and those that it refers to, joins or chooses from, at most `MAX_SCHEMAS`."""
-    pending: list[Any] = [schema]
-    schemas: list[Mapping[str, Any]] = []
-    for _ in range(MAX_SCHEMAS):
-        part = pending.pop(0) if pending else None
-        if not isinstance(part, dict):
-            continue
-        schemas.append(part)
-        if isinstance(part.get("$ref"), str):
-            pending.append(referenced(part["$ref"], root))
-        for key in ("allOf", *_CHOICES):
-            pending += _list(part, key)
-    return schemas
-
-
-def _list(schema: Mapping[str, Any], key: str) -> list[Any]:
-    value = schema.get(key)
-    return value[: MAX_SCHEMAS + 1] if isinstance(value, list) else []
-
-
-def _property(schema: Any, name: str) -> Any:
-    """Returns the schema of a property; None if there is none."""
-    properties = schema.get("properties")
-    if isinstance(properties, dict) and name in properties:
-        return properties[name]
-    return schema.get("additionalProperties")
-
-
-def _both(first: Types, second: Types) -> Types:
-    """Returns the types that both allow; if there are none, those that one of them allows."""
-    if not first or not second:
-        return first or second
-    return _with_integer(first) & _with_integer(second) or first
-
-
-def _with_integer(types: Types) -> Types:
-    """Adds integer if number is allowed."""
-    return types | {"integer"} if "number" in types else types
-
-
-def _named_types(schema: Any) -> Types:
-    """Returns the types that the schema itself names; empty: none."""
-    if not isinstance(schema, dict):
-        return ANY
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset((named,))
-    if isinstance(named, list):
-        return frozenset(name for name in named[:MAX_VALUES] if isinstance(name, str))
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
-    return frozenset(name for value in values[:MAX_VALUES] for name in _JSON_TYPES.get(type(value), ()))
-
-
-def referenced(reference: str, root: Mapping[str, Any]) -> Any:
-    """Returns the target of the reference within `root`; None if there is none, and for a very long one."""
-    if len(reference) > MAX_REFERENCE:
-        return None
-    value: Any = root
-    for key in reference.removeprefix("#").split("/")[1:]:
-        value = value.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(value, dict) else None
-    return value
 
 
 def _python_object(text: str, types: Types) -> str | None:
@@ -149,9 +27,9 @@ def as_json(text: str, types: Types) -> str:
         value = msgspec.json.decode(stripped)
     except (msgspec.DecodeError, RecursionError):
         return _python_object(stripped, types) or f'"{escaped(text)}"'
-    fits = _JSON_TYPES[type(value)]
+    fits = JSON_TYPES[type(value)]
     if isinstance(value, float) and value.is_integer():  # 5.0 counts as an integer
-        fits += _JSON_TYPES[int]
+        fits += JSON_TYPES[int]
     if types and types.isdisjoint(fits):
         return f'"{escaped(text)}"'
     if isinstance(value, str) and "string" in types:

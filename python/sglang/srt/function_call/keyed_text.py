@@ -10,11 +10,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sglang.srt.function_call.coercion import ANY, Types, as_json, parameter_types
+from sglang.srt.function_call.coercion import as_json
 from sglang.srt.function_call.json_text import escaped
+from sglang.srt.function_call.known_schemas import KnownSchemas
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.python_text import string_as_json
 from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps, markers_of
+from sglang.srt.function_call.schema_types import ANY, Types
 
 END = "<tool_call|>"
 MAX_DEPTH = 64
@@ -29,6 +31,8 @@ _BEHIND_VALUE = Markers(",", "}", "]")
 _BARE = re.compile(r"[^,{}\[\]]*")
 _IN_QUOTES = re.compile(r"\"[^\"]+\"|'[^']+'")
 _CLOSERS = {"{": "}", "[": "]"}
+_UNKNOWN: Mapping[str, Any] = {}
+"""The schema of values inside of values."""
 
 
 def keyed_calls(reader: Reader, output: Output) -> Steps[None]:
@@ -49,16 +53,17 @@ def _call(reader: Reader, output: Output) -> Steps[None]:
         raise NotACall
     name = name.strip()
     output.start_call(name)
-    yield from _Arguments(reader, output.arguments).read("{", 1, output.tools[name])
+    yield from _Arguments(reader, output.arguments, output.schemas).read("{", 1, output.tools[name])
     yield from reader.take_marker_after_space(markers_of(END))
 
 
 class _Arguments:
     """Passes on the arguments of a call as JSON."""
 
-    def __init__(self, reader: Reader, sink: Sink) -> None:
+    def __init__(self, reader: Reader, sink: Sink, schemas: KnownSchemas) -> None:
         self._reader = reader
         self._sink = sink
+        self._schemas = schemas
 
     def read(self, opener: str, depth: int, schema: Mapping[str, Any]) -> Steps[None]:
         """Reads an object or array from its opening bracket on. schema: of an object, if known."""
@@ -73,7 +78,7 @@ class _Arguments:
             if opener == "{":
                 key = yield from self._key()
                 self._sink(f'"{escaped(key)}": ')
-                types = parameter_types(schema, key)
+                types = self._schemas.types(schema, key)
             yield from self._value(types, depth)
             following = yield from reader.space()
             if following == ",":
@@ -112,7 +117,7 @@ class _Arguments:
         if following and following in _CLOSERS:
             if depth == MAX_DEPTH:
                 raise NotACall
-            yield from self.read(following, depth + 1, {})
+            yield from self.read(following, depth + 1, _UNKNOWN)
         elif quote == _QUOTE:
             yield from self._string()
         elif quote is None or not (yield from self._quoted(quote)):

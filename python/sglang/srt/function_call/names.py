@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from sglang.srt.function_call.coercion import referenced
 from sglang.srt.function_call.forcing import FORCED_CALLS
 from sglang.srt.function_call.messages import MessageFormat
 from sglang.srt.function_call.output import MAX_HEADER
 from sglang.srt.function_call.parser import OutputParser, parse
 from sglang.srt.function_call.registry import TOOL_CALL_FORMATS
+from sglang.srt.function_call.schema_types import referenced
 from sglang.srt.function_call.tagged_arguments import NAME
 
 _NOT_FORCED: Mapping[str, str] = {

@@ -6,13 +6,12 @@ same special token stands before every tag. A value may contain one: its own end
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from sglang.srt.function_call.coercion import Types, as_json, joined_schemas, parameter_types
+from sglang.srt.function_call.coercion import as_json
 from sglang.srt.function_call.json_text import escaped
+from sglang.srt.function_call.known_schemas import ITEM, Level
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Markers, Reader, Sink, Steps, markers_of
+from sglang.srt.function_call.schema_types import Types
 
 TAG = "]<]minimax[>["
 MAX_DEPTH = 64
@@ -21,8 +20,6 @@ _TAG = Markers(TAG)
 _NAME_END = Markers('">')
 _KEY_END = Markers(">", "<")
 _OPEN, _CLOSE = "<", "</"
-_ITEM = "item"
-"""The tag of an array's entries."""
 _STRING = frozenset(("string",))
 
 
@@ -36,10 +33,10 @@ def nested_tags(reader: Reader, output: Output) -> Steps[None]:
     if (yield from reader.peek_marker(_TAG)) is None:
         raise NotACall
     output.start_call(name.strip())
-    yield from _entries(reader, output.arguments, output.tools[name.strip()], "invoke", 1)
+    yield from _entries(reader, output.arguments, output.schemas.level([output.tools[name.strip()]], {}), "invoke", 1)
 
 
-def _entries(reader: Reader, sink: Sink, schema: Mapping[str, Any], parent: str, depth: int) -> Steps[None]:
+def _entries(reader: Reader, sink: Sink, level: Level, parent: str, depth: int) -> Steps[None]:
     """Passes on the tags up to the end of `parent`, as a JSON object, or as an array if the first tag is that of an
     array's entry."""
     first, closer = True, ""
@@ -47,7 +44,7 @@ def _entries(reader: Reader, sink: Sink, schema: Mapping[str, Any], parent: str,
         yield from reader.space()
         key = yield from _tag(reader, parent)
         if first:
-            opener, closer = ("[", "]") if key == _ITEM and _is_array(schema) else ("{", "}")
+            opener, closer = ("[", "]") if key == ITEM and level.is_array else ("{", "}")
             sink(opener)
         if key is None:
             break
@@ -55,7 +52,7 @@ def _entries(reader: Reader, sink: Sink, schema: Mapping[str, Any], parent: str,
         first = False
         if closer == "}":
             sink(f'"{escaped(key)}": ')
-        yield from _value(reader, sink, schema, key, depth)
+        yield from _value(reader, sink, level, key, depth)
     sink(closer)
 
 
@@ -77,10 +74,9 @@ def _tag(reader: Reader, parent: str) -> Steps[str | None]:
     return key
 
 
-def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, depth: int) -> Steps[None]:
+def _value(reader: Reader, sink: Sink, level: Level, key: str, depth: int) -> Steps[None]:
     """Passes on the text between the tags of `key`, as JSON."""
-    inner = _schema_of(schema, key)
-    types = parameter_types({"properties": {key: inner}, **_definitions(schema)}, key)
+    types = level.types(key)
     end = f"{TAG}{_CLOSE}{key}>"
     ends, behind = markers_of(end), {end: _TAG}
     if types == _STRING:
@@ -102,7 +98,7 @@ def _value(reader: Reader, sink: Sink, schema: Mapping[str, Any], key: str, dept
     elif is_text or depth == MAX_DEPTH:
         raise NotACall
     else:
-        yield from _entries(reader, sink, {**_definitions(schema), **inner}, key, depth + 1)
+        yield from _entries(reader, sink, level.below(key), key, depth + 1)
 
 
 def _leaf(text: str, types: Types) -> str:
@@ -113,28 +109,3 @@ def _leaf(text: str, types: Types) -> str:
             if kind in types:
                 return empty
     return as_json(text, types)
-
-
-def _is_array(schema: Mapping[str, Any]) -> bool:
-    """Returns whether entries may be an array's. An object may have a property of the same name."""
-    return not any(_ITEM in _properties(part) for part in joined_schemas(schema, schema))
-
-
-def _schema_of(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the schema of an entry; several that are joined or alternatives become alternatives."""
-    parts = joined_schemas(schema, schema)
-    inner = [_properties(part)[key] for part in parts if key in _properties(part)]
-    if not inner and key == _ITEM:
-        inner = [part["items"] for part in parts if "items" in part]
-    if len(inner) > 1:
-        return {"anyOf": inner}
-    return inner[0] if inner and isinstance(inner[0], dict) else {}
-
-
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    properties = schema.get("properties")
-    return properties if isinstance(properties, dict) else {}
-
-
-def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -20,6 +20,7 @@ from sglang.srt.function_call.events import (
     ReasoningDelta,
     TextDelta,
 )
+from sglang.srt.function_call.known_schemas import KnownSchemas
 from sglang.srt.function_call.reader import Reader, Sink
 
 MAX_HEADER = 512
@@ -65,6 +66,7 @@ class Output:
 
     def __init__(self, reader: Reader, tools: Mapping[str, Mapping[str, Any]], whole_thoughts: bool = False) -> None:
         self.tools = tools
+        self.schemas = KnownSchemas()
         self.num_calls = 0
         self.in_reasoning = False
         self.reasoning_end = 0

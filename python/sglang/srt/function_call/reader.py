@@ -33,10 +33,8 @@ class Markers:
                 raise ValueError(f"marker {text!r} is empty or a part of another one of {texts}")
         self.texts = texts
         self._pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
-        beginnings = {text[:length] for text in texts for length in range(1, len(text))}
-        self._beginnings = frozenset(beginnings)
-        self._longest = max(map(len, beginnings), default=0)
         self.longest = max(map(len, texts), default=0)
+        self._longest = max(0, self.longest - 1)
         self._firsts = frozenset(text[0] for text in texts)
 
     def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
@@ -51,13 +49,18 @@ class Markers:
         """Returns the start of the longest end of the text that may be the beginning of a marker; `end` if there is
         none."""
         for cut in range(max(start, end - self._longest), end):
-            if text[cut] in self._firsts and text[cut:end] in self._beginnings:
+            if text[cut] in self._firsts and self._is_beginning(text[cut:end]):
                 return cut
         return end
 
     def may_begin(self, text: str, start: int, end: int) -> bool:
         """Returns whether the rest of the text is empty or the beginning of a marker."""
-        return end - start <= self._longest and (start == end or text[start:end] in self._beginnings)
+        return end - start <= self._longest and (start == end or self._is_beginning(text[start:end]))
+
+    def _is_beginning(self, text: str) -> bool:
+        """Returns whether a marker begins with this text, which is not all of it. Markers with the names of arguments
+        are long and many, so their beginnings are not kept in a set."""
+        return any(marker.startswith(text) and marker != text for marker in self.texts)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.constrained.grammar import MAX_WHITESPACE
-from sglang.srt.function_call.coercion import parameter_types
+from sglang.srt.function_call.schema_types import parameter_types
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
 
 Format = dict[str, Any]

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sglang.srt.function_call.coercion import ANY, as_json, parameter_types
+from sglang.srt.function_call.coercion import as_json
 from sglang.srt.function_call.json_text import escaped, read_value
 from sglang.srt.function_call.output import MAX_HEADER, NotACall, Output
 from sglang.srt.function_call.reader import Reader, Sink, Steps, markers_of
+from sglang.srt.function_call.schema_types import ANY
 
 STRING = frozenset(("string",))
 
@@ -59,7 +60,7 @@ class TaggedCalls:
         separator = "{"
         while tag == self.key:
             key, is_string = yield from self._key(reader)
-            types = {True: STRING, False: ANY, None: parameter_types(output.tools[name], key)}[is_string]
+            types = {True: STRING, False: ANY, None: output.schemas.types(output.tools[name], key)}[is_string]
             output.arguments(f'{separator}"{escaped(key)}": ')
             separator = ", "
             if types == STRING:

@@ -123,11 +123,12 @@ LATENT_PROMPT_ATTENTION = (
         f"{_ATTENTION}.latent_prompt:TritonLatentPrompt",
         CP_ASYNC,
         "triton",
+        takes_plan=True,
         tiled=True,
         kernel_module=f"{_ATTENTION}.triton_ops.latent_prompt",
         refuse=HALF,
     ),
-    KernelSpec("torch_native", f"{_NATIVE}:latent_prompt_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_NATIVE}:expanded_latent_attention", graph_safe=False),
 )
 # Takes the place of Triton's kernel as LONG_PROMPT_ATTENTION does.
 LONG_LATENT_PROMPT = (
@@ -166,6 +167,7 @@ SPARSE_INDEXER = (
         f"{_ATTENTION}.sparse:TritonSparseIndexer",
         CP_ASYNC,
         "triton",
+        takes_plan=True,
         tiled=True,
         kernel_module=f"{_ATTENTION}.triton_ops.index_logits",
         refuse=all_of(HALF, e4m3_or_16_bits, no_e4m3_conversion),
@@ -176,6 +178,7 @@ SPARSE_INDEXER = (
 CANDIDATE_BLOCKS = (
     KernelSpec(
         "triton", f"{_SHARED_SPARSE}.triton_candidates:TritonCandidateBlocks", CP_ASYNC, "triton",
+        takes_plan=True,
         refuse=all_of(HALF, no_fp8_cache),
     ),
     KernelSpec("torch_native", f"{_SHARED_SPARSE}.candidates:candidate_blocks", graph_safe=False),
@@ -186,12 +189,13 @@ SPARSE_ATTENTION = (
         f"{_ATTENTION}.sparse:TritonSparseAttention",
         CP_ASYNC,
         "triton",
+        takes_plan=True,
         tiled=True,
         kernel_module=f"{_ATTENTION}.triton_ops.sparse_attention",
         refuse=all_of(HALF, e4m3_or_16_bits, no_e4m3_conversion),
         remark=packed_latents,
     ),
-    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:sparse_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:attend_selected", graph_safe=False),
     KernelSpec("flashinfer_sparse_mla", requires=CP_ASYNC, refuse=only_latent, not_here=NOT_YET),
     KernelSpec("flashmla_sparse", requires=WGMMA, refuse=only_latent, not_here=NOT_PART),
     KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),
@@ -203,11 +207,12 @@ SELECTED_BLOCK_ATTENTION = (
         f"{_POOLED_SPARSE}.selected_blocks:TritonSelectedBlocks",
         CP_ASYNC,
         "triton",
+        takes_plan=True,
         tiled=True,
         kernel_module=f"{_POOLED_SPARSE}.kernels.selected_blocks",
         refuse=all_of(HALF, only_16_bit_cache, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", f"{_POOLED_SPARSE}.reference:selected_block_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_POOLED_SPARSE}.reference:attend_blocks", graph_safe=False),
 )
 BLOCK_INDEXER = (
     KernelSpec(
@@ -215,6 +220,7 @@ BLOCK_INDEXER = (
         f"{_ATTENTION}.block_groups:TritonBlockIndexer",
         CP_ASYNC,
         "triton",
+        takes_plan=True,
         tiled=True,
         kernel_module=f"{_ATTENTION}.triton_ops.block_scores",
         refuse=all_of(HALF, lacks("uneven_sizes")),
@@ -227,10 +233,11 @@ BLOCK_ATTENTION = (
         f"{_ATTENTION}.block_groups:TritonBlockAttention",
         CP_ASYNC,
         "triton",
+        takes_plan=True,
         tiled=True,
         kernel_module=f"{_ATTENTION}.triton_ops.block_attention",
         refuse=all_of(HALF, no_e4m3_conversion, only_equal_head_dims, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:attend_blocks", graph_safe=False),
     KernelSpec("flashinfer_msa", requires=CP_ASYNC, not_here=NOT_YET),
 )

@@ -122,6 +122,7 @@ class KernelSpec:
     entry: str = ""  # "package.module:attribute", imported when the model is built
     requires: frozenset[str] = frozenset()  # features of ArchTraits
     package: str | None = None  # optional distribution that must be installed
+    takes_plan: bool = False  # `entry` is a class that is created with the plan; its instance is the kernel
     tiled: bool = False  # takes a tile; one must be in the ledger and fit
     configs: str = (
         ""  # "package.module:function" (Need, ArchTraits) -> OpTileConfigs, for kernels whose tiles depend on tokens

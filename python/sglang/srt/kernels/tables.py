@@ -58,6 +58,7 @@ from sglang.srt.kernels.conditions import (
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
 _NATIVE = "sglang.srt.layers.native_ops"
+_NATIVE_ROUTING = "sglang.srt.layers.native_routing"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
@@ -70,12 +71,13 @@ _STREAMS = "sglang.srt.blocks.gated_streams"
 _HYPER = "sglang.srt.blocks.hyper_connections"
 
 
-def _elementwise(op: str, module: str, *refusals: Refuse) -> tuple[KernelSpec, ...]:
-    """Returns the Triton and the torch kernel of an op. `refusals`: what both of them refuse."""
+def _elementwise(op: str, module: str, *refusals: Refuse, native: str = _NATIVE) -> tuple[KernelSpec, ...]:
+    """Returns the Triton and the torch kernel of an op. `refusals`: what both of them refuse; `native`: the module of
+    the torch kernel."""
     refuse = all_of(no_e4m3_conversion, *refusals)
     return (
         KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton", refuse=refuse),
-        KernelSpec("torch_native", f"{_NATIVE}:{op}", refuse=all_of(*refusals)),
+        KernelSpec("torch_native", f"{native}:{op}", refuse=all_of(*refusals)),
     )
 
 
@@ -289,8 +291,13 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
-    "attention_output_gate": _recurrent("gated_norm:attention_output_gate", "attention_output_gate"),
-    "attention_head_gate": _recurrent("gated_norm:attention_head_gate", "attention_head_gate"),
+    **{
+        op: (
+            KernelSpec("triton", f"{_RECURRENT}.kernels.gated_norm:{op}", CP_ASYNC, "triton", refuse=HALF),
+            KernelSpec("torch_native", f"{_NATIVE}:{op}", graph_safe=False),
+        )
+        for op in ("attention_output_gate", "attention_head_gate")
+    },
     "index_key_store": _indexer("index_key_store", graph_safe=False),
     "index_queries": _indexer("index_queries"),
     "latent_pack_store": (
@@ -342,7 +349,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
     "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),
-    **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk") for kind in ROUTERS},
+    **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk", native=_NATIVE_ROUTING) for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,
     "extend_attention": EXTEND_ATTENTION,

@@ -9,7 +9,7 @@ import torch
 
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.mlp import gate_of
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.plan.feed_forward import Dense
@@ -28,7 +28,7 @@ class AlternatingMLP:
         self.reduce = reduce and self.group.size > 1
         share = spec.share(self.group.rank, self.group.size)
         self.up, self.down, self.member_of = _weights(scope, spec, share)
-        self.linear: LinearOp = scope.plan.entry("linear")
+        self.linear = scope.plan.entry(LINEAR)
         self.activation = gate_of(scope, spec.activation)
         self.factor = 1.0
         if spec.scaled:

@@ -15,7 +15,13 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.block_selector import BlockSelector
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import HeadGateOp, OutputGateOp, QKNormRopeStoreOp, QKWholeNormOp, ValueNormOp
+from sglang.srt.layers.ops import (
+    ATTENTION_HEAD_GATE,
+    ATTENTION_OUTPUT_GATE,
+    QK_NORM_ROPE_STORE,
+    QK_WHOLE_NORM,
+    VALUE_NORM,
+)
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, share_param
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
@@ -51,7 +57,7 @@ class WholeNorm:
         self.k_copies = k_copies
         self.eps = eps
         self.reduce = group.all_reduce if group.size > 1 else None
-        self.norm: QKWholeNormOp = scope.plan.entry("qk_whole_norm")
+        self.norm = scope.plan.entry(QK_WHOLE_NORM)
 
     def __call__(self, qkv: torch.Tensor) -> None:
         """Normalizes q and k of qkv [T, Q + K + V] in place."""
@@ -102,7 +108,7 @@ class GQAttention:
             self.whole_norm = WholeNorm(scope, q_rows, kv_rows, shares.kv_copies, self.eps)
         self.value_norm: Callable[[torch.Tensor], torch.Tensor] | None = None
         if spec.values.norm:
-            value_norm: ValueNormOp = scope.plan.entry("value_norm")
+            value_norm = scope.plan.entry(VALUE_NORM)
             self.value_norm = functools.partial(
                 value_norm,
                 num_kv_heads=self.num_kv_heads,
@@ -126,15 +132,13 @@ class GQAttention:
         if has_tensor_scales(scope.plan.kv_cache_dtype):
             self.k_scale, self.v_scale = cache_scale(scope, "k_scale"), cache_scale(scope, "v_scale")
             scope.finish.append(self._take_cache_scales)
-        self.output_gate: OutputGateOp | None = None
-        if isinstance(spec.gate, ElementGate):
-            self.output_gate = scope.plan.entry(spec.gate.op)
+        self.output_gate = scope.plan.entry(ATTENTION_OUTPUT_GATE) if isinstance(spec.gate, ElementGate) else None
         self.head_gate: ColumnParallelLinear | None = None
         if isinstance(spec.gate, HeadGate):
             gate = scope.sub("head_gate")
             self.head_gate = ColumnParallelLinear(gate, gate.matrix(), {"": heads})
-            self.gate_heads: HeadGateOp = softplus_gates if spec.gate.softplus else scope.plan.entry(spec.gate.op)
-        self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
+            self.gate_heads = softplus_gates if spec.gate.softplus else scope.plan.entry(ATTENTION_HEAD_GATE)
+        self.norm_rope_store = scope.plan.entry(QK_NORM_ROPE_STORE)
         self.indexer = None if spec.indexer is None else BlockSelector(scope, spec, site)
         self.attention = Attention(
             self.cache,

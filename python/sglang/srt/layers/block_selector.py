@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear
-from sglang.srt.layers.ops import BlockIndexerFactory, BlockIndexerOp, QKNormRopeStoreOp
+from sglang.srt.layers.ops import BLOCK_INDEXER, QK_NORM_ROPE_STORE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.plan.mixers import GQA
@@ -40,9 +40,8 @@ class BlockSelector:
         self.k_norm = norm_weight(scope.sub("index_k_norm"), dim, zero_centred)
         self.eps, self.rotary = site.model.norm_eps, site.rotary.of(spec.rope)
         self.cache = scope.cache(site.layer_id, "index")
-        self.norm_rope_store: QKNormRopeStoreOp = scope.plan.entry("qk_norm_rope_store")
-        indexers: BlockIndexerFactory = scope.plan.entry("block_indexer")
-        self.select: BlockIndexerOp = indexers(scope.plan)
+        self.norm_rope_store = scope.plan.entry(QK_NORM_ROPE_STORE)
+        self.select = scope.plan.entry(BLOCK_INDEXER)
 
     def __call__(self, x: Activations, batch: ForwardBatch, rows: SparseRows | None) -> None:
         """Stores the keys of all T tokens of x [T, H], and selects blocks for those in `rows`, if any."""

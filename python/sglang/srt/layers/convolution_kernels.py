@@ -1,32 +1,18 @@
-"""The interface of short convolution kernels."""
+"""The kernels of a short convolution."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, TypeVar
 
-import torch
-
-from sglang.srt.layers.compressed_step import TokenRequests
-from sglang.srt.layers.last_rows import KeepLast
-
-
-class Convolve(Protocol):
-    """Signature of `native_convolution.convolve`."""
-
-    def __call__(
-        self,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        kept: torch.Tensor,
-        requests: TokenRequests,
-        out: torch.Tensor,
-    ) -> None: ...
+Convolve = TypeVar("Convolve", covariant=True)
+Keep = TypeVar("Keep", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionKernels:
-    """The kernels of a short convolution: the convolution, and keeping each request's last rows for the next step."""
+class ConvolutionKernels(Generic[Convolve, Keep]):
+    """The convolution, and keeping each request's last rows for the next step, with the types of those in
+    `native_convolution`."""
 
     convolve: Convolve
-    keep: KeepLast
+    keep: Keep

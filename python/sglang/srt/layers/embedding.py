@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.ops import EmbeddingRowsOp, LinearOp
+from sglang.srt.layers.ops import EMBEDDING_ROWS, LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.row_exchange import RowExchange
@@ -59,7 +59,7 @@ class VocabParallelEmbedding:
             self.lengths = self.weight.new_empty((len(self.weight), 1), dtype=torch.float32)
             scope.finish.append(functools.partial(_norm_rows, self.weight, self.lengths, norm_eps))
         self.first = self.group.rank * self.weight.shape[0]
-        self.rows: EmbeddingRowsOp | None = scope.plan.entry("embedding_rows") if self.group.size > 1 else None
+        self.rows = scope.plan.entry(EMBEDDING_ROWS) if self.group.size > 1 else None
 
     def multiply_by(self, scope: Scope) -> None:
         """Multiplies the rows, after loading, by the norm weight of this scope."""
@@ -162,7 +162,7 @@ class LMHead:
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:
             weight = _vocab_weight(scope, vocab_size, hidden_size, stored) if tied_to is None else tied_to.weight
-            linear: LinearOp = scope.plan.entry("linear")
+            linear = scope.plan.entry(LINEAR)
             self.product = lambda hidden: linear(values_of(hidden), weight, out_dtype=torch.float32)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -15,14 +15,7 @@ import torch
 
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.ops import (
-    IndexKeyStoreOp,
-    IndexNormRopeOp,
-    IndexQueriesOp,
-    LinearOp,
-    SparseIndexerFactory,
-    SparseIndexerOp,
-)
+from sglang.srt.layers.ops import INDEX_KEY_STORE, INDEX_NORM_ROPE, INDEX_QUERIES, LINEAR, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.plan.mixers import Indexer
 
@@ -49,12 +42,11 @@ class LightningIndexer:
         self.norm_bias = norm.param("bias", (spec.head_dim,), init=Init.ZEROS, dtype=torch.float32)
         self.cache = scope.cache(site.layer_id, "index")
         self.scale = (spec.head_dim * spec.num_heads) ** -0.5
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.norm_rope: IndexNormRopeOp = scope.plan.entry("index_norm_rope")
-        self.store: IndexKeyStoreOp = scope.plan.entry("index_key_store")
-        self.queries: IndexQueriesOp = scope.plan.entry("index_queries")
-        indexers: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
-        self.select: SparseIndexerOp = indexers(scope.plan)
+        self.linear = scope.plan.entry(LINEAR)
+        self.norm_rope = scope.plan.entry(INDEX_NORM_ROPE)
+        self.store = scope.plan.entry(INDEX_KEY_STORE)
+        self.queries = scope.plan.entry(INDEX_QUERIES)
+        self.select = scope.plan.entry(SPARSE_INDEXER)
 
     def __call__(
         self,

@@ -4,17 +4,9 @@ torch: the CPU kernels, and the reference for tests.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from sglang.srt.layers.compressed_step import TokenRequests
-
-
-class KeepLast(Protocol):
-    """Signature of `keep_last`."""
-
-    def __call__(self, new: torch.Tensor, kept: torch.Tensor, requests: TokenRequests) -> None: ...
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:

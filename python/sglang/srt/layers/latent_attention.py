@@ -26,12 +26,11 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.indexer import LightningIndexer
 from sglang.srt.layers.latent_heads import LatentHeads
 from sglang.srt.layers.ops import (
-    LatentAbsorbOp,
-    LatentPackStoreOp,
-    LatentPromptFactory,
-    LatentPromptOp,
-    LatentStoreOp,
-    RMSNormOp,
+    LATENT_ABSORB,
+    LATENT_NORM_ROPE_STORE,
+    LATENT_PACK_STORE,
+    LATENT_PROMPT_ATTENTION,
+    RMSNORM,
 )
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.mixers import MLA
@@ -69,12 +68,11 @@ class LatentAttention(LatentHeads):
         )
         self.rotary, self.is_neox_style = site.rotary.of(spec.rope), spec.rope.is_neox_style
         self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
-        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
-        self.store: LatentStoreOp = scope.plan.entry("latent_norm_rope_store")
-        self.pack: LatentPackStoreOp | None = scope.plan.entry("latent_pack_store") if self.packed else None
-        self.per_head: LatentAbsorbOp = scope.plan.entry("latent_absorb")
-        prompts: LatentPromptFactory = scope.plan.entry("latent_prompt_attention")
-        self.attend_expanded: LatentPromptOp = prompts(scope.plan)
+        self.norm = scope.plan.entry(RMSNORM)
+        self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
+        self.pack = scope.plan.entry(LATENT_PACK_STORE) if self.packed else None
+        self.per_head = scope.plan.entry(LATENT_ABSORB)
+        self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION)
 
     def _take_cache_scale(self) -> None:
         """Reads the scale of latents in an fp8 cache, 1 if the checkpoint has none. Raises UserError for an invalid

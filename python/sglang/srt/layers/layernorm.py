@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.distributed.partial_sums import DeferredAllReduce
-from sglang.srt.layers.ops import AddRMSNormOp, RMSNormOp
+from sglang.srt.layers.ops import FUSED_ADD_RMSNORM, RMSNORM
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations, RowFormat
 from sglang.srt.plan.weight_names import PartKey
@@ -26,8 +26,8 @@ class RMSNorm:
     def __init__(self, scope: Scope, size: int, eps: float, zero_centred: bool = False) -> None:
         self.weight = norm_weight(scope, size, zero_centred)
         self.eps = eps
-        self._norm: RMSNormOp = scope.plan.entry("rmsnorm")
-        self._add_norm: AddRMSNormOp = scope.plan.entry("fused_add_rmsnorm")
+        self._norm = scope.plan.entry(RMSNORM)
+        self._add_norm = scope.plan.entry(FUSED_ADD_RMSNORM)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (norm of x + residual, x + residual) for x, residual [T, H]. Without a residual `x` is the sum."""

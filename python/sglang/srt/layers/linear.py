@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Apply, Init, Scope, TensorPart, WeightShard, zeroed_behind
 from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of
 from sglang.srt.plan.layer_spec import Matrix
@@ -25,7 +25,7 @@ class Unquantized:
 
     def create_weights(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:
         weight = self.stacked(scope, shards)
-        linear: LinearOp = scope.plan.entry("linear")
+        linear = scope.plan.entry(LINEAR)
         return lambda x: linear(values_of(x), weight, bias)
 
     def create_dequantized(self, scope: Scope, shards: list[WeightShard], bias: torch.Tensor | None) -> Apply:

@@ -10,14 +10,17 @@ import torch
 
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.distributed.groups import Group
+from sglang.srt.layers import ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import ClampedGateOp, GateOp
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.plan.feed_forward import Dense
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+
+GATES = {SILU: ops.SILU_AND_MUL, GELU: ops.GELU_AND_MUL, RELU2: ops.RELU2}
+"""Ops of activations without parameters."""
 
 
 class GatedMLP:
@@ -44,8 +47,6 @@ class GatedMLP:
 
 def gate_of(scope: Scope, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns the activation op: [T, 2I] -> [T, I], or without a gate [T, I] -> [T, I]."""
-    if activation in (SILU, GELU, RELU2):
-        gate: GateOp = scope.plan.entry(activation.op)
-        return gate
-    clamped: ClampedGateOp = scope.plan.entry(activation.op)
-    return functools.partial(clamped, activation=activation)
+    if activation in GATES:
+        return scope.plan.entry(GATES[activation])
+    return functools.partial(scope.plan.entry(ops.CLAMPED_SWIGLU), activation=activation)

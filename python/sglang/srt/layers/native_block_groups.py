@@ -11,7 +11,6 @@ import torch
 
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.native_sparse_ops import pieces, top_entries
-from sglang.srt.layers.ops import BlockAttentionOp, BlockIndexerOp
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, local_blocks: int) -> torch.Tensor:
@@ -33,30 +32,20 @@ def block_scores(q: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: in
     return scores.masked_fill(local[:, None], float("inf"))
 
 
-def block_indexer(plan: object) -> BlockIndexerOp:
-    """Returns the indexer op. It scores every block, even if all are selected."""
-
-    def select(
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        rows: EntryRows,
-        blocks: EntryRows,
-        top_blocks: int,
-        local_blocks: int,
-    ) -> Selection:
-        """Returns for each token and head, [T * H] rows, the block numbers (slot / block) of the `top_blocks` blocks
-        with the largest `block_scores` in ascending order; of equal ones the first. `blocks` are those of `rows` for
-        the heads of q."""
-        scores = block_scores(q, keys, rows, blocks.rate, local_blocks).flatten(0, 1)
-        chosen = top_entries(scores, blocks.counts, top_blocks)
-        return Selection(blocks.slots_of(chosen), blocks.counts.clamp(max=top_blocks))
-
-    return select
-
-
-def block_attention(plan: object) -> BlockAttentionOp:
-    """Returns `attend_blocks`, which takes nothing from the plan."""
-    return attend_blocks
+def block_indexer(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    rows: EntryRows,
+    blocks: EntryRows,
+    top_blocks: int,
+    local_blocks: int,
+) -> Selection:
+    """Returns for each token and head, [T * H] rows, the block numbers (slot / block) of the `top_blocks` blocks with
+    the largest `block_scores` in ascending order; of equal ones the first. `blocks` are those of `rows` for the heads
+    of q. Scores every block, even if all are selected."""
+    scores = block_scores(q, keys, rows, blocks.rate, local_blocks).flatten(0, 1)
+    chosen = top_entries(scores, blocks.counts, top_blocks)
+    return Selection(blocks.slots_of(chosen), blocks.counts.clamp(max=top_blocks))
 
 
 def attend_blocks(

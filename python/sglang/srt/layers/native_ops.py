@@ -12,22 +12,23 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from sglang.srt.configs.activation import GELU, GELU_TANH, SILU, Activation
+from sglang.srt.configs.activation import GELU, GELU_TANH, Activation
+from sglang.srt.layers.last_rows import wide
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
-from sglang.srt.layers.ops import LSE_BYTES, ImageCorrection
 from sglang.srt.layers.quantization.activations import Activations, values_of
 
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.kernels.tile_configs import TileConfigs
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
-    from sglang.srt.layers.ops import QuantizedProduct
-    from sglang.srt.layers.quantization.linear_weight import LinearWeight
+    from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct
 
 
 WIDENED_ELEMENTS = 1 << 20
 """Weight elements that a CPU converts to fp32 at a time, so that they stay in its caches."""
+LSE_BYTES = 16
+"""Bytes behind the columns of a `pack_parts` row that hold the log-sum-exp; 16 keep rows aligned."""
 
 
 def linear(
@@ -47,9 +48,7 @@ def linear(
     return torch.cat([F.linear(x32, part.float()) for part in w.split(rows)], dim=-1)
 
 
-def quantized_linear(
-    weight: LinearWeight, arch: ArchTraits | None = None, configs: TileConfigs = ()
-) -> QuantizedProduct:
+def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> QuantizedProduct:
     """Returns the product op of a quantized weight [N, K], which is dequantized for each product. Activations are not
     quantized, since that serves tensor cores that a CPU does not have."""
 
@@ -180,6 +179,17 @@ def q_norm_rope(
     return apply_rope(rmsnorm(q, weight, eps), cos, sin, is_neox_style=True).to(q.dtype)
 
 
+def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Returns x * sigmoid(gate); x, gate [T, Hq * D]."""
+    return (wide(x) * wide(gate).sigmoid()).to(x.dtype)
+
+
+def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Returns x [T, Hq * D] with each head times the sigmoid of its gate [T, Hq]."""
+    heads = wide(x).unflatten(1, (gate.shape[1], -1))
+    return (heads * wide(gate).sigmoid()[..., None]).flatten(1).to(x.dtype)
+
+
 def value_norm(
     qkv: torch.Tensor, num_kv_heads: int, head_dim: int, eps: float, from_keys: bool = False
 ) -> torch.Tensor:
@@ -262,11 +272,6 @@ def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.
     maps attention outputs to value dims."""
     torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
     return out
-
-
-def latent_prompt_attention(plan: object) -> Callable[..., None]:
-    """Returns the kernel for prompts of latent attention, which takes nothing from the plan."""
-    return expanded_latent_attention
 
 
 def expanded_latent_attention(
@@ -361,145 +366,6 @@ def store_cache(
     cache.view(torch.uint8)[loc] = quantized.view(torch.uint8)
 
 
-def topk_softmax(
-    router_logits: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    scale: float = 1.0,
-    with_shared: bool = False,
-    num_valid: torch.Tensor | None = None,
-    groups: tuple[int, int] = (1, 1),
-    expert_map: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weights [T, k] fp32 (of the softmax over all experts; summing to 1 if `renormalize`) and expert ids [T,
-    k] int32, largest first, for router_logits [T, E]. With `renormalize` the weights equal a softmax over the chosen
-    logits (GPT-OSS). `groups` (number, best): only experts of the best groups of neighbours are eligible; a group's
-    score is that of its best expert. Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3.
-
-    For all routings: `scale` multiplies the weights; `with_shared` appends expert E with weight 1 to every token's;
-    from token `num_valid` [1] int32 on, ids are -1 and weights 0.
-    """
-    scores = torch.softmax(router_logits.float(), dim=-1)
-    num_groups, top_groups = groups
-    if top_groups < num_groups:
-        by_group = scores.unflatten(1, (num_groups, -1))
-        best = by_group.amax(-1).topk(top_groups, dim=-1).indices
-        taken = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
-        scores = by_group.masked_fill(~taken[..., None], -torch.inf).flatten(1)
-    weights, ids = scores.topk(top_k, dim=-1)
-    return _routed(weights, ids, renormalize, scale, router_logits.shape[1], with_shared, num_valid, expert_map)
-
-
-def topk_sigmoid(
-    router_logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    renormalize: bool,
-    groups: tuple[int, int] = (1, 1),
-    scale: float = 1.0,
-    with_shared: bool = False,
-    num_valid: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    of_images: ImageCorrection | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weights [T, k] fp32, the sigmoids of the experts with the largest sigmoid plus bias [E] among the best
-    `groups[1]` of `groups[0]` groups of neighbours, and ids [T, k] int32 in that order, for router_logits [T, E].
-    `of_images`: replaces the bias for image tokens.
-
-    A group's score is the sum of its two largest. Source: DeepSeek-V3 technical report, section 2.1.2.
-    """
-    scores = router_logits.float().sigmoid()
-    bias = _correction(bias, of_images)
-    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
-
-
-def topk_sqrtsoftplus(
-    router_logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    renormalize: bool,
-    groups: tuple[int, int] = (1, 1),
-    scale: float = 1.0,
-    with_shared: bool = False,
-    num_valid: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-    of_images: ImageCorrection | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Selects experts as `topk_sigmoid` does, with scores sqrt(softplus(logits)) (DeepSeek-V4)."""
-    scores = F.softplus(router_logits.float()).sqrt()
-    bias = _correction(bias, of_images)
-    return _choose(scores, bias, top_k, renormalize, groups, scale, with_shared, num_valid, expert_map)
-
-
-def topk_hash(
-    router_logits: torch.Tensor,
-    token_ids: torch.Tensor,
-    table: torch.Tensor,
-    score: str,
-    scale: float = 1.0,
-    with_shared: bool = False,
-    num_valid: torch.Tensor | None = None,
-    expert_map: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns weights [T, k] fp32 and ids [T, k] int32 of the experts that table [V, k] int32 lists for each of
-    token_ids [T], weighted by their normalized scores ("sigmoid" or "sqrtsoftplus" of router_logits [T, E])."""
-    logits = router_logits.float()
-    scores = logits.sigmoid() if score == "sigmoid" else F.softplus(logits).sqrt()
-    ids = table[token_ids].long()
-    return _routed(scores.gather(1, ids), ids, True, scale, router_logits.shape[1], with_shared, num_valid, expert_map)
-
-
-def _correction(bias: torch.Tensor | None, of_images: ImageCorrection | None) -> torch.Tensor | None:
-    """Returns the score corrections [E], or [T, E] with images."""
-    if of_images is None:
-        return bias
-    assert bias is not None, "tokens of text have one, too"
-    return torch.where((of_images.token_ids == of_images.token)[:, None], of_images.bias, bias.float())
-
-
-def _choose(
-    scores: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    renormalize: bool,
-    groups: tuple[int, int],
-    scale: float,
-    with_shared: bool,
-    num_valid: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    choice = scores if bias is None else scores + bias.float()
-    num_groups, top_groups = groups
-    if top_groups < num_groups:
-        by_group = choice.unflatten(1, (num_groups, -1))
-        best = by_group.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
-        taken = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, best, True)
-        choice = by_group.masked_fill(~taken[..., None], -torch.inf).flatten(1)
-    ids = choice.topk(top_k, dim=-1).indices
-    return _routed(scores.gather(1, ids), ids, renormalize, scale, scores.shape[1], with_shared, num_valid, expert_map)
-
-
-def _routed(
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    renormalize: bool,
-    scale: float,
-    num_experts: int,
-    with_shared: bool,
-    num_valid: torch.Tensor | None,
-    expert_map: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    weights, ids = weights * scale, ids.to(torch.int32) if expert_map is None else expert_map[ids]
-    if with_shared:
-        weights, ids = F.pad(weights, (0, 1), value=1.0), F.pad(ids, (0, 1), value=num_experts)
-    if num_valid is not None:
-        padding = torch.arange(len(ids), device=ids.device)[:, None] >= num_valid
-        weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
-    return weights, ids
-
-
 def relu2(x: torch.Tensor) -> torch.Tensor:
     """Returns relu(x) squared."""
     return F.relu(x).square()
@@ -524,13 +390,13 @@ def gated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def fused_moe(
-    x: torch.Tensor,
+    x: Activations,
     w13: ExpertWeights,
     w2: ExpertWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    activation: Activation = SILU,
-    configs: TileConfigs = (),
+    activation: Activation,
+    configs: TileConfigs,
     features: Collection[str] = (),
 ) -> torch.Tensor:
     """Returns the experts' weighted outputs [T, H] for x [T, H], w13 [E, 2I, H] (gate rows, then up rows), w2 [E, H,
@@ -539,6 +405,7 @@ def fused_moe(
     An id of -1 adds nothing. Weights are dequantized; activations are not quantized, since that serves tensor cores
     that a CPU does not have.
     """
+    x = values_of(x)
 
     def product(x: torch.Tensor, weights: ExpertWeights, expert: int) -> torch.Tensor:
         bias = None if weights.bias is None else weights.bias[expert].to(x.dtype)
@@ -569,11 +436,11 @@ def context_attention(
     o: torch.Tensor,
     start_loc: torch.Tensor,
     *,
-    longest: int = 0,
-    is_causal: bool = True,
+    longest: int,
+    is_causal: bool,
     scale: float | None = None,
     share: tuple[int, int] = (0, 1),
-    tile: object = None,
+    tile: object,
 ) -> None:
     """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] without a cache; sequence i has rows
     start_loc[i] to start_loc[i + 1]. `longest`, the rows of the longest sequence, is not read. share (i, n), without

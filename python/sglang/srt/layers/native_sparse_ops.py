@@ -14,7 +14,6 @@ import torch
 
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.native_ops import apply_rope
-from sglang.srt.layers.ops import SparseAttentionOp, SparseIndexerOp
 
 INDEX_DIM = 128
 """Columns of an index key."""
@@ -138,22 +137,18 @@ def top_entries(logits: torch.Tensor, counts: torch.Tensor, top_k: int) -> torch
     return torch.nn.functional.pad(chosen, (0, top_k - width), value=-1)
 
 
-def sparse_indexer(plan: object) -> SparseIndexerOp:
-    """Returns the indexer op. It scores every entry, even if all are selected."""
-
-    def select(
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor,
-        scales: torch.Tensor | None,
-        rows: EntryRows,
-        top_k: int,
-    ) -> Selection:
-        """Returns the slots [T, top_k] of the entries that `top_entries` keeps by `index_logits`."""
-        entries = top_entries(index_logits(q, weights, keys, scales, rows), rows.counts, top_k)
-        return Selection(rows.slots_of(entries), rows.counts.clamp(max=top_k))
-
-    return select
+def sparse_indexer(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    keys: torch.Tensor,
+    scales: torch.Tensor | None,
+    rows: EntryRows,
+    top_k: int,
+) -> Selection:
+    """Returns the slots [T, top_k] of the entries that `top_entries` keeps by `index_logits`. Scores every entry, even
+    if all are selected."""
+    entries = top_entries(index_logits(q, weights, keys, scales, rows), rows.counts, top_k)
+    return Selection(rows.slots_of(entries), rows.counts.clamp(max=top_k))
 
 
 def pack_latents(entries: torch.Tensor) -> torch.Tensor:
@@ -184,11 +179,6 @@ def unpack_latents(packed: torch.Tensor) -> torch.Tensor:
 def latent_pack_store(entries: torch.Tensor, cache: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
     """Stores entries [T, 576] packed into cache [S, 1, 656] uint8 at out_cache_loc [T]."""
     cache[out_cache_loc, 0] = pack_latents(entries)
-
-
-def sparse_attention(plan: object) -> SparseAttentionOp:
-    """Returns `attend_selected`, which takes nothing from the plan."""
-    return attend_selected
 
 
 def attend_selected(

@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import QNormRopeOp
+from sglang.srt.layers.ops import Q_NORM_ROPE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.attention_parts import CacheOfLayer, PerHead
 from sglang.srt.plan.mixers import GQA
@@ -41,7 +41,7 @@ class SharedCacheAttention:
         self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": rows}, spec.biases.qkv)
         self.o = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.biases.output, group=group)
         self.q_norm = norm_weight(scope.sub("q_norm"), dim, site.model.zero_centred_norms)
-        self.norm_rope: QNormRopeOp = scope.plan.entry("q_norm_rope")
+        self.norm_rope = scope.plan.entry(Q_NORM_ROPE)
         self.attention = Attention(
             scope.cache(spec.cache.layer, "kv"),
             shares.padded_heads,

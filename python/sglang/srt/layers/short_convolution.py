@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
-from sglang.srt.layers.convolution_kernels import ConvolutionKernels
+from sglang.srt.layers.ops import SHORT_CONVOLUTION
 from sglang.srt.layers.parameter import Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class ConvolutionRecord:
     """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
 
-    kernels: ConvolutionKernels
-    kept: torch.Tensor
+    convolution: ConvolvedRows
     rows: torch.Tensor  # [B k, C]
     requests: TokenRequests
     width: int
@@ -38,7 +37,7 @@ class ConvolutionRecord:
 
     def commit(self, counts: torch.Tensor) -> None:
         requests = self.requests.accepted(counts, self.width)
-        self.kernels.keep(self.rows[: len(requests.slots)], self.kept, requests)
+        self.convolution.keep(self.rows[: len(requests.slots)], requests)
 
     def copy(self) -> ConvolutionRecord:
         return replace(self, rows=self.rows.clone(), requests=self.requests.copy())
@@ -50,7 +49,7 @@ class ConvolvedRows:
     def __init__(self, scope: Scope, weight: torch.Tensor, cache: CacheStore, tensor: str) -> None:
         """weight: [C, taps]."""
         self.weight, self.cache, self.tensor = weight, cache, tensor
-        self.kernels: ConvolutionKernels = scope.plan.entry("short_convolution")
+        self.kernels = scope.plan.entry(SHORT_CONVOLUTION)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         out = torch.empty_like(x)
@@ -62,14 +61,18 @@ class ConvolvedRows:
         self._convolve(x.clone(memory_format=torch.contiguous_format), x, batch)
 
     def _convolve(self, rows: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
-        kernels, kept, requests = self.kernels, self.cache[self.tensor], compressed_step(batch).requests
-        kernels.convolve(rows, self.weight, kept, requests, out)
+        requests = compressed_step(batch).requests
+        self.kernels.convolve(rows, self.weight, self.cache[self.tensor], requests, out)
         if batch.state_records is None:
-            kernels.keep(rows, kept, requests)
+            self.keep(rows, requests)
         else:
             assert batch.extend is not None
             width = len(rows) // len(batch.extend)
-            batch.state_records.append(ConvolutionRecord(kernels, kept, rows, requests, width))
+            batch.state_records.append(ConvolutionRecord(self, rows, requests, width))
+
+    def keep(self, rows: torch.Tensor, requests: TokenRequests) -> None:
+        """Keeps each request's last rows for the next step."""
+        self.kernels.keep(rows, self.cache[self.tensor], requests)
 
 
 def convolution_weight(scope: Scope, taps: int, parts: dict[str, ShardRange]) -> torch.Tensor:

@@ -10,25 +10,21 @@ import numpy as np
 import torch
 
 from sglang.srt.distributed.groups import ALONE, Group
-from sglang.srt.layers import native_draft_rows, native_ops
 from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.attention.token_shares import own_slots
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.input_rows import EmbeddingRows
 from sglang.srt.layers.native_draft_rows import DraftInputs
-from sglang.srt.layers.ops import AcceptDraftsOp, DecodeInputsOp, DraftInputsOp, VerifyInputsOp
 from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns, TokenSlots, VerifyRows, requests_of_tokens
 from sglang.srt.mem_cache.kv_table import TableUpdate
 from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.model_executor.input_ops import InputOps
 from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.model_executor.step import MediaRuns, MediaTokens, PromptTokens, StepInput
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.device_arrays import DeviceArrays, send
-
-INPUT_OPS = ("decode_inputs", "verify_inputs", "draft_inputs", "accept_drafts")
-"""Names of the fields of DeviceState that hold ops on its tables."""
 
 
 class StepShape(NamedTuple):
@@ -59,10 +55,7 @@ class DeviceState:
     device: torch.device | str
     tokens_per_step: int = 1
     """k, the most tokens that a decoding request brings to a step: the last sampled one and its draft tokens."""
-    decode_inputs: DecodeInputsOp = native_ops.decode_inputs
-    verify_inputs: VerifyInputsOp = native_draft_rows.verify_inputs
-    draft_inputs: DraftInputsOp = native_draft_rows.draft_inputs
-    accept_drafts: AcceptDraftsOp = native_draft_rows.accept_drafts
+    ops: InputOps = field(default_factory=InputOps)
     position_deltas: torch.Tensor | None = None
     """[max_reqs + 1] int64, RoPE position minus token index for the tokens after a request's images. None: the model
     has no images whose positions differ from the index."""
@@ -199,7 +192,7 @@ class DeviceState:
             input_ids, positions = self.next_tokens[slots, 0], self.lens[slots].to(torch.int64)
             return self._single_rows(input_ids, slots, positions, None if step is None else step.seq_lens)
         seq_lens, out_cache_loc = (arrays[name][: shape.num_decodes] for name in ("decode_lens", "decode_loc"))
-        input_ids, positions, window_locs = self.decode_inputs(
+        input_ids, positions, window_locs = self.ops.decode_inputs(
             slots, seq_lens, out_cache_loc, self.next_tokens[:, 0], self.req_to_token
         )
         windows = (window_locs[i] for i in range(self.num_tables - 1))
@@ -234,7 +227,7 @@ class DeviceState:
         self, ids: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, ends: torch.Tensor, in_graph: bool
     ) -> ForwardBatch:
         """Builds a batch for a drafter, as `drafts.drafter.BuildBatch` describes."""
-        inputs = self.draft_inputs(slots, positions, ends, self.req_to_token, 1)
+        inputs = self.ops.draft_inputs(slots, positions, ends, self.req_to_token, 1)
         batch = self._drafting(ids, inputs, in_graph)
         batch.mrope_positions = self._mrope_positions(inputs.positions, inputs.rows)
         batch.metadata = self.attention.metadata(batch, in_graph)
@@ -244,7 +237,7 @@ class DeviceState:
         self, ids: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor, ends: torch.Tensor, in_graph: bool
     ) -> ForwardBatch:
         """Builds a batch for a drafter, as `drafts.drafter.BuildBlock` describes."""
-        batch = self._drafting(ids, self.draft_inputs(slots, lens, ends, self.req_to_token, ids.shape[1]), in_graph)
+        batch = self._drafting(ids, self.ops.draft_inputs(slots, lens, ends, self.req_to_token, ids.shape[1]), in_graph)
         batch.metadata = self.attention.metadata(batch, in_graph, in_blocks=True)
         return batch
 
@@ -348,7 +341,7 @@ class DeviceState:
         cache slot 0, which no request owns."""
         width = shape.width
         slots, widths = arrays["decode_slots"][: shape.num_decodes], arrays["widths"][: shape.num_decodes]
-        inputs = self.verify_inputs(slots, widths, self.lens, self.next_tokens, self.req_to_token, width)
+        inputs = self.ops.verify_inputs(slots, widths, self.lens, self.next_tokens, self.req_to_token, width)
         token_slots = self._slots_by_table(inputs.locs)
         extend = ExtendRows(
             slots,

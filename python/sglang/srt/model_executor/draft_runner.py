@@ -61,7 +61,7 @@ class DraftRunner:
         if self._simulated_length:
             forced = simulated_counts(self._simulated_length, state.lens[slots], widths)
         rows = tokens.view(shape.num_decodes, shape.width)
-        accepted = state.accept_drafts(rows, slots, widths, state.next_tokens, state.lens, forced)
+        accepted = state.ops.accept_drafts(rows, slots, widths, state.next_tokens, state.lens, forced)
         step = self._step(
             output,
             next_ids=accepted.next_ids,

@@ -221,7 +221,7 @@ class GroupOutput:
             request.top_nums, request.token_ids, request.row_requests, np.arange(len(hidden)), request.targets
         )
         packed = prompt_logprobs(hidden, self.model.logits, moved, self.model.description.vocab_size)
-        return LogprobResult(to_host(packed), request)
+        return LogprobResult(packed, request)
 
     def _hidden(self, forward: LaunchedForward, group: int, rows: np.ndarray | None) -> torch.Tensor | None:
         return None if rows is None else to_host(self._rows_of(forward, group, rows).float())

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,11 +19,12 @@ from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.mem_cache.layerwise_load import FIRST, LayerWaits
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
-from sglang.srt.model_executor.device_state import INPUT_OPS, DeviceState, shape_of
+from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
 from sglang.srt.model_executor.graph_runner import GraphRunner, graph_sizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.host_copies import create_copies
+from sglang.srt.model_executor.input_ops import InputOps
 from sglang.srt.model_executor.media_setup import CreateEncoder, create_features
 from sglang.srt.model_executor.media_timing import measured_pace
 from sglang.srt.model_executor.quantized_sums import quantize_sums
@@ -105,10 +105,9 @@ class ModelRunner:
         self.storage: StorageEngine | None = None
         """Copies between main memory and a store; set once the fingerprint is known."""
         self.sampling_table = SamplingTable(plan.max_running_requests + 1, plan.model.vocab_size, plan.device)
-        inputs: dict[str, Any] = {op: plan.entry(op) for op in INPUT_OPS if op in plan.choices}
         attention = create_attention_sites(plan, plan.device)
         tables, width = len(self.pools.tables), 1 if drafter is None else drafter.num_tokens
-        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, **inputs)
+        self.state = DeviceState(self.model, attention, tables, plan.pool_sizes, plan.device, width, InputOps(plan))
         self.state.context = parallel_state.groups().context
         self.media = None if create_encoder is None else create_features(plan, self.state, create_encoder)
         sampler = Sampler(use_triton=plan.device == "cuda")

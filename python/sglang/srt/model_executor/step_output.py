@@ -97,7 +97,7 @@ class StepOutput:
         if request is None or not self.samples:
             return None
         packed = prompt_logprobs(hidden, self.model.logits, request, self.model.description.vocab_size)
-        return LogprobResult(to_host(packed), request)
+        return LogprobResult(packed, request)
 
     def _hidden(self, step: StepInput, hidden: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the final hidden states [N, H] fp32 of the tokens that want them."""

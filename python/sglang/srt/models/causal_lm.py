@@ -222,6 +222,19 @@ def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbeddin
     return embedding
 
 
+def _residual_stream(scope: Scope, model: ModelDescription) -> ResidualStream:
+    """Creates the residual stream of all layers. Raises UserError for one that nothing computes, or for several."""
+    first = model.layers[0].residual
+    if other := next((layer.residual for layer in model.layers if layer.residual != first), None):
+        raise UserError(
+            f"{model.architecture}: layers have the residual streams {first} and {other}; all have one here"
+        )
+    kind = RESIDUALS.get(type(first))
+    if kind is None:
+        raise UserError(f"{model.architecture}: nothing here computes {first} yet")
+    return kind(scope, model, first)
+
+
 class CausalLM:
     """A decoder-only model. Construction allocates parameters; the loader fills `params`, the runner's pools `caches`.
 
@@ -270,10 +283,7 @@ class CausalLM:
         inputs = model.per_layer_inputs
         self.layer_inputs = None if inputs is None else PerLayerInputs(scope.sub("per_layer"), model, inputs)
         rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
-        kind = RESIDUALS.get(type(model.layers[0].residual))
-        if kind is None:
-            raise UserError(f"{model.architecture}: nothing here computes {model.layers[0].residual} yet")
-        self.residual = kind(scope, model, model.layers[0].residual)
+        self.residual = _residual_stream(scope, model)
         self.layers = [
             DecoderLayer(scope.sub("layers").sub(i), layer, Site(i, model, rotary), self.residual)
             for i, layer in enumerate(model.layers)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
@@ -18,6 +18,7 @@ from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
 from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
 from sglang.srt.kernels.launch import FallbackTiles
 from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.op import Op
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
@@ -60,6 +61,7 @@ from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.plan.two_batch_overlap import TwoBatchRule, two_batch_rule
 from sglang.srt.server_args import ServerArgs
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Probe = Callable[[Need], str]
@@ -185,9 +187,11 @@ class Plan:
             return max(self.max_prefill_tokens, self.context_len)
         return self.chunked_prefill_size
 
-    def entry(self, op: str) -> Any:
-        """Returns the callable of the kernel chosen for the op (a key of `choices`)."""
-        return self.choices[op].load()
+    def entry(self, op: Op[T], key: str = "") -> T:
+        """Returns the kernel chosen for the op. `key`: its key in `choices`, if that is not the op's name."""
+        choice = self.choices[key or op.name]
+        kernel = choice.load()
+        return cast(T, kernel(self) if choice.spec.takes_plan else kernel)
 
     def tiles(self, op: str, shape: Shape | None = None) -> TileConfigs:
         """Returns the tile configs of an op, ordered by the tokens of a step. `shape`: that of the weight, for linear

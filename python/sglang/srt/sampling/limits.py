@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sglang.srt.sampling.quoted_text import without_classes
+
 if sys.version_info >= (3, 11):
     from re import _constants as regex_codes  # type: ignore[attr-defined]
     from re import _parser as regex_parser  # type: ignore[attr-defined]
@@ -37,7 +39,7 @@ MAX_ENUM = 4096
 MAX_REPETITION = 10_000
 """Any count that a grammar names (maxLength, minItems, {m,n}, ...), and the product of counts around each other."""
 
-_ESCAPE_CLASS_OR_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", re.DOTALL)
+_GROUP = re.compile("[()]")
 
 
 def verify_stop_strings(stop: Sequence[str]) -> None:
@@ -81,6 +83,25 @@ def verify_grammar_source(name: str, source: str) -> None:
     verify_unicode(name, source)
 
 
+def verify_grammar_value(name: str, value: Any) -> None:
+    """Checks the size of a grammar that is not encoded as text yet, looking at no more of it than may be. Raises
+    ValueError."""
+    num_values, num_chars, pending = 1, 0, [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            num_chars += len(value)
+        elif isinstance(value, dict | list):
+            num_values += len(value)
+            if num_values > MAX_SCHEMA_VALUES:
+                raise ValueError(f"{name} has more than {MAX_SCHEMA_VALUES} values; simplify it.")
+            if isinstance(value, dict):
+                num_chars += sum(len(key) for key in value if isinstance(key, str))
+            pending.extend(value.values() if isinstance(value, dict) else value)
+        if num_chars > MAX_GRAMMAR_LENGTH:
+            raise ValueError(f"{name} must have at most {MAX_GRAMMAR_LENGTH} characters; simplify it.")
+
+
 def verify_unicode(name: str, text: str) -> None:
     """Raises ValueError for text with lone surrogates, which cannot be sent to the other processes."""
     try:
@@ -92,13 +113,15 @@ def verify_unicode(name: str, text: str) -> None:
 def group_nesting(pattern: str) -> int:
     """Returns the depth to which the groups of a regular expression nest. Linear, without recursion, and also for
     invalid patterns."""
+    return nesting(_GROUP, without_classes(pattern))
+
+
+def nesting(brackets: re.Pattern[str], text: str) -> int:
+    """Returns the depth to which brackets nest, of whatever kinds."""
     depth = deepest = 0
-    for token in _ESCAPE_CLASS_OR_GROUP.finditer(pattern):
-        if token[0] == "(":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif token[0] == ")":
-            depth -= 1
+    for token in brackets.finditer(text):
+        depth += 1 if token[0] in "([{" else -1
+        deepest = max(deepest, depth)
     return deepest
 
 

@@ -50,8 +50,7 @@ class LogprobRequest:
 
     def no_rows(self, vocab_size: int, device: torch.device | str) -> torch.Tensor:
         """Returns [0, W] int32 packed rows, for a rank that has none."""
-        width = 1 + 2 * min(self.num_top, vocab_size) + self.num_ids
-        return torch.empty((0, width), dtype=torch.int32, device=device)
+        return torch.empty((0, self.width(vocab_size)), dtype=torch.int32, device=device)
 
     @property
     def num_top(self) -> int:
@@ -63,10 +62,9 @@ class LogprobRequest:
         """Returns the most named tokens that a request wants."""
         return max(map(len, self.token_ids))
 
-    @property
-    def width(self) -> int:
+    def width(self, vocab_size: int) -> int:
         """Returns the columns of packed results: the token's own value, and ids and values of top and named tokens."""
-        return 1 + 2 * self.num_top + self.num_ids
+        return 1 + 2 * min(self.num_top, vocab_size) + self.num_ids
 
     def ids_tensor(self, device: torch.device | str) -> torch.Tensor | None:
         """Returns the named tokens, [B, num_ids] int64, padded with 0; None if no request names tokens."""
@@ -102,20 +100,22 @@ def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: Logpro
 def prompt_logprobs(
     hidden: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], request: LogprobRequest, vocab_size: int
 ) -> torch.Tensor:
-    """Computes packed [R, W] int32 results of prompt tokens. hidden: [T, H] of a step, whose rows `request` names;
-    `project` maps hidden rows to fp32 logits and is called in chunks that bound the [rows, V] memory."""
+    """Computes packed [R, W] int32 results of prompt tokens, in host memory once an event recorded after this call has
+    passed. hidden: [T, H] of a step, whose rows `request` names; `project` maps hidden rows to fp32 logits and is
+    called in chunks, which bound the device's memory: one request with many columns widens the rows of all."""
     assert request.rows is not None and request.targets is not None and request.row_requests is not None
     sent = send(hidden.device, rows=request.rows, targets=request.targets, row_requests=request.row_requests)
     ids = request.ids_tensor(hidden.device)
     chunk = max(1, MAX_CHUNK_ELEMENTS // vocab_size)
-    blocks = []
+    size = (len(request.rows), request.width(vocab_size))
+    packed = torch.empty(size, dtype=torch.int32, pin_memory=hidden.is_cuda)
     for start in range(0, len(request.rows), chunk):
         part = slice(start, start + chunk)
         named = None if ids is None else ids[sent["row_requests"][part]]
-        blocks.append(
-            token_logprobs(project(hidden[sent["rows"][part]]), sent["targets"][part], request.num_top, named)
-        )
-    return torch.cat(blocks) if blocks else hidden.new_zeros((0, request.width), dtype=torch.int32)
+        logits = project(hidden[sent["rows"][part]])
+        found = token_logprobs(logits, sent["targets"][part], request.num_top, named)
+        packed[part].copy_(found, non_blocking=True)
+    return packed
 
 
 class LogprobResult:

@@ -12,7 +12,12 @@ from typing import Any
 import msgspec
 
 from sglang.srt.sampling.grammar_names import client_name
-from sglang.srt.sampling.limits import verify_grammar_source, verify_stop_patterns, verify_stop_strings
+from sglang.srt.sampling.limits import (
+    verify_grammar_source,
+    verify_grammar_value,
+    verify_stop_patterns,
+    verify_stop_strings,
+)
 
 TOP_K_ALL = 1 << 30
 """`top_k` of a request that keeps the whole vocabulary."""
@@ -187,7 +192,8 @@ def merge(
 
 
 def _normalize(values: dict[str, Any]) -> dict[str, Any]:
-    """Converts accepted spellings: one stop string to a list, a grammar object to text, token ids to numbers."""
+    """Converts accepted spellings: one stop string to a list, a grammar object to text, token ids to numbers. Raises
+    ValueError for a grammar that is too large to become text."""
     for name in _LISTS:
         if isinstance(values.get(name), str):
             values[name] = [values[name]]
@@ -195,6 +201,7 @@ def _normalize(values: dict[str, Any]) -> dict[str, Any]:
             values[name] = [text for text in values[name] if text != ""]
     for name in ("json_schema", "structural_tag"):
         if isinstance(values.get(name), dict | bool):
+            verify_grammar_value(name, values[name])
             values[name] = json.dumps(values[name])
     if isinstance(values.get("logit_bias"), dict):
         values["logit_bias"] = {str(key): value for key, value in values["logit_bias"].items()}

@@ -27,6 +27,11 @@ class Allowance:
         return self._left_s
 
     @property
+    def spent_s(self) -> float:
+        """Returns the seconds that are missing from the burst."""
+        return self._burst_s - self._left_s
+
+    @property
     def exhausted(self) -> bool:
         """Returns whether no time is left."""
         return self._left_s <= 0

@@ -8,6 +8,7 @@ searched by a library that can time out, because a pattern may need exponential 
 from __future__ import annotations
 
 import functools
+import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,14 @@ REGEX_WINDOW = 4096
 SEARCH_BURST_S = 0.05
 SEARCH_REFILL_S = 0.001
 """Seconds a token for searching: common patterns take microseconds."""
+SHARED_BURST_S = 0.1
+SHARED_REFILL_S = 0.00005
+"""Seconds at once and a token that all sequences of a process may search together before `BUSY_SEARCH_S` holds."""
+BUSY_SEARCH_S = 0.002
+"""Seconds at once for a sequence where others have used up what all share: the samples of one call, which come to the
+same text in the same step, may otherwise hold up that step for seconds."""
+FINISH_SEARCH_S = 0.005
+"""Seconds to find again where a match begins."""
 MAX_REGEX_HOLD = 256
 """Characters held back for a stop regex whose matches have no small upper bound."""
 
@@ -40,15 +49,23 @@ def compile_pattern(pattern: str) -> regex.Pattern[str]:
 class StopSearch:
     """Finds stop strings in the growing text of one sequence."""
 
-    __slots__ = ("_allowance", "_keep", "_patterns", "_stop", "_tail")
+    __slots__ = ("_allowance", "_keep", "_patterns", "_shared", "_stop", "_tail")
 
-    def __init__(self, stop: Sequence[str], stop_regex: Sequence[str], allowance: Allowance | None = None) -> None:
-        """Raises ValueError for a pattern that cannot be compiled."""
+    def __init__(
+        self,
+        stop: Sequence[str],
+        stop_regex: Sequence[str],
+        allowance: Allowance | None = None,
+        shared: Allowance | None = None,
+    ) -> None:
+        """shared: allowance of all sequences together, as `shared_allowance` makes it; None: there is no limit of all.
+        Raises ValueError for a pattern that cannot be compiled."""
         self._stop = stop
         self._patterns = [(pattern, compile_pattern(pattern)) for pattern in stop_regex]
         self._keep = max(REGEX_WINDOW if stop_regex else 0, max(map(len, stop), default=1) - 1)
         self._tail = ""
         self._allowance = allowance or Allowance(SEARCH_BURST_S, SEARCH_REFILL_S)
+        self._shared = shared or Allowance(math.inf, 0.0)
 
     def push(self, text: str) -> str | None:
         """Returns the stop string, or stop regex as given, that the text now contains. Raises TimeoutError when
@@ -61,16 +78,23 @@ class StopSearch:
         return self._push_patterns(text) if self._patterns else None
 
     def _push_patterns(self, text: str) -> str | None:
-        allowance = self._allowance
+        allowance, shared = self._allowance, self._shared
         allowance.refill()
+        shared.refill()
         text = text[-REGEX_WINDOW:]
         for source, pattern in self._patterns:
-            if allowance.exhausted:
+            left_s = min(allowance.left_s, BUSY_SEARCH_S - allowance.spent_s) if shared.exhausted else allowance.left_s
+            if left_s <= 0:
                 raise TimeoutError
-            with allowance:
-                if pattern.search(text, timeout=allowance.left_s) is not None:
+            with allowance, shared:
+                if pattern.search(text, timeout=left_s) is not None:
                     return source
         return None
+
+
+def shared_allowance() -> Allowance:
+    """Returns an allowance for the `StopSearch` objects of a process to share."""
+    return Allowance(SHARED_BURST_S, SHARED_REFILL_S)
 
 
 class PrefixTracker:
@@ -174,9 +198,13 @@ class StopHold:
             start = whole.find(matched, max(0, last_start - len(matched) + 1))
             start = start if start >= 0 else whole.rfind(matched)
             return start if start >= 0 else len(whole)
+        begin = max(0, len(whole) - REGEX_WINDOW)  # before it the scheduler did not search
+        found = len(whole)
         try:
-            hits = list(pattern.finditer(whole, timeout=SEARCH_BURST_S))
+            for hit in pattern.finditer(whole[begin:], timeout=FINISH_SEARCH_S):
+                found = begin + hit.start()
+                if begin + hit.end() > last_start:
+                    break
         except TimeoutError:
             return len(whole)
-        ending_late = (hit.start() for hit in hits if hit.end() > last_start)
-        return next(ending_late, hits[-1].start() if hits else len(whole))
+        return found

@@ -109,7 +109,7 @@ def test_choices(
     plan = SimpleNamespace(fallbacks=lambda op: fallbacks, arch=SimpleNamespace(num_sms=NUM_SMS))
     blocks = entries.blocks(BLOCK, heads)
     got = TritonBlockIndexer(plan)(q, keys, entries, blocks, top_blocks, 1)
-    want = native.block_indexer(None)(q, keys, entries, blocks, top_blocks, 1)
+    want = native.block_indexer(q, keys, entries, blocks, top_blocks, 1)
     assert torch.equal(got.counts, want.counts) and torch.equal(got.slots, want.slots)
     seen = entries.counts > 0
     own = entries.blocks(BLOCK, 1).slots_of((entries.counts[:, None] - 1) // BLOCK)[:, 0]

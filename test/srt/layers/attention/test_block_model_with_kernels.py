@@ -14,23 +14,23 @@ from sglang.srt.layers.attention.block_groups import TritonBlockAttention, Trito
 from sglang.srt.layers.triton_ops import rope_store
 from srt.layers.attention.test_block_kernels import NUM_SMS, tiles_of
 from srt.layers.kernels_in_models import assert_as_with_torch
-from srt.models.harness import NativePlan, random_tokens, save_tiny
+from srt.models.harness import random_tokens, save_tiny
 
 
-def block_indexer(plan: NativePlan) -> TritonBlockIndexer:
+def block_indexer() -> TritonBlockIndexer:
     (tile, *_) = tiles_of("block_indexer")
     fallbacks = SimpleNamespace(run=lambda launch: launch(tile))
     return TritonBlockIndexer(SimpleNamespace(fallbacks=lambda op: fallbacks, arch=SimpleNamespace(num_sms=NUM_SMS)))
 
 
-def block_attention(plan: NativePlan) -> TritonBlockAttention:
+def block_attention() -> TritonBlockAttention:
     configs = (TileConfig(ANY, "tiles", tuple((tile,) for tile in tiles_of("block_attention")), "kernels/tiles.py"),)
     return TritonBlockAttention(SimpleNamespace(tiles=lambda op: configs, arch=SimpleNamespace(num_sms=NUM_SMS)))
 
 
 KERNELS = {
-    "block_indexer": block_indexer,
-    "block_attention": block_attention,
+    "block_indexer": block_indexer(),
+    "block_attention": block_attention(),
     "qk_norm_rope_store": rope_store.qk_norm_rope_store,
 }
 

@@ -11,7 +11,6 @@ from rank_processes import run_ranks
 
 from sglang.srt.configs.merge_methods import MERGE_METHODS
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.plan.ranks import RankLayout
 from srt.distributed.library_exchanges import LibraryExchanges
@@ -43,7 +42,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
         for most in (0, 1 << 20):
             peers = LibraryExchanges(group, most)
             group.exchange_with(peers)
-            merge = PartMerge(SimpleNamespace(merge_method=method, entry=lambda op: getattr(native_ops, op)))
+            merge = PartMerge(SimpleNamespace(merge_method=method, entry=lambda op: op.reference))
             for extra in (None, sinks[rank]):
                 out = torch.full((TOKENS, HEADS, DIMS), float("nan"))
                 merge.attend(queries[rank].clone(), attend, out, extra)

@@ -272,11 +272,10 @@ def test_runs_by_their_best_entry_and_the_choice_in_them(rate: int, top: int) ->
     q = torch.randn(len(counts), heads, 128, device=DEVICE).bfloat16()
     weights = torch.randn(len(counts), heads, device=DEVICE)
     keys = torch.randn(SLOTS // rate, 1, 128, device=DEVICE).bfloat16()
-    want = candidates.candidate_blocks(None)(q, weights, keys, rows, block, top)
+    want = candidates.candidate_blocks(q, weights, keys, rows, block, top)
     got = TritonCandidateBlocks(_Plan())(q, weights, keys, rows, block, top)  # type: ignore[arg-type]
     assert torch.equal(got.counts, want.counts) and torch.equal(got.slots, want.slots)
-    select = native.sparse_indexer(None)
-    theirs = candidates.choose_within(select, q, weights, keys, rows, want, block, top_k)
+    theirs = candidates.choose_within(native.sparse_indexer, q, weights, keys, rows, want, block, top_k)
     ours = candidates.choose_within(TritonSparseIndexer(_Plan()), q, weights, keys, rows, got, block, top_k)  # type: ignore[arg-type]
     assert torch.equal(ours.counts, theirs.counts)
     assert torch.equal(ours.slots[:, :top_k], theirs.slots)

@@ -26,6 +26,7 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import triton_tile_configs
 from sglang.srt.layers.moe.layer import MoELayer
+from sglang.srt.layers.ops import QUANTIZED_LINEAR
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
@@ -39,7 +40,6 @@ from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 from srt.distributed.partial_sums import NoAllReduce
-from srt.models.harness import SEVERAL_FUNCTIONS
 from srt.models.quantized_checkpoints import asymmetric_int4, awq
 
 Tensors = dict[str, torch.Tensor]
@@ -289,8 +289,8 @@ class Loaded:
             model=SimpleNamespace(
                 quantization=quantization, vocab_size=config.get("vocab_size", 0), model_path=str(folder)
             ),
-            entry=lambda op: (
-                native_ops.quantized_linear if op.startswith("linear/") else getattr(ops, SEVERAL_FUNCTIONS.get(op, op))
+            entry=lambda op, key="": (
+                op.reference if ops is native_ops or op is QUANTIZED_LINEAR else getattr(ops, op.name)
             ),
             choices=defaultdict(lambda: SimpleNamespace(spec=SimpleNamespace(package="torch"))),
             tiles=lambda op, shape=None: self._tile_configs() if op == "fused_moe" and ops is not native_ops else (),

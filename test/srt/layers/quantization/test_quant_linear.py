@@ -19,10 +19,9 @@ from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.tile_configs import config_for
-from sglang.srt.layers.ops import QuantizedProduct
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.dense import shifted
-from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct, held_scheme
 from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
 from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack, quantized_linear
 from sglang.srt.layers.triton_ops.scaled_dot import E4M3_OF_E2M1, _e4m3_of_e2m1

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
 from sglang.srt.blocks.recurrent_state import reference
 from sglang.srt.blocks.recurrent_state.kernels import causal_conv, recurrence
-from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, VerifiedRows
+from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels, VerifiedRows
 from srt.layers.recurrent.problems import BOUNDED, CHANNELS, DELTA, SSD, Problem, problem, relative
 
 DEVICE = interpreter.DEVICE
@@ -20,7 +20,7 @@ WIDTH, TAPS = 3, 4
 SLOTS = (4, 0, 2)
 """Of the requests; the second is padding."""
 COUNTS = (2, 3, 1)
-KERNELS: dict[str, RecurrenceKernels] = {
+KERNELS: dict[str, StepKernels] = {
     DELTA: recurrence.RECURRENCE,
     SSD: recurrence.RECURRENCE,
     CHANNELS: channel_recurrence.CHANNEL_RECURRENCE,
@@ -42,7 +42,7 @@ def rows_of(given: Problem, rows: torch.Tensor) -> Problem:
     return replace(given, **{name: part.unflatten(1, shape) for name, part, shape in split}, **parts)
 
 
-def decoded(given: Problem, kernels: RecurrenceKernels, slots: torch.Tensor, num_sms: int) -> tuple[torch.Tensor, list]:
+def decoded(given: Problem, kernels: StepKernels, slots: torch.Tensor, num_sms: int) -> tuple[torch.Tensor, list]:
     """-> (out [B WIDTH, H, V] of tokens that are decoded one after the other, the states behind each)."""
     out, states = torch.full_like(given.out, 7.0), [given.states]
     for place in range(WIDTH):
@@ -54,7 +54,7 @@ def decoded(given: Problem, kernels: RecurrenceKernels, slots: torch.Tensor, num
     return out, states
 
 
-def verified(given: Problem, kernels: RecurrenceKernels, slots: torch.Tensor) -> tuple[torch.Tensor, VerifiedRows]:
+def verified(given: Problem, kernels: StepKernels, slots: torch.Tensor) -> tuple[torch.Tensor, VerifiedRows]:
     out = torch.full_like(given.out, 7.0)
     wide = torch.promote_types(given.v.dtype, torch.float32)
     betas = torch.empty(given.v.shape[:2], dtype=wide, device=DEVICE)

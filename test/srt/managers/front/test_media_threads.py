@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,19 @@ from sglang.srt.managers.front.media.messages import Decoded, MediaJob
 from sglang.srt.managers.front.media.pool import MediaPool
 from sglang.srt.managers.front.media.sources import SourceRules
 from sglang.srt.managers.front.media.worker import WorkerSettings
+
+ARGS: Any = SimpleNamespace(
+    limit_mm_data_per_request="{}",
+    mm_max_concurrent_calls=100,
+    media_url_max_file_size_mb=1,
+    mm_per_request_timeout=30.0,
+    allowed_media_domains=None,
+    allow_private_media_urls=True,
+    allowed_local_media_path=None,
+    mm_io_worker_num=2,
+    mm_processor_worker_num=1,
+)
+SERVED: Any = SimpleNamespace(tokens=None, files=None, pixel_dtype=None)
 
 
 def test_an_image_is_decoded_while_videos_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,24 +92,12 @@ def test_data_urls_pass_addresses_that_do_not_answer(
 
     monkeypatch.setattr(media_loader.sources, "fetch", fetch)
     monkeypatch.setattr(media_loader, "MediaPool", Pool)
-    args: Any = SimpleNamespace(
-        limit_mm_data_per_request="{}",
-        mm_max_concurrent_calls=100,
-        media_url_max_file_size_mb=1,
-        mm_per_request_timeout=30.0,
-        allowed_media_domains=None,
-        allow_private_media_urls=True,
-        allowed_local_media_path=None,
-        mm_io_worker_num=2,
-        mm_processor_worker_num=1,
-    )
-    served: Any = SimpleNamespace(tokens=None, files=None, pixel_dtype=None)
 
     async def main() -> None:
-        async def encode(text: str, add_special_tokens: bool) -> list[int]:
+        async def encode_each(texts: Sequence[str]) -> list[list[int]]:
             return []
 
-        loader = MediaLoader(args, served, str(tmp_path), encode)
+        loader = MediaLoader(ARGS, SERVED, str(tmp_path), encode_each)
         try:
             slow = [
                 asyncio.ensure_future(loader._load_one(MediaSource("image", "http://127.0.0.1/a.png")))
@@ -111,3 +113,34 @@ def test_data_urls_pass_addresses_that_do_not_answer(
             loader.close()
 
     asyncio.run(main())
+
+
+def test_the_texts_of_a_video_are_tokenized_in_one_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[list[str]] = []
+
+    class Pool:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        async def decode(self, job: MediaJob) -> Decoded:
+            return Decoded(items=[], parts=["<0.0>", 4, "<1.0>", 4, "end"])
+
+        def close(self) -> None:
+            pass
+
+    async def encode_each(texts: Sequence[str]) -> list[list[int]]:
+        calls.append([*texts])
+        return [[len(text)] for text in texts]
+
+    monkeypatch.setattr(media_loader, "MediaPool", Pool)
+
+    async def main() -> None:
+        loader = MediaLoader(ARGS, SERVED, str(tmp_path), encode_each)
+        try:
+            placed = await loader._load_one(MediaSource("video", "data:video/mp4;base64,aGVsbG8="))
+        finally:
+            loader.close()
+        assert placed.parts == [[5], 4, [5], 4, [3]]
+
+    asyncio.run(main())
+    assert calls == [["<0.0>", "<1.0>", "end"]]

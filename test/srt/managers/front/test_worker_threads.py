@@ -12,6 +12,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -130,3 +132,28 @@ def test_work_that_nobody_wants_any_more_does_not_wait(make: Callable[..., Worke
     assert kept() is None
     go.set()
     assert threads.submit(True, lambda number: number).result(30) == 0
+
+
+def test_a_cancelled_job_is_found_without_a_search(make: Callable[..., WorkerThreads]) -> None:
+    def num_lines(num_waiting: int) -> int:
+        """Returns how many lines of Python run when the job that came last is cancelled."""
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            return trace
+
+        threads, go = make(1), threading.Event()
+        threads.submit(True, lambda _: go.wait(30))
+        waiting = [threads.submit(True, lambda _: None) for _ in range(num_waiting)]
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            waiting[-1].cancel()
+        finally:
+            sys.settrace(before)
+            go.set()
+        return lines
+
+    assert num_lines(500) == num_lines(5)

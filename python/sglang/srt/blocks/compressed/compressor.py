@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.layers.compressed_step import CompressedStep, TokenRequests
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +27,15 @@ class CompressorRecord:
     Entries of runs that end in rejected tokens need no cleanup: no token sees them before the run is complete, and then
     the token that completes it overwrites them."""
 
-    kernels: CompressorKernels
+    store: EntryStore
     rows: torch.Tensor  # [B k, 2, W], k tokens of each request
-    state: torch.Tensor
     requests: TokenRequests
     width: int
     """k."""
 
     def commit(self, counts: torch.Tensor) -> None:
         requests = self.requests.accepted(counts, self.width)
-        rows = self.rows[: len(requests.slots)]
-        self.kernels.keep(rows, self.state, requests.slots, requests.positions, requests.stops)
+        self.store.keep(self.rows[: len(requests.slots)], requests)
 
     def copy(self) -> CompressorRecord:
         return replace(self, rows=self.rows.clone(), requests=self.requests.copy())
@@ -54,40 +53,49 @@ class EntryNorm:
     angles: int = 0
 
 
-def store_entries(
-    kernels: CompressorKernels,
-    rows: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: EntryNorm | None,
-    cache: CacheStore,
-    state: torch.Tensor,
-    batch: ForwardBatch,
-    step: CompressedStep,
-) -> None:
-    """Stores the entries of runs that the step's tokens complete, and keeps in `state` the rows that later entries
-    need; in a verify step it adds a record to `batch.state_records` instead. rows [T, 2, W], bias and state: as in
-    `reference.compress`."""
-    requests = step.requests
-    kernels.compress(
-        rows,
-        bias,
-        state,
-        requests.slots,
-        requests.positions,
-        requests.firsts,
-        None if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps,
-        None if norm is None else norm.cos_sin,
-        cache.k,
-        batch.slots_of(cache).out_cache_loc,
-        angles=0 if norm is None else norm.angles,
-    )
-    if batch.state_records is None:
-        kernels.keep(rows, state, requests.slots, requests.positions, requests.stops)
-    else:
-        assert batch.extend is not None
-        width = len(rows) // len(batch.extend)
-        batch.state_records.append(CompressorRecord(kernels, rows, state, requests, width))
+class EntryStore:
+    """Stores entries in `cache` for runs that a step's tokens complete, and keeps in `state` the rows that later
+    entries need."""
+
+    def __init__(self, plan: Plan, cache: CacheStore, state: CacheStore) -> None:
+        self.cache, self.state = cache, state
+        self.kernels = plan.entry(KV_COMPRESSOR_OP)
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: EntryNorm | None,
+        batch: ForwardBatch,
+        step: CompressedStep,
+    ) -> None:
+        """Stores and keeps; a verify step keeps nothing, and adds a record to `batch.state_records` instead. rows [T,
+        2, W] and bias: as in `reference.compress`."""
+        requests = step.requests
+        self.kernels.compress(
+            rows,
+            bias,
+            self.state["rows"],
+            requests.slots,
+            requests.positions,
+            requests.firsts,
+            None if norm is None else norm.weight,
+            0.0 if norm is None else norm.eps,
+            None if norm is None else norm.cos_sin,
+            self.cache.k,
+            batch.slots_of(self.cache).out_cache_loc,
+            angles=0 if norm is None else norm.angles,
+        )
+        if batch.state_records is None:
+            self.keep(rows, requests)
+        else:
+            assert batch.extend is not None
+            width = len(rows) // len(batch.extend)
+            batch.state_records.append(CompressorRecord(self, rows, requests, width))
+
+    def keep(self, rows: torch.Tensor, requests: TokenRequests) -> None:
+        """Keeps each request's last rows for later entries."""
+        self.kernels.keep(rows, self.state["rows"], requests.slots, requests.positions, requests.stops)
 
 
 class Compressor:
@@ -96,7 +104,8 @@ class Compressor:
     def __init__(
         self, scope: Scope, spec: CompressedSparse, dim: int, eps: float, cache: CacheStore, state: CacheStore
     ) -> None:
-        self.cache, self.state, self.eps = cache, state, eps
+        self.cache, self.eps = cache, eps
+        self.store = EntryStore(scope.plan, cache, state)
         width, rate = spec.overlap * dim, spec.rate
         matrix = scope.matrix()
         parts = {
@@ -106,10 +115,8 @@ class Compressor:
         self.weight = scope.param("weight", (2 * width, matrix.cols), parts)
         self.bias = scope.sub("places").param("ape", (rate, width), init=Init.ZEROS, dtype=torch.float32)
         self.norm = scope.sub("norm").param("weight", (dim,), init=Init.ONES)
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.kernels: CompressorKernels = scope.plan.entry("kv_compressor")
+        self.linear = scope.plan.entry(LINEAR)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor) -> None:
         rows = self.linear(x, self.weight, None, torch.float32).unflatten(1, (2, -1))
-        norm = EntryNorm(self.norm, self.eps, cos_sin)
-        store_entries(self.kernels, rows, self.bias, norm, self.cache, self.state["rows"], batch, step)
+        self.store(rows, self.bias, EntryNorm(self.norm, self.eps, cos_sin), batch, step)

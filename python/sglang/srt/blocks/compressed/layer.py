@@ -16,24 +16,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.compressed.compressor import Compressor
+from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE, TAIL_ROTATION
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from sglang.srt.layers.ops import (
-    IndexQueriesOp,
-    LatentAbsorbOp,
-    LinearOp,
-    RMSNormOp,
-    SharedKVStoreOp,
-    SparseAttentionFactory,
-    SparseAttentionOp,
-    SparseIndexerFactory,
-    SparseIndexerOp,
-    TailRotationOp,
-)
+from sglang.srt.layers.ops import INDEX_QUERIES, LATENT_ABSORB, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope, WeightShard, share_param
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ranks import padded_share, whole
@@ -72,12 +62,11 @@ class CompressedAttention:
             self.compressor = Compressor(scope.sub("compressor"), spec, spec.head_dim, self.eps, cache, state)
         if spec.indexer is not None and type(spec) is CompressedSparse:
             self.indexer = CompressedIndexer(scope, spec, spec.indexer, site)
-        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
-        self.store: SharedKVStoreOp = scope.plan.entry("shared_kv_norm_rope_store")
-        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
-        self.by_group: LatentAbsorbOp = scope.plan.entry("latent_absorb")
-        attention: SparseAttentionFactory = scope.plan.entry("sparse_attention")
-        self.attend: SparseAttentionOp = attention(scope.plan)
+        self.norm = scope.plan.entry(RMSNORM)
+        self.store = scope.plan.entry(SHARED_KV_NORM_ROPE_STORE)
+        self.rotate = scope.plan.entry(TAIL_ROTATION)
+        self.by_group = scope.plan.entry(LATENT_ABSORB)
+        self.attend = scope.plan.entry(SPARSE_ATTENTION)
 
     def _take_groups(self, weight: torch.Tensor) -> None:
         """Sets `o_a`, a view [groups, dims, rank] of weight [groups * rank, dims of a group's heads]."""
@@ -169,11 +158,10 @@ class CompressedIndexer:
         cache = scope.cache(site.layer_id, "index")
         state = scope.cache(site.layer_id, "index_pending")
         self.compressor = Compressor(scope.sub("index_compressor"), spec, dim, site.model.norm_eps, cache, state)
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
-        self.prepare: IndexQueriesOp = scope.plan.entry("index_queries")
-        select: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
-        self.select: SparseIndexerOp = select(scope.plan)
+        self.linear = scope.plan.entry(LINEAR)
+        self.rotate = scope.plan.entry(TAIL_ROTATION)
+        self.prepare = scope.plan.entry(INDEX_QUERIES)
+        self.select = scope.plan.entry(SPARSE_INDEXER)
         self.scale = (dim * num_heads) ** -0.5
 
     def __call__(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.native_ops import apply_rope, rmsnorm, store_cache
 
 
@@ -123,3 +124,7 @@ def keep(
 
 
 KV_COMPRESSOR = CompressorKernels(compress, keep)
+
+KV_COMPRESSOR_OP = Op("kv_compressor", KV_COMPRESSOR)
+TAIL_ROTATION = Op("tail_rotation", tail_rotation)
+SHARED_KV_NORM_ROPE_STORE = Op("shared_kv_norm_rope_store", shared_kv_norm_rope_store)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.engram.spec import Engram
-from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
+from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.table import FP8_FILES
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
@@ -39,8 +40,7 @@ OF_IMAGE = -1
 class EngramRecord:
     """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
 
-    kernels: NgramKernels
-    kept: torch.Tensor
+    block: EngramBlock
     texts: torch.Tensor  # [B k]
     requests: TokenRequests
     width: int
@@ -48,7 +48,7 @@ class EngramRecord:
 
     def commit(self, counts: torch.Tensor) -> None:
         requests = self.requests.accepted(counts, self.width)
-        self.kernels.keep(self.texts[: len(requests.slots)], self.kept, requests)
+        self.block.keep(self.texts[: len(requests.slots)], requests)
 
     def copy(self) -> EngramRecord:
         return replace(self, texts=self.texts.clone(), requests=self.requests.copy())
@@ -70,7 +70,7 @@ class EngramBlock:
         self.ones = scope.param("ones", shape, {}, Init.ONES, torch.float32)  # the kernel norms by a weight too
         self.ones.fill_(1.0)
         self.texts = scope.param("texts", (spec.vocab_size,), {}, Init.ZEROS, torch.int64)
-        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+        self.kernels = scope.plan.entry(NGRAM_EMBEDDING_OP)
         self.hashed: NgramHash | None = None
         self.directory, self.device = scope.plan.model.model_path, scope.device
         scope.finish.append(self.read_tokens)
@@ -103,22 +103,26 @@ class EngramBlock:
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         assert self.hashed is not None, "the weights are loaded"
-        requests, kept = compressed_step(batch).requests, self.cache["ids"]
+        requests = compressed_step(batch).requests
         texts = self.texts[batch.input_ids]
         rows = torch.empty((len(texts), len(self.hashed.sizes) * self.spec.dim), dtype=self.dtype, device=texts.device)
-        self.kernels.rows(texts, kept, requests, self.hashed, self.table, self.scale, rows)
+        self.kernels.rows(texts, self.cache["ids"], requests, self.hashed, self.table, self.scale, rows)
         # The state goes on before anything travels: there the other half of a step may go on, and reads it.
         if batch.state_records is None:
-            self.kernels.keep(texts, kept, requests)
+            self.keep(texts, requests)
         else:
             assert batch.extend is not None
             width = len(texts) // len(batch.extend)
-            batch.state_records.append(EngramRecord(self.kernels, kept, texts, requests, width))
+            batch.state_records.append(EngramRecord(self, texts, requests, width))
         products = self.project(self.group.all_gather(rows))
         gated, _ = self.kernels.gate(products, streams, self.key_weight, self.query_weight, self.ones, self.eps)
         if self.spec.image_token is not None:
             gated.masked_fill_((texts == OF_IMAGE)[:, None, None], 0.0)
         return gated
+
+    def keep(self, texts: torch.Tensor, requests: TokenRequests) -> None:
+        """Keeps each request's last text numbers for the next step."""
+        self.kernels.keep(texts, self.cache["ids"], requests)
 
 
 def _table(scope: Scope, spec: Engram) -> tuple[torch.Tensor, torch.Tensor | None, int]:

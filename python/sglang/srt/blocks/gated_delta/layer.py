@@ -8,11 +8,11 @@ import torch
 
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
+from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import gated_delta_rule
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
-from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.ranks import ShardRange, exact_share
 from sglang.srt.plan.weight_names import PartKey
@@ -48,7 +48,7 @@ class GatedDeltaNet:
         self.dt_bias = _per_head(scope, "dt_bias", value_heads, spec.value_heads)
         self.norm_weight = scope.sub("norm").param("weight", (spec.value_dim,), init=Init.ONES)
         self.sigmoid_gate = spec.sigmoid_gate
-        self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
+        self.norm = scope.plan.entry(GATED_RMSNORM)
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
         self.out = RowParallelLinear(out, value_share.scale_dims(spec.value_dim), out.matrix(), group=group)

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from sglang.srt.blocks.gated_streams.reference import place
+from sglang.srt.blocks.gated_streams.reference import GATED_STREAMS_OP, place
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
-from sglang.srt.blocks.gated_streams.stream_kernels import StreamKernels
 from sglang.srt.errors import UserError
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.layers.residual import FFN, MIXER, NGRAMS, Block, Join
@@ -63,8 +62,8 @@ class GatedJoin:
             end += count
         self.down = scope.sub("gates").param("weight", (end, width), parts)
         self.up = scope.sub("up").param("weight", (width, spec.rank))
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.kernels: StreamKernels = scope.plan.entry("gated_streams")
+        self.linear = scope.plan.entry(LINEAR)
+        self.kernels = scope.plan.entry(GATED_STREAMS_OP)
 
     def attach(self, block: Block) -> None:
         """Does nothing: the block does its own all-reduce."""

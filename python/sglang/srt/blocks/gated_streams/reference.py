@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.blocks.gated_streams.stream_kernels import StreamKernels
+from sglang.srt.kernels.op import Op
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -50,3 +51,5 @@ def mix_streams(gates: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
 
 
 GATED_STREAMS = StreamKernels(place_and_norm, bend, mix_streams)
+
+GATED_STREAMS_OP = Op("gated_streams", GATED_STREAMS)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from sglang.srt.blocks.hyper_connections.reference import placed, weights_behind
+from sglang.srt.blocks.hyper_connections.reference import HYPER_CONNECTION, placed, weights_behind
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.errors import UserError
 from sglang.srt.layers.layernorm import norm_weight
-from sglang.srt.layers.ops import HyperConnectionOp, RMSNormOp
+from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.residual import FFN, MIXER, NGRAMS, Block, Join
@@ -64,7 +64,7 @@ class HyperJoin:
         self.base = parameter("base", (sum(pieces),), Init.ZEROS)
         self.scale = parameter("scale", (len(pieces),), Init.ONES)
         self.weight = norm_weight(scope.sub(norm), model.hidden_size, model.zero_centred_norms)
-        self.connect: HyperConnectionOp = scope.plan.entry("hyper_connection")
+        self.connect = scope.plan.entry(HYPER_CONNECTION)
 
     def attach(self, block: Block) -> None:
         """Does nothing: the block does its own all-reduce."""
@@ -112,7 +112,7 @@ class LaggedEnd:
     def __init__(self, scope: Scope, model: ModelDescription) -> None:
         self.eps = model.norm_eps
         self.weight = norm_weight(scope.sub("norm"), model.hidden_size, model.zero_centred_norms)
-        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        self.norm = scope.plan.entry(RMSNORM)
 
     def before(self, stream: HyperStream) -> torch.Tensor:
         streams = stream.streams = _whole(stream)
@@ -136,7 +136,7 @@ class HyperResidual:
         self.weight: torch.Tensor | None = None
         if model.last_stage and spec.mean_head:
             self.weight = norm_weight(scope.sub("norm"), model.hidden_size, model.zero_centred_norms)
-            self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
+            self.norm = scope.plan.entry(RMSNORM)
         elif model.last_stage:
             self.end = end_of(scope, model, spec)
 

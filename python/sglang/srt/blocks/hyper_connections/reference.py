@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.native_ops import rmsnorm
 
 
@@ -92,3 +93,6 @@ def doubly_stochastic(logits: torch.Tensor, eps: float, rounds: int) -> torch.Te
         mix = mix / (mix.sum(-1, keepdim=True) + eps)
         mix = mix / (mix.sum(-2, keepdim=True) + eps)
     return mix
+
+
+HYPER_CONNECTION = Op("hyper_connection", hyper_connection)

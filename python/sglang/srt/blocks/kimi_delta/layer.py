@@ -8,11 +8,11 @@ import torch
 
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
+from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import kimi_delta_rule
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
-from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.ranks import ShardRange, whole
 from sglang.srt.plan.weight_names import PartKey
@@ -47,7 +47,7 @@ class KimiDeltaAttention:
         dt_bias = scope.param("dt_bias", (rows.count,), {PartKey(): bias}, Init.ONES, torch.float32)
         self.dt_bias = dt_bias.unflatten(0, (self.num_heads, spec.head_dim))
         self.norm_weight = scope.sub("norm").param("weight", (spec.head_dim,), init=Init.ONES)
-        self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
+        self.norm = scope.plan.entry(GATED_RMSNORM)
         rule = kimi_delta_rule(spec.head_dim, spec.lower_bound)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "kimi_delta_rule", rule, self.heads)
         out = scope.sub("out")

@@ -8,11 +8,11 @@ import torch
 
 from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
+from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import Rule
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
-from sglang.srt.layers.ops import GatedRMSNormOp
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.ranks import exact_share
 from sglang.srt.plan.weight_names import PartKey
@@ -45,7 +45,7 @@ class Mamba2Mixer:
             _sliced(scope, leaf, spec.num_heads, heads, torch.float32) for leaf in ("A_log", "dt_bias", "D")
         )
         self.norm_weight = _sliced(scope.sub("norm"), "weight", values, inner, None)
-        self.norm: GatedRMSNormOp = scope.plan.entry("gated_rmsnorm")
+        self.norm = scope.plan.entry(GATED_RMSNORM)
         rule = Rule(delta=False, dt_min=spec.dt_min, dt_max=spec.dt_max)
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
         inputs = head_share.scale_dims(spec.head_dim)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramKernels
+from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.ngram_embedding.table import NgramTable
 from sglang.srt.distributed.groups import Group
@@ -22,7 +22,6 @@ from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
-from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.ranks import whole
 from sglang.srt.plan.weight_names import PartKey
 
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 class NgramRecord:
     """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
 
-    kernels: NgramKernels
-    cache: CacheStore
+    block: NgramBlock
     ids: torch.Tensor  # [B k]
     rows: torch.Tensor  # [B k, N, H]
     requests: TokenRequests
@@ -43,9 +41,9 @@ class NgramRecord:
     """k."""
 
     def commit(self, counts: torch.Tensor) -> None:
-        num, requests = len(counts) * self.width, self.requests.accepted(counts, self.width)
-        self.kernels.keep(self.ids[:num], self.cache["ids"], requests)
-        self.kernels.keep(self.rows[:num], self.cache["rows"], requests)
+        block, num, requests = self.block, len(counts) * self.width, self.requests.accepted(counts, self.width)
+        block.kernels.keep(self.ids[:num], block.cache["ids"], requests)
+        block.kernels.keep(self.rows[:num], block.cache["rows"], requests)
 
     def copy(self) -> NgramRecord:
         return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=self.requests.copy())
@@ -70,7 +68,7 @@ class NgramBlock:
         self.key_norm, self.query_norm, self.conv_norm = norm("key_norm"), norm("query_norm"), norm("conv_norm")
         taps = TensorPart((wide, 1, spec.taps), convert=lambda stored: stored[:, 0])
         self.conv = scope.sub("conv").param("weight", (wide, spec.taps), {PartKey(): taps})
-        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+        self.kernels = scope.plan.entry(NGRAM_EMBEDDING_OP)
 
     def defer_all_reduce(self) -> Group | None:
         """Returns None: every rank computes all of it."""
@@ -89,5 +87,5 @@ class NgramBlock:
         else:
             assert batch.extend is not None
             width = len(normed) // len(batch.extend)
-            batch.state_records.append(NgramRecord(self.kernels, cache, batch.input_ids, normed, requests, width))
+            batch.state_records.append(NgramRecord(self, batch.input_ids, normed, requests, width))
         return values

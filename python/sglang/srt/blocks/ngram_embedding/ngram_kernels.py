@@ -1,14 +1,16 @@
-"""The interface of the kernels of n-gram embeddings: table lookup, gating, convolution, and the requests' state."""
+"""The kernels of n-gram embeddings: table lookup, gating, convolution, and the requests' state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import torch
 
-from sglang.srt.layers.compressed_step import TokenRequests
-from sglang.srt.layers.last_rows import KeepLast
+Rows = TypeVar("Rows", covariant=True)
+Gate = TypeVar("Gate", covariant=True)
+Convolve = TypeVar("Convolve", covariant=True)
+Keep = TypeVar("Keep", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,54 +34,11 @@ class NgramHash:
         return self.end_token if self.fill is None else self.fill
 
 
-class NgramRows(Protocol):
-    """Signature of `reference.ngram_rows`."""
-
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        kept: torch.Tensor,
-        requests: TokenRequests,
-        hashed: NgramHash,
-        table: torch.Tensor,
-        scale: torch.Tensor | None,
-        out: torch.Tensor,
-    ) -> None: ...
-
-
-class GateValues(Protocol):
-    """Signature of `reference.gate_values`."""
-
-    def __call__(
-        self,
-        products: torch.Tensor,
-        streams: torch.Tensor,
-        key_weight: torch.Tensor,
-        query_weight: torch.Tensor,
-        conv_weight: torch.Tensor,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-class ConvolveValues(Protocol):
-    """Signature of `reference.convolve_values`."""
-
-    def __call__(
-        self,
-        values: torch.Tensor,
-        normed: torch.Tensor,
-        weight: torch.Tensor,
-        dilation: int,
-        kept: torch.Tensor,
-        requests: TokenRequests,
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
-class NgramKernels:
-    """The kernels of n-gram embeddings."""
+class NgramKernels(Generic[Rows, Gate, Convolve, Keep]):
+    """The four kernels, with the types of those in `reference`."""
 
-    rows: NgramRows
-    gate: GateValues
-    convolve: ConvolveValues
-    keep: KeepLast
+    rows: Rows
+    gate: Gate
+    convolve: Convolve
+    keep: Keep

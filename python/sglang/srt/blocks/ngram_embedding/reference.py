@@ -10,6 +10,7 @@ import math
 import torch
 
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.compressed_step import TokenRequests
 from sglang.srt.layers.last_rows import keep_last, token_before, wide
 
@@ -107,3 +108,5 @@ def convolve_values(
 
 
 NGRAM_EMBEDDING = NgramKernels(ngram_rows, gate_values, convolve_values, keep_last)
+
+NGRAM_EMBEDDING_OP = Op("ngram_embedding", NGRAM_EMBEDDING)

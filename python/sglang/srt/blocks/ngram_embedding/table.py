@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash, NgramKernels
+from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
+from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.errors import UserError
 from sglang.srt.layers.compressed_step import TokenRequests
@@ -43,7 +44,7 @@ class NgramTable:
         self.first_row = first_row
         self.hashed: NgramHash | None = None
         scope.finish.append(self._take_numbers)
-        self.kernels: NgramKernels = scope.plan.entry("ngram_embedding")
+        self.kernels = scope.plan.entry(NGRAM_EMBEDDING_OP)
 
     def _take_numbers(self) -> None:
         """Checks the hash. Raises UserError if the checkpoint's numbers differ from those of config.json, since lookups

@@ -14,7 +14,7 @@ from sglang.srt.layers.embedding import VocabParallelEmbedding
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.mlp import gate_of
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.plan.model_description import ModelDescription
@@ -38,7 +38,7 @@ class PerLayerInputs:
         self.projection = scope.sub("projection").param("weight", (width, model.hidden_size))
         self.projection_scale = model.hidden_size**-0.5
         self.norm = RMSNorm(scope.sub("norm"), spec.size, model.norm_eps, model.zero_centred_norms)
-        self.linear: LinearOp = scope.plan.entry("linear")
+        self.linear = scope.plan.entry(LINEAR)
 
     def __call__(self, ids: torch.Tensor, embedded: torch.Tensor, exchange: RowExchange | None = None) -> torch.Tensor:
         """Computes the inputs. exchange: as in `VocabParallelEmbedding`."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.compressed.compressor import store_entries
-from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.compressor import EntryStore
+from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
@@ -22,16 +22,13 @@ from sglang.srt.layers.indexer import KEY_NORM_EPS
 from sglang.srt.layers.latent_heads import LatentHeads
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.ops import (
-    IndexNormRopeOp,
-    IndexQueriesOp,
-    LatentAbsorbOp,
-    LinearOp,
-    RMSNormOp,
-    SharedKVStoreOp,
-    SparseAttentionFactory,
-    SparseAttentionOp,
-    SparseIndexerFactory,
-    SparseIndexerOp,
+    INDEX_NORM_ROPE,
+    INDEX_QUERIES,
+    LATENT_ABSORB,
+    LINEAR,
+    RMSNORM,
+    SPARSE_ATTENTION,
+    SPARSE_INDEXER,
 )
 from sglang.srt.layers.parameter import Init, Scope
 
@@ -51,11 +48,10 @@ class PooledLatentAttention(LatentHeads):
         self.cache = scope.cache(site.layer_id, "latent")
         self.indexer = RunIndexer(scope, spec, site)
         self.rotary = site.rotary.of(spec.rope)
-        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
-        self.store: SharedKVStoreOp = scope.plan.entry("shared_kv_norm_rope_store")
-        self.per_head: LatentAbsorbOp = scope.plan.entry("latent_absorb")
-        attention: SparseAttentionFactory = scope.plan.entry("sparse_attention")
-        self.attend: SparseAttentionOp = attention(scope.plan)
+        self.norm = scope.plan.entry(RMSNORM)
+        self.store = scope.plan.entry(SHARED_KV_NORM_ROPE_STORE)
+        self.per_head = scope.plan.entry(LATENT_ABSORB)
+        self.attend = scope.plan.entry(SPARSE_ATTENTION)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         spec, rank = self.spec, self.spec.kv_lora_rank
@@ -99,15 +95,13 @@ class RunIndexer:
         self.norm_weight = norm.param("weight", (dim,), init=Init.ONES, dtype=torch.float32)
         self.norm_bias = norm.param("bias", (dim,), init=Init.ZEROS, dtype=torch.float32)
         self.cache = scope.cache(site.layer_id, "index")
-        self.state = scope.cache(site.layer_id, "index_pending")
+        self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "index_pending"))
         self.scale = (dim * num_heads) ** -0.5
         self.places = torch.arange(spec.block, dtype=torch.int32, device=scope.device)
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.norm: IndexNormRopeOp = scope.plan.entry("index_norm_rope")
-        self.compressor: CompressorKernels = scope.plan.entry("kv_compressor")
-        self.prepare: IndexQueriesOp = scope.plan.entry("index_queries")
-        select: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
-        self.select: SparseIndexerOp = select(scope.plan)
+        self.linear = scope.plan.entry(LINEAR)
+        self.norm = scope.plan.entry(INDEX_NORM_ROPE)
+        self.prepare = scope.plan.entry(INDEX_QUERIES)
+        self.select = scope.plan.entry(SPARSE_INDEXER)
 
     def __call__(
         self, x: torch.Tensor, q_latent: torch.Tensor, rotation: Rotation, batch: ForwardBatch
@@ -134,7 +128,7 @@ class RunIndexer:
         rows = torch.empty((len(x), 2, self.spec.head_dim), dtype=torch.float32, device=x.device)
         rows[:, 0] = keys
         rows[:, 1] = self.linear(x, self.gate, None, torch.float32)
-        store_entries(self.compressor, rows, self.bias, None, self.cache, self.state["rows"], batch, step)
+        self.store(rows, self.bias, None, batch, step)
 
     def _tokens(self, chosen: Selection) -> Selection:
         """Returns the slots [T, K * block] of the tokens of runs [T, K]."""

@@ -15,22 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.compressed.compressor import EntryNorm, store_entries
-from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.compressor import EntryNorm, EntryStore
+from sglang.srt.blocks.compressed.reference import TAIL_ROTATION
 from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
+from sglang.srt.blocks.pooled_sparse.reference import SELECTED_BLOCK_ATTENTION
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import compressed_step
-from sglang.srt.layers.ops import (
-    LinearOp,
-    RMSNormOp,
-    SelectedBlockFactory,
-    SelectedBlockOp,
-    SparseIndexerFactory,
-    SparseIndexerOp,
-    TailRotationOp,
-)
+from sglang.srt.layers.ops import LINEAR, RMSNORM, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.plan.ranks import whole
@@ -48,8 +41,7 @@ class PooledSparseAttention(GQAttention):
         self.row_format = None  # the indexer's product takes 16 bits
         self.scale = spec.heads.softmax_scale
         self.pooled_indexer = PooledIndexer(scope, spec, site)
-        attend: SelectedBlockFactory = scope.plan.entry("selected_block_attention")
-        self.attend: SelectedBlockOp = attend(scope.plan)
+        self.attend = scope.plan.entry(SELECTED_BLOCK_ATTENTION)
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         q, _, _, gates = self._stored(x, batch)
@@ -84,14 +76,12 @@ class PooledIndexer:
         )
         self.q_norm, self.k_norm = (self._norm(scope.sub(name)) for name in ("index_q_norm", "index_k_norm"))
         self.cache = scope.cache(site.layer_id, "index")
-        self.state = scope.cache(site.layer_id, "index_pending")
+        self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "index_pending"))
         self.rotary = site.rotary.of(spec.rope)
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
-        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
-        self.compressor: CompressorKernels = scope.plan.entry("kv_compressor")
-        select: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
-        self.select: SparseIndexerOp = select(scope.plan)
+        self.linear = scope.plan.entry(LINEAR)
+        self.norm = scope.plan.entry(RMSNORM)
+        self.rotate = scope.plan.entry(TAIL_ROTATION)
+        self.select = scope.plan.entry(SPARSE_INDEXER)
         scope.finish.append(self._order_rows)
 
     def _norm(self, scope: Scope) -> torch.Tensor:
@@ -128,4 +118,4 @@ class PooledIndexer:
         rows = step.rows_with_angles(batch, self.rotary, self.dim).clone()
         rows[:, 0] = keys
         norm = EntryNorm(self.k_norm, self.eps, None, self.rotary.spec.rot_dim)
-        store_entries(self.compressor, rows, None, norm, self.cache, self.state["rows"], batch, step)
+        self.store(rows, None, norm, batch, step)

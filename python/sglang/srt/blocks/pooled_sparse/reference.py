@@ -6,13 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
-from sglang.srt.layers.ops import SelectedBlockOp
-
-
-def selected_block_attention(plan: object) -> SelectedBlockOp:
-    """Returns `attend_blocks`, which takes nothing from the plan."""
-    return attend_blocks
-
+from sglang.srt.kernels.op import Op
 
 _MOST_ELEMENTS = 1 << 24
 """Most key elements gathered at once, unless a single token has more."""
@@ -44,3 +38,6 @@ def attend_blocks(
         scores = scores.masked_fill(~kept[:, None, None], float("-inf"))
         weights = (scores - scores.logsumexp(-1, keepdim=True)).exp().nan_to_num(0.0)
         out[piece] = (weights @ values).flatten(1, 2).to(out.dtype)
+
+
+SELECTED_BLOCK_ATTENTION = Op("selected_block_attention", attend_blocks)

@@ -18,7 +18,7 @@ OP = "selected_block_attention"
 
 
 class TritonSelectedBlocks:
-    """Implements SelectedBlockOp with the planned tile, or its fallbacks if a launch fails."""
+    """Implements `reference.attend_blocks` with the planned tile, or its fallbacks if a launch fails."""
 
     def __init__(self, plan: Plan) -> None:
         self._tile_configs = plan.tiles(OP)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.recurrent_state.records import RecurrentRecords, join_records
+from sglang.srt.blocks.recurrent_state.reference import CAUSAL_CONV1D, RECURRENCES
 from sglang.srt.blocks.recurrent_state.rule import Rule
-from sglang.srt.blocks.recurrent_state.step_kernels import ConvKernels, RecurrenceKernels, VerifiedRows
+from sglang.srt.blocks.recurrent_state.step_kernels import VerifiedRows
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.mem_cache.memory_pool import CacheStore
 
@@ -86,12 +87,12 @@ class RecurrentCore:
 
     def __init__(self, scope: Scope, cache: CacheStore, op: str, rule: Rule, heads: Heads) -> None:
         self.cache, self.rule, self.heads = cache, rule, heads
-        self.conv: ConvKernels = scope.plan.entry("causal_conv1d")
-        self.recurrence: RecurrenceKernels = scope.plan.entry(op)
+        self.conv = scope.plan.entry(CAUSAL_CONV1D)
+        self.recurrence = scope.plan.entry(RECURRENCES[op])
         self.num_sms = scope.plan.arch.num_sms
         self.max_rows = scope.plan.decode_rows
         self.addresses: dict[tuple[int, ...], torch.Tensor] = {}
-        """Device arrays of the tensor addresses of records that begin with this layer's."""
+        """Tensor addresses of layers whose records begin with this one, as they are on the device."""
         self._kept: tuple[torch.Tensor, ...] = (torch.empty(0),)
 
     def __call__(self, x: torch.Tensor, conv: Convolution, gates: Gates, batch: ForwardBatch) -> torch.Tensor:
@@ -99,8 +100,7 @@ class RecurrentCore:
         if batch.state_records is not None:
             assert batch.extend is not None and batch.decode is None
             rows = self._verify(x, conv, gates, batch.extend, out)
-            records = RecurrentRecords(self.conv, self.recurrence, self.rule, batch.extend, [rows], self.addresses)
-            join_records(batch.state_records, records)
+            join_records(batch.state_records, RecurrentRecords(self, batch.extend, [rows]))
             return out
         convolved = torch.empty_like(x, memory_format=torch.contiguous_format)
         if batch.decode is not None:  # first: its padding rows may lie over those of the prompts

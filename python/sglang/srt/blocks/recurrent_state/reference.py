@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.blocks.recurrent_state.rule import Rule
-from sglang.srt.blocks.recurrent_state.step_kernels import ConvKernels, RecurrenceKernels, StepKernels, VerifiedRows
+from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels, VerifiedRows
+from sglang.srt.kernels.op import Op
 
 L2_EPS = 1e-6
 
@@ -284,16 +285,9 @@ def gated_rmsnorm(
     return (values if gate_first else values * factor).flatten(1).to(x.dtype)
 
 
-def attention_output_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Returns x * sigmoid(gate); x, gate [T, Hq * D]."""
-    return (_wide(x) * _wide(gate).sigmoid()).to(x.dtype)
+CAUSAL_CONV = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)
+RECURRENCE = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
 
-
-def attention_head_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Returns x [T, Hq * D] with each head times the sigmoid of its gate [T, Hq]."""
-    heads = _wide(x).unflatten(1, (gate.shape[1], -1))
-    return (heads * _wide(gate).sigmoid()[..., None]).flatten(1).to(x.dtype)
-
-
-CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)
-RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
+GATED_RMSNORM = Op("gated_rmsnorm", gated_rmsnorm)
+CAUSAL_CONV1D = Op("causal_conv1d", CAUSAL_CONV)
+RECURRENCES = {name: Op(name, RECURRENCE) for name in ("gated_delta_rule", "kimi_delta_rule", "state_space_duality")}

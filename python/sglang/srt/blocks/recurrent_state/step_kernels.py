@@ -1,16 +1,13 @@
-"""The interface of a recurrent layer's kernels: `extend` for prompts, `decode` for one token per request, `verify` for
+"""The kernels of a recurrent layer: `extend` for prompts, `decode` for one token per request, `verify` for
 draft tokens, which leaves the states unchanged, and `commit`, which advances the states of many layers by accepted
 tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-
-from sglang.srt.blocks.recurrent_state.rule import Rule
 
 Extend = TypeVar("Extend", covariant=True)
 Decode = TypeVar("Decode", covariant=True)
@@ -20,7 +17,7 @@ Commit = TypeVar("Commit", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class StepKernels(Generic[Extend, Decode, Verify, Commit]):
-    """The four kernels of a convolution or recurrence."""
+    """The four kernels of a convolution or recurrence, with the types of those in `reference`."""
 
     extend: Extend
     decode: Decode
@@ -56,153 +53,3 @@ class VerifiedRows:
             tensor.new_empty_strided(tensor.shape, tensor.stride()).copy_(tensor) for tensor in self.tensors()[2:]
         )
         return VerifiedRows(self.states, self.conv_states, x, k, v, log_decays, betas)
-
-
-class ConvExtend(Protocol):
-    """Signature of `kernels.causal_conv.causal_conv_extend`."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        states: torch.Tensor,
-        initial_slots: torch.Tensor,
-        slots: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        start_loc: torch.Tensor,
-        out: torch.Tensor,
-        norm_heads: int = 0,
-        head_dim: int = 0,
-    ) -> None: ...
-
-
-class ConvDecode(Protocol):
-    """Signature of `kernels.causal_conv.causal_conv_decode`."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        out: torch.Tensor,
-        norm_heads: int = 0,
-        head_dim: int = 0,
-    ) -> None: ...
-
-
-class ConvVerify(Protocol):
-    """Signature of `kernels.causal_conv.causal_conv_verify`."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        out: torch.Tensor,
-        kept: torch.Tensor,
-        norm_heads: int = 0,
-        head_dim: int = 0,
-    ) -> None: ...
-
-
-class ConvCommit(Protocol):
-    """Signature of `kernels.commit.commit_conv`."""
-
-    def __call__(
-        self,
-        layers: Sequence[VerifiedRows],
-        addresses: torch.Tensor,
-        slots: torch.Tensor,
-        counts: torch.Tensor,
-        width: int,
-    ) -> None: ...
-
-
-class RecurrenceExtend(Protocol):
-    """Signature of `kernels.recurrence.recurrence_extend`."""
-
-    def __call__(
-        self,
-        rule: Rule,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor | None,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        skip: torch.Tensor | None,
-        states: torch.Tensor,
-        initial_slots: torch.Tensor,
-        slots: torch.Tensor,
-        prefix_lens: torch.Tensor,
-        start_loc: torch.Tensor,
-        out: torch.Tensor,
-        num_sms: int = 1,
-    ) -> None: ...
-
-
-class RecurrenceDecode(Protocol):
-    """Signature of `kernels.recurrence.recurrence_decode`."""
-
-    def __call__(
-        self,
-        rule: Rule,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor | None,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        skip: torch.Tensor | None,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        out: torch.Tensor,
-        num_sms: int = 1,
-    ) -> None: ...
-
-
-class RecurrenceVerify(Protocol):
-    """Signature of `kernels.recurrence.recurrence_verify`."""
-
-    def __call__(
-        self,
-        rule: Rule,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor | None,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        skip: torch.Tensor | None,
-        states: torch.Tensor,
-        slots: torch.Tensor,
-        out: torch.Tensor,
-        log_decays: torch.Tensor,
-        betas: torch.Tensor,
-    ) -> None: ...
-
-
-class RecurrenceCommit(Protocol):
-    """Signature of `kernels.commit.commit_states`."""
-
-    def __call__(
-        self,
-        rule: Rule,
-        layers: Sequence[VerifiedRows],
-        addresses: torch.Tensor,
-        slots: torch.Tensor,
-        counts: torch.Tensor,
-        width: int,
-    ) -> None: ...
-
-
-ConvKernels = StepKernels[ConvExtend, ConvDecode, ConvVerify, ConvCommit]
-RecurrenceKernels = StepKernels[RecurrenceExtend, RecurrenceDecode, RecurrenceVerify, RecurrenceCommit]

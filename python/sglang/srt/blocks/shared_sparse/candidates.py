@@ -6,37 +6,16 @@ Sources: as `layer`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
 
 import torch
 
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.native_sparse_ops import index_logits, top_entries
-from sglang.srt.layers.ops import SparseIndexerOp
-
-if TYPE_CHECKING:
-    from sglang.srt.plan.plan import Plan
 
 WITHIN_AT_ONCE = 512
 """Number of tokens whose candidate slots are in memory at once."""
-
-
-class CandidateBlocksOp(Protocol):
-    """Selects runs of entries for the first level."""
-
-    def __call__(
-        self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, top: int
-    ) -> Selection:
-        """Returns for each token the `top` runs of `block` entries with the best entry by `index_logits`, in ascending
-        order, the token's own among them: slots [T, top] of runs; a run's slot times `block` is that of its first
-        entry. Tokens that see no more runs get all. q [T, H, D], weights [T, H] from `index_queries`, keys [S, 1,
-        D]."""
-
-
-class CandidateBlocksFactory(Protocol):
-    """Creates a `CandidateBlocksOp` for a plan."""
-
-    def __call__(self, plan: Plan) -> CandidateBlocksOp: ...
 
 
 def runs_of(rows: EntryRows, block: int) -> EntryRows:
@@ -55,22 +34,23 @@ def best_of_runs(logits: torch.Tensor, counts: torch.Tensor, block: int) -> torc
     return best.masked_fill_(entry[: best.shape[1]] == last_run, float("inf"))
 
 
-def candidate_blocks(plan: object) -> CandidateBlocksOp:
-    """Returns the op in plain torch: the CPU kernel, and the reference for tests."""
+def candidate_blocks(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, top: int
+) -> Selection:
+    """Returns for each token the `top` runs of `block` entries with the best entry by `index_logits`, in ascending
+    order, the token's own among them: slots [T, top] of runs; a run's slot times `block` is that of its first entry.
+    Tokens that see no more runs get all. q [T, H, D], weights [T, H] from `index_queries`, keys [S, 1, D]."""
+    logits, runs = index_logits(q, weights, keys, None, rows), runs_of(rows, block)
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % block), value=float("-inf"))
+    chosen = top_entries(best_of_runs(padded, rows.counts, block), runs.counts, top)
+    return Selection(runs.slots_of(chosen), runs.counts.clamp(max=top))
 
-    def choose(
-        q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: EntryRows, block: int, top: int
-    ) -> Selection:
-        logits, runs = index_logits(q, weights, keys, None, rows), runs_of(rows, block)
-        padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % block), value=float("-inf"))
-        chosen = top_entries(best_of_runs(padded, rows.counts, block), runs.counts, top)
-        return Selection(runs.slots_of(chosen), runs.counts.clamp(max=top))
 
-    return choose
+CANDIDATE_BLOCKS = Op("candidate_blocks", candidate_blocks)
 
 
 def choose_within(
-    select: SparseIndexerOp,
+    select: Callable[..., Selection],
     q: torch.Tensor,
     weights: torch.Tensor,
     keys: torch.Tensor,

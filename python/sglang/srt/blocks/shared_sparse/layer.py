@@ -13,23 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.compressed.compressor import EntryNorm, store_entries
-from sglang.srt.blocks.compressed.compressor_kernels import CompressorKernels
+from sglang.srt.blocks.compressed.compressor import EntryNorm, EntryStore
 from sglang.srt.blocks.compressed.layer import CompressedAttention
-from sglang.srt.blocks.shared_sparse.candidates import CandidateBlocksFactory, choose_within
+from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP, TAIL_ROTATION
+from sglang.srt.blocks.shared_sparse.candidates import CANDIDATE_BLOCKS, choose_within
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import CompressedStep
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.ops import (
-    IndexQueriesOp,
-    LinearOp,
-    RMSNormOp,
-    SparseIndexerFactory,
-    SparseIndexerOp,
-    TailRotationOp,
-)
+from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.weight_names import PartKey
@@ -76,28 +69,30 @@ class EntryMaker:
         self.key_weight = scope.sub("index_k").param("weight", (index_dim, dim))
         self.key_norm = scope.sub("index_norm").param("weight", (index_dim,), init=Init.ONES)
         self.cache, self.keys = (scope.cache(site.layer_id, name) for name in ("compressed", "index"))
-        self.state = scope.cache(site.layer_id, "pending") if spec.rate > 1 else None
+        self.store: EntryStore | None = None
+        if spec.rate > 1:
+            self.store = EntryStore(scope.plan, self.cache, scope.cache(site.layer_id, "pending"))
         # Gates have no bias; with one entry per token there are neither gates nor unfinished runs.
         self.bias, self.no_bias, self.no_state = (
             torch.zeros(shape, dtype=torch.float32, device=scope.device)
             for shape in ((spec.rate, dim), (1, dim), (1, 1, 2, dim))
         )
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.norm: RMSNormOp = scope.plan.entry("rmsnorm")
-        self.kernels: CompressorKernels = scope.plan.entry("kv_compressor")
+        self.linear = scope.plan.entry(LINEAR)
+        self.norm = scope.plan.entry(RMSNORM)
+        self.kernels = scope.plan.entry(KV_COMPRESSOR_OP)
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor) -> None:
         rate, requests = self.spec.rate, step.requests
         rows = self.linear(x, self.weight, None, torch.float32)
         norm = EntryNorm(self.norm_weight, self.eps, cos_sin)
         loc = batch.slots_of(self.cache).out_cache_loc
-        if self.state is None:
+        if self.store is None:
             latents = rows.to(x.dtype)
             self._store_each(rows, norm, self.cache.k, requests.positions, loc)
         else:
             rows = rows.unflatten(1, (2, -1))
-            latents = self._pooled(rows, x, step)
-            store_entries(self.kernels, rows, self.bias, norm, self.cache, self.state["rows"], batch, step)
+            latents = self._pooled(rows, self.store.state["rows"], x, step)
+            self.store(rows, self.bias, norm, batch, step)
             # A key has its entry's slot; those of tokens that complete no run go to the padding slot.
             loc = torch.where((requests.positions + 1) % rate == 0, loc // rate, 0)
         latents = self.norm(latents, self.norm_weight, self.eps)
@@ -105,15 +100,14 @@ class EntryMaker:
         first = (requests.positions + 1 - rate).clamp(min=0)
         self._store_each(keys, EntryNorm(self.key_norm, self.eps, cos_sin), self.keys.k, first, loc)
 
-    def _pooled(self, rows: torch.Tensor, x: torch.Tensor, step: CompressedStep) -> torch.Tensor:
+    def _pooled(self, rows: torch.Tensor, state: torch.Tensor, x: torch.Tensor, step: CompressedStep) -> torch.Tensor:
         """Returns the entry [T, D], before its norm, of the run that each token completes; zeros for other tokens. Must
-        run before `store_entries`, which changes the state that it reads."""
-        assert self.state is not None
+        run before the rows are stored, which changes `state`."""
         requests, rate = step.requests, self.spec.rate
         pooled = torch.zeros((len(rows), 1, self.spec.head_dim), dtype=x.dtype, device=x.device)
         at = torch.arange(len(rows), device=x.device) * rate
         self.kernels.compress(
-            rows, self.bias, self.state["rows"], requests.slots, requests.positions, requests.firsts, None, 0.0, None,
+            rows, self.bias, state, requests.slots, requests.positions, requests.firsts, None, 0.0, None,
             pooled, at,
         )  # fmt: skip
         return pooled[:, 0]
@@ -139,16 +133,12 @@ class EntryChooser:
         self.queries = ReplicatedLinear(scope.sub("index_q"))
         self.weights = scope.sub("index_weights").param("weight", (indexer.num_heads, site.model.hidden_size))
         self.keys = scope.cache(spec.source, "index")
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.rotate: TailRotationOp = scope.plan.entry("tail_rotation")
-        self.prepare: IndexQueriesOp = scope.plan.entry("index_queries")
-        select: SparseIndexerFactory = scope.plan.entry("sparse_indexer")
-        self.select: SparseIndexerOp = select(scope.plan)
+        self.linear = scope.plan.entry(LINEAR)
+        self.rotate = scope.plan.entry(TAIL_ROTATION)
+        self.prepare = scope.plan.entry(INDEX_QUERIES)
+        self.select = scope.plan.entry(SPARSE_INDEXER)
         self.scale = (indexer.head_dim * indexer.num_heads) ** -0.5
-        self.choose_blocks = None
-        if spec.candidates is not None:
-            blocks: CandidateBlocksFactory = scope.plan.entry("candidate_blocks")
-            self.choose_blocks = blocks(scope.plan)
+        self.choose_blocks = None if spec.candidates is None else scope.plan.entry(CANDIDATE_BLOCKS)
 
     def __call__(
         self, x: torch.Tensor, latent: torch.Tensor, batch: ForwardBatch, step: CompressedStep, cos_sin: torch.Tensor

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class TritonCandidateBlocks:
-    """Implements CandidateBlocksOp for blocks that divide LOGIT_MULTIPLE. It scores as many tokens as memory allows,
-    reduces and selects their runs, and repeats. It never reads from the device."""
+    """Implements `candidates.candidate_blocks` for blocks that divide LOGIT_MULTIPLE. It scores as many tokens as
+    memory allows, reduces and selects their runs, and repeats. It never reads from the device."""
 
     def __init__(self, plan: Plan) -> None:
         self._ladder = plan.fallbacks("sparse_indexer")

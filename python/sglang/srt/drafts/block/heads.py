@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from sglang.srt.drafts.block.spec import Block, Confidence, Domino, Markov, Selector
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, TensorPart
 from sglang.srt.plan.weight_names import PartKey
 
@@ -50,7 +50,7 @@ class MarkovHead:
         self.tokens = parts.reduced_tokens if spec.rows else None
         rows, cols = spec.projection(parts.model.hidden_size)
         self.gate = parts.projection(cols, True, "markov_gate", rows, optional_bias=False) if rows else None
-        self.linear: LinearOp = scope.plan.entry("linear")
+        self.linear = scope.plan.entry(LINEAR)
 
     def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         return self.w1.new_zeros((len(rows), self.spec.rank)) if self.spec.kind == "rnn" else None
@@ -111,7 +111,7 @@ class DominoHead:
         self.state_weight = gru.param("weight_hh_l0", (3 * state, state))
         self.inner = replace(parts.scope, path="embed_proj.0").param("weight", (spec.inner_size, hidden + state))
         self.outer = replace(parts.scope, path="embed_proj.2").param("weight", (vocab_size, spec.inner_size))
-        self.linear: LinearOp = parts.scope.plan.entry("linear")
+        self.linear = parts.scope.plan.entry(LINEAR)
 
     def begin(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return rows.new_zeros((len(rows), self.spec.state_size))

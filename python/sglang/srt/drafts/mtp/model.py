@@ -13,7 +13,7 @@ from sglang.srt.blocks.gated_streams.spec import GatedStreams
 from sglang.srt.drafts.model import PartsDraft
 from sglang.srt.drafts.mtp.spec import ByStream, Streamed
 from sglang.srt.layers.layernorm import norm_weight
-from sglang.srt.layers.ops import RMSNormOp
+from sglang.srt.layers.ops import RMSNORM
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -67,7 +67,7 @@ class GatedStreamDraft(PartsDraft[Streamed]):
         centred = parts.model.zero_centred_norms
         self.embedding_norm = norm_weight(parts.scope.sub("embedding_norm"), size, centred)
         self.hidden_norm = norm_weight(parts.scope.sub("hidden_norm"), form.streams * size, centred)
-        self.norm: RMSNormOp = parts.scope.plan.entry("rmsnorm")
+        self.norm = parts.scope.plan.entry(RMSNORM)
         self.eps = parts.model.norm_eps
         self.fc_embedding = parts.projection(size, name="fc_embedding")
         self.fc_hidden = parts.projection(size, name="fc_hidden")

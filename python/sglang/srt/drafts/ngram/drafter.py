@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from sglang.srt.configs.speculative import NgramSettings
-from sglang.srt.layers.ops import NgramDraftsOp
+from sglang.srt.layers.ops import NGRAM_DRAFTS
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.utils.device_arrays import to_device
 
@@ -39,7 +39,7 @@ class NgramDrafter:
 
     def __init__(self, plan: Plan, settings: NgramSettings) -> None:
         self.num_tokens = plan.verified_tokens
-        self._op: NgramDraftsOp = plan.entry("ngram_drafts")
+        self._op = plan.entry(NGRAM_DRAFTS)
         self._longest = settings.longest_suffix
         self._corpus = DeviceCorpus(settings.corpus_max_tokens, plan.device)
         shape = (plan.max_running_requests + 1, plan.context_len)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,10 +15,13 @@ from sglang.srt.entrypoints.embeddings.protocol import RerankRequest, ScoreReque
 from sglang.srt.entrypoints.embeddings.serving_embeddings import collect_complete, normalized, usage
 from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.http_stream import until_disconnect
+from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.serving import OpenAIService
+from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import request_info
+from sglang.srt.managers.front.request_preparation import MAX_CALL_TOKENS
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 _JUDGE = (
@@ -31,37 +34,44 @@ _ANSWERS = ("yes", "no")
 
 RENDERED_AT_ONCE = 16
 """Documents whose prompts are rendered in one job of the chat template's process."""
-MAX_PROMPT_LENGTHS = 1 << 26
-"""Characters, or tokens, of all prompts of a call together. Each prompt repeats the query, so a small request could
-otherwise grow thousandfold."""
+MAX_PROMPT_CHARS = 1 << 26
+"""Characters of all prompts of a call together. Each prompt repeats the query, so a small request could otherwise grow
+thousandfold. Of prompts that are token ids, a call may have MAX_CALL_TOKENS in any case."""
 
 
 async def score(service: OpenAIService, body: ScoreRequest, request: Request) -> Response:
     """Answers `/v1/score`."""
     items = body.item_list()
-    _refuse_many_long(len(body.query), items)
-    prompts: list[Any] = [
-        item + body.query if body.item_first else body.query + item  # type: ignore[operator]
-        for item in items
-    ]
+    size = _bounded_size(len(body.query), items, MAX_PROMPT_CHARS if isinstance(body.query, str) else MAX_CALL_TOKENS)
+    prompts = await off_event_loop(service, size, _joined, body.query, items, bool(body.item_first))
     call = _next_tokens(prompts, body.label_token_ids)
     among_labels, model = bool(body.apply_softmax), body.model or service.model_name
     del body, items, prompts  # the answer needs no more of it
     _, outputs = await collect_complete(service, request, call)
-    scores = [_probabilities(output, among_labels) for output in outputs]
-    return json_response({"object": "scoring", "scores": scores, "model": model, "usage": usage(outputs)})
+
+    def answer() -> Response:
+        scores = [_probabilities(output, among_labels) for output in outputs]
+        return json_response({"object": "scoring", "scores": scores, "model": model, "usage": usage(outputs)})
+
+    return await written(outputs, answer)
 
 
-def _refuse_many_long(repeated: int, parts: Sequence[str | list[int]]) -> None:
-    """Raises ApiError 400 for prompts that are too long together, before they are built. `repeated`: length of the part
-    that all prompts share."""
+def _joined(query: Any, items: Sequence[Any], item_first: bool) -> list[Any]:
+    """Returns the prompts, each an item and the query, all texts or all token ids."""
+    return [item + query if item_first else query + item for item in items]
+
+
+def _bounded_size(repeated: int, parts: Sequence[str | list[int]], maximum: int) -> int:
+    """Returns the length of all prompts together, in characters or tokens. Raises ApiError 400 for more than `maximum`,
+    before they are built. `repeated`: length of the part that all prompts share."""
     length = repeated * len(parts) + sum(map(len, parts))
-    if length > MAX_PROMPT_LENGTHS:
+    if length > maximum:
         raise bad_request(
             f"the {len(parts)} prompts, each of which has the query, are {length} characters or tokens long, at most "
-            f"{MAX_PROMPT_LENGTHS} are allowed; send several calls",
+            f"{maximum} are allowed; send several calls",
             param="query",
         )
+    return length
 
 
 def _next_tokens(prompts: list[Any], labels: list[int], rendered: bool = False) -> GenerateRequest:
@@ -92,30 +102,31 @@ async def rerank(service: OpenAIService, body: RerankRequest, request: Request) 
     """Answers in SGLang's form: a list, the best document first."""
     ranking = await until_disconnect(request, _ranking(service, body))
     del body  # the answer needs no more of it
-    return json_response((await _ranked(service, ranking, request))[: ranking.top_n])
+    return await _answered(service, ranking, request, lambda ranked: ranked[: ranking.top_n])
 
 
 async def rerank_results(service: OpenAIService, body: RerankRequest, request: Request) -> Response:
     """Answers in the form that Jina and Cohere share."""
     ranking = await until_disconnect(request, _ranking(service, body))
     del body  # the answer needs no more of it
-    ranked = await _ranked(service, ranking, request)
-    results = []
-    for entry in ranked[: ranking.top_n]:
-        result: dict[str, Any] = {"index": entry["index"], "relevance_score": entry["score"]}
-        if ranking.documents is not None:
-            result["document"] = {"text": entry["document"]}
-        results.append(result)
-    count = sum(entry["meta_info"]["prompt_tokens"] for entry in ranked)
-    return json_response(
-        {
+
+    def answer(ranked: list[dict[str, Any]]) -> dict[str, Any]:
+        results = []
+        for entry in ranked[: ranking.top_n]:
+            result: dict[str, Any] = {"index": entry["index"], "relevance_score": entry["score"]}
+            if ranking.documents is not None:
+                result["document"] = {"text": entry["document"]}
+            results.append(result)
+        count = sum(entry["meta_info"]["prompt_tokens"] for entry in ranked)
+        return {
             "id": f"rerank-{uuid.uuid4().hex}",
             "object": "list",
             "model": ranking.model or service.model_name,
             "usage": {"prompt_tokens": count, "total_tokens": count},
             "results": results,
         }
-    )
+
+    return await _answered(service, ranking, request, answer)
 
 
 class _Ranking(NamedTuple):
@@ -138,10 +149,24 @@ async def _ranking(service: OpenAIService, body: RerankRequest) -> _Ranking:
     return _Ranking(call, documents, body.top_n, body.model)
 
 
-async def _ranked(service: OpenAIService, ranking: _Ranking, request: Request) -> list[dict[str, Any]]:
-    """Returns an entry for each document, the best first."""
+async def _answered(
+    service: OpenAIService, ranking: _Ranking, request: Request, answer: Callable[[list[dict[str, Any]]], Any]
+) -> Response:
+    """Returns the response with the JSON of `answer(entries)`: an entry for each document, the best first."""
+    by_embeddings = service.manager.args.is_embedding
     stream, outputs = await collect_complete(service, request, ranking.call)
-    if service.manager.args.is_embedding:
+
+    def write() -> Response:
+        return json_response(answer(_ranked(ranking, stream, outputs, by_embeddings)))
+
+    return await written(outputs, write, ranking.call.kept_bytes)
+
+
+def _ranked(
+    ranking: _Ranking, stream: GenerationStream, outputs: list[GenerateOutput], by_embeddings: bool
+) -> list[dict[str, Any]]:
+    """Returns an entry for each document, the best first. by_embeddings: the first output is the query's."""
+    if by_embeddings:
         query, *outputs = outputs
         query_vector = normalized(query)
         scores = [float(np.dot(query_vector, normalized(output))) for output in outputs]
@@ -168,7 +193,7 @@ def _similarities(body: RerankRequest, texts: list[str]) -> GenerateRequest:
 
 async def _judgements(service: OpenAIService, body: RerankRequest, texts: list[str]) -> GenerateRequest:
     """Returns the call whose outputs score the documents by P(yes) / (P(yes) + P(no))."""
-    _refuse_many_long(len(body.query) + len(body.instruct or _INSTRUCT), texts)
+    _bounded_size(len(body.query) + len(body.instruct or _INSTRUCT), texts, MAX_PROMPT_CHARS)
     prompts: list[str] = []
     for start in range(0, len(texts), RENDERED_AT_ONCE):
         some = [_question(body, text) for text in texts[start : start + RENDERED_AT_ONCE]]

@@ -68,8 +68,9 @@ async def _raw_call(
     service: OpenAIService, body: OllamaGenerateRequest, request: Request
 ) -> tuple[GenerateRequest, ChatFormats]:
     """Returns the call for a prompt that is not rendered by a template."""
-    chat = chat_request(body, service.formats)
-    params = sampling_dict(chat, chat.max_tokens)
+    num_bytes = body_bytes(request)
+    chat = await off_event_loop(service, num_bytes, chat_request, body, service.formats)
+    params = await off_event_loop(service, num_bytes, sampling_dict, chat, chat.max_tokens)
     call = GenerateRequest(text=body.prompt, sampling_params=params, stream=bool(chat.stream), cuts_length=True)
     media = media_of(chat.messages)
     call.media = [media] if media else None

@@ -6,6 +6,7 @@ call would be text. Some templates refuse other ids.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from typing import Any
 
 from sglang.srt.function_call.model_formats import ModelFormats
@@ -25,7 +26,7 @@ class _Counter:
     def __init__(self, formats: ModelFormats) -> None:
         self._formats = formats
         self._num_calls = 0
-        self._new_ids: dict[Any, list[str]] = {}
+        self._new_ids: dict[Any, deque[str]] = {}
         """Earlier id -> the ids of the calls of the last message that had it, those without a result first."""
 
     def counted(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -34,15 +35,15 @@ class _Counter:
         new_ids = self._new_ids.get(_key(message.get("tool_call_id"))) if message["role"] == "tool" else None
         if new_ids is None:
             return message
-        return {**message, "tool_call_id": new_ids.pop(0) if len(new_ids) > 1 else new_ids[0]}
+        return {**message, "tool_call_id": new_ids.popleft() if len(new_ids) > 1 else new_ids[0]}
 
     def _calls(self, calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        new_ids: dict[Any, list[str]] = {}
+        new_ids: defaultdict[Any, deque[str]] = defaultdict(deque)
         counted = []
         for call in calls:
             new_id = self._formats.counted_id(_name(call), self._num_calls)
             self._num_calls += 1
-            new_ids.setdefault(_key(call.get("id")), []).append(new_id)
+            new_ids[_key(call.get("id"))].append(new_id)
             counted.append({**call, "id": new_id})
         self._new_ids |= new_ids
         return counted

@@ -8,6 +8,7 @@ import msgspec
 
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
+from sglang.srt.sampling.limits import verify_grammar_value
 from sglang.srt.sampling.sampling_params import MAX_COUNT
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -32,11 +33,19 @@ _SAME_NAME = (
     "no_stop_trim",
     "n",
 )
+_TAG_FIELDS = ("type", "format", "structures", "triggers")
 _RENAMED = {"min_tokens": "min_new_tokens", "seed": "sampling_seed"}
 
 
-def _as_json(value: str | dict[str, Any] | msgspec.Struct) -> str:
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def _as_json(name: str, value: Any) -> str:
+    """Returns the grammar of parameter `name` as text. Raises ApiError 400 for one that is too large."""
+    if isinstance(value, str):
+        return value
+    try:
+        verify_grammar_value(name, value)
+    except ValueError as error:
+        raise bad_request(str(error), param=name) from None
+    return msgspec.json.encode(value).decode()
 
 
 def _format_constraint(request: SamplingFields) -> dict[str, str]:
@@ -48,8 +57,9 @@ def _format_constraint(request: SamplingFields) -> dict[str, str]:
         return {"json_schema": '{"type":"object"}'}
     if wanted.type == "json_schema":
         assert wanted.json_schema is not None and wanted.json_schema.schema is not None
-        return {"json_schema": _as_json(wanted.json_schema.schema)}
-    return {"structural_tag": _as_json(msgspec.structs.replace(wanted, json_schema=None))}
+        return {"json_schema": _as_json("json_schema", wanted.json_schema.schema)}
+    tag = {name: value for name in _TAG_FIELDS if (value := getattr(wanted, name)) is not msgspec.UNSET}
+    return {"structural_tag": _as_json("structural_tag", tag)}
 
 
 def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[str, Any]:
@@ -69,7 +79,7 @@ def sampling_dict(request: SamplingFields, max_new_tokens: int | None) -> dict[s
     for name in ("json_schema", "structural_tag"):
         value = getattr(request, name)
         if value is not None:
-            params[name] = _as_json(value)
+            params[name] = _as_json(name, value)
     for name, grammar in _format_constraint(request).items():
         if name in params:
             raise bad_request(f"response_format and {name} both constrain the output; give one of them.", param=name)

@@ -58,7 +58,7 @@ async def _conversation(
     text = await rendered_prompt(service, chat, num_bytes)
     _refuse_long(len(text), "messages")
     if media:
-        return await service.manager.ids_with_media(text, media)
+        return (await service.manager.ids_with_media(text, media)).tolist()
     return await service.manager.text.encode(text, special)
 
 

@@ -198,8 +198,10 @@ class ToolCatalog:
         """Returns the tool that a model or client means. A function of a namespace is also found by its own name if
         that is unique."""
         exact = self._offered.get(offered_name(name, namespace))
-        alike = list(self._by_own_name.get(name, {}).values())
-        return exact or (alike[0] if len(alike) == 1 and namespace is None else None)
+        if exact is not None or namespace is not None:
+            return exact
+        alike = self._by_own_name.get(name, {})
+        return next(iter(alike.values())) if len(alike) == 1 else None
 
     def functions(self, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Returns the functions of a chat request; `only` those of these names."""

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class TritonBlockIndexer:
-    """Implements BlockIndexerOp. It computes the scores of as many tokens as their memory allows, selects blocks for
-    these tokens, and repeats. The host reads nothing from the device, so a CUDA graph may capture it. If no token
-    can see more than `top_blocks` blocks, it selects all of them without scores."""
+    """Implements `native_block_groups.block_indexer`. It computes the scores of as many tokens as their memory allows,
+    selects blocks for these tokens, and repeats. The host reads nothing from the device, so a CUDA graph may capture
+    it. If no token can see more than `top_blocks` blocks, it selects all of them without scores."""
 
     def __init__(self, plan: Plan) -> None:
         self._tiles = plan.fallbacks("block_indexer")
@@ -64,8 +64,8 @@ class TritonBlockIndexer:
 
 
 class TritonBlockAttention:
-    """Implements BlockAttentionOp with the tile that the plan has for the number of tokens, or with that tile's
-    fallbacks if a launch fails."""
+    """Implements `native_block_groups.attend_blocks` with the tile that the plan has for the number of tokens, or with
+    that tile's fallbacks if a launch fails."""
 
     def __init__(self, plan: Plan) -> None:
         self._tile_configs = plan.tiles("block_attention")

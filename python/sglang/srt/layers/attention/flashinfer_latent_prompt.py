@@ -144,8 +144,8 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferLatents:
-    """Implements LatentPromptOp for the layers of one step: `causal` is planned for the new tokens, each of `cached`
-    for a chunk."""
+    """Implements `native_ops.expanded_latent_attention` for the layers of one step: `causal` is planned for the new
+    tokens, each of `cached` for a chunk."""
 
     scale: float
     causal: _Part

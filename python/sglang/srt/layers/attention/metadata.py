@@ -29,7 +29,7 @@ table is complete, but before a replay it is not: a builder that reads pages the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,7 +38,6 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
-    from sglang.srt.layers.ops import LatentPromptOp
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows
     from sglang.srt.plan.layer_spec import AttentionSite
 
@@ -118,10 +117,14 @@ class LongPromptBackend(Protocol):
         """Returns a builder that has attended once as a check. Raises any error of that."""
 
 
+LatentPrompt = Callable[..., None]
+"""Attends with the parameters of `native_ops.expanded_latent_attention`."""
+
+
 class LongLatentsBuilder(Protocol):
     """Plans long prompts of latent attention. Built with (plan, latent description, device)."""
 
-    def build(self, new_lens: Sequence[int], chunks: Sequence[LatentChunk]) -> LatentPromptOp | None:
+    def build(self, new_lens: Sequence[int], chunks: Sequence[LatentChunk]) -> LatentPrompt | None:
         """Plans a step of prompts with these numbers of new tokens behind cached prefixes in chunks. Returns the op
         that attends in every layer of the step; None if the step is too large to plan."""
 
@@ -156,7 +159,7 @@ class SiteMetadata:
     latent_chunks: tuple[LatentChunk, ...] | None = None
     """Cached prefixes of a latent site that the prompts of the step attend to over expanded keys and values; None: the
     prompts attend with absorbed queries over latents."""
-    latent_prompt: LatentPromptOp | None = None
+    latent_prompt: LatentPrompt | None = None
     """Op that replaces the plan's kernel when the prompts of the step are long."""
     sparse: Any = None
     """A `sparse_rows.SparseRows` (typed Any, because that module imports this one): the tokens that attend to an

@@ -17,9 +17,9 @@ import torch
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Group
+from sglang.srt.layers.ops import MERGE_PARTS, PACK_PARTS
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.ops import MergePartsOp, PackPartsOp
     from sglang.srt.plan.plan import Plan
 
 AttendPart = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -34,8 +34,8 @@ class PartMerge:
         self.context: Group = parallel_state.groups().context
         self.method = plan.merge_method
         if self.context.size > 1:
-            self.pack: PackPartsOp = plan.entry("pack_parts")
-            self.merge_received: MergePartsOp = plan.entry("merge_parts")
+            self.pack = plan.entry(PACK_PARTS)
+            self.merge_received = plan.entry(MERGE_PARTS)
 
     def all_heads(self, q: torch.Tensor) -> torch.Tensor:
         """Gathers the ranks' queries [T, H, D] into [T, size * H, D]."""

@@ -14,6 +14,7 @@ from sglang.srt.layers.attention.metadata import (
     AttentionBackend,
     DecodeBuilder,
     ExtendBuilder,
+    LatentPrompt,
     LongLatentsBuilder,
     LongPromptBackend,
     SiteMetadata,
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.layers.ops import LatentPromptOp
     from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, ImageRuns
     from sglang.srt.plan.plan import Plan
 
@@ -134,7 +134,7 @@ class AttentionSites:
 
     def _build_long_latents(self, rows: ExtendRows, sites: dict[AttentionSite, SiteMetadata]) -> None:
         """Plans once per builder, since prompts and prefix chunks have equal lengths at all its sites."""
-        built: dict[LongLatentsBuilder, LatentPromptOp | None] = {}
+        built: dict[LongLatentsBuilder, LatentPrompt | None] = {}
         for site, builder in self.long_latents.items():
             chunks = sites[site].latent_chunks
             if chunks is not None:

@@ -25,9 +25,9 @@ LOGIT_MULTIPLE = 16
 
 
 class TritonSparseIndexer:
-    """Implements SparseIndexerOp. It computes the logits of as many tokens as memory allows, selects their entries, and
-    repeats. It never reads from the device, so it may be captured. If no context can be longer than `top_k`, no logits
-    are computed."""
+    """Implements `native_sparse_ops.sparse_indexer`. It computes the logits of as many tokens as memory allows, selects
+    their entries, and repeats. It never reads from the device, so it may be captured. If no context can be longer than
+    `top_k`, no logits are computed."""
 
     def __init__(self, plan: Plan) -> None:
         self._ladder = plan.fallbacks("sparse_indexer")
@@ -82,8 +82,8 @@ def rows_at_once(num_rows: int, columns: int) -> int:
 
 
 class TritonSparseAttention:
-    """Implements SparseAttentionOp with the tile planned for the number of tokens, or its fallbacks if a launch
-    fails."""
+    """Implements `native_sparse_ops.attend_selected` with the tile planned for the number of tokens, or its fallbacks
+    if a launch fails."""
 
     def __init__(self, plan: Plan) -> None:
         self._tile_configs = plan.tiles("sparse_attention")

@@ -23,12 +23,12 @@ import torch
 
 from sglang.srt.layers.attention.part_merge import PartMerge
 from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.ops import BLOCK_ATTENTION, SPARSE_ATTENTION
 from sglang.srt.layers.step_rows import requests_of_tokens
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.forward_batch import ForwardBatch
-    from sglang.srt.layers.ops import BlockAttentionFactory, BlockAttentionOp, SparseAttentionFactory, SparseAttentionOp
     from sglang.srt.layers.step_rows import ExtendRows
     from sglang.srt.plan.block_selection import BlockIndexer
     from sglang.srt.plan.mixers import MLA
@@ -125,8 +125,7 @@ class LatentSite(SparseSite):
 
     def __init__(self, spec: MLA, plan: Plan) -> None:
         super().__init__(spec.top_k, plan.context_len, spec.packed(plan.kv_cache_dtype))
-        attentions: SparseAttentionFactory = plan.entry("sparse_attention")
-        self.attention: SparseAttentionOp = attentions(plan)
+        self.attention = plan.entry(SPARSE_ATTENTION)
         self.merge = PartMerge(plan)
         self._own: tuple[Selection, Selection] | None = None
 
@@ -158,8 +157,7 @@ class BlockSite(SparseSite):
         """`kv_heads`: KV heads of one rank."""
         super().__init__(indexer.top_k, plan.context_len)
         self.block, self.kv_heads = indexer.block, kv_heads
-        attentions: BlockAttentionFactory = plan.entry("block_attention")
-        self.attention: BlockAttentionOp = attentions(plan)
+        self.attention = plan.entry(BLOCK_ATTENTION)
 
     def blocks(self, entries: EntryRows) -> EntryRows:
         return entries.blocks(self.block, self.kv_heads)

@@ -10,7 +10,7 @@ from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.moe.layer import MoELayer
-from sglang.srt.layers.ops import RMSNormOp
+from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart
 from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.weight_names import PartKey
@@ -42,7 +42,7 @@ class ExpertBranches:
         shrink = hidden_size**-0.5
         self.router_weight = _fp32(scales, "scale", hidden_size, lambda stored: stored.float() * shrink)
         self.expert_scale = _fp32(scales, "per_expert_scale", spec.num_experts)
-        self.router_norm: RMSNormOp = scope.plan.entry("rmsnorm")
+        self.router_norm = scope.plan.entry(RMSNORM)
 
     def defer_all_reduce(self) -> Group | None:
         """Returns None: norms follow the branches' sums."""

@@ -21,7 +21,7 @@ from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
 from sglang.srt.layers.moe.sink_routing import SinkTopK
 from sglang.srt.layers.moe.topk import TopK
-from sglang.srt.layers.ops import FusedMoEOp
+from sglang.srt.layers.ops import FUSED_MOE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import LEAST_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
@@ -66,7 +66,7 @@ class MoELayer:
         self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
         wide = f"fused_moe/{WIDE_EXPERTS}"
         self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
-        self.products: FusedMoEOp = scope.plan.entry(self.op)
+        self.products = scope.plan.entry(FUSED_MOE, self.op)
         self.configs, self.features = scope.plan.tiles(self.op), scope.plan.arch.features
         self.scales_inputs = spec.router.scales_inputs
         apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router

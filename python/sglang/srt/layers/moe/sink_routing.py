@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.layers.moe.topk import TopK
-from sglang.srt.layers.ops import ScoreRoutingOp
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.plan.feed_forward import Router
 
@@ -34,10 +33,10 @@ class SinkTopK(TopK):
         self, x: torch.Tensor, batch: ForwardBatch | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (weights, ids, weights of the shared experts)."""
-        spec, route = self.spec, self.route
-        by_score: ScoreRoutingOp = route
+        spec = self.spec
+        assert self.by_score is not None
         logits = self.linear(x, self.weight, self.bias, torch.float32)
-        scores, ids = by_score(
+        scores, ids = self.by_score(
             logits[:, : -spec.sinks].contiguous(),
             self.correction,
             spec.top_k,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from sglang.srt.errors import UserError
-from sglang.srt.layers.ops import HashRoutingOp, ImageCorrection, LinearOp, ScoreRoutingOp, SoftmaxRoutingOp
+from sglang.srt.layers.native_routing import ImageCorrection
+from sglang.srt.layers.ops import LINEAR, TOPK_HASH, TOPK_SIGMOID, TOPK_SOFTMAX, TOPK_SQRTSOFTPLUS
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
+
+BY_SCORE = {op.name: op for op in (TOPK_SIGMOID, TOPK_SQRTSOFTPLUS)}
+"""Ops that score each expert by itself."""
 
 
 class TopK:
@@ -30,8 +34,11 @@ class TopK:
         num_experts, dtype = weights.rows - spec.sinks, getattr(torch, weights.dtype) if weights.dtype else None
         self.weight = router.param("weight", (weights.rows, weights.cols), dtype=dtype)
         self.bias = router.param("bias", (num_experts,), init=Init.ZEROS, dtype=dtype) if weights.bias else None
-        self.linear: LinearOp = scope.plan.entry("linear")
-        self.route: Any = scope.plan.entry(spec.op)  # as OPS[spec.op]
+        self.linear = scope.plan.entry(LINEAR)
+        plan, op = scope.plan, spec.op
+        self.by_hash = plan.entry(TOPK_HASH) if op == TOPK_HASH.name else None
+        self.by_softmax = plan.entry(TOPK_SOFTMAX) if op == TOPK_SOFTMAX.name else None
+        self.by_score = plan.entry(BY_SCORE[op]) if op in BY_SCORE else None
         self.expert_map = _expert_map(scope, num_experts, local)
         self.correction: torch.Tensor | None = None
         self.table: torch.Tensor | None = None
@@ -52,10 +59,10 @@ class TopK:
         exact = spec.exact_logits or spec.float32
         logits = self.linear(x, self.weight, self.bias, torch.float32 if exact else None)
         valid = None if batch is None else batch.num_valid_tokens
-        if self.table is not None:
+        if self.by_hash is not None:
+            assert self.table is not None
             assert batch is not None, "hash routing needs the token ids"
-            hashed: HashRoutingOp = self.route
-            return hashed(
+            return self.by_hash(
                 logits,
                 token_ids=batch.input_ids,
                 table=self.table,
@@ -66,9 +73,8 @@ class TopK:
                 expert_map=self.expert_map,
             )
         groups = (spec.num_groups, spec.top_groups)
-        if spec.score == "softmax":
-            by_softmax: SoftmaxRoutingOp = self.route
-            return by_softmax(
+        if self.by_softmax is not None:
+            return self.by_softmax(
                 logits,
                 spec.top_k,
                 spec.renormalize,
@@ -78,8 +84,8 @@ class TopK:
                 groups=groups,
                 expert_map=self.expert_map,
             )
-        by_score: ScoreRoutingOp = self.route
-        return by_score(
+        assert self.by_score is not None
+        return self.by_score(
             logits,
             self.correction,
             spec.top_k,

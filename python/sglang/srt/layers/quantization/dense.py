@@ -18,7 +18,7 @@ from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
-from sglang.srt.layers.ops import QuantizedLinearOp, QuantizedProduct
+from sglang.srt.layers.ops import QUANTIZED_LINEAR
 from sglang.srt.layers.parameter import (
     FLOATS,
     Apply,
@@ -35,7 +35,7 @@ from sglang.srt.layers.parameter import (
 from sglang.srt.layers.quantization.activations import Activations, row_format, values_of
 from sglang.srt.layers.quantization.dequantized_linear import DequantizedLinear
 from sglang.srt.layers.quantization.layout import Leaf, layout_of
-from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
+from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct, held_scheme
 from sglang.srt.layers.quantization.stored import (
     DUMMY_INPUT_SCALE,
     dummy_scale,
@@ -108,7 +108,7 @@ class QuantizedLinear:
         out_dtype: torch.dtype | None = None,
     ) -> None:
         self.name, op = scope.path, f"linear/{quant.scheme}"
-        self.bind: QuantizedLinearOp = scope.plan.entry(op)
+        self.bind = scope.plan.entry(QUANTIZED_LINEAR, op)
         self.arch, self.configs = scope.plan.arch, scope.plan.tiles(op, (*weight.shape, bias is not None))
         self.row_format = row_format(scope.plan.choices[op], weight.scheme, self.arch)
         self.weight: LinearWeight | None = weight

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.ops import LinearOp
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Param, Scope, WeightShard
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.layers.quantization.layout import layout_of
@@ -34,7 +34,7 @@ class DequantizedLinear:
         bias: torch.Tensor | None,
     ) -> None:
         self.scope, self.bias = scope, bias
-        self.linear: LinearOp = scope.plan.entry("linear")
+        self.linear = scope.plan.entry(LINEAR)
         self.stored: list[str] = []
         self.shards = [self._read(shard, quant, create) for shard, quant in zip(shards, quants, strict=True)]
         scope.finish.append(self.finish)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, expand_scale
 
 
@@ -41,6 +43,14 @@ class LinearWeight:
         if self.shift is not None:
             values += expand_scale(self.shift.float() * self.scale.float(), self.scheme, *self.shape)
         return values if self.row_factor is None else values * self.row_factor[:, None]
+
+
+class QuantizedProduct(Protocol):
+    """Multiplies x [..., K] with a quantized weight, plus bias [N]; returns [..., N] in x's dtype or `out_dtype`."""
+
+    def __call__(
+        self, x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
 
 
 def held_scheme(quant: ModuleQuant) -> Scheme:

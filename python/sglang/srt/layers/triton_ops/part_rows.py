@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.ops import LSE_BYTES
+from sglang.srt.layers.native_ops import LSE_BYTES
 from sglang.srt.layers.triton_ops import pdl
 
 

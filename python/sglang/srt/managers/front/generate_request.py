@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.wire.io_struct import FinishReason, MediaItem, TokenMeta
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
@@ -44,7 +45,7 @@ class GenerateRequest:
     """
 
     text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    input_ids: list[int] | list[list[int]] | Ids | None = None
     sampling_params: SamplingParams | dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool = False
     return_logprob: bool | list[bool] = False
@@ -123,8 +124,8 @@ class GenerateOutput:
     prompt's last token."""
 
     def merge(self, later: GenerateOutput) -> None:
-        """Appends the next output of the same sequence."""
-        self.text += later.text
+        """Appends the next output of the same sequence, but for its text: appending each to a long one would copy all
+        of it."""
         self.new_ids.extend(later.new_ids)
         self.finish = later.finish
         self.meta = later.meta

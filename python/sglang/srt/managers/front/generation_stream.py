@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
-from sglang.srt.managers.front.generate_request import GenerateOutput, RequestError, extend_logprobs
+from sglang.srt.managers.front.generate_request import GenerateOutput, RequestError
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 
 CLIENT_CLOSED_REQUEST = 499
@@ -48,8 +48,10 @@ class GenerationStream:
         self._unfinished = len(requests)
         self._waiting: deque[GenerateOutput] = deque()
         self._latest: list[GenerateOutput | None] = [None] * len(requests)
-        self._texts: list[list[str]] | None = None
-        """Text pieces a sequence while collect() runs; only the end wakes the reader then."""
+        self._texts: list[list[str]] = [[] for _ in requests]
+        """Texts of the outputs that are merged in `_latest`, which has only the first one's."""
+        self._collects = False
+        """Whether `collect` runs; only the end wakes the reader then."""
         self._error: RequestError | None = None
         self._closed = False
         self._waiter: asyncio.Future[bool] | None = None
@@ -101,21 +103,14 @@ class GenerationStream:
 
     async def collect(self) -> list[GenerateOutput]:
         """Returns all complete sequences in index order. Nothing may have been read from the stream before."""
-        texts: list[list[str]] = [[] for _ in self.requests]
-        wholes: list[GenerateOutput | None] = [None] * len(self.requests)
-        self._texts, self._latest = texts, wholes
-        waiting, self._waiting = self._waiting, deque()
-        for output in waiting:
-            self._collect(texts, output)
+        self._collects = True
+        self._waiting.clear()  # they are in `_latest`, too
         while self._unfinished and self._error is None and not self._closed:
             await self._wait()
         if self._error is not None:
             self._close()
             raise self._error
-        outputs = [output for output in wholes if output is not None]
-        for output in outputs:
-            output.text = "".join(texts[output.index])
-        return outputs
+        return [self._taken(output) for output in self._latest if output is not None]
 
     async def aclose(self) -> None:
         """Stops reading and aborts sequences that still run. Harmless after the end."""
@@ -145,16 +140,12 @@ class GenerationStream:
             if finish.status_code is not None and finish.status_code != CLIENT_CLOSED_REQUEST:
                 self.fail(RequestError(finish.message or "the request was aborted", finish.status_code))
                 return
-        if self._texts is not None:
-            self._collect(self._texts, output)
+        is_first = self._add(output)
+        if self._collects:
             if self._unfinished == 0:
                 self._wake()
             return
-        latest = self._latest[output.index]
-        if latest is not None:
-            latest.merge(output)
-        else:
-            self._latest[output.index] = output
+        if is_first:
             self._waiting.append(output)
         if self._take is None:
             self._wake()
@@ -170,23 +161,25 @@ class GenerationStream:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _collect(self, texts: list[list[str]], output: GenerateOutput) -> None:
-        texts[output.index].append(output.text)
-        whole = self._latest[output.index]
-        if whole is None:
+    def _add(self, output: GenerateOutput) -> bool:
+        """Merges an output with those of its sequence that were not read yet. Returns whether there were none."""
+        self._texts[output.index].append(output.text)
+        latest = self._latest[output.index]
+        if latest is None:
             self._latest[output.index] = output
-            return
-        whole.new_ids.extend(output.new_ids)
-        whole.finish = output.finish
-        whole.meta = output.meta
-        whole.hidden = output.hidden
-        if whole.logprobs is None:
-            whole.logprobs = output.logprobs
-        elif output.logprobs is not None:
-            extend_logprobs(whole.logprobs, output.logprobs)
+            return True
+        latest.merge(output)
+        return False
 
     def _next(self) -> GenerateOutput:
-        output = self._waiting.popleft()
+        return self._taken(self._waiting.popleft())
+
+    def _taken(self, output: GenerateOutput) -> GenerateOutput:
+        """Returns a merged output with its whole text."""
+        texts = self._texts[output.index]
+        if len(texts) > 1:
+            output.text = "".join(texts)
+        texts.clear()
         self._latest[output.index] = None
         return output
 

@@ -15,10 +15,12 @@ import msgspec
 import numpy as np
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.managers.front.checked_ids import checked_ids
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.wire.io_struct import MediaItem, TokenizedGenerateReq
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.sampling.hidden_states import MAX_CALL_BYTES, VALUE_BYTES, num_states
 from sglang.srt.sampling.sampling_params import SamplingParams, merge
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
@@ -60,6 +62,8 @@ CHARS_PER_TOKEN_BOUND = 512
 tokens that long, so it cannot fit."""
 
 Encode = Callable[[str, bool], Awaitable[list[int]]]
+Prompt = str | list[int] | Ids
+"""A text, or token ids; those in an array have been checked before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +171,7 @@ class RequestPreparer:
                 )
             request = TokenizedGenerateReq(
                 rid=rid,
-                input_ids=np.array(input_ids, np.int32),
+                input_ids=input_ids,
                 sampling_params=p,
                 stream=req.stream,
                 return_logprob=wanted[0],
@@ -236,7 +240,7 @@ class RequestPreparer:
             raise ValueError("stop and stop_regex need a tokenizer; the server runs with --skip-tokenizer-init.")
         return params, explicit
 
-    async def prompt_ids(self, req: GenerateRequest, add_special_tokens: bool) -> tuple[list[int], list[MediaItem]]:
+    async def prompt_ids(self, req: GenerateRequest, add_special_tokens: bool) -> tuple[Ids, list[MediaItem]]:
         """Returns the token ids of a request with a single prompt, and its images, which the caller must release.
         Raises RequestError."""
         (prompt,) = _prompts(req)
@@ -263,11 +267,11 @@ class RequestPreparer:
 
     async def placed(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         media: Sequence[MediaSource],
         add_special_tokens: bool = False,
         items: Sequence[MediaItem] = (),
-    ) -> tuple[list[int], list[MediaItem]]:
+    ) -> tuple[Ids, list[MediaItem]]:
         """Returns the token ids of a prompt with its images and videos, and their items, which the caller must release.
         `items`: those whose placeholders are in the ids already. In a prompt without images a placeholder is an
         ordinary token. Raises RequestError."""
@@ -287,7 +291,7 @@ class RequestPreparer:
             self._media.files.release(placed)
             raise
 
-    async def _whole(self, ids: list[int], has_media: bool) -> list[int]:
+    async def _whole(self, ids: Ids, has_media: bool) -> Ids:
         """Checks the length again and truncates; a cut must not split an image."""
         if has_media and len(ids) >= self._context_len:
             raise RequestError(
@@ -296,7 +300,7 @@ class RequestPreparer:
             )
         return await self.input_ids(ids)
 
-    async def input_ids(self, prompt: str | list[int], add_special_tokens: bool = False) -> list[int]:
+    async def input_ids(self, prompt: Prompt, add_special_tokens: bool = False) -> Ids:
         """Returns the checked token ids of a prompt, at most as many as fit the context. Raises RequestError."""
         if isinstance(prompt, str):
             if self._encode is None:
@@ -312,20 +316,14 @@ class RequestPreparer:
             source = "The tokenized text"
         else:
             source = "input_ids"
-        if not prompt:
+        if not len(prompt):
             raise RequestError("The prompt is empty: at least one token is needed.")
         if len(prompt) >= self._context_len and not self._allow_truncate:
             raise RequestError(
                 f"The prompt of {len(prompt)} tokens with room for output is longer than the model's context length "
                 f"of {self._context_len} tokens."
             )
-        prompt = prompt[: self._context_len - 1]
-        if set(map(type, prompt)) != {int}:
-            raise RequestError("input_ids must be integers.")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
-            bad = next(i for i in prompt if not 0 <= i < self._vocab_size)
-            raise RequestError(f"{source} must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
-        return prompt
+        return await checked_ids(prompt[: self._context_len - 1], self._vocab_size, source)
 
     async def _bounded(self, encode: Encode, text: str) -> str:
         """Returns `text`, truncated (if the server truncates) to what the context may hold. Raises RequestError for
@@ -343,7 +341,7 @@ class RequestPreparer:
                 )
         return text
 
-    def _fit(self, ids: list[int], params: SamplingParams, refuses: bool) -> SamplingParams:
+    def _fit(self, ids: Ids, params: SamplingParams, refuses: bool) -> SamplingParams:
         """Returns the parameters with an output length that fits the context after the prompt. With `refuses`, raises
         RequestError instead of shortening."""
         room = self._context_len - len(ids)
@@ -381,6 +379,8 @@ class RequestPreparer:
             raise RequestError(
                 f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} token ids, got {len(wanted)}."
             )
+        if set(map(type, wanted)) - {int}:
+            raise RequestError("token_ids_logprob must hold integers.")
         bad = next((i for i in wanted if not 0 <= i < self._vocab_size), None)
         if bad is not None:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
@@ -436,12 +436,12 @@ def pieces(text: str) -> Iterator[str]:
     return (text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS))
 
 
-def _prompts(req: GenerateRequest) -> Sequence[str | list[int]]:
+def _prompts(req: GenerateRequest) -> Sequence[Prompt]:
     if (req.text is None) == (req.input_ids is None):
         raise RequestError("Give either text or input_ids, and not both.")
     given: Any = req.text if req.text is not None else req.input_ids
     prompts: Any = given if req.is_batch else [given]
-    kind = str if req.text is not None else list
+    kind = str if req.text is not None else (list, np.ndarray)
     if isinstance(prompts, list) and not 1 <= len(prompts) <= MAX_BATCH:
         raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):
@@ -487,14 +487,12 @@ def _one_per_prompt(name: str, value: Any, count: int, kind: type[T]) -> list[T]
 
 
 def _spread_ids(value: Any, count: int) -> list[list[int] | None]:
+    """Returns the ids for each prompt, not checked yet: they may be many."""
     if value is None:
         return [None] * count
-    if isinstance(value, list) and all(type(entry) is int for entry in value):
+    if isinstance(value, list) and (not value or type(value[0]) is int):
         return [value] * count
-    values = _one_per_prompt("token_ids_logprob", value, count, list)
-    if any(type(entry) is not int for ids in values for entry in ids):
-        raise RequestError("token_ids_logprob must hold integers.")
-    return list(values)
+    return list(_one_per_prompt("token_ids_logprob", value, count, list))
 
 
 def _spread_keys(name: str, value: Any, count: int) -> list[str | None]:

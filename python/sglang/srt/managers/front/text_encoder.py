@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from sglang.srt.managers.front.generate_request import RequestError
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096
 """Characters from which a text is tokenized in a thread, so that the event loop goes on."""
+TEXT_CHARS = 64
+"""Characters that count for each of several texts by itself: the call of the tokenizer costs as much."""
 LONG_WORK = 1 << 16
 """Characters from which a text counts as long work for the threads, and for the processes of chat templates."""
 EXACT_COUNT_CHARS = 1 << 21
@@ -38,14 +41,20 @@ class TextEncoder:
         """Returns the token ids of `text`. Raises RequestError without a tokenizer."""
         if self._tokenizer is None or self._prefixes is None:
             raise RequestError("The server runs with --skip-tokenizer-init.")
-        try:
+        with _as_request_errors():
             if len(text) < LONG_TEXT:
                 return self._tokenizer.encode(text, add_special_tokens)
             return await self.in_thread(len(text), self._prefixes.encode, text, add_special_tokens)
-        except (UnicodeEncodeError, TypeError):
-            raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
-        except TokenizerError as error:
-            raise RequestError(f"The model's tokenizer fails on this text: {error}") from None
+
+    async def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of each text by itself, without special tokens. Raises RequestError like `encode`."""
+        if self._tokenizer is None:
+            raise RequestError("The server runs with --skip-tokenizer-init.")
+        size = sum(map(len, texts)) + TEXT_CHARS * len(texts)
+        with _as_request_errors():
+            if size < LONG_TEXT:
+                return self._tokenizer.encode_each(texts)
+            return await self.in_thread(size, self._tokenizer.encode_each, texts)
 
     async def count_tokens(self, text: str, enough: float = math.inf) -> int:
         """Counts the tokens of a text without special ones. The count is exact up to EXACT_COUNT_CHARS; beyond it, it
@@ -73,3 +82,14 @@ class TextEncoder:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.close()
+
+
+@contextmanager
+def _as_request_errors() -> Iterator[None]:
+    """Converts the errors of a tokenizer to RequestError."""
+    try:
+        yield
+    except (UnicodeEncodeError, TypeError):
+        raise RequestError("The text holds half of a surrogate pair, which is no character.") from None
+    except TokenizerError as error:
+        raise RequestError(f"The model's tokenizer fails on this text: {error}") from None

@@ -111,7 +111,7 @@ class TokenizerManager:
         self.media: MediaLoader | None = None
         """The reader of images and videos; None if the model takes none."""
         if served_media is not None:
-            self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.text.encode)
+            self.media = MediaLoader(args, served_media, ports[0].shared_arrays, self.text.encode_each)
         self._transfers: ArrayTransfers | None = None
         """Where ranks do not share this machine's memory."""
         if self.media is not None and (args.nnodes > 1 or args.use_ray):
@@ -328,7 +328,7 @@ class TokenizerManager:
             for replica in self.replicas
         ]
 
-    async def ids_with_media(self, text: str, media: Sequence[MediaSource]) -> list[int]:
+    async def ids_with_media(self, text: str, media: Sequence[MediaSource]) -> Ids:
         """Returns the token ids of a rendered prompt with these images and videos. Raises RequestError."""
         ids, items = await self.preparer.placed(text, media)
         if self.media is not None:
@@ -343,7 +343,7 @@ class TokenizerManager:
         if self.status is ServerStatus.UNHEALTHY:
             raise RequestError(f"The server is not healthy: {self.status_message}", 503)
 
-    def replica_for(self, ids: Sequence[int], wanted: int | None) -> int:
+    def replica_for(self, ids: Sequence[int] | Ids, wanted: int | None) -> int:
         """Returns the index of the replica for a sequence: `wanted`, as long as that one serves."""
         if wanted is not None and self.replicas[wanted].failure is None:
             return wanted

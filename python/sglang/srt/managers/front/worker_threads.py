@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -30,6 +30,10 @@ class _Job(NamedTuple):
     outcome: Future[Any]
 
 
+_Waiting = OrderedDict[Future[Any], _Job]
+"""Jobs by their outcome, as they came: many may be cancelled at once, and each is found without a search."""
+
+
 class WorkerThreads:
     """Numbered worker threads. The first `num_short` take short work only; the others take long work first.
 
@@ -43,8 +47,8 @@ class WorkerThreads:
         assert num_short < num_threads
         self._num_short = num_short
         self._lock = threading.Lock()
-        self._short: deque[_Job] = deque()
-        self._long: deque[_Job] = deque()
+        self._short: _Waiting = OrderedDict()
+        self._long: _Waiting = OrderedDict()
         self._idle: list[int] = []
         """Numbers of idle threads. The most recently busy one is used first: its memory and core caches are warm."""
         self._next_of: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in range(num_threads)]
@@ -62,7 +66,7 @@ class WorkerThreads:
                 job.outcome.cancel()
             elif number is None:
                 waiting = self._long if is_long else self._short
-                waiting.append(job)
+                waiting[job.outcome] = job
                 job.outcome.add_done_callback(partial(self._forget, waiting))
             else:
                 self._idle.remove(number)
@@ -77,7 +81,7 @@ class WorkerThreads:
         """Cancels waiting work, and lets each thread end after its current one."""
         with self._lock:
             self._closed = True
-            jobs = (*self._short, *self._long)
+            jobs = (*self._short.values(), *self._long.values())
             self._short.clear()
             self._long.clear()
             for number in self._idle:
@@ -85,14 +89,12 @@ class WorkerThreads:
         for job in jobs:
             job.outcome.cancel()
 
-    def _forget(self, waiting: deque[_Job], outcome: Future[Any]) -> None:
+    def _forget(self, waiting: _Waiting, outcome: Future[Any]) -> None:
         """Drops a job that was cancelled while it waited. Takes its future, not the job: a reference cycle would
         otherwise keep both from being freed."""
         if outcome.cancelled():
             with self._lock:
-                place = next((place for place, job in enumerate(waiting) if job.outcome is outcome), None)
-                if place is not None:  # otherwise a thread has taken it meanwhile
-                    del waiting[place]
+                waiting.pop(outcome, None)  # a thread may have taken it meanwhile
 
     def _takes(self, number: int, is_long: bool) -> bool:
         return not is_long or number >= self._num_short
@@ -111,7 +113,7 @@ class WorkerThreads:
                 return None
             for waiting in (self._long, self._short) if self._takes(number, True) else (self._short,):
                 if waiting:
-                    return waiting.popleft()
+                    return waiting.popitem(last=False)[1]
             self._idle.append(number)
         return self._next_of[number].get()
 

@@ -22,6 +22,7 @@ from sglang.srt.managers.scheduler.text_stop import TextStop
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, DecodeOptions, FinishReason, TokenMeta
 from sglang.srt.sampling.hidden_states import num_states
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.utils.stop_strings import shared_allowance
 from sglang.srt.utils.text_stream import TextDecoder
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class StopChecker:
         once."""
         self._decoder = decoder
         self._tell = tell
+        self._searching = shared_allowance()
 
     def finish_reason(self, req: Req) -> FinishReason | None:
         """Returns why the request has ended; None if it goes on, or if its end is on its way to all ranks
@@ -73,7 +75,7 @@ class StopChecker:
             return None
         try:
             if req.text_stop is None:
-                req.text_stop = TextStop(self._decoder, req.params)
+                req.text_stop = TextStop(self._decoder, req.params, self._searching)
             matched = req.text_stop.push(req.tokens[-1])
         except ValueError as error:
             return FinishReason("abort", message=str(error), status_code=400)

@@ -22,6 +22,9 @@ bounded in size, not only in number."""
 KEY_BYTES = 8
 PROMPT_BYTES = 4 + KEY_BYTES
 """Bytes of a prompt's token: its id and its key."""
+MEDIA_BYTES = KEY_BYTES + 8 + 3 * 8
+"""Bytes a token of each sample of a prompt with media: a key, its place among an item's placeholders, and its position
+in three sections (`PromptMedia`)."""
 
 
 class Prompt:
@@ -49,14 +52,14 @@ class PromptTable:
         """By length and hash. Of two prompts with one hash the second is shared with nobody."""
         self.num_users = 0
         self.num_bytes = 0
-        """Of all prompts that are here, each once, and of further keys."""
+        """Of all prompts that are here, each once, and of what each request with media has besides."""
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def take(self, input_ids: Sequence[int] | Ids, has_media: bool = False) -> Prompt:
-        """Returns the shared prompt of these ids; the caller must `give_back` it. has_media: the request makes keys of
-        its own, because those of media are not in the prompt."""
+        """Returns the shared prompt of these ids; the caller must `give_back` it. has_media: the request has keys,
+        places and positions of its own, because those of media are not in the prompt."""
         ids = np.array(input_ids, np.int32)
         prompt = self._prompts.get(_name(ids))
         if prompt is None or not np.array_equal(prompt.ids, ids):
@@ -64,14 +67,14 @@ class PromptTable:
             self._prompts.setdefault(_name(ids), prompt)
         if not prompt.num_users:
             self.num_bytes += len(ids) * PROMPT_BYTES
-        self.num_bytes += len(ids) * KEY_BYTES * has_media
+        self.num_bytes += len(ids) * MEDIA_BYTES * has_media
         prompt.num_users += 1
         self.num_users += 1
         return prompt
 
     def give_back(self, prompt: Prompt, has_media: bool = False) -> None:
         """Ends one use of a prompt that `take` returned; the last one frees it. has_media: as there."""
-        self.num_bytes -= len(prompt.ids) * KEY_BYTES * has_media
+        self.num_bytes -= len(prompt.ids) * MEDIA_BYTES * has_media
         self.num_users -= 1
         prompt.num_users -= 1
         if prompt.num_users:

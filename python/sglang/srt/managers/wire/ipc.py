@@ -226,20 +226,25 @@ class Receiver(Generic[T]):
         else:
             keys.open(self._socket, address)
         self._decoder = decoder(message_type)
+        self.num_bytes = 0
+        """Bytes of all messages so far."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Callable[[T], None] | None = None
 
     def recv(self) -> T:
         """Waits for a message and returns it."""
-        message: T = self._decoder.decode(self._socket.recv())
-        return message
+        return self._decoded(self._socket.recv())
 
     def recv_nowait(self) -> T | None:
         """Returns the next message, or None if there is none."""
         try:
-            message: T = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            return self._decoded(self._socket.recv(zmq.NOBLOCK))
         except zmq.Again:
             return None
+
+    def _decoded(self, content: bytes) -> T:
+        self.num_bytes += len(content)
+        message: T = self._decoder.decode(content)
         return message
 
     def drain(self) -> Iterator[T]:

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 READERS = 2
+MAX_ENDS_ASKED = 1 << 14
+"""Ends of prefixes for which one look-up asks the store, about as many as the blocks of a million tokens."""
 RETRY_S = 60.0
 """Seconds for which a store that has failed is not asked again, for reads and writes separately."""
 
@@ -250,11 +252,13 @@ class StorageEngine:
 
     def _deepest_end(self, job: Lookup, names: PrefixNames, run: int) -> int:
         """Returns the longest stored prefix from which a request can go on. Searches from the back, where most ends
-        are."""
+        are, and asks for at most MAX_ENDS_ASKED: a prompt that leaves a long stored one may have none."""
+        num_asked = 0
         for index in range(run, -1, -1):
             last = min((index + 1) * self.block - self.page_size, len(job.keys))
             depths = [d for d in range(index * self.block, last + 1, self.page_size) if d > job.least]
-            if not depths or job.stopping:
+            num_asked += len(depths)
+            if not depths or job.stopping or num_asked > MAX_ENDS_ASKED:
                 return 0
             names_of_ends = [names.end(depth) for depth in depths]
             there = self._ask("read", partial(self.store.contains, names_of_ends))

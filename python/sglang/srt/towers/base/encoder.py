@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from sglang.srt.distributed.groups import ALONE
 from sglang.srt.distributed.parallel_state import groups
+from sglang.srt.layers.ops import PREFILL_ATTENTION
 from sglang.srt.layers.parameter import Init, Param, TensorPart
 from sglang.srt.plan.weight_names import PartKey, WeightMap
 from sglang.srt.towers.base.patch_places import Grid, num_patches, rows_and_columns
@@ -80,10 +81,9 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         self.params = {name: self._param(name, shape) for name, shape in tower.shapes()}
         modules = {name.rpartition(".")[0] for name in self.params}
         self.weights = WeightMap({name: name for name in modules}, {}, beginnings=tower.beginnings)
-        self.attention: Any = None  # where no patch sees another
-        self.fallbacks = None
+        self.attention = self.fallbacks = None  # where no patch sees another
         if tower.head_dim:
-            self.attention = plan.entry("prefill_attention")
+            self.attention = plan.entry(PREFILL_ATTENTION)
             self.fallbacks = plan.fallbacks("prefill_attention") if plan.tiles("prefill_attention") else None
 
     def _param(self, name: str, shape: tuple[int, ...]) -> Param:
@@ -245,6 +245,7 @@ class VisionEncoder(ABC, Generic[AnyTower]):
         share: tuple[int, int],
     ) -> None:
         """Fills share i of n of the rows of out [P, heads, head_dim]."""
+        assert self.attention is not None
         attend = partial(
             self.attention, q, k, v, out, sight.starts, longest=sight.longest, is_causal=False, scale=scale, share=share
         )

@@ -21,7 +21,7 @@ from sglang.srt.blocks.recurrent_state.kernels.sequences import num_blocks
 from sglang.srt.blocks.recurrent_state.kernels.state_step import step_tile
 from sglang.srt.blocks.recurrent_state.kernels.state_verify import VERIFY_TILE
 from sglang.srt.blocks.recurrent_state.rule import Rule
-from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, StepKernels
+from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import pdl
 
 
@@ -140,6 +140,6 @@ def channel_recurrence_verify(
     )  # fmt: skip
 
 
-CHANNEL_RECURRENCE: RecurrenceKernels = StepKernels(
+CHANNEL_RECURRENCE = StepKernels(
     channel_recurrence_extend, channel_recurrence_decode, channel_recurrence_verify, commit_states
 )

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from sglang.srt.blocks.recurrent_state.kernels.commit import commit_conv
 from sglang.srt.blocks.recurrent_state.kernels.sequences import locate, num_blocks
-from sglang.srt.blocks.recurrent_state.step_kernels import ConvKernels, StepKernels
+from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import pdl
 
 MAX_WIDTH = 4
@@ -245,4 +245,4 @@ def causal_conv_verify(
     )  # fmt: skip
 
 
-CAUSAL_CONV: ConvKernels = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)
+CAUSAL_CONV = StepKernels(causal_conv_extend, causal_conv_decode, causal_conv_verify, commit_conv)

@@ -13,7 +13,7 @@ from sglang.srt.blocks.recurrent_state.kernels import chunk_local, chunk_scan, r
 from sglang.srt.blocks.recurrent_state.kernels.commit import commit_states
 from sglang.srt.blocks.recurrent_state.kernels.sequences import num_blocks
 from sglang.srt.blocks.recurrent_state.rule import Rule
-from sglang.srt.blocks.recurrent_state.step_kernels import RecurrenceKernels, StepKernels
+from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels
 from sglang.srt.layers.triton_ops import pdl
 
 
@@ -138,4 +138,4 @@ def recurrence_verify(
     )  # fmt: skip
 
 
-RECURRENCE: RecurrenceKernels = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)
+RECURRENCE = StepKernels(recurrence_extend, recurrence_decode, recurrence_verify, commit_states)

@@ -3,17 +3,20 @@ embedding."""
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.managers.front.media.media_source import KINDS, Kind
 from sglang.srt.managers.front.media.media_tokens import MediaTokens
 from sglang.srt.managers.front.media.messages import Features
 from sglang.srt.managers.wire.io_struct import MediaItem
+from sglang.srt.managers.wire.token_ids import Ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,46 +29,50 @@ class PlacedMedia:
     parts: list[list[int] | int]
 
 
-def expand(ids: list[int], media: Sequence[PlacedMedia], tokens: MediaTokens) -> tuple[list[int], list[MediaItem]]:
+def expand(ids: Ids, media: Sequence[PlacedMedia], tokens: MediaTokens) -> tuple[Ids, list[MediaItem]]:
     """Replaces each placeholder by the tokens of its image or video, in order; returns the ids and the items with their
     positions. Raises RequestError if the number of placeholders differs from that of images and videos."""
+    waiting = _by_placeholder(ids, media, tokens)
+    result = array("i")  # what is between placeholders is copied at once: a loop over a long prompt would block others
+    items: list[MediaItem] = []
+    begin = 0
+    places = [np.flatnonzero(ids == placeholder) for placeholder in waiting]
+    for place in np.sort(np.concatenate(places)).tolist():
+        entry = waiting[int(ids[place])].popleft()
+        has_start = entry.kind == "video" and place > begin and ids[place - 1] == tokens.start
+        result.frombytes(ids[begin : place - has_start].tobytes())
+        _place(entry, tokens, result, items)
+        has_end = has_start and place + 1 < len(ids) and ids[place + 1] == tokens.end
+        begin = place + 1 + has_end
+    result.frombytes(ids[begin:].tobytes())
+    return np.array(result, np.int32), items
+
+
+def _by_placeholder(ids: Ids, media: Sequence[PlacedMedia], tokens: MediaTokens) -> dict[int, deque[PlacedMedia]]:
+    """Returns images and videos by their placeholder, in the order of the prompt; both may have one in common."""
     waiting: dict[int, deque[PlacedMedia]] = {}
-    """By placeholder, in the order of the prompt: images and videos may have one in common."""
     for kind in KINDS:
         token_of_kind = tokens.of(kind)
         if token_of_kind is not None and token_of_kind not in waiting:
             waiting[token_of_kind] = deque(entry for entry in media if tokens.of(entry.kind) == token_of_kind)
-            count = sum(token == token_of_kind for token in ids)
+            count = int(np.count_nonzero(ids == token_of_kind))
             if count != len(waiting[token_of_kind]):
                 raise _mismatch(kind, count, len(waiting[token_of_kind]), tokens)
-    result: list[int] = []
-    items: list[MediaItem] = []
-    skips_end = False
-    for token in ids:
-        if token not in waiting:
-            if not (skips_end and token == tokens.end):
-                result.append(token)
-            skips_end = False
-            continue
-        entry = waiting[token].popleft()
-        if entry.kind == "video" and tokens.start is not None and result[-1:] == [tokens.start]:
-            result.pop()
-            skips_end = True
-        _place(entry, tokens, result, items)
-    return result, items
+    return waiting
 
 
-def _place(media: PlacedMedia, tokens: MediaTokens, result: list[int], items: list[MediaItem]) -> None:
+def _place(media: PlacedMedia, tokens: MediaTokens, result: array[int], items: list[MediaItem]) -> None:
     runs: list[tuple[int, int]] = []
-    placeholder = tokens.image if media.kind == "image" else tokens.video_frame
+    placeholder = array("i", [tokens.image if media.kind == "image" else tokens.video_frame])
     before, after = ([] if mark is None else [mark] for mark in (tokens.run_start, tokens.run_end))
     for part in media.parts:
         if isinstance(part, int):
-            result += before
+            result.extend(before)
             runs.append((len(result), len(result) + part))
-            result += [placeholder] * part + after
+            result.extend(placeholder * part)
+            result.extend(after)
         else:
-            result += part
+            result.extend(part)
     for features in media.items:
         spans, runs = runs[: features.num_runs], runs[features.num_runs :]
         items.append(

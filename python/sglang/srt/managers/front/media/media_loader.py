@@ -20,9 +20,10 @@ from sglang.srt.managers.front.media.sources import SourceRules
 from sglang.srt.managers.front.media.worker import WorkerSettings
 from sglang.srt.managers.front.worker_threads import WorkerThreads
 from sglang.srt.managers.wire.io_struct import MediaItem
+from sglang.srt.managers.wire.token_ids import Ids
 from sglang.srt.server_args import ServerArgs
 
-Encode = Callable[[str, bool], Awaitable[list[int]]]
+EncodeEach = Callable[[Sequence[str]], Awaitable[list[list[int]]]]
 
 DEFAULT_LIMITS = {"image": 16, "video": 2}
 
@@ -30,10 +31,10 @@ DEFAULT_LIMITS = {"image": 16, "video": 2}
 class MediaLoader:
     """Loads media without blocking its event loop: blocking calls run in threads, computation in processes."""
 
-    def __init__(self, args: ServerArgs, served: ServedMedia, directory: str, encode: Encode) -> None:
-        """directory: of shared arrays. encode(text, add_special_tokens): the tokenizer manager's."""
+    def __init__(self, args: ServerArgs, served: ServedMedia, directory: str, encode_each: EncodeEach) -> None:
+        """directory: of shared arrays. encode_each(texts): tokenizes the texts of videos."""
         self.tokens = served.tokens
-        self._encode = encode
+        self._encode_each = encode_each
         self.limits = DEFAULT_LIMITS | json.loads(args.limit_mm_data_per_request)
         self._max_under_way = args.mm_max_concurrent_calls
         self._num_under_way = 0
@@ -54,7 +55,7 @@ class MediaLoader:
         self._threads.close()
         self.pool.close()
 
-    async def place(self, ids: list[int], media: Sequence[MediaSource]) -> tuple[list[int], list[MediaItem]]:
+    async def place(self, ids: Ids, media: Sequence[MediaSource]) -> tuple[Ids, list[MediaItem]]:
         """Returns the ids with placeholders for these images and videos, and the items. The caller holds the items and
         must release them with `files.release`. Raises RequestError."""
         self._check(media)
@@ -113,8 +114,9 @@ class MediaLoader:
         decoded: Decoded = await self.pool.decode(job)
         self.files.hold(decoded.items)
         try:
-            parts = [part if isinstance(part, int) else await self._encode(part, False) for part in decoded.parts]
+            texts = iter(await self._encode_each([part for part in decoded.parts if isinstance(part, str)]))
         except BaseException:
             self.files.release(decoded.items)
             raise
+        parts = [part if isinstance(part, int) else next(texts) for part in decoded.parts]
         return PlacedMedia(source.kind, decoded.items, parts)

@@ -1,0 +1,29 @@
+"""What every published config is read as: `readings` of it beside the golden texts in the folder of that name.
+
+`UPDATE_GOLDEN=1 pytest test/srt/plan/test_readings.py` writes them anew.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from srt.kernels import published
+from srt.plan.readings import read
+
+GOLDEN = Path(__file__).parent / "readings"
+
+
+@pytest.mark.parametrize("name", published.every_name())
+def test_published_configs(name: str, tmp_path: Path) -> None:
+    text, golden = read(published.any_checkpoint(name, tmp_path / "model")), GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.mkdir(exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_no_golden_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(published.every_name())
