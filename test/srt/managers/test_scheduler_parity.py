@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.managers.scheduler import schedule_batch
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
@@ -114,8 +115,11 @@ def test_without_overlap_and_cache(reference: Reference) -> None:
 
 @pytest.mark.values
 @pytest.mark.parametrize("chunk", [-1, 16])
-def test_log_probabilities(reference: Reference, chunk: int) -> None:
-    """Prompt and output log probabilities, the best two, and those of named tokens, also when the prompt is cached."""
+@pytest.mark.parametrize("each", [schedule_batch.MESSAGE_LOGPROBS, 10])
+def test_log_probabilities(reference: Reference, chunk: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt and output log probabilities, the best two, and those of named tokens, also when the prompt is cached, and
+    where a message has few of them."""
+    monkeypatch.setattr(schedule_batch, "MESSAGE_LOGPROBS", each)
     ids, start = prompt(4), 10
     scheduler = reference.scheduler(chunked_prefill_size=chunk)
     for attempt in range(2):
@@ -123,11 +127,14 @@ def test_log_probabilities(reference: Reference, chunk: int) -> None:
         msg.return_logprob, msg.logprob_start_len, msg.top_logprobs_num, msg.token_ids_logprob = True, start, 2, [5, 9]
         add(scheduler, msg)
         seen: dict[str, list[Any]] = {"output": [], "top": [], "ids": [], "input": [], "input_top": [], "input_ids": []}
+        taken: list[int] = []
         while scheduler.reqs:
             scheduler.step()
             for message in scheduler.outbox:
                 got = message.logprobs[0]
-                assert got is not None
+                assert got is not None and len(got.output) == len(message.new_ids[0])
+                assert sum(map(len, (got.output, *got.output_top, *got.output_token_ids))) < each + 5
+                taken += message.new_ids[0]
                 seen["output"] += got.output
                 seen["top"] += got.output_top
                 seen["ids"] += got.output_token_ids
@@ -138,7 +145,7 @@ def test_log_probabilities(reference: Reference, chunk: int) -> None:
         scheduler.sync()
         full = ids + reference.greedy(ids)
         expected = reference.logprobs(full)
-        assert [t for _, t in seen["output"]] == reference.greedy(ids)
+        assert [t for _, t in seen["output"]] == taken == reference.greedy(ids)
         assert [t for _, t in seen["input"]] == ids[start:], f"attempt {attempt}"
         positions = list(range(start, len(full)))
         chosen = torch.tensor([p for p, _ in seen["input"] + seen["output"]])

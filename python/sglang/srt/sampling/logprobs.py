@@ -113,8 +113,8 @@ def prompt_logprobs(
         part = slice(start, start + chunk)
         named = None if ids is None else ids[sent["row_requests"][part]]
         logits = project(hidden[sent["rows"][part]])
-        found = token_logprobs(logits, sent["targets"][part], request.num_top, named)
-        packed[part].copy_(found, non_blocking=True)
+        block = token_logprobs(logits, sent["targets"][part], request.num_top, named)
+        packed[part].copy_(block, non_blocking=True)
     return packed
 
 

@@ -199,12 +199,12 @@ class StopHold:
             start = start if start >= 0 else whole.rfind(matched)
             return start if start >= 0 else len(whole)
         begin = max(0, len(whole) - REGEX_WINDOW)  # before it the scheduler did not search
-        found = len(whole)
+        match_start = len(whole)
         try:
             for hit in pattern.finditer(whole[begin:], timeout=FINISH_SEARCH_S):
-                found = begin + hit.start()
+                match_start = begin + hit.start()
                 if begin + hit.end() > last_start:
                     break
         except TimeoutError:
             return len(whole)
-        return found
+        return match_start

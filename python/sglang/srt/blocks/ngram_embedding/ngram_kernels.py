@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-Rows = TypeVar("Rows", covariant=True)
+Lookup = TypeVar("Lookup", covariant=True)
 Gate = TypeVar("Gate", covariant=True)
 Convolve = TypeVar("Convolve", covariant=True)
 Keep = TypeVar("Keep", covariant=True)
@@ -35,10 +35,10 @@ class NgramHash:
 
 
 @dataclass(frozen=True, slots=True)
-class NgramKernels(Generic[Rows, Gate, Convolve, Keep]):
+class NgramKernels(Generic[Lookup, Gate, Convolve, Keep]):
     """The four kernels, with the types of those in `reference`."""
 
-    rows: Rows
+    rows: Lookup
     gate: Gate
     convolve: Convolve
     keep: Keep

@@ -91,7 +91,7 @@ class RecurrentCore:
         self.recurrence = scope.plan.entry(RECURRENCES[op])
         self.num_sms = scope.plan.arch.num_sms
         self.max_rows = scope.plan.decode_rows
-        self.addresses: dict[tuple[int, ...], torch.Tensor] = {}
+        self._addresses: dict[tuple[int, ...], torch.Tensor] = {}
         """Tensor addresses of layers whose records begin with this one, as they are on the device."""
         self._kept: tuple[torch.Tensor, ...] = (torch.empty(0),)
 
@@ -100,7 +100,9 @@ class RecurrentCore:
         if batch.state_records is not None:
             assert batch.extend is not None and batch.decode is None
             rows = self._verify(x, conv, gates, batch.extend, out)
-            join_records(batch.state_records, RecurrentRecords(self, batch.extend, [rows]))
+            commits = self.conv.commit, self.recurrence.commit
+            record = RecurrentRecords(*commits, self.rule, batch.extend, [rows], self._addresses)
+            join_records(batch.state_records, record)
             return out
         convolved = torch.empty_like(x, memory_format=torch.contiguous_format)
         if batch.decode is not None:  # first: its padding rows may lie over those of the prompts

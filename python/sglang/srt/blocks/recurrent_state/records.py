@@ -6,15 +6,16 @@ states per request, would write 2 MiB per token in a layer of Qwen3-Next, where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.recurrent_state.rule import Rule
 from sglang.srt.blocks.recurrent_state.step_kernels import VerifiedRows
 
 if TYPE_CHECKING:
-    from sglang.srt.blocks.recurrent_state.core import RecurrentCore
     from sglang.srt.layers.step_rows import ExtendRows, StateRecord
 
 
@@ -22,19 +23,23 @@ if TYPE_CHECKING:
 class RecurrentRecords:
     """Implements StateRecord for layers of the same shape: k tokens of each of B requests."""
 
-    core: RecurrentCore
-    """The first layer's, whose kernels serve all."""
+    commit_conv: Callable[..., None]
+    commit_states: Callable[..., None]
+    """Kernels as `reference.commit_conv` and `reference.commit_states`, which serve all layers."""
+    rule: Rule
     requests: ExtendRows
     layers: list[VerifiedRows]
+    sent: dict[tuple[int, ...], torch.Tensor]
+    """Tensor addresses that are on the device already, shared by records that begin with the same layer."""
     copied: bool = False
 
     def commit(self, counts: torch.Tensor) -> None:
-        core, layers = self.core, self.layers
+        layers = self.layers
         width = len(layers[0].x) // len(self.requests)
         slots, counts = self.requests.req_pool_indices[: len(counts)], counts.contiguous()
         addresses = self._addresses(counts.device)
-        core.conv.commit(layers, addresses, slots, counts, width)
-        core.recurrence.commit(core.rule, layers, addresses, slots, counts, width)
+        self.commit_conv(layers, addresses, slots, counts, width)
+        self.commit_states(self.rule, layers, addresses, slots, counts, width)
 
     def _addresses(self, device: torch.device) -> torch.Tensor:
         """Returns the addresses of the layers' tensors [L, 7] int64 on the device. Those of a copy are used once; the
@@ -42,10 +47,9 @@ class RecurrentRecords:
         numbers = tuple(address for layer in self.layers for address in layer.addresses())
         if self.copied:
             return _sent(numbers, len(self.layers), device)
-        sent = self.core.addresses
-        if numbers not in sent:
-            sent[numbers] = _sent(numbers, len(self.layers), device)
-        return sent[numbers]
+        if numbers not in self.sent:
+            self.sent[numbers] = _sent(numbers, len(self.layers), device)
+        return self.sent[numbers]
 
     def copy(self) -> RecurrentRecords:
         requests = replace(self.requests, req_pool_indices=self.requests.req_pool_indices.clone())
@@ -55,7 +59,7 @@ class RecurrentRecords:
         """Returns whether one launch can serve the layers of both."""
         tensors = zip(self.layers[0].tensors(), other.layers[0].tensors(), strict=True)
         alike = all((mine.dtype, mine.shape) == (theirs.dtype, theirs.shape) for mine, theirs in tensors)
-        return self.core.rule == other.core.rule and alike
+        return self.rule == other.rule and alike
 
 
 def _sent(numbers: tuple[int, ...], layers: int, device: torch.device) -> torch.Tensor:

@@ -158,7 +158,7 @@ def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) 
     reqs = list(reqs)  # may be all running requests in each step, so no function is called for one that just goes on
     lengths = [len(r.output) if r.pending_finish is None else r.pending_output_len for r in reqs]
     first: list[Any] = [None] * len(streamed.rids)
-    starts = [len(r.output) - r.num_unsent if r.stream else 0 for r in reqs]
+    starts = [len(r.output) - r.num_unsent if r.stream or r.return_logprob else 0 for r in reqs]
     new_ids = [r.output[start:length] for r, start, length in zip(reqs, starts, lengths, strict=True)]
     meta = [
         _meta(r, length) if r.meta_changed or r.finish is not None else None

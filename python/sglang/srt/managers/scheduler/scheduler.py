@@ -356,7 +356,8 @@ class Scheduler:
             if reason is not None:
                 self.end(req, reason, report, keep=reason is not _NAN_LOGITS)
                 continue
-            if req.stream and req.num_unsent >= interval and req.may_continue:
+            due = req.has_many_logprobs or (req.stream and req.num_unsent >= interval)
+            if due and req.may_continue:
                 report.append(req)
             req.decide_handling(interval)
         if report or streamed.rids:
