@@ -1,8 +1,7 @@
 """Ledger coverage of compiled kernels: every launcher, with the sizes of the published models, against the ledger.
 
 Nothing is compiled but where a test says so. With every tile, sizes that are alike to launches are launched once;
-`make thorough` launches all of them and compares, on every number of ranks.
-Five seeded defects at the end show that each kind is caught by name.
+`make thorough` launches all of them and compares. Five seeded defects at the end show that each kind is caught by name.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.server_args import ServerArgs
 from srt.kernels import census
-from srt.kernels.published import LAYOUTS, configs
+from srt.kernels.published import configs
 from srt.layers.moe.moe_harness import tile_configs_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
@@ -56,17 +55,12 @@ UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one 
 pytestmark = pytest.mark.timeout(900)  # two minutes for the first test, where three workers share two processors
 
 
-SOME_LAYOUTS = (1, 2, 3, 8)
-"""The least, an odd and the greatest number of ranks; parts of four and of six are as divisible as those of others."""
-of_every_layout = pytest.mark.parametrize("forms", [pytest.param(LAYOUTS, marks=pytest.mark.thorough)], indirect=True)
-
-
-@pytest.fixture(scope="module", params=[SOME_LAYOUTS, pytest.param(LAYOUTS, marks=pytest.mark.thorough)], ids=str)
-def forms(request: pytest.FixtureRequest) -> dict[Form, int]:
-    """Of every model, on so many RTX PRO 6000."""
+@pytest.fixture(scope="module")
+def forms() -> dict[Form, int]:
+    """Of every model in every layout, on an RTX PRO 6000."""
     done: set[object] = set()
     with recording("sm_120") as found:
-        for model, tp_size in census.models(layouts=request.param):
+        for model, tp_size in census.models():
             census.launch_all(model, tp_size, ARCH, done)
     return found
 
@@ -100,7 +94,7 @@ def test_every_launch_has_a_row(rows: dict[Form, RowKey | None], capsys: pytest.
     assert not uncovered, "\n".join(map(coverage("sm120").problem, uncovered[:20]))
 
 
-@of_every_layout
+@pytest.mark.thorough
 def test_sizes_that_are_alike_launch_the_same(forms: dict[Form, int]) -> None:
     """What the census leaves out where another size stands for one."""
     done: set[object] = set()
@@ -125,7 +119,6 @@ def test_sizes_between_the_published_ones_have_rows() -> None:
     assert not uncovered, "\n".join(uncovered[:20])
 
 
-@of_every_layout
 def test_the_documented_numbers_are_those_of_the_census(rows: dict[Form, RowKey | None]) -> None:
     text = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
     for count, what in ((len(rows), "forms"), (len(set(rows.values())), "rows")):
