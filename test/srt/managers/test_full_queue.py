@@ -20,6 +20,7 @@ from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.prompt_choice import MAX_EXAMINED, SHARED_PREFIX
 from sglang.srt.managers.scheduler.queue_order import MAX_MATCHED, POLICIES
+from sglang.srt.managers.scheduler.schedule_batch import _leading
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.stop_tokens import StopTokens
 from sglang.srt.managers.scheduler.waiting_queue import WaitingQueue
@@ -301,3 +302,30 @@ def test_images_of_a_prompt_are_summed_once() -> None:
     assert steps._fitting(media, 0, 100) == items[:80]
     assert steps._fitting(media, 0, 100) == items[:80], "those of the step count once"
     assert additions["sizes"] <= 2 * len(items)
+
+
+def test_accepted_tokens_are_the_beginnings_of_the_sampled_ones() -> None:
+    rng = np.random.default_rng(0)
+    tokens, counts = rng.integers(0, 1 << 17, (50, 4)), rng.integers(0, 5, 50).astype(np.int32)
+    expected = [row[:count] for row, count in zip(tokens.tolist(), counts.tolist(), strict=True)]
+    assert _leading(tokens, counts) == expected
+    assert _leading(tokens[:0], counts[:0]) == []
+
+
+def test_a_step_without_failed_loads_asks_no_request_for_its_load() -> None:
+    class Stale(set[object]):
+        times = 0
+
+        def __contains__(self, req: object) -> bool:
+            Stale.times += 1
+            return super().__contains__(req)
+
+    runner = DraftingRunner(8192, 1, 512, 80, 256, tokens_per_step=4, error_rate=1.0, lookahead_slots=3)
+    scheduler = make_scheduler(runner)
+    for number in range(20):
+        add(scheduler, request(f"r{number}", [number + 5] * 3, 100, ignore_eos=True))
+    for number in range(8):
+        for batch in scheduler.in_flight if number > 3 else ():
+            batch.stale = Stale()
+        scheduler.step()
+    assert runner.steps[-4:] == ["verify"] * 4 and not Stale.times

@@ -45,7 +45,11 @@ class Counters:
         self.slack[slots] -= widths - 1
         drafted = widths > 1
         slots, proposed, correct = slots[drafted], widths[drafted] - 1, counts[drafted] - 1
-        self.drafts[slots] += np.stack((np.ones_like(proposed), proposed, correct), axis=1)
+        totals = self.drafts[slots]
+        totals[:, 0] += 1
+        totals[:, 1] += proposed
+        totals[:, 2] += correct
+        self.drafts[slots] = totals
         self.draft_histogram[slots, correct] += 1
 
     def begin(self, slot: int, drafts: DraftCounts) -> None:

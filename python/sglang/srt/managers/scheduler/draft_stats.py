@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang.srt.configs.speculative import NGRAM
 
@@ -69,7 +69,7 @@ class DraftStats:
         self._watched = DraftTotals()
         self._watched_steps = 0
 
-    def verified(self, widths: Sequence[int], counts: Sequence[int]) -> None:
+    def verified(self, widths: npt.ArrayLike, counts: npt.ArrayLike) -> None:
         """Counts a step: for each request, the tokens that the step brought (`widths`) and the sampled tokens that were
         accepted."""
         brought, accepted = np.asarray(widths), np.asarray(counts)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sglang.srt.managers.scheduler.counters import APPENDED, STREAMED
+from sglang.srt.managers.scheduler.counters import APPENDED, CHECKED, STREAMED
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.schedule_batch import Req, SampledTokens
 from sglang.srt.managers.scheduler.text_stop import TextStop
@@ -140,7 +140,7 @@ def append_tokens(reqs: list[Req], sampled: SampledTokens, interval: int, report
     streams, new_ids = sampled.handled(reqs, STREAMED)
     for req, ids in zip(streams, new_ids, strict=True):
         req.output += ids
-    num_appended = sum(map(len, quiet_ids)) + sum(map(len, new_ids))
+    num_appended = int(sampled.counts[sampled.handling != CHECKED].sum())
     drafts = sampled.drafts[sampled.handling == STREAMED]
     return StreamedTokens([req.rid for req in streams], new_ids, drafts, num_appended)
 

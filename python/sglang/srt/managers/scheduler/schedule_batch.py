@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.counters import APPENDED, CHECKED, STREAMED, BySlot, Counters
 from sglang.srt.managers.scheduler.prompt_table import Prompt, Tokens
 from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq
+from sglang.srt.mem_cache.kv_table import Lengths
 from sglang.srt.mem_cache.radix_node import Keys, Node
 from sglang.srt.model_executor.step import StepInput, StepResult
 from sglang.srt.sampling.hidden_states import HiddenStates, num_states
@@ -320,6 +321,8 @@ class SampledTokens(NamedTuple):
     """What to do with these: `CHECKED`, `APPENDED` or `STREAMED`."""
     drafts: npt.NDArray[np.int32]
     """[R, 3] counts of the draft tokens of each request so far."""
+    counts: Lengths
+    """[R] lengths of `ids`."""
 
     def handled(self, reqs: list[Req], how: int) -> tuple[list[Req], list[list[int]]]:
         """Returns the requests, of those that were sampled, whose tokens are handled as `how`, and these tokens."""
@@ -377,18 +380,25 @@ class ScheduleBatch:
         handling[self.may_reach_limit | stops.rows_with_any(tokens)] = CHECKED
         if self.stale:
             handling[:] = CHECKED
-        ids: list[list[int]] = tokens.tolist()
-        if self.result.counts is not None:
-            self._subtract_rejected(counters)
-            ids = [row[:count] for row, count in zip(ids, self.result.counts.tolist(), strict=True)]
-        return SampledTokens(ids, handling, counters.drafts[self.step.sampled_slots])
+        if self.result.counts is None:
+            ids: list[list[int]] = tokens.tolist()
+            counts = np.full(len(tokens), tokens.shape[1], np.int32)
+        else:
+            counts = self.result.counts.numpy().astype(np.int32)
+            self._subtract_rejected(counters, counts)
+            ids = _leading(tokens, counts)
+        return SampledTokens(ids, handling, counters.drafts[self.step.sampled_slots], counts)
 
-    def _subtract_rejected(self, counters: Counters) -> None:
-        """Subtracts rejected draft tokens from the lengths of the requests that still run."""
-        assert self.result is not None and self.result.counts is not None and self.step.widths is not None
-        widths, counts = self.step.widths, self.result.counts.numpy().astype(np.int32)
-        going = [i for i, req in enumerate(self.sampled) if req.finish is None and req not in self.stale]
-        counters.verified(self.step.slots[going], widths[going], counts[going])
+    def _subtract_rejected(self, counters: Counters, counts: Lengths) -> None:
+        """Subtracts rejected draft tokens from the lengths of the requests that still run. counts: accepted tokens."""
+        assert self.step.widths is not None
+        slots, widths = self.step.slots, self.step.widths
+        ended = [i for i, req in enumerate(self.sampled) if req.finish is not None]
+        if self.stale:
+            ended += [i for i, req in enumerate(self.sampled) if req in self.stale]
+        if ended:  # mostly none, and then nothing is copied
+            slots, widths, counts = (np.delete(each, ended) for each in (slots, widths, counts))
+        counters.verified(slots, widths, counts)
 
     def file_logprobs(self, request: int, index: int, token: int) -> None:
         """Stores the log probabilities of a token that its request takes, on the ranks that sample. request: index in
@@ -413,3 +423,12 @@ class ScheduleBatch:
         for i, (req, first, end) in enumerate(self.prompt_logprob_spans):
             logprobs.add_input(req.pending_logprobs, i, range(row, row + end - first), req.tokens[first:end])
             row += end - first
+
+
+def _leading(tokens: npt.NDArray[Any], counts: Lengths) -> list[list[int]]:
+    """Returns the first `counts[i]` of each row of `tokens` [R, k]; all rows become one list first, as a list for each
+    would be made only to be cut."""
+    flat, width = tokens.ravel().tolist(), tokens.shape[1]
+    starts = range(0, len(flat), width)
+    ends = (counts + np.arange(0, len(flat), width)).tolist()
+    return [flat[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -362,13 +362,11 @@ class Scheduler:
             req.decide_handling(interval)
         if report or streamed.rids:
             self.outbox.append(output_message(report, streamed))
-        self.stats.processed(sum(map(len, sampled.ids)))
+        self.stats.processed(int(sampled.counts.sum()))
         if batch.step.widths is not None:
-            assert batch.result is not None and batch.result.counts is not None
-            widths, counts = batch.step.widths.tolist(), batch.result.counts.tolist()
-            self.stats.drafts.verified(widths, counts)
+            self.stats.drafts.verified(batch.step.widths, sampled.counts)
             if self.depth is not None:
-                self.depth.observe(widths, counts)
+                self.depth.observe(batch.step.widths.tolist(), sampled.counts.tolist())
         if self.depth is not None and batch.result is not None and batch.result.confidence is not None:
             self.depth.expect(batch.result.confidence.tolist())
             self.stats.drafts.confidence_cuts = self.depth.confidence_cuts
