@@ -277,6 +277,10 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
     "srt/speculative/test_autoregressive_draft.py::test_a_confidence_head_says_how_likely_draft_tokens_stand": (
         "dspark_rnn",
     ),
+    # Numbers below the range of float16 and above it are scaled in one way.
+    "srt/layers/attention/test_latent_attention.py::test_queries_beyond_what_float16_holds_meet_float8_latents": (
+        "1073741824.0",
+    ),
 }
 
 

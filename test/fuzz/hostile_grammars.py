@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from fuzz.hostile_bodies import CHAT, GENERATE, Hostile, chat, generate
-from fuzz.scale import GRAMMAR_STEP, LONG
+from fuzz.scale import GRAMMAR_STEP, PATTERN_STEP
 
 PATTERNS = {
     "repeated 2^32 - 2 times": "a{4294967294}",
@@ -102,11 +102,11 @@ def given(kind: str, name: str, field: str, text: str) -> Hostile:
 
 
 def patterns() -> Iterator[Hostile]:
-    """In a short run every second of them for `regex`, the others for `stop_regex`."""
+    """In a short run every fourth of them for `stop_regex`, and others for `regex`."""
     for i, (name, pattern) in enumerate(PATTERNS.items()):
-        if LONG or i % 2 == 0:
+        if i % PATTERN_STEP == 0:
             yield given("stop_regex", name, "stop_regex", pattern)
-        if LONG or i % 2:
+        if i % PATTERN_STEP == PATTERN_STEP // 2:
             yield given("regex", name, "regex", pattern)
     many = generate(stop_regex=["(a|b)*" * 200] * 32)
     yield Hostile("32 stop_regex of 1,200 characters", GENERATE, lambda: many)

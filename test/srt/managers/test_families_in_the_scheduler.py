@@ -1,8 +1,8 @@
 """Every family in the scheduler, where memory is short: greedy tokens are those of transformers whether a request is
 alone or among others, computed in chunks, retracted and resumed, or continued from a prefix of which some was evicted.
 
-`make test` runs each family once, in the smaller form of it where there are two, and each kind of window with one size,
-chunks and pages in turn; `make thorough` runs every form, and every window with all chunks and pages.
+`make test` runs each mechanism once, in the smaller form of a family where there are two, and each kind of window with
+one size, chunks and pages in turn; `make thorough` runs every form, and every window with all chunks and pages.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import KINDS, kinds
+from matrix import KINDS, kinds, smallest_kinds
 from rank_processes import run_ranks
 
 from sglang.srt.distributed import parallel_state
@@ -20,7 +20,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.ranks import RankLayout
 
-from .harness import TINY, TinyRunner, plan_for, random_tokens, save_tiny
+from .harness import FURTHER_FORMS, TINY, TinyRunner, plan_for, random_tokens, save_tiny
 
 TOKENS = random_tokens(30, seed=1)
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -39,7 +39,8 @@ FEW_KEY_HEADS = tuple(name for name in NAMES if TINY[name][1].get("linear_num_ke
 TWO_OUTPUT_GROUPS = tuple(name for name in TINY if TINY[name][1].get("o_groups") == 2)
 """Whose grouped output projections two ranks share at most."""
 FOR_FOUR = tuple(name for name in NAMES if name not in (*FEW_KEY_HEADS, *TWO_OUTPUT_GROUPS))
-QUICK_ON_TWO = tuple(dict.fromkeys(KINDS[name].tiny for name in kinds(lacking="repeats, embedded, for ranks")))
+KIND_NAMES = dict.fromkeys((*smallest_kinds(), *kinds(lacking="repeats, embedded, for ranks")))
+QUICK_ON_TWO = tuple({KINDS[name].tiny: None for name in KIND_NAMES if KINDS[name].tiny not in FURTHER_FORMS})
 QUICK_ON_FOUR = ("qwen3", "qwen3_moe", "minimax_m3", "mimo_v2", "llama4", "inkling", "nemotron_h", "kimi_linear")
 """Latents, sinks, and norms over all heads are on four ranks where these have experts of their own."""
 QUICK_EXPERTS = (
