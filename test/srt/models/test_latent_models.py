@@ -130,8 +130,8 @@ def test_experts_are_chosen_by_sums_that_are_not_rounded(tmp_path: Path) -> None
     runner = TinyRunner(plan_for(tmp_path, dtype="bfloat16"))
     router = blocks(runner, 1)[1].route
     logits: list[torch.Tensor] = []
-    original = router.route
-    router.route = lambda values, *args, **options: logits.append(values) or original(values, *args, **options)
+    original = router.by_score
+    router.by_score = lambda values, *args, **options: logits.append(values) or original(values, *args, **options)
     inputs: list[torch.Tensor] = []
     linear = router.linear
     router.linear = lambda x, *args: inputs.append(x) or linear(x, *args)
