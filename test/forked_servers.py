@@ -27,6 +27,8 @@ from typing import Any
 
 import preloaded  # noqa: F401 (by the process that both fork from)
 
+from sglang.srt.utils.process_limits import die_with_parent
+
 
 class ForkedServer:
     """`python LAUNCH... WORDS...` in a session of its own, which writes to `log`. launch: a script, or -m and a module.
@@ -110,7 +112,8 @@ def _serve(launch: list[str], words: list[str], log: str, environment: Mapping[s
 
 
 def _start_fork_server() -> None:
-    """Forks the process that this one's children will be forked from. It ends when those and this one have ended."""
+    """Forks the process that this one's children will be forked from. It ends with this one, and so do children that
+    would end with a parent which had spawned them: one that computes without end keeps a processor from other tests."""
     own = forkserver._forkserver  # type: ignore[attr-defined]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(multiprocessing.connection.arbitrary_address("AF_UNIX"))
@@ -119,6 +122,7 @@ def _start_fork_server() -> None:
         assert len(os.listdir("/proc/self/task")) == 1, "a fork has only one of several threads, and all of their locks"
         pid = os.fork()
         if pid == 0:
+            die_with_parent()
             os.close(alive_w)
             os.close(own._forkserver_alive_fd)
             try:

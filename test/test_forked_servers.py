@@ -1,4 +1,4 @@
-"""What forked servers inherit from the process that asks for them."""
+"""What forked servers inherit from the process that asks for them, and how their children end."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
+from forked_servers import ForkedServer
 from live_server import PYTHON_ROOT
+
+from sglang.srt.utils.process_limits import die_with_parent
 
 FORK_SERVER_STARTED_BY_A_CHILD = """
 import multiprocessing
@@ -40,3 +46,39 @@ def test_signals_reach_servers_where_an_engine_forked_first() -> None:
     script = [sys.executable, "-c", FORK_SERVER_STARTED_BY_A_CHILD]
     ran = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
     assert ran.stdout == "0\n", ran.stderr
+
+
+SERVER_WITH_A_CHILD_THAT_COMPUTES = """
+import multiprocessing
+from test_forked_servers import compute_without_end
+
+child = multiprocessing.get_context("spawn").Process(target=compute_without_end)
+child.start()
+print(child.pid, flush=True)
+child.join()
+"""
+
+
+def compute_without_end() -> None:
+    """As a process does that renders a hostile template."""
+    die_with_parent()
+    while True:
+        pass
+
+
+def test_children_of_a_killed_server_end(tmp_path: Path) -> None:
+    launch, log = tmp_path / "launch.py", tmp_path / "log"
+    launch.write_text(SERVER_WITH_A_CHILD_THAT_COMPUTES)
+    server = ForkedServer([str(launch)], [], log, {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+    child = psutil.Process(int(log.read_text()))
+    assert child.is_running()
+    server.kill()
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
