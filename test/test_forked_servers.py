@@ -52,16 +52,17 @@ SERVER_WITH_A_CHILD_THAT_COMPUTES = """
 import multiprocessing
 from test_forked_servers import compute_without_end
 
-child = multiprocessing.get_context("spawn").Process(target=compute_without_end)
-child.start()
-print(child.pid, flush=True)
-child.join()
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=compute_without_end)
+    child.start()
+    child.join()
 """
 
 
 def compute_without_end() -> None:
-    """As a process does that renders a hostile template."""
+    """As a process does that renders a hostile template. Prints its id first."""
     die_with_parent()
+    print(os.getpid(), flush=True)
     while True:
         pass
 
