@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import golden
 import pytest
 
 from sglang import explain
@@ -73,10 +73,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_golden(model_dir: str, name: str, arch: str, capsys: pytest.CaptureFixture[str]) -> None:
     tp = str(MODELS[name])
     text = run(capsys, "--arch", arch, "--model-path", model_dir, "--tp", tp, "--with-package", "flashinfer")
-    golden = HERE / "golden" / f"{name}.{arch}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        golden.write_text(text)
-    assert text == golden.read_text()
+    golden.check(text, HERE / "golden" / f"{name}.{arch}.txt")
 
 
 def ops(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, dict[str, object]]:

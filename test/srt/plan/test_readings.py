@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+import golden
 import pytest
 
 from srt.kernels import published
@@ -18,11 +18,7 @@ GOLDEN = Path(__file__).parent / "readings"
 
 @pytest.mark.parametrize("name", published.every_name())
 def test_published_configs(name: str, tmp_path: Path) -> None:
-    text, golden = read(published.any_checkpoint(name, tmp_path / "model")), GOLDEN / f"{name}.txt"
-    if os.environ.get("UPDATE_GOLDEN"):
-        GOLDEN.mkdir(exist_ok=True)
-        golden.write_text(text, encoding="utf-8")
-    assert text == golden.read_text(encoding="utf-8")
+    golden.check(read(published.any_checkpoint(name, tmp_path / "model")), GOLDEN / f"{name}.txt")
 
 
 def test_no_golden_is_left_over() -> None:
