@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,24 +14,11 @@ from sglang.srt.function_call.output import MAX_HEADER
 from sglang.srt.function_call.parser import OutputParser
 from sglang.srt.function_call.reader import Markers
 from sglang.srt.function_call.registry import TOOL_CALL_FORMATS
+from srt.function_call.counted_values import Values
 from srt.function_call.outputs import WRITERS
 from srt.function_call.test_chunking import run
 
 FORMATS = [name for name in WRITERS if name in ("minimax-m2", "minimax-m3", "gemma4", "glm45", "qwen3_coder", "step3")]
-
-
-class Values(list[str]):
-    """Values of an enum that count how often one is read."""
-
-    num_read = 0
-
-    def __getitem__(self, place: Any) -> Any:
-        return Values(super().__getitem__(place))
-
-    def __iter__(self) -> Iterator[str]:
-        for value in super().__iter__():
-            Values.num_read += 1
-            yield value
 
 
 def num_read(name: str, calls: list[Any], schema: dict[str, Any]) -> int:
