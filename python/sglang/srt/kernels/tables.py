@@ -67,6 +67,7 @@ _COMPRESSED = "sglang.srt.blocks.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
 _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
 _NGRAMS = "sglang.srt.blocks.ngram_embedding"
+_CONVOLUTION = "sglang.srt.blocks.short_convolution"
 _STREAMS = "sglang.srt.blocks.gated_streams"
 _HYPER = "sglang.srt.blocks.hyper_connections"
 
@@ -334,8 +335,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", f"{_NGRAMS}.reference:NGRAM_EMBEDDING"),
     ),
     "short_convolution": (
-        KernelSpec("triton", f"{_TRITON}.short_convolution:SHORT_CONVOLUTION", CP_ASYNC, "triton", refuse=HALF),
-        KernelSpec("torch_native", "sglang.srt.layers.native_convolution:SHORT_CONVOLUTION"),
+        KernelSpec("triton", f"{_CONVOLUTION}.kernels.short_convolution:KERNELS", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", f"{_CONVOLUTION}.reference:KERNELS"),
     ),
     "hyper_connection": (
         KernelSpec(

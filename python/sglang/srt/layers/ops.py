@@ -9,7 +9,6 @@ from __future__ import annotations
 from sglang.srt.kernels.op import Op
 from sglang.srt.layers import (
     native_block_groups,
-    native_convolution,
     native_draft_rows,
     native_ngram,
     native_ops,
@@ -29,7 +28,6 @@ FUSED_ADD_RMSNORM = Op("fused_add_rmsnorm", native_ops.fused_add_rmsnorm)
 LINEAR = Op("linear", native_ops.linear)
 QUANTIZED_LINEAR = Op("linear", native_ops.quantized_linear)
 """The kernels behind the keys linear/<scheme>: they take a weight, and return its product."""
-SHORT_CONVOLUTION = Op("short_convolution", native_convolution.SHORT_CONVOLUTION)
 
 SILU_AND_MUL = Op("silu_and_mul", native_ops.silu_and_mul)
 GELU_AND_MUL = Op("gelu_and_mul", native_ops.gelu_and_mul)

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights, uneven_sizes
+from sglang.srt.plan.cache_spec import CacheSpec, CacheTensor
+from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 MIN_BLOCK = 16
 """Tokens of the smallest block that matrix instructions score at once."""

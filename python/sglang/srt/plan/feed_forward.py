@@ -11,8 +11,9 @@ from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import dense_unit
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults
-from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.ranks import RankLayout, ShardRange, share_of_units
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 if TYPE_CHECKING:
     from typing import Self

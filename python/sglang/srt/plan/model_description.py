@@ -24,10 +24,11 @@ from sglang.srt.plan.families.family import PLAIN_EMBEDDING, PLAIN_LOGITS, Embed
 from sglang.srt.plan.families.unread import CHANGING, check_layers, check_unread
 from sglang.srt.plan.families.usual import unknown_model
 from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
-from sglang.srt.plan.layer_spec import LayerSpec, Matrix
+from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
+from sglang.srt.plan.weight_spec import Matrix
 
 Config = Mapping[str, Any]
 

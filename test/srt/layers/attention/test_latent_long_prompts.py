@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention import sites
@@ -25,7 +26,6 @@ from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import RankLayout
 from srt.layers.attention.fake_flashinfer import fake_flashinfer
 from srt.layers.attention.reference import relative_error

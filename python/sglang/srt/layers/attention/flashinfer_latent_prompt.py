@@ -34,7 +34,7 @@ from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
 from sglang.srt.layers.attention.triton_ops.latent_prompt import expand_cached, expand_new
 
 if TYPE_CHECKING:
-    from sglang.srt.plan.mixers import MLA
+    from sglang.srt.blocks.mla.spec import MLA
     from sglang.srt.plan.plan import Plan
 
 WORKSPACE_BYTES = 32 << 20

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -20,7 +21,6 @@ from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_o
 from sglang.srt.plan.feed_forward import Router, Shared
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.masks import SelectedBlocks
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     BLOCK_INDEX_NAMES,

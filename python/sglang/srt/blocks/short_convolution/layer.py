@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.blocks.short_convolution.reference import SHORT_CONVOLUTION
+from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
-from sglang.srt.layers.ops import SHORT_CONVOLUTION
 from sglang.srt.layers.parameter import Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.plan.layer_spec import ShortConvolution
 from sglang.srt.plan.ranks import ShardRange, whole
 from sglang.srt.plan.weight_names import PartKey
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.parameter import Init, Scope, WeightShard
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import ShardRange, whole
 
 

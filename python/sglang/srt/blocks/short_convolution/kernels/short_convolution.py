@@ -4,7 +4,7 @@
 
 A request keeps its last KEPT >= TAPS - 1 inputs, position p at p % KEPT, which `keep_last` stores.
 
-Reference: `native_convolution.convolve`.
+Reference: `reference.convolve`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang.srt.blocks.short_convolution.convolution_kernels import ConvolutionKernels
 from sglang.srt.layers.compressed_step import TokenRequests
-from sglang.srt.layers.convolution_kernels import ConvolutionKernels
 from sglang.srt.layers.triton_ops import pdl
 from sglang.srt.layers.triton_ops.keep_last import keep_last
 
@@ -71,4 +71,4 @@ def convolve(
         )  # fmt: skip
 
 
-SHORT_CONVOLUTION = ConvolutionKernels(convolve, keep_last)
+KERNELS = ConvolutionKernels(convolve, keep_last)

@@ -12,7 +12,7 @@ Keep = TypeVar("Keep", covariant=True)
 @dataclass(frozen=True, slots=True)
 class ConvolutionKernels(Generic[Convolve, Keep]):
     """The convolution, and keeping each request's last rows for the next step, with the types of those in
-    `native_convolution`."""
+    `reference`."""
 
     convolve: Convolve
     keep: Keep

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from sglang.srt.blocks.short_convolution.convolution_kernels import ConvolutionKernels
+from sglang.srt.kernels.op import Op
 from sglang.srt.layers.compressed_step import TokenRequests
-from sglang.srt.layers.convolution_kernels import ConvolutionKernels
 from sglang.srt.layers.last_rows import keep_last, token_before, wide
 
 
@@ -24,4 +25,6 @@ def convolve(
     out.copy_(total)
 
 
-SHORT_CONVOLUTION = ConvolutionKernels(convolve, keep_last)
+KERNELS = ConvolutionKernels(convolve, keep_last)
+
+SHORT_CONVOLUTION = Op("short_convolution", KERNELS)

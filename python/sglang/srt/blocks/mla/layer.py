@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.mla.heads import LatentHeads
+from sglang.srt.blocks.mla.indexer import LightningIndexer
+from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
 from sglang.srt.layers.attention.call_site import Attention
-from sglang.srt.layers.attention_block import cache_scale, cache_scale_value, growth_of_queries
+from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.indexer import LightningIndexer
-from sglang.srt.layers.latent_heads import LatentHeads
 from sglang.srt.layers.ops import (
     LATENT_ABSORB,
     LATENT_NORM_ROPE_STORE,
@@ -33,7 +35,6 @@ from sglang.srt.layers.ops import (
     RMSNORM,
 )
 from sglang.srt.layers.parameter import Scope
-from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.metadata import SiteMetadata

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site
@@ -14,7 +15,6 @@ from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import Q_NORM_ROPE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.attention_parts import CacheOfLayer, PerHead
-from sglang.srt.plan.mixers import GQA
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.mla.spec import Indexer
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.ops import INDEX_KEY_STORE, INDEX_NORM_ROPE, INDEX_QUERIES, LINEAR, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope
-from sglang.srt.plan.mixers import Indexer
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.sparse_rows import SparseRows

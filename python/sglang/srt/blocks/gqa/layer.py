@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.short_convolution.layer import ConvolvedRows, convolution_weight
 from sglang.srt.distributed.groups import Group
-from sglang.srt.errors import UserError
+from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
 from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.block_selector import BlockSelector
 from sglang.srt.layers.layernorm import norm_weight
@@ -22,12 +25,10 @@ from sglang.srt.layers.ops import (
     QK_WHOLE_NORM,
     VALUE_NORM,
 )
-from sglang.srt.layers.parameter import Init, Scope, TensorPart, share_param
+from sglang.srt.layers.parameter import Init, Scope, share_param
 from sglang.srt.layers.quantization.activations import Activations, values_of
-from sglang.srt.layers.short_convolution import ConvolvedRows, convolution_weight
 from sglang.srt.plan.attention_parts import (
     OWN_CACHE,
-    AttentionTemperature,
     ElementGate,
     HeadGate,
     OwnCache,
@@ -37,9 +38,7 @@ from sglang.srt.plan.attention_parts import (
 )
 from sglang.srt.plan.fused_rows import FUSED_PART
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import ShardRange
-from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -239,20 +238,6 @@ def softplus_gates(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def growth_of_queries(batch: ForwardBatch, temperature: AttentionTemperature) -> torch.Tensor:
-    """Returns the attention temperature factors [T, 1] fp32 of queries by position, computed once per step. Source:
-    Llama 4 (arXiv 2501.19399); Ministral 3 uses it without an offset, Inkling smooth."""
-    name = f"attn_temperature.{temperature}"
-    if name not in batch.step_cache:
-        ends, length = batch.positions + temperature.offset, temperature.length
-        if temperature.smooth:
-            logs = torch.log((ends / length).clamp(min=1.0))
-        else:
-            logs = torch.log1p(torch.div(ends, length, rounding_mode="floor").float())
-        batch.step_cache[name] = (1.0 + temperature.scale * logs)[:, None]
-    return batch.step_cache[name]
-
-
 class BlockAttention(GQAttention):
     """Attention of a block draft, whose rows come in blocks of one request each (`RowBlock`), [R * B, H] -> [R * B,
     H]."""
@@ -286,16 +271,3 @@ def _with_gates(projections: list[tuple[str, ShardRange]], heads: ShardRange, di
         return [(part, ShardRange(2 * rows.total, run, width)) for run, width in zip(runs, widths, strict=True)]
 
     return [*pieces(0), *others, *pieces(dim)]
-
-
-def cache_scale(scope: Scope, leaf: str) -> torch.Tensor:
-    """Returns a parameter [1] for a checkpoint's fp8 cache scale, 1 if the checkpoint has none."""
-    return scope.param(leaf, (1,), {PartKey(): TensorPart((1,), optional=True)}, Init.ONES, torch.float32)
-
-
-def cache_scale_value(scale: torch.Tensor | None) -> float:
-    """Returns the scale of an fp8 cache, 1 without one. Raises UserError for an invalid scale."""
-    value = 1.0 if scale is None else float(scale.item())
-    if not 0.0 < value < float("inf"):
-        raise UserError(f"the checkpoint's scale of the KV cache is {value}; serve it with --kv-cache-dtype bf16")
-    return value
