@@ -27,6 +27,7 @@ from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.mla.kernels import latent_pack, latent_prompt, latent_store
 from sglang.srt.blocks.mla.spec import MLA, Indexer
 from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
@@ -54,7 +55,6 @@ from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
-from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
 from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
@@ -88,8 +88,6 @@ from sglang.srt.layers.triton_ops import (
     index_rope,
     index_store,
     keep_last,
-    latent_pack,
-    latent_store,
     linear_tiles,
     ngram,
     norm,

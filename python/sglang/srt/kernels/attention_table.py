@@ -34,6 +34,7 @@ from sglang.srt.kernels.conditions import (
 from sglang.srt.kernels.spec import KernelSpec
 
 _ATTENTION = "sglang.srt.layers.attention"
+_MLA = "sglang.srt.blocks.mla"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _SHARED_SPARSE = "sglang.srt.blocks.shared_sparse"
@@ -120,21 +121,21 @@ LONG_PROMPT_ATTENTION = (
 LATENT_PROMPT_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.latent_prompt:TritonLatentPrompt",
+        f"{_MLA}.prompt:TritonLatentPrompt",
         CP_ASYNC,
         "triton",
         takes_plan=True,
         tiled=True,
-        kernel_module=f"{_ATTENTION}.triton_ops.latent_prompt",
+        kernel_module=f"{_MLA}.kernels.latent_prompt",
         refuse=HALF,
     ),
-    KernelSpec("torch_native", f"{_NATIVE}:expanded_latent_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_MLA}.reference:expanded_latent_attention", graph_safe=False),
 )
 # Takes the place of Triton's kernel as LONG_PROMPT_ATTENTION does.
 LONG_LATENT_PROMPT = (
     KernelSpec(
         "flashinfer",
-        f"{_ATTENTION}.flashinfer_latent_prompt:FlashInferLatentPrompt",
+        f"{_MLA}.flashinfer_prompt:FlashInferLatentPrompt",
         CP_ASYNC,
         "flashinfer",
         refuse=all_of(HALF, flashinfer_latent_prompts_are_faster),

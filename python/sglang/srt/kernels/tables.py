@@ -63,6 +63,7 @@ _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
+_MLA = "sglang.srt.blocks.mla"
 _COMPRESSED = "sglang.srt.blocks.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
 _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
@@ -285,11 +286,20 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "qk_whole_norm": _elementwise("qk_whole_norm", "whole_norm"),
     "q_norm_rope": (KernelSpec("torch_native", f"{_NATIVE}:q_norm_rope"),),
     "value_norm": (KernelSpec("torch_native", f"{_NATIVE}:value_norm"),),
-    "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
+    "latent_norm_rope_store": (
+        KernelSpec(
+            "triton",
+            f"{_MLA}.kernels.latent_store:latent_norm_rope_store",
+            CP_ASYNC,
+            "triton",
+            refuse=all_of(no_e4m3_conversion, only_latent),
+        ),
+        KernelSpec("torch_native", f"{_MLA}.reference:latent_norm_rope_store", refuse=only_latent),
+    ),
     **{op: _elementwise(op, "part_rows") for op in ("pack_parts", "merge_parts")},
     "latent_absorb": (
-        KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),
-        KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),
+        KernelSpec("cublas", f"{_MLA}.reference:latent_absorb", CP_ASYNC),
+        KernelSpec("torch_native", f"{_MLA}.reference:latent_absorb"),
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
     **{
@@ -304,12 +314,12 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "latent_pack_store": (
         KernelSpec(
             "triton",
-            f"{_TRITON}.latent_pack:latent_pack_store",
+            f"{_MLA}.kernels.latent_pack:latent_pack_store",
             CP_ASYNC,
             "triton",
             refuse=all_of(HALF, only_packed, no_e4m3_conversion),
         ),
-        KernelSpec("torch_native", f"{_NATIVE_SPARSE}:latent_pack_store", refuse=only_packed),
+        KernelSpec("torch_native", f"{_MLA}.reference:latent_pack_store", refuse=only_packed),
     ),
     "index_norm_rope": (
         KernelSpec("triton", f"{_TRITON}.index_rope:index_norm_rope", CP_ASYNC, "triton", refuse=HALF),

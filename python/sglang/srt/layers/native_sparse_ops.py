@@ -176,11 +176,6 @@ def unpack_latents(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat((latent.flatten(-2), rotary), dim=-1)
 
 
-def latent_pack_store(entries: torch.Tensor, cache: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
-    """Stores entries [T, 576] packed into cache [S, 1, 656] uint8 at out_cache_loc [T]."""
-    cache[out_cache_loc, 0] = pack_latents(entries)
-
-
 def attend_selected(
     q: torch.Tensor,
     sources: Sequence[tuple[torch.Tensor, Selection]],

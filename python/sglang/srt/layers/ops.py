@@ -49,11 +49,6 @@ PREFILL_ATTENTION = Op("prefill_attention", native_ops.context_attention)
 PACK_PARTS = Op("pack_parts", native_ops.pack_parts)
 MERGE_PARTS = Op("merge_parts", native_ops.merge_parts)
 
-LATENT_NORM_ROPE_STORE = Op("latent_norm_rope_store", native_ops.latent_norm_rope_store)
-LATENT_ABSORB = Op("latent_absorb", native_ops.latent_absorb)
-LATENT_PROMPT_ATTENTION = Op("latent_prompt_attention", native_ops.expanded_latent_attention)
-LATENT_PACK_STORE = Op("latent_pack_store", native_sparse_ops.latent_pack_store)
-
 INDEX_NORM_ROPE = Op("index_norm_rope", native_sparse_ops.index_norm_rope)
 INDEX_KEY_STORE = Op("index_key_store", native_sparse_ops.index_key_store)
 INDEX_QUERIES = Op("index_queries", native_sparse_ops.index_queries)

@@ -22,18 +22,18 @@ import torch
 
 from sglang.srt.blocks.mla.heads import LatentHeads
 from sglang.srt.blocks.mla.indexer import LightningIndexer
+from sglang.srt.blocks.mla.reference import (
+    LATENT_ABSORB,
+    LATENT_NORM_ROPE_STORE,
+    LATENT_PACK_STORE,
+    LATENT_PROMPT_ATTENTION,
+)
 from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.ops import (
-    LATENT_ABSORB,
-    LATENT_NORM_ROPE_STORE,
-    LATENT_PACK_STORE,
-    LATENT_PROMPT_ATTENTION,
-    RMSNORM,
-)
+from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.parameter import Scope
 
 if TYPE_CHECKING:

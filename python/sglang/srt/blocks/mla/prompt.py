@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sglang.srt.layers.attention.triton_ops.latent_prompt import latent_prompt_attention
+from sglang.srt.blocks.mla.kernels.latent_prompt import latent_prompt_attention
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class TritonLatentPrompt:
     """Runs `latent_prompt_attention` with the planned tile, or its fallbacks if a launch fails. Implements
-    `native_ops.expanded_latent_attention`."""
+    `reference.expanded_latent_attention`."""
 
     def __init__(self, plan: Plan) -> None:
         self._ladder = plan.fallbacks("latent_prompt_attention")

@@ -1,6 +1,6 @@
 """Latents of sparse attention as bytes: 512 e4m3 numbers, a scale in fp32 for each 128 of them, 64 columns in bfloat16.
 
-Reference: `native_sparse_ops.latent_pack_store`.
+Reference: `reference.latent_pack_store`.
 """
 
 from __future__ import annotations

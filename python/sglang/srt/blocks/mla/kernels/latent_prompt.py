@@ -6,7 +6,7 @@ they see causally, then the latents of their cached prefix, one chunk at a time.
 and log-sum-exp of the one before (`part_o`, `part_lse`), so that the chunks form one softmax, and memory is bounded by
 a chunk.
 
-Reference: `native_ops.expanded_latent_attention`.
+Reference: `reference.expanded_latent_attention`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The work of latent attention on a token before it attends: norm of the latent, rotary embedding, and the store.
 
-Reference: `native_ops.latent_norm_rope_store`. The rotary dims of the queries are rewritten in place.
+Reference: `reference.latent_norm_rope_store`. The rotary dims of the queries are rewritten in place.
 """
 
 from __future__ import annotations

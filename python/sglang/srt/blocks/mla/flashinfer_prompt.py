@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 import torch
 from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
 
-from sglang.srt.layers import native_ops
+from sglang.srt.blocks.mla import reference
+from sglang.srt.blocks.mla.kernels.latent_prompt import expand_cached, expand_new
 from sglang.srt.layers.attention.flashinfer_backend import (
     CHECK_BOUND,
     PLANS_AT_ONCE,
@@ -31,7 +32,6 @@ from sglang.srt.layers.attention.flashinfer_backend import (
     library_kernels,
 )
 from sglang.srt.layers.attention.latent_chunks import LatentChunk, cut_prefixes
-from sglang.srt.layers.attention.triton_ops.latent_prompt import expand_cached, expand_new
 
 if TYPE_CHECKING:
     from sglang.srt.blocks.mla.spec import MLA
@@ -121,7 +121,7 @@ class FlashInferLatentPrompt:
         assert attend is not None and cached > chunk_tokens
         given = (starts, cache, chunks)
         attend(q, entries, w_uk, w_uv, out, *given, scale=spec.softmax_scale)
-        native_ops.expanded_latent_attention(q, entries, w_uk, w_uv, wanted, *given, scale=spec.softmax_scale)
+        reference.expanded_latent_attention(q, entries, w_uk, w_uv, wanted, *given, scale=spec.softmax_scale)
         error = float((out.float() - wanted.float()).norm() / wanted.float().norm())
         if not error < CHECK_BOUND:
             raise RuntimeError(f"its attention over latents is wrong by {error:.3f} of the result")
@@ -144,7 +144,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class FlashInferLatents:
-    """Implements `native_ops.expanded_latent_attention` for the layers of one step: `causal` is planned for the new
+    """Implements `reference.expanded_latent_attention` for the layers of one step: `causal` is planned for the new
     tokens, each of `cached` for a chunk."""
 
     scale: float
