@@ -15,6 +15,8 @@ from unittest.mock import patch
 
 import torch
 
+from sglang.srt.blocks.block_selection.kernels.block_scores import block_scores
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.engram.spec import Engram
@@ -56,7 +58,6 @@ from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
-from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
@@ -103,7 +104,6 @@ from sglang.srt.layers.triton_ops import (
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
-from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec
 from sglang.srt.plan.model_description import ModelDescription

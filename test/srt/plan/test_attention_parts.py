@@ -6,10 +6,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.plan.attention_parts import CacheOfLayer, ElementGate, HeadGate, PerHead, Softmax, Values, Whole
-from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.cache_spec import FULL, Window
 from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.layer_spec import ParallelConfig

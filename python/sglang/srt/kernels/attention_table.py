@@ -39,7 +39,7 @@ _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _SHARED_SPARSE = "sglang.srt.blocks.shared_sparse"
 _POOLED_SPARSE = "sglang.srt.blocks.pooled_sparse"
-_NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
+_BLOCK_SELECTION = "sglang.srt.blocks.block_selection"
 
 
 _FLASHINFER_REFUSES = all_of(
@@ -218,20 +218,20 @@ SELECTED_BLOCK_ATTENTION = (
 BLOCK_INDEXER = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.block_groups:TritonBlockIndexer",
+        f"{_BLOCK_SELECTION}.indexer:TritonBlockIndexer",
         CP_ASYNC,
         "triton",
         takes_plan=True,
         tiled=True,
-        kernel_module=f"{_ATTENTION}.triton_ops.block_scores",
+        kernel_module=f"{_BLOCK_SELECTION}.kernels.block_scores",
         refuse=all_of(HALF, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_indexer", graph_safe=False),
+    KernelSpec("torch_native", f"{_BLOCK_SELECTION}.reference:block_indexer", graph_safe=False),
 )
 BLOCK_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.block_groups:TritonBlockAttention",
+        f"{_ATTENTION}.block_attention:TritonBlockAttention",
         CP_ASYNC,
         "triton",
         takes_plan=True,
@@ -239,6 +239,6 @@ BLOCK_ATTENTION = (
         kernel_module=f"{_ATTENTION}.triton_ops.block_attention",
         refuse=all_of(HALF, no_e4m3_conversion, only_equal_head_dims, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:attend_blocks", graph_safe=False),
+    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:attend_blocks", graph_safe=False),
     KernelSpec("flashinfer_msa", requires=CP_ASYNC, not_here=NOT_YET),
 )

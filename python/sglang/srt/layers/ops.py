@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from sglang.srt.kernels.op import Op
 from sglang.srt.layers import (
-    native_block_groups,
     native_draft_rows,
     native_ngram,
     native_ops,
@@ -54,5 +53,4 @@ INDEX_KEY_STORE = Op("index_key_store", native_sparse_ops.index_key_store)
 INDEX_QUERIES = Op("index_queries", native_sparse_ops.index_queries)
 SPARSE_INDEXER = Op("sparse_indexer", native_sparse_ops.sparse_indexer)
 SPARSE_ATTENTION = Op("sparse_attention", native_sparse_ops.attend_selected)
-BLOCK_INDEXER = Op("block_indexer", native_block_groups.block_indexer)
-BLOCK_ATTENTION = Op("block_attention", native_block_groups.attend_blocks)
+BLOCK_ATTENTION = Op("block_attention", native_sparse_ops.attend_blocks)

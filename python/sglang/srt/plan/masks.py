@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sglang.srt.plan.block_selection import BlockIndexer
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.plan.cache_spec import FULL, Full, Window
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.block_selection.layer import BlockSelector
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.short_convolution.layer import ConvolvedRows, convolution_weight
 from sglang.srt.distributed.groups import Group
@@ -15,7 +16,6 @@ from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_val
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site
-from sglang.srt.layers.block_selector import BlockSelector
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import (

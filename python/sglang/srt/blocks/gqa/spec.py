@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import (
@@ -30,7 +31,6 @@ from sglang.srt.plan.attention_parts import (
     Whole,
 )
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
-from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.cache_spec import (
     PER_REQUEST,
     CacheSpec,

@@ -4,7 +4,7 @@ A program computes ROWS neighbouring tokens, all their heads as the columns of o
 block; the grid depends on shapes only. Keys are the rows, so that the maximum over a block is one reduction of the
 product. The tokens of a block have consecutive slots, so one row table lookup finds them all. If the tokens belong to
 several requests, a program handles these one after the other. Tokens that see no more blocks than are selected get no
-scores. Reference: `native_block_groups.block_scores`.
+scores. Reference: `reference.block_scores`.
 """
 
 from __future__ import annotations

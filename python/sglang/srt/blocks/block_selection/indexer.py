@@ -1,5 +1,4 @@
-"""Block-sparse attention with this project's Triton kernels: selection of blocks of tokens for each token and head, and
-attention to the selected blocks. Reference, with shapes: `native_block_groups`."""
+"""Selection of blocks of tokens for each token and head with this project's Triton kernels."""
 
 from __future__ import annotations
 
@@ -7,12 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.kernels.launch import fallbacks_of
-from sglang.srt.kernels.tile_configs import config_for
+from sglang.srt.blocks.block_selection.kernels.block_scores import block_scores
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.sparse import logit_columns, rows_at_once
-from sglang.srt.layers.attention.triton_ops import block_attention
-from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 
 if TYPE_CHECKING:
@@ -20,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TritonBlockIndexer:
-    """Implements `native_block_groups.block_indexer`. It computes the scores of as many tokens as their memory allows,
+    """Implements `reference.block_indexer`. It computes the scores of as many tokens as their memory allows,
     selects blocks for these tokens, and repeats. The host reads nothing from the device, so a CUDA graph may capture
     it. If no token can see more than `top_blocks` blocks, it selects all of them without scores."""
 
@@ -61,43 +57,3 @@ class TritonBlockIndexer:
     ) -> None:
         """Fills scores [at least T, H, blocks]. sizes: tokens of a block, `top_blocks`, `local_blocks`."""
         self._tiles.run(lambda tile: block_scores(q, keys, rows, *sizes, scores, tile=tile, num_sms=self._num_sms))
-
-
-class TritonBlockAttention:
-    """Implements `native_block_groups.attend_blocks` with the tile that the plan has for the number of tokens, or with
-    that tile's fallbacks if a launch fails."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._tile_configs = plan.tiles("block_attention")
-        self._num_sms = plan.arch.num_sms
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        selection: Selection,
-        lens: torch.Tensor,
-        block: int,
-        out: torch.Tensor,
-        *,
-        scale: float,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> None:
-        fallbacks_of("block_attention", config_for(self._tile_configs, len(q)), block_attention.__name__).run(
-            lambda tiles: block_attention.block_attention_fwd(
-                q,
-                k_cache,
-                v_cache,
-                selection,
-                lens,
-                block,
-                out,
-                scale=scale,
-                tile=tiles[0],
-                num_sms=self._num_sms,
-                k_scale=k_scale,
-                v_scale=v_scale,
-            )
-        )
