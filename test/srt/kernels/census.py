@@ -31,6 +31,9 @@ from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.blocks.mla.kernels import latent_pack, latent_prompt, latent_store
 from sglang.srt.blocks.mla.spec import MLA, Indexer
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.kernels import topk
+from sglang.srt.blocks.moe.spec import MoE, Router
 from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
@@ -99,12 +102,10 @@ from sglang.srt.layers.triton_ops import (
     rope_store,
     sampling,
     skinny_gemm,
-    topk,
     whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
-from sglang.srt.plan.feed_forward import Dense, MoE, Router
 from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout

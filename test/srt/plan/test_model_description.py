@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.hf_config import select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import detect
 from sglang.srt.errors import UserError
 from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import CacheGroup, cache_groups
-from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model

@@ -12,6 +12,7 @@ import torch
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
 from sglang.srt.blocks.mla.kernels import latent_store
+from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
 from sglang.srt.kernels.tiles import HEAD_DIMS, fp4_head_dims
 from sglang.srt.layers.triton_ops import (
@@ -26,7 +27,6 @@ from sglang.srt.layers.triton_ops import (
     rope_store,
     sampling,
     skinny_gemm,
-    topk,
     whole_norm,
 )
 

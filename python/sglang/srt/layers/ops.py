@@ -11,7 +11,6 @@ from sglang.srt.layers import (
     native_draft_rows,
     native_ngram,
     native_ops,
-    native_routing,
     native_sparse_ops,
 )
 
@@ -33,10 +32,6 @@ GELU_AND_MUL = Op("gelu_and_mul", native_ops.gelu_and_mul)
 RELU2 = Op("relu2", native_ops.relu2)
 CLAMPED_SWIGLU = Op("clamped_swiglu", native_ops.gated)
 FUSED_MOE = Op("fused_moe", native_ops.fused_moe)
-TOPK_SOFTMAX = Op("topk_softmax", native_routing.topk_softmax)
-TOPK_SIGMOID = Op("topk_sigmoid", native_routing.topk_sigmoid)
-TOPK_SQRTSOFTPLUS = Op("topk_sqrtsoftplus", native_routing.topk_sqrtsoftplus)
-TOPK_HASH = Op("topk_hash", native_routing.topk_hash)
 
 QK_NORM_ROPE_STORE = Op("qk_norm_rope_store", native_ops.qk_norm_rope_store)
 QK_WHOLE_NORM = Op("qk_whole_norm", native_ops.qk_whole_norm)

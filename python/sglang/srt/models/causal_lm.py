@@ -28,6 +28,12 @@ from sglang.srt.blocks.mamba2.layer import Mamba2Mixer
 from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.blocks.mla.layer import LatentAttention
 from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.blocks.mlp.alternating import AlternatingMLP
+from sglang.srt.blocks.mlp.layer import GatedMLP
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.branches import ExpertBranches
+from sglang.srt.blocks.moe.layer import MoELayer
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.blocks.ngram_embedding.layer import NgramBlock
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.per_layer_embedding.layer import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
@@ -44,13 +50,9 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
-from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.mlp import GatedMLP
-from sglang.srt.layers.moe.branches import ExpertBranches
-from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
@@ -58,7 +60,6 @@ from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStrea
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
-from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ABSENT, BLOCK_ROWS, LayerSpec, Sum
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@
 them:
 
     layer.mixer      mixes the tokens of a request: GQA, MLA, CompressedSparse, GatedDelta, KimiDelta
-    layer.ffn        computes each token alone: Dense, MoE (`feed_forward`)
+    layer.ffn        computes each token alone: Dense, MoE
     layer.inputs     adds an embedding of the token in every layer: PerLayerEmbedding, in few families
     layer.ngrams     adds embeddings of the last few tokens before a layer: NgramEmbedding, likewise
     layer.residual   the residual stream: how the blocks' outputs add up

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.kernels.op import Op
+
 Routing = tuple[torch.Tensor, torch.Tensor]
 """Weights [T, k] fp32 and expert ids [T, k] int32."""
 
@@ -158,3 +160,9 @@ def _routed(
         padding = torch.arange(len(ids), device=ids.device)[:, None] >= num_valid
         weights, ids = weights.masked_fill(padding, 0.0), ids.masked_fill(padding, -1)
     return weights, ids
+
+
+TOPK_SOFTMAX = Op("topk_softmax", topk_softmax)
+TOPK_SIGMOID = Op("topk_sigmoid", topk_sigmoid)
+TOPK_SQRTSOFTPLUS = Op("topk_sqrtsoftplus", topk_sqrtsoftplus)
+TOPK_HASH = Op("topk_hash", topk_hash)

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.moe.layer import MoELayer
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart
-from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.blocks.moe.routing import TopK
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.layers.parameter import Init, Scope
-from sglang.srt.plan.feed_forward import Router
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch

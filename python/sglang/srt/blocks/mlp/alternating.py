@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.mlp.layer import gate_of
+from sglang.srt.blocks.mlp.spec import Dense
 from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.mlp import gate_of
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations, values_of
-from sglang.srt.plan.feed_forward import Dense
 from sglang.srt.plan.ranks import ShardRange
 from sglang.srt.plan.weight_names import PartKey
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.native_routing import ImageCorrection
+from sglang.srt.blocks.moe.reference import ImageCorrection
 from sglang.srt.layers.triton_ops import pdl
 
 LAUNCH = {"ROWS": 1, "num_warps": 1}

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.mlp.spec import Dense
 from sglang.srt.configs.activation import GELU, RELU2, SILU, Activation
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers import ops
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import Activations
-from sglang.srt.plan.feed_forward import Dense
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.moe.reference import TOPK_HASH, TOPK_SIGMOID, TOPK_SOFTMAX, TOPK_SQRTSOFTPLUS, ImageCorrection
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.errors import UserError
-from sglang.srt.layers.native_routing import ImageCorrection
-from sglang.srt.layers.ops import LINEAR, TOPK_HASH, TOPK_SIGMOID, TOPK_SOFTMAX, TOPK_SQRTSOFTPLUS
+from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:

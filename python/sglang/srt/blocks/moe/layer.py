@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.mlp.alternating import AlternatingMLP
+from sglang.srt.blocks.mlp.layer import GatedMLP
+from sglang.srt.blocks.moe.routing import TopK
+from sglang.srt.blocks.moe.sink_routing import SinkTopK
+from sglang.srt.blocks.moe.spec import MoE, Shared
 from sglang.srt.configs.activation import Activation
 from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.alternating_mlp import AlternatingMLP
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.mlp import GatedMLP
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
-from sglang.srt.layers.moe.sink_routing import SinkTopK
-from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.ops import FUSED_MOE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import MIN_ROWS, Activations, RowFormat, row_format, values_of
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
-from sglang.srt.plan.feed_forward import MoE, Shared
 from sglang.srt.plan.needs import WIDE_EXPERTS
 
 if TYPE_CHECKING:
