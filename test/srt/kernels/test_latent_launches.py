@@ -24,7 +24,8 @@ from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups
-from sglang.srt.plan.plan import Plan, make_plan, parallel_config_of
+from sglang.srt.plan.model_planner import parallel_config_of
+from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.server_args import ServerArgs
 from srt.distributed.partial_sums import NoAllReduce

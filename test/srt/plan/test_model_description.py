@@ -22,8 +22,8 @@ from sglang.srt.plan.caches import CacheGroup, cache_groups
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, HeadShares, RankLayout
