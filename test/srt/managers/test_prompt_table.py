@@ -95,9 +95,9 @@ def test_samples_that_wait_share_their_prompt() -> None:
     reqs = list(scheduler.reqs.values())
     assert all(req.tokens.prompt is reqs[0].tokens.prompt for req in reqs)
     assert all(req.cache_keys(64).base is reqs[0].cache_keys(64).base for req in reqs), "their keys are one, too"
-    assert scheduler.held.prompts.num_bytes == 100 * 12
+    assert scheduler.totals.prompts.num_bytes == 100 * 12
     run_to_end(scheduler, collector)
-    assert scheduler.held.prompts.num_bytes == 0 and len(scheduler.held.prompts) == 0
+    assert scheduler.totals.prompts.num_bytes == 0 and len(scheduler.totals.prompts) == 0
 
 
 def test_parameters_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_prompts_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert collector.finish["alone"].type == "length", "one that exceeds the limit may come alone"
     for rid in ("its sample", "other"):
         assert collector.finish[rid].status_code == 503 and "send this one again later" in collector.finish[rid].message
-    assert scheduler.held.prompts.num_bytes == 0
+    assert scheduler.totals.prompts.num_bytes == 0
     add(scheduler, request("later", [5, 6], 4, ignore_eos=True))
     run_to_end(scheduler, collector)
     assert collector.finish["later"].type == "length"
@@ -152,7 +152,7 @@ def test_attention_groups_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert collector.finish["same"].type == "length"
     assert collector.finish["second"].status_code == 503
     run_to_end(first, collector)
-    assert collector.finish["first"].type == "length" and first.held.prompts.num_bytes == 0
+    assert collector.finish["first"].type == "length" and first.totals.prompts.num_bytes == 0
 
 
 def test_attention_groups_have_one_limit_of_parameters_and_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,4 +165,4 @@ def test_attention_groups_have_one_limit_of_parameters_and_of_the_queue(monkeypa
     run_to_end(second, collector)
     assert collector.finish["second"].status_code == 503
     run_to_end(first, collector)
-    assert collector.finish["first"].type == "length" and not first.held.parameter_bytes
+    assert collector.finish["first"].type == "length" and not first.totals.parameter_bytes

@@ -173,7 +173,7 @@ class ResponseStore:
             if ended is not None:
                 self._remove(ended)
                 continue
-            oldest = next(filter(lambda held: held.items is not None, self._held.values()), None)
+            oldest = next(filter(lambda each: each.items is not None, self._held.values()), None)
             if oldest is None:
                 break
             oldest.drop()

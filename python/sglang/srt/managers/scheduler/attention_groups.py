@@ -20,7 +20,7 @@ import numpy as np
 
 from sglang.srt.managers.front.replica_router import ReplicaLoad, ReplicaRouter
 from sglang.srt.managers.scheduler.batch_builder import vocab_mask
-from sglang.srt.managers.scheduler.intake import MAX_QUEUED_REQUESTS, HeldByRequests
+from sglang.srt.managers.scheduler.intake import MAX_QUEUED_REQUESTS, RequestTotals
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -133,9 +133,9 @@ class AttentionGroups:
         count = runner.groups.dp.size
         queued = args.max_queued_requests or MAX_QUEUED_REQUESTS
         args = replace(args, max_queued_requests=-(-queued // count))
-        held = HeldByRequests()
+        totals = RequestTotals()
         self.schedulers = [
-            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth, held)  # type: ignore[arg-type]
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth, totals)  # type: ignore[arg-type]
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache

@@ -25,7 +25,7 @@ of a prompt has its own copy."""
 
 
 @dataclass(slots=True)
-class HeldByRequests:
+class RequestTotals:
     """What the current requests of a process hold in main memory, in all attention groups together."""
 
     prompts: PromptTable = field(default_factory=PromptTable)
@@ -54,7 +54,7 @@ class Intake:
     kv: KVTable
     media: MediaSteps
     reqs: Mapping[str, Req]
-    held: HeldByRequests
+    totals: RequestTotals
     counters: Counters
 
     def request_of(
@@ -65,7 +65,7 @@ class Intake:
         num_queued: int,
     ) -> tuple[Req, FinishReason | None]:
         """Returns the request of a message, and why it is refused (the caller must then give its prompt back to
-        `held.prompts`); None: it may enter the queue, which has `num_queued`. seed: used if the request has none."""
+        `totals.prompts`); None: it may enter the queue, which has `num_queued`. seed: used if the request has none."""
         wanted, length = msg.sampling_params.max_new_tokens, len(msg.input_ids)
         # Draft tokens may lie beyond the end.
         capacity = self.kv.max_request_len - (self.runner.tokens_per_step - 1)
@@ -74,7 +74,7 @@ class Intake:
             media = self.media.plan_prompt(msg)
         except MediaRefused as error:
             message = str(error)
-        prompt = self.held.prompts.take(msg.input_ids, media is not None)
+        prompt = self.totals.prompts.take(msg.input_ids, media is not None)
         limit = min(capacity, length + wanted if wanted is not None else capacity)
         req = Req(msg, seed, limit, stop_ids, media, prompt, self.counters)
         if length > capacity or (length == capacity and wanted != 0):
@@ -95,16 +95,16 @@ class Intake:
         maximum = self.max_queued or MAX_QUEUED_REQUESTS
         if num_queued >= maximum:
             return f"The queue is full ({maximum} requests)."
-        if self.held.prompts.num_bytes > MAX_PROMPT_BYTES and self.held.prompts.num_users > 1:
+        if self.totals.prompts.num_bytes > MAX_PROMPT_BYTES and self.totals.prompts.num_users > 1:
             return f"The prompts that run or wait may have {MAX_PROMPT_BYTES >> 20} MiB; send this one again later."
-        if req.parameter_bytes and self.held.parameter_bytes + req.parameter_bytes > MAX_PARAMETER_BYTES:
+        if req.parameter_bytes and self.totals.parameter_bytes + req.parameter_bytes > MAX_PARAMETER_BYTES:
             return (
                 "The grammars, stop strings, stop_token_ids and logit_bias of the requests that run or wait may have"
                 f" {MAX_PARAMETER_BYTES >> 20} MiB; send this one again later."
             )
         if not req.max_hidden_rows:
             return ""
-        values = (self.held.hidden_rows + req.max_hidden_rows) * self.runner.plan.description.hidden_size
+        values = (self.totals.hidden_rows + req.max_hidden_rows) * self.runner.plan.description.hidden_size
         if values * VALUE_BYTES <= MAX_HELD_BYTES:
             return ""
         return f"The hidden states of all requests together may reach {MAX_HELD_BYTES >> 20} MiB; try again later."

@@ -21,7 +21,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.drafts.depth import Depth
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.counters import CHECKED, Counters
-from sglang.srt.managers.scheduler.intake import HeldByRequests, Intake
+from sglang.srt.managers.scheduler.intake import Intake, RequestTotals
 from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, output_message, rejected_token
 from sglang.srt.managers.scheduler.prompt_choice import PromptChoice
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
@@ -73,9 +73,9 @@ class Scheduler:
         runner: ModelRunner,
         stop_checker: StopChecker,
         depth: Depth | None = None,
-        held: HeldByRequests | None = None,
+        totals: RequestTotals | None = None,
     ) -> None:
-        """depth: chooses how many draft tokens a step verifies; None: all of them. held: shared with other
+        """depth: chooses how many draft tokens a step verifies; None: all of them. totals: shared with other
         schedulers of this process; None: there are none."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
@@ -111,8 +111,8 @@ class Scheduler:
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
         self.reqs: dict[str, Req] = {}
-        self.held, self.stops = held or HeldByRequests(), StopTokens(self.plan.model.vocab_size)
-        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.held, counters)
+        self.totals, self.stops = totals or RequestTotals(), StopTokens(self.plan.model.vocab_size)
+        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.totals, counters)
         self.held_tokens = 0
         """Of these, with their output so far."""
         self.outbox: list[BatchTokenIDOut] = []
@@ -413,9 +413,9 @@ class Scheduler:
         req.finish, req.plain = req.pending_finish or reason, False
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
-        self.held.prompts.give_back(req.prompt, req.media is not None)
+        self.totals.prompts.give_back(req.prompt, req.media is not None)
         self.stops.remove(req.stop_ids)
-        self.held.remove(req)
+        self.totals.remove(req)
         req.handling = CHECKED
         self.media.end(req)
         if req in self.chunked:
@@ -439,13 +439,13 @@ class Scheduler:
         self._expire(msg.received)
         req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued)
         if refusal is not None:
-            self.held.prompts.give_back(req.prompt, req.media is not None)
+            self.totals.prompts.give_back(req.prompt, req.media is not None)
             self.refuse(req, refusal)
             return None
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
         self.stops.add(req.stop_ids)
-        self.held.add(req)
+        self.totals.add(req)
         self.waiting.append(req)
         self.order.enqueued(req)
         if self.host_tier is not None:
