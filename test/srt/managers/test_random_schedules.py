@@ -24,7 +24,7 @@ from sglang.srt.managers.scheduler.schedule_policy import DecodeInterval
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
-from sglang.srt.mem_cache import kv_table
+from sglang.srt.mem_cache import kv_table, radix_cache
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -227,10 +227,11 @@ class Schedule:
 
 @contextmanager
 def short_pauses() -> Iterator[None]:
-    """Chunks of so short prompts end where states are kept, too."""
+    """Chunks of so short prompts end where states are kept, too, and chains of so short paths are merged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_table, "PAUSE_UNIT", 8)
         patch.setattr(kv_table, "PAUSE_LEAST", 16)
+        patch.setattr(radix_cache, "MAX_PATH", 1)
         torch.set_num_threads(1)
         yield
 

@@ -157,6 +157,8 @@ class Arrival:
     """Row for the state at the end of the prefix; 0: none is copied."""
     adopted: bool = False
     """Whether the tree has it already, though the copy goes on."""
+    base: Node | None = None
+    """Where the adopted part begins, locked, so that it does not become one node with what was there before."""
 
     @classmethod
     def begin(cls, prefix: CachedPrefix, keys: Keys, namespace: str | None) -> Arrival:
@@ -202,6 +204,8 @@ class Arrival:
         """Enters everything in the tier's tree before it has been copied. It stays locked until `end`, and its users
         must wait for the copy themselves."""
         row = self.row
+        self.base = self.node
+        self.tier.tree.lock(self.base)
         self._adopt()
         self.adopted = True
         if row and self.tier.checkpoints is not None:
@@ -212,6 +216,8 @@ class Arrival:
         if self.row and self.tier.checkpoints is not None:
             self.tier.checkpoints.unpin(self.row)
         self.row = 0
+        if self.base is not None:
+            self.tier.tree.unlock(self.base)
 
     def adopted_nodes(self) -> list[Node]:
         """Returns the nodes that `adopt` added, and all that were added below them since."""

@@ -153,6 +153,7 @@ class HostTier:
         self._offers: dict[Node, float] = {}
         """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first, and until when they are to be
         kept there before others; 0: they are not."""
+        kv.tree.is_remembered = lambda node: node in self._offers
         self._copies = CopiesUnderWay(self.device.page_size)
         """Begun and not ended. Those without a handle wait for the step to be launched."""
         self._wrong: list[Transfer] = []
