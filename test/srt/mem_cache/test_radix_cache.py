@@ -492,6 +492,26 @@ def test_long_prompts_in_many_chunks_stay_few_nodes() -> None:
     assert max(node.key.size for node in nodes) <= MAX_MERGED
 
 
+def test_a_short_node_does_not_keep_a_long_prompt_in_memory() -> None:
+    """What splits and evictions leave of a prompt keeps at most twice its own size alive."""
+    _, cache = filled(1 << 14)
+    rng = np.random.default_rng(0)
+    headers = rng.integers(0, 150_000, (40, 16))
+    for header in headers:
+        long = np.concatenate((header, rng.integers(0, 150_000, 5000)))
+        if cache.allocator.available_size() < len(long):
+            cache.evict(len(long))
+        walk(cache, long)
+        for other in headers:
+            cache.match_prefix(other)
+    cache.evict(100)
+    arrays = [array for node in cache.nodes() for array in (node.key, node.value)]
+    wholes = {id(whole): whole.nbytes for whole in (a if a.base is None else a.base for a in arrays)}
+    assert sum(wholes.values()) <= 2 * sum(a.nbytes for a in arrays)
+    assert any(node.key.size == 16 for node in cache.nodes())
+    cache.check()
+
+
 @pytest.mark.parametrize("needed", ["a lock", "a branch", "a longer time", "whoever remembers it"])
 def test_ends_that_somebody_needs_stay(needed: str) -> None:
     allocator, cache = filled()

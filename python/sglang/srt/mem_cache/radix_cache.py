@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
 from sglang.srt.mem_cache.eviction_queue import EvictionQueue, RetentionQueue
 from sglang.srt.mem_cache.node_chains import MAX_PATH, chains
-from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, NodesCallback
+from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, NodesCallback, compact
 from sglang.srt.mem_cache.window_table import WindowTable
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -194,14 +194,15 @@ class RadixCache:
         locks that point at it still cover the whole path."""
         parent = node.parent
         assert parent is not None
-        upper = Node(node.key[:length], node.value[:length], parent, node.edge, node.last_access)
+        upper = Node(compact(node.key[:length]), compact(node.value[:length]), parent, node.edge, node.last_access)
         upper.kept_until = node.kept_until
         if upper.kept_until:
             self._kept_nodes.add(upper)
         upper.lock_ref = node.lock_ref  # its depth follows from its parent's; that of `node` stays
         parent.children[node.edge] = upper
-        node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
-        upper.windows, node.windows = [w[:length] for w in node.windows], [w[length:] for w in node.windows]
+        node.key, node.value, node.parent = compact(node.key[length:]), compact(node.value[length:]), upper
+        upper.windows = [compact(w[:length]) for w in node.windows]
+        node.windows = [compact(w[length:]) for w in node.windows]
         for window in self.windows:
             window.queue(upper)
         node.edge = node.key[: self.page_size].tobytes()
@@ -330,11 +331,11 @@ class RadixCache:
         self._kept -= num_tokens if leaf.kept_until else 0
         for window in self.windows:
             window.drop(leaf.windows[window.index][keep:])
-        leaf.windows = [w[:keep] for w in leaf.windows]
+        leaf.windows = [compact(w[:keep]) for w in leaf.windows]
         if self.checkpoints is not None:
             self.checkpoints.drop(leaf)
         if keep:
-            leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
+            leaf.key, leaf.value = compact(leaf.key[:keep]), compact(leaf.value[:keep])
             leaf.depth -= num_tokens
             leaf.shrunk = True
             self._queue(leaf)
