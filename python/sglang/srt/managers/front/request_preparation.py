@@ -17,6 +17,7 @@ import numpy as np
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.checked_ids import checked_ids
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.logprob_budget import ASSUMED_OUTPUT
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.wire.io_struct import MediaItem, TokenizedGenerateReq
@@ -77,6 +78,8 @@ class PreparedCall:
     num_samples: int
     media: list[MediaItem] = field(default_factory=list)
     """Images and videos of all prompts."""
+    num_logprobs: int = 0
+    """Log probabilities for which it needs room before it is sent."""
 
 
 class RequestPreparer:
@@ -151,7 +154,7 @@ class RequestPreparer:
         )
         requests: list[TokenizedGenerateReq] = []
         received = time.time()
-        num_tokens = num_chars = num_logprobs = num_hidden = 0
+        num_tokens = num_chars = num_logprobs = num_reserved = num_hidden = 0
         for prompt, sources, rid, (p, explicit_length), wanted in zip(
             prompts, media, rids, params, options, strict=True
         ):
@@ -188,13 +191,15 @@ class RequestPreparer:
             )
             self._check_logprobs(request)
             room = MAX_LOGPROBS - num_logprobs
-            num_logprobs += num_samples * self._bound_logprobs(request, explicit_length, room // num_samples)
+            bound, reserved = self._bound_logprobs(request, explicit_length, room // num_samples)
+            num_logprobs += num_samples * bound
+            num_reserved += num_samples * reserved
             if wanted[6]:
                 room = MAX_CALL_BYTES // self._state_bytes - num_hidden
                 num_hidden += num_samples * self._bound_hidden(request, explicit_length, room // num_samples)
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return PreparedCall(rids, requests, texts, num_samples, placed_items)
+        return PreparedCall(rids, requests, texts, num_samples, placed_items, num_reserved)
 
     def _priority(self, given: int | None) -> int:
         if given is not None and self._refuse_priorities:
@@ -385,11 +390,11 @@ class RequestPreparer:
         if bad is not None:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
 
-    def _bound_logprobs(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
-        """Returns how many log probabilities a sample may produce. Shrinks a default output length until they are at
-        most `room`."""
+    def _bound_logprobs(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> tuple[int, int]:
+        """Returns how many log probabilities a sample may produce, and for how many it needs room at first. Shrinks a
+        default output length until they are at most `room`."""
         if not request.return_logprob:
-            return 0
+            return 0, 0
         width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
         num_inputs = 0 if request.logprob_start_len < 0 else len(request.input_ids) - request.logprob_start_len
         maximum = room // width - num_inputs
@@ -399,7 +404,8 @@ class RequestPreparer:
                 f"{num_inputs} tokens of the prompt and {length} of the output with {width} log probabilities each are "
                 f"more than a call may have, {MAX_LOGPROBS} for all its prompts and samples; ask for fewer."
             )
-        return (num_inputs + length) * width
+        assumed = length if explicit_length else min(length, ASSUMED_OUTPUT)
+        return (num_inputs + length) * width, (num_inputs + assumed) * width
 
     def _bound_hidden(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
         """Returns how many hidden states a sample may produce. Shrinks a default output length until they are at most
