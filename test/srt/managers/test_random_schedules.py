@@ -141,7 +141,7 @@ class Schedule:
                 tensor.view(torch.uint8 if narrow else tensor.dtype).fill_(GARBAGE_BYTE if narrow else GARBAGE)
         self.collector = Collector()
         self.hints = random.Random(seed)
-        """Of the prompts that are to stay cached, and of the time, which decide nothing else."""
+        """Of the prompts that are to stay cached, of the time, and of who takes turns, which decide nothing else."""
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.seen: Counter[str] = Counter()
         self.hits: Counter[int] = Counter()
@@ -155,6 +155,8 @@ class Schedule:
             add(self.scheduler, request(rid, ids, self.wanted[rid][1], temperature=0.0, ignore_eos=True))
             if self.hints.random() < 0.2:
                 self.scheduler.reqs[rid].keep_until = float(self.hints.randrange(1, 6))
+            if self.hints.random() < 0.2:  # as if its grammar were slow to follow: it waits for its turn
+                self.scheduler.reqs[rid].set_mask_ms(self.hints.choice((4, 16)))
 
     def step(self) -> None:
         for _ in range(self.random.randrange(1, 9)):
