@@ -13,13 +13,13 @@ pytest.importorskip("triton")
 
 from sglang.ledger.coverage import coverage
 from sglang.ledger.launch_form import Form, recording
+from sglang.srt.blocks.mla.layer import LatentAttention
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.models.causal_lm import CausalLM

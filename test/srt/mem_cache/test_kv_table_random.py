@@ -13,15 +13,8 @@ import pytest
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.radix_node import Node
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache, latent_cache
 from sglang.srt.plan.caches import CacheGroup, group_caches
-from sglang.srt.plan.layer_spec import (
-    PER_REQUEST,
-    CacheSpec,
-    CacheTensor,
-    Window,
-    key_value_cache,
-    latent_cache,
-)
 from sglang.srt.plan.pool_sizes import PoolSizes, plan_pools, sized_cost
 
 OPERATIONS = 1200

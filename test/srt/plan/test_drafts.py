@@ -15,8 +15,8 @@ from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import row_tables
-from sglang.srt.plan.layer_spec import Window
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
 from srt.kernels.published import any_checkpoint, configs

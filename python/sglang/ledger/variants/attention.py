@@ -9,6 +9,7 @@ import triton
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant
+from sglang.srt.blocks.mla.kernels.latent_prompt import gather_constants, gather_latents_kernel, latent_prompt_kernel
 from sglang.srt.kernels import tiles
 from sglang.srt.layers.attention.triton_ops.common import split_head_dim
 from sglang.srt.layers.attention.triton_ops.decode_attention import (
@@ -25,11 +26,6 @@ from sglang.srt.layers.attention.triton_ops.extend_attention import extend_kerne
 from sglang.srt.layers.attention.triton_ops.extend_biased import extend_biased_kernel
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_kernel
 from sglang.srt.layers.attention.triton_ops.latent_decode import latent_decode_kernel
-from sglang.srt.layers.attention.triton_ops.latent_prompt import (
-    gather_constants,
-    gather_latents_kernel,
-    latent_prompt_kernel,
-)
 from sglang.srt.layers.attention.triton_ops.prefix_parts import WHOLE
 from sglang.srt.layers.triton_ops.fp4_rows import group_block
 

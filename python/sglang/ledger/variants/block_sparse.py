@@ -8,7 +8,8 @@ from typing import Any
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant
 from sglang.ledger.variants.sparse import merges, tile_variants, tiles_of
-from sglang.srt.layers.attention.triton_ops import block_attention, block_scores
+from sglang.srt.blocks.block_selection.kernels import block_scores
+from sglang.srt.layers.attention.triton_ops import block_attention
 
 OPS = ("block_indexer", "block_attention")
 

@@ -11,6 +11,8 @@ import torch
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
+from sglang.srt.blocks.mla.kernels import latent_store
+from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
 from sglang.srt.kernels.tiles import HEAD_DIMS, fp4_head_dims
 from sglang.srt.layers.triton_ops import (
@@ -19,14 +21,12 @@ from sglang.srt.layers.triton_ops import (
     draft_rows,
     embedding,
     gemv,
-    latent_store,
     ngram,
     norm,
     part_rows,
     rope_store,
     sampling,
     skinny_gemm,
-    topk,
     whole_norm,
 )
 

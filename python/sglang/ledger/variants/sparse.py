@@ -8,12 +8,13 @@ from typing import Any
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
+from sglang.srt.blocks.mla.kernels import latent_pack
 from sglang.srt.kernels import tiles
 from sglang.srt.layers.attention.entry_shares import MAX_SHARES
 from sglang.srt.layers.attention.triton_ops import index_logits, select_entries, sparse_attention
 from sglang.srt.layers.attention.triton_ops.sparse_packed import packed_attention_kernel
 from sglang.srt.layers.attention.triton_ops.sparse_steps import merge_shares_kernel
-from sglang.srt.layers.triton_ops import index_rope, index_store, latent_pack
+from sglang.srt.layers.triton_ops import index_rope, index_store
 
 OPS = (
     *("index_norm_rope", "index_key_store", "index_queries", "sparse_indexer", "sparse_attention"),

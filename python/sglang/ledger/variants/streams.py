@@ -13,8 +13,9 @@ from sglang.srt.blocks.engram.spec import SCALE_GROUP
 from sglang.srt.blocks.gated_streams.kernels import gated_streams
 from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
 from sglang.srt.blocks.pooled_sparse.kernels import selected_blocks
+from sglang.srt.blocks.short_convolution.kernels import short_convolution
 from sglang.srt.kernels import tiles
-from sglang.srt.layers.triton_ops import keep_last, short_convolution
+from sglang.srt.layers.triton_ops import keep_last
 from sglang.srt.layers.triton_ops.norm import row_launch
 
 OPS = ("gated_streams", "ngram_embedding", "short_convolution", "selected_block_attention")

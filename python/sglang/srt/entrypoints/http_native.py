@@ -115,14 +115,15 @@ BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 async def generate(request: Request) -> Response:
     engine = engine_of(request)
     manager, sessions = engine.manager, state_of(request).sessions
+    incremental = manager.args.incremental_streaming_output
     call, session = await _call(engine, await read_body(request, GenerateBody), body_bytes(request))
+    call.repeats_output = not incremental
     releases_body(request, call)
     if not call.stream and session is None and not _wants_hidden_states(call):
         return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
     if not call.stream:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
         return await until_disconnect(request, response_with_hidden_states(work))
-    incremental = manager.args.incremental_streaming_output
     if session is None and not _wants_hidden_states(call):
         return await stream_events(
             manager, request, call, lambda stream: NativeEvents(manager, call, stream, incremental),

@@ -24,6 +24,7 @@ from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.kernels.tile_configs import OpTileConfigs, Shape, TileConfigs
 from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.cache_spec import PER_REQUEST
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Trial, describe_pools
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
@@ -40,7 +41,7 @@ from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, p
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, ParallelConfig
+from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite, ParallelConfig
 from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import check_placeholders, describe_media
 from sglang.srt.plan.memory import (

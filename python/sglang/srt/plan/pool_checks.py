@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 from sglang.srt.errors import UserError
+from sglang.srt.plan.cache_spec import PerRequest
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.capacity import Capacity, Trial
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.layer_spec import ParallelConfig, PerRequest
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import cache_cost
