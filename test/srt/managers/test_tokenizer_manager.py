@@ -337,6 +337,28 @@ def test_log_probabilities_of_all_calls_are_bounded(monkeypatch: pytest.MonkeyPa
     play(test)
 
 
+def test_log_probabilities_of_a_prompt_come_with_its_first_token() -> None:
+    """Though the scheduler sends parts of them before."""
+
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(return_logprob=True, logprob_start_len=0, stream=True))
+        await bench.request()
+        for part in ([(None, 1)], [(-0.1, 2)]):
+            bench.send("r", logprobs=OutputLogprobs(input=part, input_top=[None] if part[0][0] is None else [[]]))
+        await bench.sync()
+        bench.send("r", "a", [7], logprobs=OutputLogprobs(output=[(-0.2, 7)], input=[(-0.3, 3)], input_top=[[]]))
+        first = await anext(stream)
+        bench.send("r", "b", [8], LENGTH, logprobs=OutputLogprobs(output=[(-0.4, 8)]))
+        (second,) = [output async for output in stream]
+        assert first.text == "a" and first.new_ids == [7] and first.logprobs is not None
+        assert first.logprobs.input == [(None, 1), (-0.1, 2), (-0.3, 3)] and first.logprobs.input_top == [None, [], []]
+        assert first.logprobs.output == [(-0.2, 7)] and first.logprobs.input_token_ids is None
+        assert second.logprobs is not None and second.logprobs.input is None
+        await stream.aclose()
+
+    play(test)
+
+
 def test_abort_by_public_id() -> None:
     """All samples end, by one message, and the caller gets what there is."""
 

@@ -222,8 +222,11 @@ class GrammarManager:
         assert pending.build is not None
         if pending.build.done():
             return BuildState.READY if pending.build.exception() is None else BuildState.FAILED
-        late = self._verifier is not None and self._clock() >= pending.deadline
-        return BuildState.FAILED if late else BuildState.RUNNING
+        return BuildState.FAILED if self.is_late(pending) else BuildState.RUNNING
+
+    def is_late(self, pending: PendingGrammar) -> bool:
+        """Returns whether the deadline has passed, on the leader; False on other ranks."""
+        return self._verifier is not None and self._clock() >= pending.deadline
 
     def built(self, pending: PendingGrammar) -> Grammar:
         """Returns a grammar for this request alone, before its first token. The build's state must be READY."""

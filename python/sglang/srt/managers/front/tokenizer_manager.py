@@ -473,6 +473,11 @@ class TokenizerManager:
             text, logprobs = batch.new_text[i], log_probabilities[i]
             if logprobs is not None and (error := self._logprobs.receive(stream, logprobs.num_values)) is not None:
                 stream.fail(error)
+            if sequence.prompt_logprobs is not None and logprobs is not None:
+                logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs.followed_by(logprobs), None
+            if logprobs is not None and not (ids or finish):  # the rest of the prompt's comes
+                sequence.prompt_logprobs = logprobs
+                continue
             stream.push(GenerateOutput(sequence.index, text, ids, finish, meta, logprobs, hidden))
 
     def _finish(self, rid: str, sequence: ActiveSequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:

@@ -356,6 +356,8 @@ class Scheduler:
             if due and req.may_continue:
                 report.append(req)
             req.decide_handling(interval)
+        if batch.prompt_logprob_spans:
+            report += batch.with_many_prompt_logprobs()
         if report or streamed.rids:
             self.outbox.append(output_message(report, streamed))
         self.stats.processed(int(sampled.counts.sum()))
