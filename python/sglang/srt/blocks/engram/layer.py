@@ -19,8 +19,7 @@ from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
 from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.table import FP8_FILES
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import DefersNoSum, Site
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, constant, random_codes
@@ -54,7 +53,7 @@ class EngramRecord:
         return replace(self, texts=self.texts.clone(), requests=self.requests.copy())
 
 
-class EngramBlock:
+class EngramBlock(DefersNoSum):
     """Engram, streams [T, N, H] -> addition to the streams [T, N, H]."""
 
     def __init__(self, scope: Scope, spec: Engram, site: Site) -> None:
@@ -96,10 +95,6 @@ class EngramBlock:
             OF_IMAGE,
             int(numbers[spec.pad_token]),
         )
-
-    def defer_all_reduce(self) -> Group | None:
-        """Returns None: every rank computes all of it."""
-        return None  # every rank computes all of it
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         assert self.hashed is not None, "the weights are loaded"

@@ -17,8 +17,7 @@ import torch
 from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.ngram_embedding.table import NgramTable
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import DefersNoSum, Site
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
@@ -49,7 +48,7 @@ class NgramRecord:
         return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=self.requests.copy())
 
 
-class NgramBlock:
+class NgramBlock(DefersNoSum):
     """N-gram embeddings, streams [T, N, H] -> addition to the streams [T, N, H]."""
 
     def __init__(self, scope: Scope, spec: NgramEmbedding, site: Site) -> None:
@@ -69,10 +68,6 @@ class NgramBlock:
         taps = TensorPart((wide, 1, spec.taps), convert=lambda stored: stored[:, 0])
         self.conv = scope.sub("conv").param("weight", (wide, spec.taps), {PartKey(): taps})
         self.kernels = scope.plan.entry(NGRAM_EMBEDDING_OP)
-
-    def defer_all_reduce(self) -> Group | None:
-        """Returns None: every rank computes all of it."""
-        return None  # every rank computes all of it
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         requests, cache = compressed_step(batch).requests, self.cache
