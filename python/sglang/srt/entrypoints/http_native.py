@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, 
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, Generated, until_disconnect
 from sglang.srt.entrypoints.long_outputs import written
-from sglang.srt.entrypoints.native_hidden_states import hidden_states_as_json, stream_with_json
+from sglang.srt.entrypoints.native_hidden_states import response_with_hidden_states, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
@@ -123,7 +123,7 @@ async def generate(request: Request) -> Response:
         return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
     if not call.stream:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
-        return json_response(await until_disconnect(request, hidden_states_as_json(work)))
+        return await until_disconnect(request, response_with_hidden_states(work))
     if session is None and not _wants_hidden_states(call):
         return await stream_events(
             manager, request, call, lambda stream: NativeEvents(manager, call, stream, incremental),

@@ -237,6 +237,10 @@ class AttentionGroups:
         if (owner := self._owner(rid)) is not None:
             owner.end_named(rid, reason)
 
+    def note_slow_mask(self, rid: str, milliseconds: int) -> None:
+        if (owner := self._owner(rid)) is not None:
+            owner.note_slow_mask(rid, milliseconds)
+
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         self._owner_of(req).hold(req, pending)
 

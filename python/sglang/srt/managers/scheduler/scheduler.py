@@ -182,6 +182,7 @@ class Scheduler:
         """Returns the next batch, None if there is nothing to do. Prefill goes first unless its interval says
         otherwise, and the running requests decode in the same step: prefill turns waiting requests into running ones,
         and full decode steps are the most efficient."""
+        self.running.take_turns()
         batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
@@ -355,6 +356,8 @@ class Scheduler:
             if due and req.may_continue:
                 report.append(req)
             req.decide_handling(interval)
+        if batch.prompt_logprob_spans:
+            report += batch.with_many_prompt_logprobs()
         if report or streamed.rids:
             self.outbox.append(output_message(report, streamed))
         self.stats.processed(int(sampled.counts.sum()))
@@ -431,6 +434,11 @@ class Scheduler:
         """Ends a request, unless it has ended already."""
         if rid in self.reqs:
             self.end(self.reqs[rid], reason)
+
+    def note_slow_mask(self, rid: str, milliseconds: int) -> None:
+        """Notes how long a request's grammar takes for a token, unless the request has ended."""
+        if rid in self.reqs:
+            self.reqs[rid].set_mask_ms(milliseconds)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
