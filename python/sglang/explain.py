@@ -231,7 +231,7 @@ def _describe_attention_groups(planner: ModelPlanner, tokens: int) -> str:
 def _describe_dcp(planner: ModelPlanner, tokens: int) -> tuple[str, ...]:
     """Describes what DCP gains and costs."""
     args, (model, parallel) = planner.args, planner.describe()
-    sites = [layer.mixer.attention_site(parallel.attn_tp_size, parallel.dcp_size) for layer in model.layers]
+    sites = [layer.mixer.attention_site(parallel.attn_tp_size, parallel.ranks.dcp_size) for layer in model.layers]
     layers = sum(site is not None and site.dcp_size > 1 for site in sites)
     try:
         whole = trial_or_advice(replace(planner.changed(dcp_size=1), advises=False)).capacity

@@ -153,7 +153,7 @@ class CapacityPlanner:
         extend = self.choices.get("extend_attention")
         if not graphs or not (extend is None or extend.spec.graph_prefill):
             return graphs, (), []
-        return graphs, defaults.cuda_graph_prefill_tokens(self.of_rank.model, self.parallel.tp_size, tokens), []
+        return graphs, defaults.cuda_graph_prefill_tokens(self.of_rank.model, self.parallel.ranks.tp_size, tokens), []
 
     def _pool_tokens(self, sizes: Sizes, cost: CacheCost) -> int:
         """Returns the most tokens that the pool can have besides rotary tables with a position for each of them."""
@@ -187,7 +187,7 @@ class CapacityPlanner:
         pages; -1: whole prompts."""
         chunk, page = self.args.chunked_prefill_size, self.parallel.page_size
         chunk = size.chunked_prefill_size if chunk is None else chunk
-        return chunk if chunk == -1 else max(page, chunk // self.parallel.attn_dp_size // page * page)
+        return chunk if chunk == -1 else max(page, chunk // self.parallel.ranks.attn_dp_size // page * page)
 
 
 def stages_of(
@@ -198,7 +198,7 @@ def stages_of(
     features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(parallel.kv_dtype)
     behind = NO_EXTRAS
     if draft is not None:
-        copies = of_rank.head.rows if parallel.pp_size > 1 and not of_rank.model.tie_embeddings else 0
+        copies = of_rank.head.rows if parallel.ranks.pp_size > 1 and not of_rank.model.tie_embeddings else 0
         behind = Behind(draft.num_layers, draft.weight_bytes(parallel.dtype, fp8_cache, features, copies))
     stages = cut_stages(of_rank, parallel.dtype, fp8_cache, features, behind)
     if draft is not None:

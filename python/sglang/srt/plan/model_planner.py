@@ -139,7 +139,7 @@ class ModelPlanner:
         chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)
         choices = chosen.by_key() if self.served else chosen.chosen()
         check_backends(choices, None if draft is None else draft.description)
-        of_group = args_of_group(args, parallel.attn_dp_size)
+        of_group = args_of_group(args, parallel.ranks.attn_dp_size)
         planner = CapacityPlanner(
             of_group, of_rank, parallel, self.context_len, self.arch, choices, self.available, draft
         )
@@ -205,18 +205,12 @@ def parallel_config_of(args: ServerArgs, dtype: str, model: ModelDescription) ->
     kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
     if not model.caches_in_fp8:
         kv_dtype = dtype
-    ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
     return ParallelConfig(
         dtype,
         kv_dtype,
         args.page_size or 1,
-        ranks.tp_size,
-        state_dtype,
-        ranks.ep_size,
-        ranks.pp_size,
-        ranks.dcp_size,
-        ranks.attn_dp_size,
-        ranks.dp_lm_head,
+        asked_layout(args),
+        args.mamba_ssm_dtype or "",
         args.enable_quantized_all_reduce,
         "off" if args.disable_two_batch_overlap else "on" if args.enable_two_batch_overlap else "auto",
     )

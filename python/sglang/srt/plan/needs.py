@@ -19,7 +19,7 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
     experts = _experts(of_rank)
     blocks = (block for layer in model.layers for block in layer.token_blocks)
     feed_forward = [need for block in blocks for need in block.needs(parallel)]
-    sharded = parallel.tp_size > 1
+    sharded = parallel.ranks.tp_size > 1
     return (
         Need("decode_inputs", q_dtype=dtype),
         *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
@@ -30,7 +30,7 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *_wide_experts(feed_forward, model, experts),
-        *([Need("all_reduce", q_dtype=dtype, ranks=parallel.tp_size)] if sharded else []),
+        *([Need("all_reduce", q_dtype=dtype, ranks=parallel.ranks.tp_size)] if sharded else []),
     )
 
 

@@ -131,7 +131,7 @@ class Plan:
         """Where attention reads only what an indexer selects, and why not everywhere, as text for people; "" without an
         indexer."""
         return describe_selection(
-            self.description, ParallelConfig(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size)
+            self.description, ParallelConfig(self.dtype, self.kv_cache_dtype, 1, RankLayout(self.ranks.attn_tp_size))
         )
 
     @property
@@ -357,7 +357,7 @@ def make_plan(
             arch,
             links,
             stage.model.hidden_size,
-            sizes.decode_rows * parallel.attn_dp_size,
+            sizes.decode_rows * parallel.ranks.attn_dp_size,
         ),
         two_batch_overlap=two_batch_rule(
             args, None if links is None else links.library_topology, trial.description, trial.chosen.by_key()
@@ -388,7 +388,7 @@ def _with_host_cache(
         host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes)
     ranks_share = ranks_share_caches(everything, parallel)
     weights = RankBytes(memory.weights, int(memory.weights * active_share(everything)))
-    alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.attn_dp_size == 1
+    alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.ranks.attn_dp_size == 1
     sharers = parallel.ranks.world_size if alike else 1
     host_cache, notes = plan_host_cache(
         args,

@@ -35,7 +35,7 @@ def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConf
         states = any(isinstance(group.lifetime, PerRequest) for group in cache_groups(model, parallel))
         return replace(parallel, page_size=math.lcm(whole, STATE_PAGE) if states and whole > 1 else whole)
     # DCP ranks shard the tokens of a page, so their number must divide it.
-    parallel = replace(parallel, page_size=math.lcm(parallel.page_size, parallel.dcp_size))
+    parallel = replace(parallel, page_size=math.lcm(parallel.page_size, parallel.ranks.dcp_size))
     if parallel.page_size % whole:
         raise UserError(
             f"{model.architecture} caches or reads up to {whole} tokens as one, and a page holds these together:"
