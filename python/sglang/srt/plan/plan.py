@@ -36,6 +36,7 @@ from sglang.srt.plan.draft_plan import (
     plan_draft,
     with_draft_layers,
 )
+from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
@@ -547,7 +548,7 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) ->
     layers = description.layers
     if media is not None and media.image_token is not None:
         token = media.image_token
-        layers = tuple(
+        layers = interned(
             replace(layer, ffn=layer.ffn.with_image_token(token), ngrams=layer.ngrams.with_image_token(token))
             for layer in layers
         )
