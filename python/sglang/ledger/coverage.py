@@ -3,7 +3,7 @@ resources.
 
 A row covers a launch of the same kernel with the same tile, if everything that its compilation assumed holds in the
 launch: types (float16 counts as bfloat16), constants, numbers that are 1, and multiples of 16 among pointers and
-strides. Only the kernel's FormRule, next to its variants, allows more:
+strides. Only the kernel's FormRule allows more:
 
 - `free` constants may have any value, those `at_most` and `at_least` any that is not above or below the row's;
 - the divisibility of `counts` does not matter;
@@ -16,16 +16,15 @@ fallback is recorded for its shared memory: flags, which do not change it, are n
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.ledger.form_rule import FormRule
+from sglang.ledger.form_rules import FORM_RULES, FormRule
 from sglang.ledger.launch_form import Form, form_of, kernel_name
-from sglang.ledger.measure import VARIANT_MODULES, variant_table
+from sglang.ledger.measure import variant_table
 from sglang.ledger.targets import COMPLETE
 from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import ArchTraits
@@ -39,15 +38,6 @@ _FREE_EVERYWHERE = frozenset({"PDL"})
 
 class UncoveredLaunch(RuntimeError):
     """Raised for a launch without a row in the ledger."""
-
-
-@functools.cache
-def form_rules() -> Mapping[str, FormRule]:
-    """Returns the form rules by kernel ("norm.rmsnorm_kernel") of all modules that describe launches."""
-    rules: dict[str, FormRule] = {}
-    for name in VARIANT_MODULES:
-        rules |= importlib.import_module(name).FORM_RULES
-    return rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +116,7 @@ class _Launch:
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.rule = form_rules().get(form.kernel, FormRule())
+        self.rule = FORM_RULES.get(form.kernel, FormRule())
         self.constants = dict(form.constants)
         self.unread = {name for name in self.rule.optional if self.constants.get(name, "") is None}
         self.unread |= self._where(self.rule.absent)

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.ledger.variant import Variant
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -35,6 +37,13 @@ class Form:
     def kernel(self) -> str:
         """Returns "gemv.gemv_kernel": the module's last name and the function's."""
         return kernel_name(self.fn)
+
+    def variant(self, op: str, key: str, default: bool = True) -> Variant:
+        """Returns what Triton compiles for the launch, as a variant of this op and key."""
+        tile = {name: value for name, value in self.constants if "BLOCK" in name}
+        tile |= {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        multiples, ones = tuple(sorted(self.multiples)), tuple(sorted(self.ones))
+        return Variant(op, key, self.fn, dict(self.types), dict(self.constants), multiples, tile, default, ones)
 
     def __str__(self) -> str:
         given = dict(self.constants)

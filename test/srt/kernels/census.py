@@ -15,6 +15,8 @@ from unittest.mock import patch
 
 import torch
 
+from sglang.ledger.launch_form import recording
+from sglang.ledger.variant import Variant
 from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.engram.spec import Engram
@@ -38,7 +40,7 @@ from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, r
 from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
 from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels, VerifiedRows
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
-from sglang.srt.configs.activation import Activation
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
@@ -1198,6 +1200,18 @@ def _launch(
             moe.fused_moe(
                 x, w13, w2, weights, ids, act, tile_configs_of(w13, w2, ids, arch.features, tiles), arch.features
             )
+
+
+def grouped_product(
+    kind: str, scheme: Scheme | None, tile: Tile, sizes: tuple[int, int], arch: ArchTraits, bias: bool = False
+) -> Variant:
+    """One grouped product, `kind` "gate_up" or "down", with a tile, in the table or not. sizes: hidden, of an
+    expert."""
+    act = GPT_OSS_SWIGLU if bias else SILU
+    matrices, _ = _expert_matrices(128, *sizes, scheme, False, act, bias, arch)
+    with recording(arch.name) as found:
+        _launch(matrices, 8, [(16, MoeTiles(float("inf"), tile, tile))], act, arch)
+    return next(form.variant("fused_moe", kind) for form in found if form.kernel == f"kernels.{kind}_kernel")
 
 
 class NoLibrary:

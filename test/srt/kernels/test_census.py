@@ -25,10 +25,11 @@ from sglang.ledger import command as ledger
 from sglang.ledger import compile as compiling
 from sglang.ledger import coverage as covering
 from sglang.ledger import rules as ledger_rules
-from sglang.ledger.coverage import Coverage, UncoveredLaunch, check_launches, coverage, form_rules
+from sglang.ledger.coverage import Coverage, UncoveredLaunch, check_launches, coverage
+from sglang.ledger.form_rules import FORM_RULES
 from sglang.ledger.launch_form import Form, kernel_name, recording
 from sglang.ledger.lock_writer import write_lock
-from sglang.ledger.measure import variant_table
+from sglang.ledger.measure import variant_of, variant_table
 from sglang.ledger.variant import Variant
 from sglang.srt import blocks, layers
 from sglang.srt.configs.activation import SILU
@@ -37,7 +38,7 @@ from sglang.srt.kernels.ledger_file import LOCK_DIR, Row, RowKey, read_lock
 from sglang.srt.kernels.tiles import HEAD_DIMS
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
-from sglang.srt.layers.triton_ops import activation, norm
+from sglang.srt.layers.triton_ops import norm
 from sglang.srt.managers import launch
 from sglang.srt.managers.scheduler import scheduler_process
 from sglang.srt.managers.wire.ipc import Ports
@@ -132,12 +133,12 @@ def test_every_kernel_is_in_the_census_and_on_record(forms: dict[Form, int]) -> 
     launched = {form.kernel for form in forms}
     assert names - launched == set(UNSERVED), "a launcher that the census does not run"
     assert names - recorded == set(), "a kernel without rows"
-    assert form_rules().keys() <= names, "a rule for a kernel that does not exist"
+    assert FORM_RULES.keys() <= names, "a rule for a kernel that does not exist"
 
 
 def test_rules_name_parameters_that_exist() -> None:
     by_name = {kernel_name(kernel): set(kernel.arg_names) for kernel in kernels()}
-    for name, rule in form_rules().items():
+    for name, rule in FORM_RULES.items():
         conditions = {condition.partition("=")[0] for condition in (*rule.absent, *rule.counts_where)}
         named = rule.free | rule.at_most | rule.at_least | rule.counts | rule.optional
         # Rules that several kernels share name what one of them does not have.
@@ -327,17 +328,6 @@ def test_defect_a_launchers_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_defect_a_constant_that_launcher_and_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times the block of both: the rows are no longer those that were measured."""
-    monkeypatch.setattr(activation, "SMALL_BLOCK", activation.SMALL_BLOCK | {"BLOCK": 4096})
-    variant_table.cache_clear()
-    try:
-        problems = list(ledger_rules.missing("sm120", read_lock("sm120"), variant_table("sm120")))
-    finally:
-        variant_table.cache_clear()
-    assert any("silu_and_mul/small tile w4 s3 BLOCK4096 is not in the lock" in problem for problem in problems)
-
-
 def test_defect_a_missing_kernel() -> None:
     table = {key: v for key, v in variant_table("sm120").items() if v.fn is not decode_attention.combine_kernel}
     problems = Coverage(table).uncovered(launches_of("Qwen3-0.6B"))
@@ -360,11 +350,8 @@ def test_defect_an_unaligned_dimension() -> None:
 
 def test_defect_a_feature_that_spills() -> None:
     """What the audit met: a float8 cache with a window, a cap and sinks, on the tile that serves it without."""
-    from sglang.ledger.variants.attention import describe
-
     tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    flags = ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")
-    variant = describe("extend_attention", (256, 256), "fp8_e4m3", tile, "window_cap_sinks", flags)
+    variant = variant_of("sm120", "extend_attention", "256x256/bfloat16/fp8_e4m3/window_cap_sinks").with_tile(tile)
     key = (variant.op, variant.key, "M64 N32 w8 s2")
     rows = {key: Row("", {"3.9.0/sm_120": compiling.compile_variant(variant, "sm_120")})}
     (problem,) = ledger_rules.over_spill_budget("sm120", rows, {key: variant})
