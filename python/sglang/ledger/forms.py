@@ -49,7 +49,7 @@ def write_forms(lock: str, table: Mapping[RowKey, Variant], directory: Path = HE
     once."""
     by_kernel: dict[str, dict[str, dict[str, Any]]] = {}
     for key, variant in table.items():
-        by_kernel.setdefault(kernel_name(variant.fn), {})["/".join(key)] = _facts(variant)
+        by_kernel.setdefault(kernel_name(variant.fn), {})["/".join(key)] = facts_of(variant)
     parts = []
     for name, rows in by_kernel.items():
         common = {parameter: _most_frequent([facts[parameter] for facts in rows.values()]) for parameter in
@@ -83,7 +83,8 @@ def _modules() -> dict[str, list[Path]]:
     return files
 
 
-def _facts(variant: Variant) -> dict[str, Any]:
+def facts_of(variant: Variant) -> dict[str, Any]:
+    """Returns what a form says of each parameter."""
     facts: dict[str, Any] = {}
     for name, kind in variant.signature.items():
         suffix = " 1" if name in variant.ones else " 16" if name in variant.divisible_by_16 else ""
