@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from srt.kernels.published import configs
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import SKINNY_MAX_ROWS, SKINNY_MIN_N
@@ -16,7 +17,6 @@ from sglang.srt.layers.attention import sites
 from sglang.srt.models.causal_lm import BLOCKS
 from sglang.srt.plan.defaults import cuda_graph_prefill_tokens
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.tuning.attention_model import Prompt
 from sglang.tuning.mixer_ops import LONG_PROMPTS, mixer_ops

@@ -15,10 +15,12 @@ from itertools import pairwise
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.cache_spec import CacheSpec, PerRequest, Window
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, ParallelConfig, PerRequest, Window
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.plan.weights import matrix_bytes
 from sglang.tuning.cost_model import used_blocks
 from sglang.tuning.rates import rates_of

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.layer_spec import LayerSpec, Matrix, ParallelConfig
+from sglang.srt.plan.layer_spec import LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.tuning.ops import Elementwise, Linear, Op
 from sglang.tuning.step import Step, decode_step
 from sglang.tuning.steps import StepTime, head_ops, layer_ops, time_step, timed, total, unserved_ops

@@ -20,10 +20,11 @@ from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, Matrix, ParallelConfig
+from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.tuning.best_times import Best, best
 from sglang.tuning.mixer_ops import mixer_ops
 from sglang.tuning.ops import (

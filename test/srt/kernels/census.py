@@ -18,17 +18,25 @@ import torch
 
 from sglang.ledger.launch_form import named, recording
 from sglang.ledger.variant import Variant
+from sglang.srt.blocks.block_selection.kernels.block_scores import block_scores
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.gated_streams.kernels import gated_streams
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.hyper_connections.kernels import hyper_connection
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.kernels import channel_recurrence
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.mla.kernels import latent_pack, latent_prompt, latent_store
+from sglang.srt.blocks.mla.spec import MLA, Indexer
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.kernels import topk
+from sglang.srt.blocks.moe.spec import MoE, Router
 from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
@@ -41,6 +49,8 @@ from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm, r
 from sglang.srt.blocks.recurrent_state.rule import Rule, gated_delta_rule, kimi_delta_rule
 from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels, VerifiedRows
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
+from sglang.srt.blocks.short_convolution.kernels import short_convolution
+from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
@@ -54,9 +64,7 @@ from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.kernels.tiles import AttentionTile, attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
-from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
-from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
@@ -89,8 +97,6 @@ from sglang.srt.layers.triton_ops import (
     index_rope,
     index_store,
     keep_last,
-    latent_pack,
-    latent_store,
     linear_tiles,
     ngram,
     norm,
@@ -100,19 +106,15 @@ from sglang.srt.layers.triton_ops import (
     quantized_sums,
     rope_store,
     sampling,
-    short_convolution,
     skinny_gemm,
-    topk,
     whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole
-from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec, Matrix, ShortConvolution
-from sglang.srt.plan.mixers import GQA, MLA, Indexer
+from sglang.srt.plan.layer_spec import Absent, AttentionShape, FeedForward, LayerSpec
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.sampling.sampling_table import ROW_WIDTH
 
 from ..layers.moe.moe_harness import tile_configs_of

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from sglang.ledger.shipped_products import shipped_products
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.kernels import gated_norm
+from sglang.srt.blocks.short_convolution.kernels import short_convolution
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, RELU2, SILU
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
@@ -29,10 +31,8 @@ from sglang.srt.layers.triton_ops import (
     linear_tiles,
     quant_linear,
     quantize,
-    short_convolution,
 )
 from sglang.srt.mem_cache import page_kernel
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import AttentionShape
 from sglang.srt.plan.model_description import describe_model
 

@@ -21,12 +21,13 @@ from pairs import some_of
 import sglang
 from sglang.ledger.compile import Compiled, compile_for
 from sglang.ledger.measure import variant_of
+from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
-from sglang.srt.layers.triton_ops import gemv, linear_tiles, pdl, topk
+from sglang.srt.layers.triton_ops import gemv, linear_tiles, pdl
 from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
 from srt.layers.moe.moe_harness import Case, make_case, tile_configs_of

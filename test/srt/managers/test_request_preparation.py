@@ -290,6 +290,15 @@ def test_log_probabilities_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch
             prepare(**{**wanted, **fields})
 
 
+def test_streams_that_repeat_log_probabilities_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_preparation, "MAX_REPEATED_LOGPROBS", 20)
+    wanted = {"input_ids": [1, 2, 3, 4], "return_logprob": True, "sampling_params": {"max_new_tokens": 21}}
+    prepare(**wanted, stream=True)
+    prepare(**wanted, repeats_output=True)
+    with pytest.raises(RequestError, match="20 for all its prompts and samples in a stream that repeats them"):
+        prepare(**wanted, stream=True, repeats_output=True)
+
+
 def test_hidden_states_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts and outputs, for every prompt and sample. A length that nobody asked for shrinks to what may be."""
     flags = {"enable_return_hidden_states": True}

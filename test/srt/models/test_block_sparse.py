@@ -14,11 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.errors import UserError
-from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.server_args import ServerArgs

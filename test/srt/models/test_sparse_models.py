@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.errors import UserError
 from sglang.srt.layers import native_sparse_ops
 from sglang.srt.layers.attention.selection import EntryRows
@@ -22,7 +23,6 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.latent import indexed_layers
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import RankLayout

@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.hf_config import select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import detect
 from sglang.srt.errors import UserError
+from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import CacheGroup, cache_groups
-from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import Elements, ParallelConfig, Weights, Window
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, HeadShares, RankLayout
+from sglang.srt.plan.weight_spec import Elements, Weights
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"

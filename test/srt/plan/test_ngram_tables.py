@@ -14,11 +14,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.host_tables import host_table_bytes
-from sglang.srt.plan.layer_spec import Elements, ParallelConfig
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weight_spec import Elements
 from sglang.srt.server_args import ServerArgs
 from srt.kernels import published
 

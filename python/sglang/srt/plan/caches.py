@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from sglang.srt.plan.layer_spec import FULL, CacheSpec, Full, Lifetime, ParallelConfig, PerRequest, Window
+from sglang.srt.plan.cache_spec import FULL, CacheSpec, Full, Lifetime, PerRequest, Window
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from sglang.srt.configs.speculative import SpeculativeSettings
 from sglang.srt.drafts.kv_sharing.spec import check_stage
 from sglang.srt.drafts.ngram.spec import ngram_bytes
 from sglang.srt.hardware.arch import ArchTraits
@@ -32,7 +33,7 @@ from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized
 from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.sizes import Sizes
-from sglang.srt.plan.speculation import step_widths, uncertain_slots_of
+from sglang.srt.plan.speculation import speculative_settings, step_widths
 from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
@@ -71,6 +72,11 @@ class CapacityPlanner:
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         return fullest_caches(cache_groups(self.everything, self.parallel), self.stages)
+
+    @cached_property
+    def settings(self) -> SpeculativeSettings | None:
+        """The settings of the drafter; None: nothing drafts."""
+        return speculative_settings(self.args, self.of_rank.model.architecture)
 
     @cached_property
     def room(self) -> Room:
@@ -121,14 +127,14 @@ class CapacityPlanner:
 
     def _sized(self, size: defaults.DefaultSizes, running: int) -> tuple[Sizes, CacheCost, list[str]]:
         """Returns the sizes for `running` requests, what their caches cost, and notes for the user."""
-        args, page, architecture = self.args, self.parallel.page_size, self.of_rank.model.architecture
-        chunk, uncertain_slots = self._chunk(size), uncertain_slots_of(args, architecture)
+        args, page, chunk, settings = self.args, self.parallel.page_size, self._chunk(size), self.settings
+        uncertain_slots = 1 if settings is None else settings.uncertain_slots_of(args.steps_in_flight)
         tokens = max(args.max_prefill_tokens, self.context_len) if chunk == -1 else chunk
         graphs, prefill_graphs, notes = self._graphs(size, running, tokens)
         sizes = Sizes(
             running, self.context_len, tokens, graphs, page, self.parallel.ranks, prefill_graphs,
             row_tables=len(row_tables(self.groups)), ngram_bytes=ngram_bytes(args, running, self.context_len),
-            uncertain_slots=uncertain_slots, drafts=step_widths(args, architecture),
+            uncertain_slots=uncertain_slots, drafts=step_widths(settings),
             copy_bytes=copy_bytes(args, self.arch),
         )  # fmt: skip
         cost = sized_cost(self.groups, page, running, self.context_len, tokens, uncertain_slots)

@@ -18,14 +18,15 @@ import torch
 from sglang.srt.blocks.compressed.compressor import Compressor
 from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE, TAIL_ROTATION
 from sglang.srt.blocks.compressed.spec import CompressedSparse
+from sglang.srt.blocks.mla.reference import LATENT_ABSORB
+from sglang.srt.blocks.mla.spec import Indexer
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from sglang.srt.layers.ops import INDEX_QUERIES, LATENT_ABSORB, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
+from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope, WeightShard, share_param
-from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ranks import padded_share, whole
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.mlp.layer import gate_of
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import VocabParallelEmbedding
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.mlp import gate_of
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.row_exchange import RowExchange

@@ -17,10 +17,10 @@ import torch
 
 from sglang.srt.blocks.compressed.compressor import EntryNorm, EntryStore
 from sglang.srt.blocks.compressed.reference import TAIL_ROTATION
+from sglang.srt.blocks.gqa.layer import GQAttention
 from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
 from sglang.srt.blocks.pooled_sparse.reference import SELECTED_BLOCK_ATTENTION
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
-from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import compressed_step
 from sglang.srt.layers.ops import LINEAR, RMSNORM, SPARSE_INDEXER

@@ -17,6 +17,7 @@ import numpy as np
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.checked_ids import checked_ids
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.logprob_budget import ASSUMED_OUTPUT
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.wire.io_struct import MediaItem, TokenizedGenerateReq
@@ -46,6 +47,9 @@ MAX_KEPT_S = 86_400.0
 """Most seconds for which a prompt may stay cached before others."""
 MAX_LOGPROBS = 1 << 24
 """Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
+MAX_REPEATED_LOGPROBS = 1 << 18
+"""Of a stream whose events contain everything so far: the last ones have nine megabytes, which take the event loop four
+milliseconds each."""
 MAX_PRIORITY = 1 << 31
 LONG_TEXT_CHARS_PER_TOKEN = 8
 MAX_UNCHECKED_CHARS = 1 << 22
@@ -77,6 +81,8 @@ class PreparedCall:
     num_samples: int
     media: list[MediaItem] = field(default_factory=list)
     """Images and videos of all prompts."""
+    num_logprobs: int = 0
+    """Log probabilities for which it needs room before it is sent."""
 
 
 class RequestPreparer:
@@ -151,7 +157,8 @@ class RequestPreparer:
         )
         requests: list[TokenizedGenerateReq] = []
         received = time.time()
-        num_tokens = num_chars = num_logprobs = num_hidden = 0
+        num_tokens = num_chars = num_logprobs = num_reserved = num_hidden = 0
+        allowed_logprobs = MAX_REPEATED_LOGPROBS if req.stream and req.repeats_output else MAX_LOGPROBS
         for prompt, sources, rid, (p, explicit_length), wanted in zip(
             prompts, media, rids, params, options, strict=True
         ):
@@ -187,14 +194,16 @@ class RequestPreparer:
                 media=items,
             )
             self._check_logprobs(request)
-            room = MAX_LOGPROBS - num_logprobs
-            num_logprobs += num_samples * self._bound_logprobs(request, explicit_length, room // num_samples)
+            room = (allowed_logprobs - num_logprobs) // num_samples
+            bound, reserved = self._bound_logprobs(request, explicit_length, room, allowed_logprobs)
+            num_logprobs += num_samples * bound
+            num_reserved += num_samples * reserved
             if wanted[6]:
                 room = MAX_CALL_BYTES // self._state_bytes - num_hidden
                 num_hidden += num_samples * self._bound_hidden(request, explicit_length, room // num_samples)
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return PreparedCall(rids, requests, texts, num_samples, placed_items)
+        return PreparedCall(rids, requests, texts, num_samples, placed_items, num_reserved)
 
     def _priority(self, given: int | None) -> int:
         if given is not None and self._refuse_priorities:
@@ -385,11 +394,13 @@ class RequestPreparer:
         if bad is not None:
             raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
 
-    def _bound_logprobs(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
-        """Returns how many log probabilities a sample may produce. Shrinks a default output length until they are at
-        most `room`."""
+    def _bound_logprobs(
+        self, request: TokenizedGenerateReq, explicit_length: bool, room: int, allowed: int
+    ) -> tuple[int, int]:
+        """Returns how many log probabilities a sample may produce, and for how many it needs room at first. Shrinks a
+        default output length until they are at most `room`, of the `allowed` ones of the call."""
         if not request.return_logprob:
-            return 0
+            return 0, 0
         width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
         num_inputs = 0 if request.logprob_start_len < 0 else len(request.input_ids) - request.logprob_start_len
         maximum = room // width - num_inputs
@@ -397,9 +408,11 @@ class RequestPreparer:
         if length > maximum:
             raise RequestError(
                 f"{num_inputs} tokens of the prompt and {length} of the output with {width} log probabilities each are "
-                f"more than a call may have, {MAX_LOGPROBS} for all its prompts and samples; ask for fewer."
+                f"more than a call may have, {allowed} for all its prompts and samples"
+                + ("; ask for fewer." if allowed == MAX_LOGPROBS else " in a stream that repeats them; ask for fewer.")
             )
-        return (num_inputs + length) * width
+        assumed = length if explicit_length else min(length, ASSUMED_OUTPUT)
+        return (num_inputs + length) * width, (num_inputs + assumed) * width
 
     def _bound_hidden(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
         """Returns how many hidden states a sample may produce. Shrinks a default output length until they are at most

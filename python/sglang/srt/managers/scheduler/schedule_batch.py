@@ -73,6 +73,7 @@ class Req:
         "limit",
         "logprob_start",
         "looked_up",
+        "mask_ms",
         "max_output",
         "media",
         "meta_changed",
@@ -198,6 +199,8 @@ class Req:
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 
         self.grammar: Grammar | None = None
+        self.mask_ms = 0
+        """Milliseconds that its grammar takes for a token, as all ranks know it; 0: less than matters."""
         self.thoughts = None if msg.thinking is None else Thoughts(msg.thinking)
         self.text_stop: TextStop | None = None
         self.pending_finish: FinishReason | None = None
@@ -217,9 +220,16 @@ class Req:
         """Decides which checks its tokens need, once it has a slot and everything about it is known."""
         self.meta_changed, self.handling = True, CHECKED
         self.counters.begin(self.slot, self.drafts)
+        self.counters.mask_ms[self.slot] = self.mask_ms
         watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
         searched = bool(self.params.stop or self.params.stop_regex)
         self.plain = not (watched or searched or self.return_logprob) and self.max_output > 0
+
+    def set_mask_ms(self, milliseconds: int) -> None:
+        """Notes how long its grammar takes for a token."""
+        self.mask_ms = milliseconds
+        if self.slot:
+            self.counters.mask_ms[self.slot] = milliseconds
 
     def decide_handling(self, stream_interval: int) -> None:
         """Decides what the next steps do with its tokens. stream_interval: tokens of each message of a stream."""
