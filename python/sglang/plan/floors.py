@@ -187,8 +187,8 @@ class StepFloors:
         return (used / self.parallel.ranks.ep_size + experts.fused_shared) / matrix.experts
 
     def _cache_bytes(self, length: int) -> float:
-        of_layers = of_each(self.model.layers, lambda layer: layer.caches(self.parallel))
-        return sum(cache.entry_bytes * self._read(cache, length, _entries) for caches in of_layers for cache in caches)
+        by_layer = of_each(self.model.layers, lambda layer: layer.caches(self.parallel))
+        return sum(cache.entry_bytes * self._read(cache, length, _entries) for caches in by_layer for cache in caches)
 
     def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Returns the entries of one request's cache that attention reads. A state counts twice: it is read and

@@ -140,8 +140,8 @@ def ops_to_hidden_states(model: ModelDescription, parallel: ParallelConfig, step
     scheme = quant.scheme if quant else None
     yield "embedding", Elementwise("embedding", 4.0 * step.tokens * hidden)
     known: dict[tuple[int, tuple[str | None, ...]], list[tuple[str, Op]]] = {}
-    of_layers = of_each(model.layers, lambda layer: layer.weights(hidden, parallel.ranks, rows))
-    for i, (layer, weights) in enumerate(zip(model.layers, of_layers, strict=True)):
+    by_layer = of_each(model.layers, lambda layer: layer.weights(hidden, parallel.ranks, rows))
+    for i, (layer, weights) in enumerate(zip(model.layers, by_layer, strict=True)):
         matrices = (part for part in weights if isinstance(part, Matrix) and not part.experts)
         quants = (model.quant_of(i, matrix) for matrix in matrices)
         kind = id(layer), tuple(quant.scheme if quant else None for quant in quants)
