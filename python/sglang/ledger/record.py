@@ -80,10 +80,10 @@ def _key_for(form: Form, name: RowName, table: Mapping[RowKey, Variant]) -> RowK
     constants = dict(form.constants)
     launch = {"num_warps": form.num_warps, "num_stages": form.num_stages}
     if not rows:
-        own = form.fn.fn.__name__.removesuffix("_kernel")
+        kernel = form.fn.fn.__name__.removesuffix("_kernel")
         blocks = {parameter: value for parameter, value in constants.items() if "BLOCK" in parameter}
-        key = [*name.pieces, "plain"] if name.tile else [own, *name.pieces] if name.pieces else ["all"]
-        return name.op or own, "/".join(key), name.tile or tile_key(blocks | launch)
+        pieces = [*name.pieces, "plain"] if name.tile else [kernel, *name.pieces] if name.pieces else ["all"]
+        return name.op or kernel, "/".join(pieces), name.tile or tile_key(blocks | launch)
     of_form = Launch(form)
 
     def distance(row: tuple[RowKey, Variant]) -> int:
