@@ -105,7 +105,7 @@ def _block(
         for _ in range(draft_tokens if per_draft_token else 1):
             yield matrix.name, Linear(step.batch if per_draft_token else tokens, matrix.rows, matrix.cols)
     for i, layer in enumerate(draft.model.layers):
-        for part in layer.mixer.weights(draft.model.hidden_size, parallel.tp_size):
+        for part in layer.mixer.weights(draft.model.hidden_size, parallel.ranks.tp_size):
             if isinstance(part, Matrix) and part.name in _KEPT:
                 quant = draft.model.quant_of(i, part)
                 yield (

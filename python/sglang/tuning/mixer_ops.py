@@ -64,7 +64,7 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
         yield gate.op, Elementwise(gate.op, passes * 2 * step.tokens * heads * dims[1])
     if (bias := mixer.softmax.relative_bias) is not None:
         yield "attention_biases", _biases(bias, mixer.window, step, heads)
-    sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
+    sharing = mixer.effective_dcp_size(tp, parallel.ranks.dcp_size)
     yield from _gathered_queries(step, sharing, heads * dims[0])
     if mixer.mask.rows > 1:  # the rows of a draft block count as heads of one token
         one = decode_step(step.batch, step.context)
@@ -82,7 +82,7 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
 @mixer_ops.register
 def _latents(mixer: MLA, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     tp, item = parallel.attn_tp_size, _cache_bytes(parallel)
-    sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
+    sharing = mixer.effective_dcp_size(tp, parallel.ranks.dcp_size)
     yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, parallel.library_latents)
 
 

@@ -143,7 +143,7 @@ def test_what_costs_less() -> None:
     assert isinstance(mixer, MLA)
     assert prompts_cost_more_until(mixer, 1.0, 8) == 2 * 2048 * 16 * 1088 / (8 * 512 - 32 * 128 / 2)
     assert prompts_cost_more_until(mixer, 0.25, 8) < prompts_cost_more_until(mixer, 1.0, 8)
-    serving = ParallelConfig("bfloat16", "bfloat16", tp_size=8)
+    serving = ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(8))
     assert decoding_reads_less_from(mixer, 1.0, serving) == math.ceil(2048 * 1152 / (1152 - 132))
     text = describe_selection(model, serving)
     assert "78 of 78 layers" in text and "34,816 tokens" in text and "2,314 tokens" in text

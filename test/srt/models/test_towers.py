@@ -21,7 +21,7 @@ from sglang.srt.model_executor import media_timing
 from sglang.srt.model_loader.loader import load_checkpoint, load_tower
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
-from sglang.srt.plan.plan import describe_served_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.towers.base import encoder, patch_places, pieces
 from sglang.srt.towers.base.encoder import VisionEncoder

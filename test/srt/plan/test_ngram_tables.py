@@ -36,7 +36,7 @@ def build(folder: Path, gpu: str, available: float, **flags: Any) -> Plan:
 
 def on_host(plan: Plan) -> int:
     return host_table_bytes(
-        plan.description, ParallelConfig(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size)
+        plan.description, ParallelConfig(plan.dtype, plan.kv_cache_dtype, ranks=RankLayout(plan.ranks.tp_size))
     )
 
 

@@ -21,7 +21,7 @@ from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults, MixerDefaults
 from sglang.srt.plan.cache_spec import FULL, PER_REQUEST, CacheSpec, CacheTensor, Full, Window
-from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.weight_spec import Elements, Weights
 
 
@@ -60,28 +60,19 @@ class AttentionSite:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The parallel sizes and dtypes, chosen by the user, that the ops of a layer depend on."""
+    """The layout of ranks and the dtypes, chosen by the user, that the ops of a layer depend on."""
 
     dtype: str
     kv_dtype: str
     page_size: int = 1
-    tp_size: int = 1
+    ranks: RankLayout = ONE_RANK
     state_dtype: str = ""  # dtype of recurrent states; empty: the model's
-    ep_size: int = 1
-    pp_size: int = 1
-    dcp_size: int = 1
-    attn_dp_size: int = 1
-    dp_lm_head: bool = False
     quantized_sums: str = "off"  # as --enable-quantized-all-reduce
     two_batch: str = "off"  # two-batch overlap of steps with prompts: off, auto (where a gain is predicted), on
     # The last three only matter for predicted times.
     library_prompts: bool = False  # a library's kernel computes long prompts
     library_latents: bool = False  # a library's kernel computes long prompts over latents
     sgl_kernel_experts: bool = False  # sgl-kernel computes the experts' products
-
-    @property
-    def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size, self.attn_dp_size, self.dp_lm_head)
 
     @property
     def attn_tp_size(self) -> int:

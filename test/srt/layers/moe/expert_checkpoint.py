@@ -312,7 +312,7 @@ class Loaded:
     def _tile_configs(self) -> TileConfigs:
         """As a plan cuts them."""
         ranks = self.held.ranks
-        serving = ParallelConfig("bfloat16", "bfloat16", tp_size=ranks.tp_size, ep_size=ranks.ep_size)
+        serving = ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(ranks.tp_size, ep_size=ranks.ep_size))
         need = next(need for need in needs_of(self.held, serving) if need.op == "fused_moe")
         return triton_tile_configs(need, self.arch).by_shape[None]
 

@@ -11,11 +11,10 @@ import torch
 from sglang.srt.blocks.block_selection.layer import BlockSelector
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.short_convolution.layer import ConvolvedRows, convolution_weight
-from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.temperature import growth_of_queries
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import (
@@ -63,7 +62,7 @@ class WholeNorm:
         self.norm(qkv, self.q_weight, self.k_weight, self.eps, self.totals, self.k_copies, self.reduce)
 
 
-class GQAttention:
+class GQAttention(SumsInOutput):
     """Grouped-query attention, [T, H] -> [T, H]: one projection to q, k and v; head norms, RoPE and the store into the
     KV cache in one op; attention; output projection."""
 
@@ -91,7 +90,7 @@ class GQAttention:
         width, dequantized = spec.input_size or hidden_size, spec.dequantized(group.size)
         self.qkv = ColumnParallelLinear(scope.sub("qkv"), width, projections, spec.biases.qkv, dequantized)
         self.row_format = self.qkv.row_format
-        self.o = RowParallelLinear(
+        self.out = RowParallelLinear(
             scope.sub("o"), heads.scale_dims(spec.v_head_dim), hidden_size, spec.biases.output, group=group
         )
         self.q_norm = self.k_norm = None
@@ -155,11 +154,6 @@ class GQAttention:
             top_k=spec.top_k,
         )
 
-    def defer_all_reduce(self) -> Group | None:
-        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
-        summed."""
-        return self.o.defer_all_reduce()
-
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         q, k, v, gates = self._stored(x, batch)
         if self.cache_shared:
@@ -173,7 +167,7 @@ class GQAttention:
             out = self.gate_heads(out, self.head_gate(values_of(x)))
         if self.value_scale != 1.0:
             out.mul_(self.value_scale)  # attention is linear in v; here there is one tensor, of new tokens only
-        return self.o(out)
+        return self.out(out)
 
     def _biases(self, x: Activations, batch: ForwardBatch) -> torch.Tensor | None:
         """Returns the score biases [T, Hq, E] by distance; None for layers without any."""
@@ -257,7 +251,7 @@ class BlockAttention(GQAttention):
         blocks = q.reshape(-1, self.block, self.num_kv_heads, group, self.head_dim).transpose(1, 2)
         out = self.attention(blocks.reshape(len(blocks), -1, self.head_dim), k, v, batch)
         rows = out.view(-1, self.num_kv_heads, self.block, group * self.head_dim).transpose(1, 2)
-        return self.o(rows.reshape(len(q), -1))
+        return self.out(rows.reshape(len(q), -1))
 
 
 def _with_gates(projections: list[tuple[str, ShardRange]], heads: ShardRange, dim: int) -> list[tuple[str, ShardRange]]:

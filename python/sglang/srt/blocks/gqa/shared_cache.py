@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.gqa.spec import GQA
-from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.attention.call_site import Attention
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.ops import Q_NORM_ROPE
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-class SharedCacheAttention:
+class SharedCacheAttention(SumsInOutput):
     """Attention over the cache of layer `spec.cache.layer`, [T, H] -> [T, H]. That layer puts the keys and values of
     prompts into their site's metadata; decoding rows only read the cache."""
 
@@ -39,7 +38,7 @@ class SharedCacheAttention:
         self.eps = site.model.norm_eps
         self.rotary = site.rotary.of(spec.rope)
         self.q = ColumnParallelLinear(scope.sub("qkv"), hidden_size, {"q": rows}, spec.biases.qkv)
-        self.o = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.biases.output, group=group)
+        self.out = RowParallelLinear(scope.sub("o"), rows, hidden_size, spec.biases.output, group=group)
         self.q_norm = norm_weight(scope.sub("q_norm"), dim, site.model.zero_centred_norms)
         self.norm_rope = scope.plan.entry(Q_NORM_ROPE)
         self.attention = Attention(
@@ -52,11 +51,6 @@ class SharedCacheAttention:
             logit_cap=spec.softmax.logit_cap,
         )
 
-    def defer_all_reduce(self) -> Group | None:
-        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
-        summed."""
-        return self.o.defer_all_reduce()
-
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         positions, cos_sin = self.rotary.at(batch.rotary_positions)
         heads = self.q(x).unflatten(-1, (-1, self.attention.head_dim))
@@ -64,4 +58,4 @@ class SharedCacheAttention:
         k = v = q
         if batch.extend is not None:
             k, v = batch.metadata[self.attention.site].keys_values[self.source]
-        return self.o(self.attention(q, k, v, batch))
+        return self.out(self.attention(q, k, v, batch))

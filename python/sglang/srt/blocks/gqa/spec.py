@@ -248,7 +248,7 @@ class GQA(MixerDefaults):
             yield Need("q_norm_rope", q_dtype=parallel.dtype)
         traits = [*self.mask.traits, *self.softmax.traits]
         traits += [self.hybrid_kind] if self.hybrid_kind else []
-        if self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size) > 1:
+        if self.effective_dcp_size(parallel.attn_tp_size, parallel.ranks.dcp_size) > 1:
             traits.append("token_shares")
             yield from needs_of_parts(parallel)
         yield parallel.need("extend_attention", dims, traits)
@@ -266,9 +266,9 @@ class GQA(MixerDefaults):
             return ()
         heads = self.shares(parallel.attn_tp_size).padded_kv_heads
         cache = key_value_cache("kv", heads, self.head_dim, self.v_head_dim, parallel.kv_dtype, self.mask.lifetime)
-        dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
+        dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.ranks.dcp_size)
         if dcp_size > 1:
-            refuse_fp4(parallel.kv_dtype, f"with --dcp-size {parallel.dcp_size} ranks share out their tokens")
+            refuse_fp4(parallel.kv_dtype, f"with --dcp-size {parallel.ranks.dcp_size} ranks share out their tokens")
         if self.softmax.extent:
             refuse_fp4(parallel.kv_dtype, "attention with relative biases has no kernel for them")
         if self.kv_convolution is not None:

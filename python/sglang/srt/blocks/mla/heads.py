@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.blocks.mla.spec import MLA
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.parameter import Init, Scope, WeightShard
 from sglang.srt.plan.ranks import ShardRange, whole
 
 
-class LatentHeads:
+class LatentHeads(SumsInOutput):
     """The projections of MLA. `qkv_a`: hidden states [T, H] -> query latent and KV latent [T, rank + rope]; `q_b`:
     normalized query latent -> query heads; W_UK and W_UV, the halves of `kv_b_proj`; `o`: heads -> [T, H]."""
 
@@ -37,15 +36,10 @@ class LatentHeads:
         shard = WeightShard("", heads.scale_dims(spec.nope_dim + spec.v_dim), whole(rank))
         scope.quant.create_unpacked(scope.sub("kv_b"), shard, self._take_up)
         values = heads.scale_dims(spec.v_dim)
-        self.o = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
+        self.out = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
 
     def _take_up(self, weight: torch.Tensor) -> None:
         """Sets views W_UK and W_UV of weight [heads * (nope + v), rank], so that it is stored once."""
         by_head = weight.unflatten(0, (self.num_heads, -1))
         self.w_uk = by_head[:, : self.spec.nope_dim]  # [heads, nope, rank]
         self.w_uv = by_head[:, self.spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]
-
-    def defer_all_reduce(self) -> Group | None:
-        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
-        summed."""
-        return self.o.defer_all_reduce()

@@ -121,7 +121,7 @@ class LatentAttention(LatentHeads):
             self._expanded(q, absorbed, entries, batch, metadata, out)
         else:
             self._absorbed(absorbed, entries, batch, out)
-        return self.o(out.flatten(1))
+        return self.out(out.flatten(1))
 
     def _select(
         self,

@@ -179,7 +179,7 @@ class MLA(MixerDefaults):
         yield replace(parallel, kv_dtype=parallel.dtype).need("latent_prompt_attention", dims)
         yield Need("latent_absorb", q_dtype=parallel.dtype, heads=heads)
         # A DCP rank attends to its own tokens with the heads of all DCP ranks.
-        dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size)
+        dcp_size = self.effective_dcp_size(parallel.attn_tp_size, parallel.ranks.dcp_size)
         traits = ["mla", "token_shares"] if dcp_size > 1 else ["mla"]
         if dcp_size > 1:
             yield from needs_of_parts(parallel)
@@ -199,7 +199,7 @@ class MLA(MixerDefaults):
             latent = packed_latent_cache("latent")
         else:
             latent = latent_cache("latent", self.latent_dim, self.kv_lora_rank, parallel.kv_dtype)
-        latent = dcp_sharded(latent, self.effective_dcp_size(parallel.attn_tp_size, parallel.dcp_size))
+        latent = dcp_sharded(latent, self.effective_dcp_size(parallel.attn_tp_size, parallel.ranks.dcp_size))
         return (latent,) if self.indexer is None else (latent, self.indexer.cache(self._with_index_dtype(parallel)))
 
     def attention_shape(self, tp_size: int) -> AttentionShape:

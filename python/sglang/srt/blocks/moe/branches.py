@@ -8,8 +8,7 @@ import torch
 
 from sglang.srt.blocks.moe.layer import MoELayer
 from sglang.srt.blocks.moe.spec import MoE
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import DefersNoSum, Site
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.parameter import Convert, Init, Scope, TensorPart
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-class ExpertBranches:
+class ExpertBranches(DefersNoSum):
     """Computes norm(MLP(norm x)) + norm(experts(norm x)) of the residual stream x, [T, H] -> [T, H]. The router reads a
     norm of the stream whose weight includes the factor 1 / sqrt(H); each expert's routing weights are multiplied by a
     scale of its own. Source: Gemma 4.
@@ -43,10 +42,6 @@ class ExpertBranches:
         self.router_weight = _fp32(scales, "scale", hidden_size, lambda stored: stored.float() * shrink)
         self.expert_scale = _fp32(scales, "per_expert_scale", spec.num_experts)
         self.router_norm = scope.plan.entry(RMSNORM)
-
-    def defer_all_reduce(self) -> Group | None:
-        """Returns None: norms follow the branches' sums."""
-        return None  # the branches are normed behind their sums
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch | None = None) -> torch.Tensor:
         assert self.moe.shared is not None

@@ -60,7 +60,7 @@ class PooledLatentAttention(LatentHeads):
         self.attend(absorbed, sources, attended, scale=spec.softmax_scale)
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
         self.per_head(attended, self.w_uv, out)
-        return self.o(out.flatten(1))
+        return self.out(out.flatten(1))
 
     def _store(self, latent: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> None:
         """Normalizes and stores the latents [T, rank] of the new tokens."""

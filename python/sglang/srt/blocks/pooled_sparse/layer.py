@@ -49,7 +49,7 @@ class PooledSparseAttention(GQAttention):
         out = torch.empty_like(q)
         self.attend(q, self.cache.k, self.cache.v, selection, out, scale=self.scale)
         out = out.flatten(1)
-        return self.o(out if self.output_gate is None else self.output_gate(out, gates))
+        return self.out(out if self.output_gate is None else self.output_gate(out, gates))
 
 
 def pairs_last(head_dim: int, rotary_dim: int) -> torch.Tensor:

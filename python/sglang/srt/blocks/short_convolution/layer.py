@@ -6,7 +6,6 @@ are accepted. The convolution is linear, so ranks may convolve partial sums befo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,7 @@ from sglang.srt.blocks.short_convolution.reference import SHORT_CONVOLUTION
 from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
+from sglang.srt.layers.kept_rows import keep_rows
 from sglang.srt.layers.parameter import Scope, TensorPart
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore
@@ -23,24 +23,6 @@ from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
-
-
-@dataclass(frozen=True, slots=True)
-class ConvolutionRecord:
-    """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
-
-    convolution: ConvolvedRows
-    rows: torch.Tensor  # [B k, C]
-    requests: TokenRequests
-    width: int
-    """k."""
-
-    def commit(self, counts: torch.Tensor) -> None:
-        requests = self.requests.accepted(counts, self.width)
-        self.convolution.keep(self.rows[: len(requests.slots)], requests)
-
-    def copy(self) -> ConvolutionRecord:
-        return replace(self, rows=self.rows.clone(), requests=self.requests.copy())
 
 
 class ConvolvedRows:
@@ -63,12 +45,7 @@ class ConvolvedRows:
     def _convolve(self, rows: torch.Tensor, out: torch.Tensor, batch: ForwardBatch) -> None:
         requests = compressed_step(batch).requests
         self.kernels.convolve(rows, self.weight, self.cache[self.tensor], requests, out)
-        if batch.state_records is None:
-            self.keep(rows, requests)
-        else:
-            assert batch.extend is not None
-            width = len(rows) // len(batch.extend)
-            batch.state_records.append(ConvolutionRecord(self, rows, requests, width))
+        keep_rows(batch, self.keep, requests, rows)
 
     def keep(self, rows: torch.Tensor, requests: TokenRequests) -> None:
         """Keeps each request's last rows for the next step."""
