@@ -17,6 +17,8 @@ Without --all each architecture has one recipe, one that drafts and one publishe
 from __future__ import annotations
 
 import argparse
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -51,6 +53,8 @@ MIN_S = 30.0
 START_LIMIT_S, ANSWER_LIMIT_S, EXIT_LIMIT_S = 300.0, 180.0, 40.0
 LARGE = ("DeepSeek-V4.1-Flash",)
 """Configs that take most of a GPU even with a few layers."""
+PATIENCE_S = 60.0
+"""A case that has waited so long for memory goes before smaller ones that came after it."""
 SANITIZED_FACTOR = 4
 """So many times the limits for a server under compute-sanitizer."""
 LAYOUT_FLAGS = re.compile(
@@ -182,20 +186,31 @@ def planned(case: Case, arch: str | None) -> int | None:
 
 
 class Memory:
-    """The memory of each GPU: a server waits until one of them has as much free as it needs."""
+    """The memory of each GPU: a server waits until one of them has as much free as it needs. Small servers pass large
+    ones, until one of those has waited for PATIENCE_S."""
 
     def __init__(self, total: Mapping[str, int]) -> None:
         self.largest, self.free, self.changed = max(total.values()), dict(total), threading.Condition()
+        self.waiting: list[float] = []
 
     def take(self, size: int, until: float) -> str | None:
         """Returns the GPU with the most free memory, from which `size` is taken; None if the time is over."""
+        came = time.monotonic()
         with self.changed:
-            fits = self.changed.wait_for(lambda: self._freest()[1] >= size, max(0.0, until - time.monotonic()))
-            if not fits:
-                return None
-            gpu, free = self._freest()
-            self.free[gpu] = free - size
+            self.waiting.append(came)
+            try:
+                if not self.changed.wait_for(lambda: self._may_take(size, came), max(0.0, until - came)):
+                    return None
+                gpu, free = self._freest()
+                self.free[gpu] = free - size
+            finally:
+                self.waiting.remove(came)
+                self.changed.notify_all()
         return gpu
+
+    def _may_take(self, size: int, came: float) -> bool:
+        first = min(self.waiting)
+        return self._freest()[1] >= size and (first == came or time.monotonic() - first < PATIENCE_S)
 
     def _freest(self) -> tuple[str, int]:
         return max(self.free.items(), key=lambda each: each[1])
@@ -239,7 +254,7 @@ class Server:
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
                     return True
-            except OSError:
+            except (OSError, http.client.HTTPException):
                 time.sleep(0.3)
         return False
 
@@ -259,7 +274,7 @@ class Server:
         try:
             with urllib.request.urlopen(request, timeout=limit_s) as answer:
                 text = answer.read().decode()
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:  # the second: an answer that is cut off
             return f"{type(error).__name__}: {error}"
         end = "[DONE]" if body["stream"] else '"finish_reason":"length"'
         whole = end in text and '"error"' not in text
@@ -267,8 +282,9 @@ class Server:
 
     def end(self, limit_s: float) -> str:
         """Ends the server as a supervisor would. Returns what was wrong, if anything."""
-        for process in self._servers():
-            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself, with a status that says why
+            for process in self._servers():
+                process.send_signal(signal.SIGTERM)
         try:
             status = self.process.wait(limit_s)
             own = status and not self.sanitized  # the sanitizer's is 1 for a process that it did not see end

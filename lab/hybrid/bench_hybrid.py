@@ -42,7 +42,7 @@ def floors(flags: Sequence[str]) -> dict[int, float]:
     from sglang.srt.hardware.arch import current_arch
     from sglang.srt.kernels.resolve import installed_packages
     from sglang.srt.kernels.spec import Choice
-    from sglang.srt.plan.plan import parallel_config_of
+    from sglang.srt.plan.model_planner import parallel_config_of
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs.from_cli(list(flags), "bench_hybrid")

@@ -21,12 +21,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmark" / "kernels"))
 from timing import read_ceiling, time_calls
 
+from sglang.srt.blocks.block_selection import reference as native
+from sglang.srt.blocks.block_selection.kernels.block_scores import block_scores
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.kernels.tiles import attention_tiles
-from sglang.srt.layers import native_block_groups as native
+from sglang.srt.layers import native_sparse_ops
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
-from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,12 +125,12 @@ def check(problem: Problem) -> Iterator[Result]:
         if seen > TOP_BLOCKS:
             got = problem.scores[part, :, : seen - 1]
             worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
-        chosen = native.top_entries(problem.scores[part].flatten(0, 1), blocks.counts, TOP_BLOCKS)
+        chosen = native_sparse_ops.top_entries(problem.scores[part].flatten(0, 1), blocks.counts, TOP_BLOCKS)
         right &= torch.equal(problem.selection.slots[lines], blocks.slots_of(chosen))
     yield f"scores of {name}", worst < SCORE_BOUND, f"off by {worst:.1e} of the largest"
     yield f"choice of {name}", right, "to the block" if right else "other blocks"
     want = torch.empty(problem.out.shape, dtype=torch.float64, device=DEVICE)
-    native.attend_blocks(
+    native_sparse_ops.attend_blocks(
         problem.q.double(), problem.k, problem.v, problem.selection, problem.rows.counts, BLOCK, want, scale=DIM**-0.5
     )
     off = ((problem.out - want).norm() / want.norm()).item()

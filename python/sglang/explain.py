@@ -40,7 +40,8 @@ from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.plan import ModelPlanner, make_plan, parallel_config_of, why_shared_apart
+from sglang.srt.plan.model_planner import ModelPlanner, parallel_config_of, why_shared_apart
+from sglang.srt.plan.plan import make_plan
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
@@ -152,30 +153,30 @@ def explain(
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
     config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
-    planner = ModelPlanner(config_of_model, arch, free, packages, served=not not_implemented, advises=advises)
+    planner = ModelPlanner(args, config_of_model, arch, free, packages, served=not not_implemented, advises=advises)
 
     nothing = Explanation(arch, model, parallel.kv_dtype, parallel, args.dp_size, not_implemented)
     try:
         check_machine(arch, parallel.ranks, args.nnodes, args.dp_size)
         check_layout(model, parallel.ranks)
     except UserError:
-        return replace(nothing, refused=_refusal(planner, args))
-    draft = planner.draft(args, model)
+        return replace(nothing, refused=_refusal(planner))
+    draft = planner.draft(model)
     needs = needs_with_draft(rank_weights(model, parallel.ranks), draft, parallel)
     needs += verify_needs(args, parallel.dtype)
     chosen = choose_kernels(args, needs, arch, packages)
     plan, notes, unfit, host = None, chosen.notes, None, None
     if arch.device != "cpu":
         try:
-            plan, notes, host = _plan(planner, args, chosen, machine)
+            plan, notes, host = _plan(planner, chosen, machine)
         except UserError as error:
             unfit = str(error)
     settings = speculative_settings(args, model.architecture)
     uneven = uneven_heads(model, parallel.attn_tp_size)
     if plan is not None and args.dcp_size > 1:
-        notes = (*notes, *_describe_dcp(planner, args, plan["max_total_num_tokens"]))
+        notes = (*notes, *_describe_dcp(planner, plan["max_total_num_tokens"]))
     if plan is not None and args.attn_dp_size > 1:
-        notes = (*notes, _describe_attention_groups(planner, args, plan["max_total_num_tokens"]))
+        notes = (*notes, _describe_attention_groups(planner, plan["max_total_num_tokens"]))
     return replace(
         nothing,
         parallel=_with_libraries(parallel, chosen),
@@ -202,23 +203,23 @@ def _with_libraries(parallel: ParallelConfig, chosen: KernelChoices) -> Parallel
     )
 
 
-def _refusal(planner: ModelPlanner, args: ServerArgs) -> str:
+def _refusal(planner: ModelPlanner) -> str:
     """Returns the server's message for a layout that it refuses."""
     try:
-        trial_or_advice(planner, args)
+        trial_or_advice(planner)
     except UserError as error:
         return str(error)
     raise AssertionError("the planner takes a layout that was refused")
 
 
-def _describe_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: int) -> str:
+def _describe_attention_groups(planner: ModelPlanner, tokens: int) -> str:
     """Describes what DP attention gains and costs."""
-    groups = args.attn_dp_size
-    alone = replace(args, attn_dp_size=1, enable_dp_attention=False, enable_dp_lm_head=False)
+    args, groups = planner.args, planner.args.attn_dp_size
+    alone = planner.changed(attn_dp_size=1, enable_dp_attention=False, enable_dp_lm_head=False)
     each = f"{groups} groups of {args.tp_size // groups} GPUs hold {tokens:,} tokens each, {groups * tokens:,} in all"
     try:
-        whole = trial_or_advice(replace(planner, advises=False), alone)
-        more = planner.weights(args) - planner.weights(alone)
+        whole = trial_or_advice(replace(alone, advises=False))
+        more = planner.weights() - alone.weights()
         gain = (
             f"{each}, in the place of {whole.capacity.max_total_num_tokens:,}; a GPU has {more / 1024**3:.2f} GiB more"
         )
@@ -227,13 +228,13 @@ def _describe_attention_groups(planner: ModelPlanner, args: ServerArgs, tokens: 
     return f"--attn-dp-size {groups}: {gain} of weights."
 
 
-def _describe_dcp(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple[str, ...]:
+def _describe_dcp(planner: ModelPlanner, tokens: int) -> tuple[str, ...]:
     """Describes what DCP gains and costs."""
-    model, parallel = planner.describe(args)
-    sites = [layer.mixer.attention_site(parallel.attn_tp_size, parallel.dcp_size) for layer in model.layers]
+    args, (model, parallel) = planner.args, planner.describe()
+    sites = [layer.mixer.attention_site(parallel.attn_tp_size, parallel.ranks.dcp_size) for layer in model.layers]
     layers = sum(site is not None and site.dcp_size > 1 for site in sites)
     try:
-        whole = trial_or_advice(replace(planner, advises=False), replace(args, dcp_size=1)).capacity
+        whole = trial_or_advice(replace(planner.changed(dcp_size=1), advises=False)).capacity
         gain = f"{tokens:,} tokens in the place of {whole.max_total_num_tokens:,}"
     except UserError:
         gain = f"{tokens:,} tokens, and without it there is room for none"
@@ -251,21 +252,23 @@ def _describe_dcp(planner: ModelPlanner, args: ServerArgs, tokens: int) -> tuple
 
 
 def _plan(
-    planner: ModelPlanner, args: ServerArgs, chosen: KernelChoices, machine: Machine
+    planner: ModelPlanner, chosen: KernelChoices, machine: Machine
 ) -> tuple[dict[str, Any] | None, tuple[str, ...], HostMemory | None]:
     """Returns the described plan, its notes, and what it takes of main memory. For a model that is not implemented the
     sizes are estimates. Raises UserError where there is no room."""
     if planner.served and len(chosen.chosen()) == len(chosen.outcomes):
-        unasked = keeps_unasked(args, planner.arch, UNBOUNDED if machine.host_bytes is None else machine.host_bytes)
+        unasked = keeps_unasked(
+            planner.args, planner.arch, UNBOUNDED if machine.host_bytes is None else machine.host_bytes
+        )
         plan = make_plan(
-            args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises,
+            planner.args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises,
             host_bytes=UNBOUNDED if unasked and machine.host_bytes is None else machine.host_bytes,
             tier_unasked=unasked,
         )  # fmt: skip
         host = None if plan.host_cache is None else HostMemory(plan.host_cache, machine, unasked)
         described = {key: value for key, value in plan.describe().items() if key not in ("kernels", "host_cache")}
         return described, (*plan.errors, *plan.warnings), host
-    trial = trial_or_advice(replace(planner, served=False), args)
+    trial = trial_or_advice(replace(planner, served=False))
     return {"estimate": True, **describe_capacity(trial.capacity)}, (*chosen.notes, *trial.capacity.notes), None
 
 

@@ -462,14 +462,22 @@ def test_reasoning_that_a_native_request_requires(each_client: openai.OpenAI, st
             result: dict[str, Any] = events[-1]
             return result
 
-        for fields in ({}, {"logit_bias": NEVER_ENDS}):
-            answer = generate({**params, **fields, "json_schema": '{"enum": ["apples", "pears"]}'})
+        fruit = {"enum": ["apples", "pears"]}
+        for fields, schema in (
+            ({}, json.dumps(fruit)),
+            ({}, fruit),
+            ({"logit_bias": NEVER_ENDS}, json.dumps(fruit)),
+        ):
+            answer = generate({**params, **fields, "json_schema": schema})
             thoughts, _, form = answer["text"].partition("</think>")
             assert thoughts and json.loads(form) in ("apples", "pears")
             ids = answer["output_ids"]
             assert answer["meta_info"]["reasoning_tokens"] == ids.index(END_OF_THOUGHTS) + 1 <= 41
         free = generate(params)
         assert 0 < free["meta_info"]["reasoning_tokens"] < free["meta_info"]["completion_tokens"]
+        for grammar in ({"structural_tag": {}}, {"json_schema": fruit, "regex": "a"}):
+            body = {"text": "a", "require_reasoning": True, "sampling_params": grammar}
+            assert http.post("/generate", json=body).status_code == 400
         wrong = http.post("/generate", json={"text": "a", "require_reasoning": "x"})
         assert wrong.status_code == 400
 

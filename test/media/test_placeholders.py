@@ -24,7 +24,7 @@ from sglang.srt.managers.front.media.messages import Features
 from sglang.srt.managers.front.media.served_media import served_media
 from sglang.srt.managers.front.request_preparation import RequestPreparer
 from sglang.srt.managers.wire.io_struct import MediaItem
-from sglang.srt.plan.plan import describe_served_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.shared_array import SharedArray
 

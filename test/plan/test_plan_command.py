@@ -21,7 +21,7 @@ from sglang.plan.layouts import Layout
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.plan import parallel_config_of
+from sglang.srt.plan.model_planner import parallel_config_of
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3

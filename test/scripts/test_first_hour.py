@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -135,3 +137,35 @@ def test_each_server_has_a_gpu_with_room(script: ModuleType) -> None:
     assert [memory.take(60, now) for _ in range(4)] == ["5", "3", "5", None]
     memory.give_back("3", 60)
     assert memory.take(61, now) == "3"
+
+
+def test_a_large_server_that_has_waited_is_passed_no_more(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, far = script.Memory({"0": 100}), script.time.monotonic() + 60
+    assert memory.take(30, far) == "0"
+    large = threading.Thread(target=memory.take, args=(90, far), daemon=True)
+    large.start()
+    while not memory.waiting:
+        script.time.sleep(0.01)
+    assert memory.take(30, script.time.monotonic()) == "0"
+    monkeypatch.setattr(script, "PATIENCE_S", 0.0)
+    assert memory.take(30, script.time.monotonic()) is None
+    memory.give_back("0", 60)
+    large.join(60)
+    assert memory.free == {"0": 10} and not memory.waiting
+
+
+def test_an_answer_that_is_cut_off_is_a_problem_of_its_case(script: ModuleType) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer_half() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\ndata:\r\n")
+
+        thread = threading.Thread(target=answer_half)
+        thread.start()
+        server = object.__new__(script.Server)
+        server.port = listener.getsockname()[1]
+        assert server.ask(0, 10.0).startswith("IncompleteRead")
+        thread.join()

@@ -58,7 +58,7 @@ def test_serving_reaches_its_processes_and_kernels() -> None:
         "constrained.compile_process",
         "layers.attention.triton_backend",
         "layers.quantization.scaled_mm",
-        "layers.triton_ops.topk",
+        "blocks.moe.kernels.topk",
         "blocks.recurrent_state.kernels.chunk_scan",
         "plan.families",
     }

@@ -17,7 +17,7 @@ from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 from sglang.srt.plan.rank_weights import rank_weights
-from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.tuning import attention_model, measured, served_attention
 from sglang.tuning.best_times import best
 from sglang.tuning.grid import STEPS, Grid, code_of, decoded, encoded
@@ -260,7 +260,7 @@ def test_schemes_are_multiplied_as_the_kernels_do(scheme: str, arch: ArchTraits)
 @pytest.mark.parametrize("name", RANKS)
 def test_steps_of_models(name: str, tmp_path: Path) -> None:
     model = model_of(name, tmp_path)
-    parallel = ParallelConfig("bfloat16", "bfloat16", 1, RANKS[name])
+    parallel = ParallelConfig("bfloat16", "bfloat16", 1, RankLayout(RANKS[name]))
     last = 0.0
     for step in (decode_step(1), decode_step(16), decode_step(64), decode_step(256), prefill_step(8192)):
         time = total(time_step(model, parallel, step, CARD))
@@ -283,7 +283,7 @@ def test_a_decode_step_reads_every_weight_of_a_dense_model_once(tmp_path: Path) 
 
 def test_what_nothing_computes_is_no_prediction(tmp_path: Path) -> None:
     """Where an op has no kernel, others' times or bytes stand in, and are said to."""
-    model, parallel = model_of("deepseek_v4", tmp_path), ParallelConfig("bfloat16", "bfloat16", 4, 4)
+    model, parallel = model_of("deepseek_v4", tmp_path), ParallelConfig("bfloat16", "bfloat16", 4, RankLayout(4))
     rows = time_step(model, parallel, decode_step(16), CARD)
     missing = total(rows).missing
     unserved = unserved_ops(model, parallel, CARD)
@@ -299,7 +299,9 @@ def test_experts_by_rank_are_the_same_work(tmp_path: Path) -> None:
     whole, by_rank = (
         sum(
             row.count * row.floor
-            for row in time_step(model, ParallelConfig("bfloat16", "bfloat16", 1, 8, "", ep), decode_step(256), CARD)
+            for row in time_step(
+                model, ParallelConfig("bfloat16", "bfloat16", 1, RankLayout(8, ep_size=ep)), decode_step(256), CARD
+            )
             if row.name == "fused_moe"
         )
         for ep in (1, 8)
@@ -310,7 +312,7 @@ def test_experts_by_rank_are_the_same_work(tmp_path: Path) -> None:
 def test_ranks_share_the_work(tmp_path: Path) -> None:
     model = model_of("glm47", tmp_path)
     one, eight = (
-        total(time_step(model, ParallelConfig("bfloat16", "bfloat16", 1, tp), decode_step(64), CARD)).floor
+        total(time_step(model, ParallelConfig("bfloat16", "bfloat16", 1, RankLayout(tp)), decode_step(64), CARD)).floor
         for tp in (1, 8)
     )
     assert one / 8.5 < eight < one / 5
@@ -416,7 +418,7 @@ def test_sums_in_eight_bits_are_predicted_where_they_are_asked_for(tmp_path: Pat
     model = model_of("glm47", tmp_path)
 
     def seconds(mode: str, step: Step) -> float:
-        parallel = ParallelConfig("bfloat16", "bfloat16", tp_size=8, quantized_sums=mode)
+        parallel = ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(8), quantized_sums=mode)
         names = {name for name, _ in ops_of(model, parallel, step)}
         assert ("all_reduce in e4m3" in names) != ("all_reduce" in names)
         return total(time_step(model, parallel, step, CARD)).seconds

@@ -15,6 +15,7 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import describe_model
+from sglang.srt.plan.ranks import RankLayout
 from sglang.tuning.best_times import best
 from sglang.tuning.mixed_products import RECORDS, mixed_tile
 from sglang.tuning.ops import Experts
@@ -97,7 +98,7 @@ def test_no_experts_are_far_behind_the_best_measured(name: str, cards: int, most
     values = json.loads((CONFIGS / f"{name}.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = describe_model(values, quantization_of(values, tmp_path, None, "default"), source=name)
-    parallel = ParallelConfig("bfloat16", "bfloat16", tp_size=cards)
+    parallel = ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(cards))
     for step in (*map(decode_step, (1, 16, 64, 256)), prefill_step(8192)):
         rows = time_step(model, parallel, step, CARD)
         whole = sum(row.seconds for row in rows)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from srt.kernels.published import configs
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import SKINNY_MAX_ROWS, SKINNY_MIN_N
@@ -16,8 +17,8 @@ from sglang.srt.layers.attention import sites
 from sglang.srt.models.causal_lm import BLOCKS
 from sglang.srt.plan.defaults import cuda_graph_prefill_tokens
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.ranks import RankLayout
 from sglang.tuning.attention_model import Prompt
 from sglang.tuning.mixer_ops import LONG_PROMPTS, mixer_ops
 from sglang.tuning.ops import AllGather, AllReduce, Elementwise, ExtendAttention, Linear, Op
@@ -66,7 +67,7 @@ def test_a_library_computes_long_prompts_where_it_is_chosen(card: ArchTraits) ->
 
 
 def test_a_library_computes_long_prompts_over_latents_where_it_is_chosen() -> None:
-    model, parallel = model_of("deepseek_v3"), ParallelConfig("bfloat16", "bfloat16", tp_size=16)
+    model, parallel = model_of("deepseek_v3"), ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(16))
     chosen = replace(parallel, library_latents=True)
     assert "long_latent_prompt" not in named(model, parallel, prefill_step(8192))
     assert "extend_attention" in named(model, chosen, prefill_step(LONG_PROMPTS - 1))
@@ -104,7 +105,8 @@ def test_norms_of_whole_rows_are_summed_over_ranks(name: str, layers: int) -> No
     model = model_of(name)
     for tokens in (1, 64):
         one, four = (
-            named(model, ParallelConfig("bfloat16", "bfloat16", tp_size=tp), decode_step(tokens)) for tp in (1, 4)
+            named(model, ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(tp)), decode_step(tokens))
+            for tp in (1, 4)
         )
         assert "all_reduce of norms" not in one and len(one["qk_whole_norm"]) == layers
         assert four["all_reduce of norms"] == [AllReduce(8 * tokens, 4)] * layers
@@ -116,7 +118,7 @@ def test_rows_of_n_grams_are_read_once_for_a_token(tp_size: int) -> None:
     model = model_of("DeepSeek-V4.1-Flash")
     tables = [layer.ngrams for layer in model.layers if layer.ngrams.weights(8, ParallelConfig("", "").ranks, 1)]
     assert tables
-    ops = named(model, ParallelConfig("bfloat16", "bfloat16", tp_size=tp_size), decode_step(16))
+    ops = named(model, ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(tp_size)), decode_step(16))
     assert len(ops["ngram_embedding"]) == len(tables)
     for op, table in zip(ops["ngram_embedding"], tables, strict=True):
         assert isinstance(op, Elementwise)
@@ -157,7 +159,7 @@ def test_biases_by_distance_are_made_and_read(step: Step, tokens: int, full: int
         2.0 * tokens * mixer.num_heads // 2 * (mixer.softmax.relative_bias.elements + seen[mixer.window])
         for mixer in mixers
     ]
-    got = named(model, ParallelConfig("bfloat16", "bfloat16", tp_size=2), step)["attention_biases"]
+    got = named(model, ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(2)), step)["attention_biases"]
     assert [op.num_bytes for op in got] == wanted and len(got) == len(model.layers)
 
 

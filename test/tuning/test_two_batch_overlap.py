@@ -13,6 +13,7 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.two_batch_table import TWO_BATCH_THRESHOLDS, two_batch_threshold
 from sglang.srt.plan.layer_spec import ParallelConfig
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.plan.two_batch_overlap import min_tokens
 from sglang.tuning.step import Step, decode_step, prefill_step, verify_step
 from sglang.tuning.steps import time_step, total
@@ -47,7 +48,7 @@ def test_halves_are_predicted_to_gain_where_no_flag_asks_for_them(
     for name in MODELS[experts][ranks]:
         model = model_of(name, tmp_path)
         mode = "prefill" if eight_bits else "off"
-        parallel = ParallelConfig(model.dtype, model.dtype, tp_size=ranks, quantized_sums=mode)
+        parallel = ParallelConfig(model.dtype, model.dtype, ranks=RankLayout(ranks), quantized_sums=mode)
         least = min_tokens(row, model, 1)
         for tokens in sorted({least, *(size for size in CHUNKS if size > least)}):
             step = prefill_step(tokens)
@@ -75,7 +76,7 @@ def test_every_row_is_reached_and_says_why() -> None:
 def test_a_prompt_of_glm_on_eight_cards(tmp_path: Path) -> None:
     """Of 8,192 tokens: at most 800 ms where sums travel in eight bits as well."""
     model, step = model_of("glm47", tmp_path), prefill_step(8192)
-    plain = ParallelConfig("bfloat16", "bfloat16", tp_size=8)
+    plain = ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(8))
     both = replace(plain, quantized_sums="prefill", two_batch="auto")
     seconds = {
         (parallel.quantized_sums, parallel.two_batch): step_time(model, parallel, step, CARD).seconds
@@ -88,21 +89,21 @@ def test_a_prompt_of_glm_on_eight_cards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "step", "wanted"),
+    ("mode", "ranks", "step", "wanted"),
     [
-        ({"two_batch": "auto"}, prefill_step(8192), True),
-        ({"two_batch": "auto"}, prefill_step(512), False),
-        ({"two_batch": "auto"}, decode_step(4096), False),
-        ({"two_batch": "auto"}, verify_step(2048, 4), False),
-        ({"two_batch": "off"}, prefill_step(8192), False),
-        ({"two_batch": "on", "attn_dp_size": 2}, prefill_step(8192), False),
-        ({"two_batch": "on", "tp_size": 1}, prefill_step(8192), False),
+        ("auto", RankLayout(8), prefill_step(8192), True),
+        ("auto", RankLayout(8), prefill_step(512), False),
+        ("auto", RankLayout(8), decode_step(4096), False),
+        ("auto", RankLayout(8), verify_step(2048, 4), False),
+        ("off", RankLayout(8), prefill_step(8192), False),
+        ("on", RankLayout(8, attn_dp_size=2), prefill_step(8192), False),
+        ("on", ONE_RANK, prefill_step(8192), False),
     ],
 )
 def test_which_steps_are_predicted_as_halves(
-    flags: dict[str, object], step: Step, wanted: bool, tmp_path: Path
+    mode: str, ranks: RankLayout, step: Step, wanted: bool, tmp_path: Path
 ) -> None:
-    parallel = ParallelConfig(**{"dtype": "bfloat16", "kv_dtype": "bfloat16", "tp_size": 8, **flags})  # type: ignore[arg-type]
+    parallel = ParallelConfig("bfloat16", "bfloat16", ranks=ranks, two_batch=mode)
     model = model_of("glm47", tmp_path)
     assert runs_overlapped(model, parallel, step, CARD) == wanted
     assert not runs_overlapped(model, replace(parallel, two_batch="auto"), step, H200)

@@ -18,14 +18,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmark" / "kernels"))
 from timing import copies_for, matmul_ceiling, read_ceiling, time_calls
 
+from sglang.srt.blocks.mla.kernels.latent_prompt import latent_prompt_attention
+from sglang.srt.blocks.mla.kernels.latent_store import latent_norm_rope_store
+from sglang.srt.blocks.mla.reference import latent_absorb
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.kernels.tiles import attention_tiles
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
-from sglang.srt.layers.attention.triton_ops.latent_prompt import latent_prompt_attention
-from sglang.srt.layers.native_ops import latent_absorb
-from sglang.srt.layers.triton_ops.latent_store import latent_norm_rope_store
 
 RANK, ROT, NOPE, V_DIM = 512, 64, 128, 128
 DIM = RANK + ROT

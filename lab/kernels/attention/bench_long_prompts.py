@@ -24,12 +24,12 @@ from bench_attention import Data, Shape, ours
 from bench_latent import CHUNK, RANK, SCALE, V_DIM, randn, scattered, tile
 from timing import matmul_ceiling, time_calls
 
+from sglang.srt.blocks.mla.flashinfer_prompt import FlashInferLatentPrompt
+from sglang.srt.blocks.mla.kernels.latent_prompt import latent_prompt_attention
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers.attention.flashinfer_backend import WORKSPACE_BYTES, library_kernels
-from sglang.srt.layers.attention.flashinfer_latent_prompt import FlashInferLatentPrompt
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
-from sglang.srt.layers.attention.triton_ops.latent_prompt import latent_prompt_attention
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import RankLayout
 
 HEADS = {"Qwen3-8B": (32, 8, 128), "GLM-4.7, eight ranks": (12, 1, 128), "Qwen3.5-397B, four ranks": (8, 1, 256)}

@@ -21,6 +21,7 @@ from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.ranks import RankLayout
 from sglang.tuning.ops import CompressedAttention, Op, SelectedAttention
 from sglang.tuning.predicted_times import beyond_cache
 from sglang.tuning.sglang_times import time_by_sglang
@@ -117,7 +118,7 @@ def described(configs: Path, config: str, cards: int) -> tuple[ModelDescription,
         values = read_config(Path(directory))
         quantization = quantization_of(values, Path(directory), None, "default")
     model = describe_model(values, quantization, source=config)
-    return model, ParallelConfig(model.dtype, kv_cache_dtype("auto", model.dtype, quantization), 1, cards)
+    return model, ParallelConfig(model.dtype, kv_cache_dtype("auto", model.dtype, quantization), 1, RankLayout(cards))
 
 
 Timed = Sequence[tuple[str, int, dict[Step, list[TimedOp]]]]

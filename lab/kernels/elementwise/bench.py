@@ -21,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmark" / "kernels"))
 from timing import copies_for, copy_ceiling, read_ceiling, time_calls
 
+from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.kernels.scaled_product import product_of
@@ -28,7 +29,7 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import ExpertLayer, tile_configs_of
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.layers.triton_ops import activation, norm, rope_store, topk
+from sglang.srt.layers.triton_ops import activation, norm, rope_store
 from sglang.srt.layers.triton_ops.sampling import filter_thresholds
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.sampling_table import SamplingTable

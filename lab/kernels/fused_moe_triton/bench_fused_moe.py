@@ -196,9 +196,9 @@ class _Settings:
 
 
 def peer_layer(inputs: Inputs) -> Layer:
+    from sglang.srt.blocks.moe.routing import StandardTopKOutput
     from sglang.srt.layers.moe.moe_runner import MoeRunnerConfig
     from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_experts
-    from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.server_args import set_global_server_args_for_scheduler
 
     set_global_server_args_for_scheduler(_Settings())

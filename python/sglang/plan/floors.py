@@ -15,11 +15,13 @@ from itertools import pairwise
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.cache_spec import CacheSpec, PerRequest, Window
 from sglang.srt.plan.equal_layers import of_each
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import ABSENT, CacheSpec, LayerSpec, Matrix, ParallelConfig, PerRequest, Window
+from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.plan.weights import matrix_bytes
 from sglang.tuning.cost_model import used_blocks
 from sglang.tuning.rates import rates_of
@@ -76,7 +78,7 @@ class StepFloors:
 
     def decode(self, num_requests: int, length: int) -> Floor:
         """Returns the floor of a decode step of `num_requests` requests, each `length` tokens long."""
-        of_group = -(-num_requests // self.parallel.attn_dp_size)
+        of_group = -(-num_requests // self.parallel.ranks.attn_dp_size)
         read = self._weight_bytes(num_requests) + of_group * self._cache_bytes(length)
         pairs = sum(of_each(self.model.layers, lambda layer: self._attended(layer, length, _entries)))
         return self._floor(read, num_requests, of_group * pairs, num_requests, self._exchanged(num_requests))
@@ -101,7 +103,7 @@ class StepFloors:
         return self._exchange_seconds(self._exchanged(num_requests))
 
     def _exchange_seconds(self, exchanged: Sequence[float]) -> float:
-        return sum(nccl_seconds(self.parallel.dcp_size, size / 2) for size in exchanged)
+        return sum(nccl_seconds(self.parallel.ranks.dcp_size, size / 2) for size in exchanged)
 
     def _floor(self, read: float, tokens: int, attention: float, logits: int, exchanged: Sequence[float] = ()) -> Floor:
         flops, seconds = attention, self._seconds_of(attention, HALF)
@@ -113,9 +115,9 @@ class StepFloors:
             more = self._seconds_of(work, self._instructions(key))
             seconds = None if seconds is None or more is None else seconds + more
         message = tokens * self.model.hidden_size * KV_DTYPE_BYTES[self.parallel.dtype]
-        ranks, reduces = self.parallel.tp_size, self._reduces
+        ranks, reduces = self.parallel.ranks.tp_size, self._reduces
         sent = reduces * 2 * (ranks - 1) / ranks * message
-        sharing = self.parallel.dcp_size
+        sharing = self.parallel.ranks.dcp_size
         sent += sum(exchanged) * (sharing - 1) / sharing
         nccl = 0.0
         if ranks > 1 and self.link != "NVLink":
@@ -166,7 +168,7 @@ class StepFloors:
     def _chosen_experts(self) -> float:
         """Average number of a token's experts on this rank."""
         experts = self.model.experts
-        return 0 if experts is None else experts.top_k / self.parallel.ep_size + experts.fused_shared
+        return 0 if experts is None else experts.top_k / self.parallel.ranks.ep_size + experts.fused_shared
 
     def _weight_bytes(self, num_tokens: int) -> float:
         """Returns the bytes of weights that a step reads; of the experts those that some token is expected to
@@ -182,11 +184,11 @@ class StepFloors:
         if not matrix.experts or experts is None:
             return 1.0
         used, _ = used_blocks(num_tokens, experts.num_experts, experts.top_k, 16)
-        return (used / self.parallel.ep_size + experts.fused_shared) / matrix.experts
+        return (used / self.parallel.ranks.ep_size + experts.fused_shared) / matrix.experts
 
     def _cache_bytes(self, length: int) -> float:
-        of_layers = of_each(self.model.layers, lambda layer: layer.caches(self.parallel))
-        return sum(cache.entry_bytes * self._read(cache, length, _entries) for caches in of_layers for cache in caches)
+        by_layer = of_each(self.model.layers, lambda layer: layer.caches(self.parallel))
+        return sum(cache.entry_bytes * self._read(cache, length, _entries) for caches in by_layer for cache in caches)
 
     def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Returns the entries of one request's cache that attention reads. A state counts twice: it is read and
@@ -231,7 +233,7 @@ class StepFloors:
     @cached_property
     def _reduces(self) -> int:
         """Number of all-reduces of a step: one after the embedding, one after each block."""
-        if self.parallel.tp_size == 1:
+        if self.parallel.ranks.tp_size == 1:
             return 0
         return 1 + sum(block != ABSENT for layer in self.model.layers for block in (layer.mixer, layer.ffn))
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.layer_spec import LayerSpec, Matrix, ParallelConfig
+from sglang.srt.plan.layer_spec import LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.tuning.ops import Elementwise, Linear, Op
 from sglang.tuning.step import Step, decode_step
 from sglang.tuning.steps import StepTime, head_ops, layer_ops, time_step, timed, total, unserved_ops
@@ -104,7 +105,7 @@ def _block(
         for _ in range(draft_tokens if per_draft_token else 1):
             yield matrix.name, Linear(step.batch if per_draft_token else tokens, matrix.rows, matrix.cols)
     for i, layer in enumerate(draft.model.layers):
-        for part in layer.mixer.weights(draft.model.hidden_size, parallel.tp_size):
+        for part in layer.mixer.weights(draft.model.hidden_size, parallel.ranks.tp_size):
             if isinstance(part, Matrix) and part.name in _KEPT:
                 quant = draft.model.quant_of(i, part)
                 yield (

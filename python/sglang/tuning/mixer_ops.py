@@ -8,18 +8,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import singledispatch
 
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.plan.attention_parts import ElementGate, RelativeBias, Whole
-from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES, value_bytes
 from sglang.srt.plan.layer_spec import Mixer, ParallelConfig
-from sglang.srt.plan.mixers import GQA, MLA
 from sglang.tuning.attention_model import Keys, Prompt
 from sglang.tuning.ops import (
     AllGather,
@@ -63,7 +64,7 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
         yield gate.op, Elementwise(gate.op, passes * 2 * step.tokens * heads * dims[1])
     if (bias := mixer.softmax.relative_bias) is not None:
         yield "attention_biases", _biases(bias, mixer.window, step, heads)
-    sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
+    sharing = mixer.effective_dcp_size(tp, parallel.ranks.dcp_size)
     yield from _gathered_queries(step, sharing, heads * dims[0])
     if mixer.mask.rows > 1:  # the rows of a draft block count as heads of one token
         one = decode_step(step.batch, step.context)
@@ -81,7 +82,7 @@ def _grouped(mixer: GQA, parallel: ParallelConfig, step: Step) -> Iterator[tuple
 @mixer_ops.register
 def _latents(mixer: MLA, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     tp, item = parallel.attn_tp_size, _cache_bytes(parallel)
-    sharing = mixer.effective_dcp_size(tp, parallel.dcp_size)
+    sharing = mixer.effective_dcp_size(tp, parallel.ranks.dcp_size)
     yield from _latent(mixer, step, mixer.shares(tp).padded_heads, item, sharing, parallel.library_latents)
 
 

@@ -21,10 +21,11 @@ from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
 from sglang.srt.plan.equal_layers import of_each
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
-from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, Matrix, ParallelConfig
+from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.needs import needs_of
 from sglang.srt.plan.rank_weights import expert_rows, rank_weights
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.tuning.best_times import Best, best
 from sglang.tuning.mixer_ops import mixer_ops
 from sglang.tuning.ops import (
@@ -139,8 +140,8 @@ def ops_to_hidden_states(model: ModelDescription, parallel: ParallelConfig, step
     scheme = quant.scheme if quant else None
     yield "embedding", Elementwise("embedding", 4.0 * step.tokens * hidden)
     known: dict[tuple[int, tuple[str | None, ...]], list[tuple[str, Op]]] = {}
-    of_layers = of_each(model.layers, lambda layer: layer.weights(hidden, parallel.ranks, rows))
-    for i, (layer, weights) in enumerate(zip(model.layers, of_layers, strict=True)):
+    by_layer = of_each(model.layers, lambda layer: layer.weights(hidden, parallel.ranks, rows))
+    for i, (layer, weights) in enumerate(zip(model.layers, by_layer, strict=True)):
         matrices = (part for part in weights if isinstance(part, Matrix) and not part.experts)
         quants = (model.quant_of(i, matrix) for matrix in matrices)
         kind = id(layer), tuple(quant.scheme if quant else None for quant in quants)
@@ -153,8 +154,8 @@ def head_ops(model: ModelDescription, parallel: ParallelConfig, rows: int) -> It
     """Yields the ops from the last hidden states of `rows` tokens to sampling."""
     vocab, head = -(-model.vocab_size // parallel.ranks.vocab_tp_size), model.head_quant
     yield "lm_head", Linear(rows, vocab, model.hidden_size, head.scheme if head else None)
-    if parallel.tp_size > 1:
-        yield "all_gather of logits", AllGather(4 * rows * model.vocab_size, parallel.tp_size)
+    if parallel.ranks.tp_size > 1:
+        yield "all_gather of logits", AllGather(4 * rows * model.vocab_size, parallel.ranks.tp_size)
     yield "sampling", Elementwise("sampling", 4.0 * 3 * rows * model.vocab_size, 3)
 
 
@@ -169,7 +170,7 @@ def layer_ops(
 ) -> Iterator[tuple[str, Op]]:
     """Yields the ops of a layer on one rank, in order, each with its name in reports."""
     tokens, hidden = step.tokens, model.hidden_size
-    of_group = step_of_group(step, parallel.attn_dp_size)
+    of_group = step_of_group(step, parallel.ranks.attn_dp_size)
     prompt = not step.decodes and not step.verifies
     quantized = parallel.quantized_sums == "all" or (parallel.quantized_sums == "prefill" and prompt)
     mixer = (layer.mixer.weights(hidden, parallel.attn_tp_size), mixer_ops(layer.mixer, parallel, of_group))
@@ -212,12 +213,12 @@ def _sums(elements: int, ranks: int, quantized: bool) -> Iterator[tuple[str, Op]
 def _sums_of_groups(elements: int, parallel: ParallelConfig, quantized: bool) -> Iterator[tuple[str, Op]]:
     """Yields the all-gather of rows and reduce-scatter of sums of attention groups with their own requests: each moves
     half of the bytes of an all-reduce, and counts as an all-reduce of half the size."""
-    if parallel.attn_dp_size == 1:
-        yield from _sums(elements, parallel.tp_size, quantized)
+    if parallel.ranks.attn_dp_size == 1:
+        yield from _sums(elements, parallel.ranks.tp_size, quantized)
         return
-    yield from _sums(elements // 2, parallel.tp_size, quantized)
-    yield from _sums(elements // 2, parallel.tp_size, quantized)
-    yield from _sums(elements // parallel.attn_dp_size, parallel.attn_tp_size, quantized)
+    yield from _sums(elements // 2, parallel.ranks.tp_size, quantized)
+    yield from _sums(elements // 2, parallel.ranks.tp_size, quantized)
+    yield from _sums(elements // parallel.ranks.attn_dp_size, parallel.attn_tp_size, quantized)
 
 
 def _residual(layer: LayerSpec, tokens: int, hidden: int) -> Iterator[tuple[str, Op]]:
@@ -274,6 +275,6 @@ def _feed_forward(
         sizes = (share, room, min(top_k, room), experts.latent_size or hidden_size, rows)
         yield "fused_moe", Experts(*sizes, expert_scheme, experts.bias, gate, parallel.sgl_kernel_experts)
     if (mlp := ffn.mlp) is not None:
-        size = 6.0 * tokens * mlp.padded_rows(parallel.tp_size)
+        size = 6.0 * tokens * mlp.padded_rows(parallel.ranks.tp_size)
         op = (ffn.experts or mlp).activation.op  # of a shared expert with another limit, too
         yield op, Elementwise(op, size)

@@ -42,17 +42,17 @@ def runs_overlapped(model: ModelDescription, parallel: ParallelConfig, step: Ste
     """Returns whether a server computes the step as two microbatches with cards joined by PCIe or NVLink; False for
     attention groups with their own requests, for which nothing is predicted."""
     prompt = not step.decodes and not step.verifies
-    whole = why_not_split(parallel.tp_size, parallel.dcp_size) or parallel.attn_dp_size > 1
+    whole = why_not_split(parallel.ranks.tp_size, parallel.ranks.dcp_size) or parallel.ranks.attn_dp_size > 1
     if parallel.two_batch == "off" or whole or not prompt:
         return False
     config = _threshold(model, parallel, arch)
-    minimum = min_tokens(config, model, parallel.attn_dp_size)
+    minimum = min_tokens(config, model, parallel.ranks.attn_dp_size)
     return step.tokens >= minimum and (config.unasked or parallel.two_batch == "on")
 
 
 def _threshold(model: ModelDescription, parallel: ParallelConfig, arch: ArchTraits) -> TwoBatchThreshold:
     links = Topology.NVLINK if "nvlink" in arch.features else Topology.HOST_BRIDGE
-    return two_batch_threshold(links, parallel.tp_size, has_experts(model), parallel.quantized_sums != "off")
+    return two_batch_threshold(links, parallel.ranks.tp_size, has_experts(model), parallel.quantized_sums != "off")
 
 
 def step_time(model: ModelDescription, parallel: ParallelConfig, step: Step, arch: ArchTraits) -> StepTime:
@@ -74,7 +74,7 @@ def overlapped_seconds(
     unserved = unserved_ops(model, parallel, arch)
     first, second = (stretches(model, parallel, microbatch, unserved, arch) for microbatch in split_step(step))
     head = timed(head_ops(model, parallel, step.batch), unserved, arch)
-    turn = LAUNCH_S if alternates_by_block(model, parallel.attn_dp_size) else THREADS_LAUNCH_S
+    turn = LAUNCH_S if alternates_by_block(model, parallel.ranks.attn_dp_size) else THREADS_LAUNCH_S
     return alternating_seconds(first, second, slowdown, turn) + sum(row.seconds for row in head)
 
 

@@ -212,6 +212,19 @@ def test_what_compiles_fastest_goes_first(bench: Bench) -> None:
     assert [key.source for key in bench.backend.compiled] == ["first", "fast", "longer"]
 
 
+def test_requests_for_a_known_grammar_do_not_read_the_whole_cache(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.backend.go.set()
+    bench.built("a")
+    passes = list[int]()
+    shrink = GrammarManager._shrink
+    monkeypatch.setattr(GrammarManager, "_shrink", lambda manager: (passes.append(1), shrink(manager))[1])
+    for _ in range(100):
+        bench.built("a")
+    assert len(passes) <= 1  # the first may find that the build has ended
+
+
 def test_the_cache_is_bounded_in_number_and_size(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.backend.go.set()
     for i in range(10):

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 
+from sglang.srt.constrained import schema_keywords
 from sglang.srt.constrained.plain_schemas import INEXPRESSIBLE
 from sglang.srt.constrained.schema_complements import MAX_TEXT_LENGTH, other
 from sglang.srt.constrained.schema_keywords import InexpressibleSchema, is_inexpressible, is_unknown_to_llguidance
@@ -165,3 +166,16 @@ def test_patterns_of_other_strings_have_a_limit(length: int) -> None:
     schemas = other("const", "a" * length)
     assert len(str(schemas)) < 8 * MAX_TEXT_LENGTH**2
     assert any(INEXPRESSIBLE in schema for schema in schemas) == (length > MAX_TEXT_LENGTH)
+
+
+def test_limited_texts_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schema may have thousands of them, and a pass for each of their names would be quadratic."""
+    names = [f"text_{number}" for number in range(50)]
+    rules = "\n".join(f'{name} ::= (([^\\"\\\\\\r\\n]))' for name in names)
+    uses = "".join(f'"\\"" {name}{{0, 3}} "\\""\n' for name in (*names, "other"))
+    passes: list[str] = []
+    monkeypatch.setattr(schema_keywords, "_text", lambda name, minimum, maximum: passes.append(name) or "TEXT")
+    monkeypatch.setattr(schema_keywords.re, "compile", lambda *given: pytest.fail("a pattern for one name"))
+    repaired = schema_keywords.repair_limited_texts(f"{rules}\n{uses}")
+    assert passes == names and repaired.count("TEXT") == 50 and '"\\"" other{0, 3} "\\""' in repaired
+    assert all(repaired.count(f"\n{name}_any ::= ") == 1 for name in names)

@@ -92,6 +92,33 @@ def test_what_runs_may_fill_the_store() -> None:
     asyncio.run(work())
 
 
+def test_what_answers_in_progress_hold_counts_until_it_is_dropped() -> None:
+    store = ResponseStore(max_bytes=100)
+    stored = HeldInput(b"[1]", 1)
+    store.hold(stored)
+    gone = HeldInput(b"x" * 50, 1)
+    store.hold(gone)
+    store.put("ended", StoredResponse(b"x" * 40))
+    assert store.get("ended") is not None
+    del gone
+    assert stored.take_conversation([]) == b"[1]"
+    store.put("other", StoredResponse(b"x" * 56))
+    assert store.get("ended") is not None and store.get("other") is not None
+
+
+def test_the_oldest_inputs_go_when_nothing_else_is_left() -> None:
+    store = ResponseStore(max_bytes=100)
+    store.put("ended", StoredResponse(b"x" * 40))
+    held = [HeldInput(b"x" * 40, 1) for _ in range(4)]
+    for each in held:
+        store.hold(each)
+    assert store.get("ended") is None
+    assert [each.num_bytes for each in held] == [0, 0, 40, 40]
+    held[2].drop()
+    store.put("new", StoredResponse(b"x" * 56))
+    assert store.get("new") is not None and held[3].num_bytes == 40
+
+
 def messages(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
     body = msgspec.convert({"input": list(items), **fields}, ResponsesRequest)
     return chat_request(body, read_items(body.items())).messages

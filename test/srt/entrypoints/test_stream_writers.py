@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from sglang.srt.entrypoints.openai.serving_completions import _CompletionWriter,
 from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
 from sglang.srt.entrypoints.output_stream import StreamWriter, takes_long
 from sglang.srt.entrypoints.responses.protocol import ResponsesRequest
-from sglang.srt.entrypoints.responses.response_object import ResponseHead
+from sglang.srt.entrypoints.responses.response_object import ResponseHead, echoed_fields
 from sglang.srt.entrypoints.responses.response_stream import ResponseStream
 from sglang.srt.entrypoints.responses.tools import ToolCatalog
 from sglang.srt.function_call.model_formats import ModelFormats
@@ -57,6 +58,9 @@ def new_formats() -> ChatFormats:
     return ChatFormats(ModelFormats("hermes", "qwen3"), body, "")
 
 
+NUM_ECHOED = 100
+
+
 def chat_writer(formats: ChatFormats) -> StreamWriter:
     service: Any = SimpleNamespace(manager=SimpleNamespace(tokenizer=TOKENIZER))
     told = UsageOptions(False, False, False)
@@ -69,7 +73,8 @@ def message_writer(formats: ChatFormats) -> StreamWriter:
 
 
 def response_writer(formats: ChatFormats) -> StreamWriter:
-    head = ResponseHead("id", 1, "m", ResponsesRequest(input="a"), ToolCatalog([]), False)
+    echoed = echoed_fields(ResponsesRequest(input="a"))
+    head = ResponseHead("id", 1, "m", False, ToolCatalog([]), False, echoed, NUM_ECHOED)
     return ResponseStream(head, formats, ChoiceOutput(formats, TOKENIZER), lambda _: None)
 
 
@@ -85,6 +90,12 @@ def test_events_that_come_at_once_are_copied_once(
     written = new_writer(new_formats()).write(output(CALL * 500))
     assert written.count(b'"name":"now"') >= 500
     assert Events.num_copied < 4 * len(written)
+
+
+def test_a_large_echo_is_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not takes_long(response_writer(new_formats()), output("a"))
+    monkeypatch.setattr(sys.modules[__name__], "NUM_ECHOED", 2 << 20)
+    assert takes_long(response_writer(new_formats()), output("a"))
 
 
 def ollama_writer(formats: ChatFormats) -> StreamWriter:

@@ -47,7 +47,7 @@ def test_a_long_answer_is_parsed_in_a_thread(module: Any, length: int, monkeypat
     async def prepared(*_: Any) -> Any:
         if module is serving_messages:
             return SimpleNamespace(stream=False), None, {}
-        head = SimpleNamespace(body=SimpleNamespace(background=False))
+        head = SimpleNamespace(background=False)
         call = SimpleNamespace(stream=False)
         return SimpleNamespace(head=head, call=call, response=parse, keep=lambda response: None)
 

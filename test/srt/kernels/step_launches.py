@@ -39,9 +39,10 @@ from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_executor.device_state import DeviceState, StepShape
 from sglang.srt.model_executor.input_ops import InputOps
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import cache_groups, row_tables
-from sglang.srt.plan.layer_spec import Window
-from sglang.srt.plan.plan import make_plan, parallel_config_of
+from sglang.srt.plan.model_planner import parallel_config_of
+from sglang.srt.plan.plan import make_plan
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.server_args import ServerArgs
 from srt.kernels.published import config_files

@@ -12,19 +12,20 @@ import torch
 pytest.importorskip("triton")
 
 from sglang.ledger.coverage import coverage
-from sglang.ledger.launch_form import Form, recording
+from sglang.ledger.launch_form import Launches, recording
+from sglang.srt.blocks.mla.layer import LatentAttention
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import groups_of
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.layers.attention.sites import create_attention_sites
 from sglang.srt.layers.forward_batch import ForwardBatch
-from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.caches import cache_groups
-from sglang.srt.plan.plan import Plan, make_plan, parallel_config_of
+from sglang.srt.plan.model_planner import parallel_config_of
+from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.server_args import ServerArgs
 from srt.distributed.partial_sums import NoAllReduce
@@ -88,7 +89,7 @@ def test_every_launch_of_a_step_is_on_record(
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     monkeypatch.setattr(groups.tp, "all_gather", lambda x: x)
     ways: dict[str, object] = {}
-    forms: dict[Form, int]
+    forms: Launches
     with torch.inference_mode(), recording("sm_120") as forms:
         model = model_on_meta(plan, args)
         attention = create_attention_sites(plan, "meta")

@@ -12,9 +12,9 @@ from sglang.srt.blocks.ngram_embedding import reference as native
 from sglang.srt.blocks.ngram_embedding.kernels import ngram_embedding as kernels
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
-from sglang.srt.layers import native_convolution
+from sglang.srt.blocks.short_convolution import reference as native_convolution
+from sglang.srt.blocks.short_convolution.kernels import short_convolution
 from sglang.srt.layers.compressed_step import TokenRequests
-from sglang.srt.layers.triton_ops import short_convolution
 
 CLOSE = {"rtol": 2e-2, "atol": 2e-2}
 DEVICE = interpreter.DEVICE
@@ -156,7 +156,7 @@ def test_short_convolutions_and_what_they_leave(taps: int, width: int) -> None:
     kept = random(len(LENGTHS) + 1, taps - 1, width)
     wide = torch.zeros(len(rows), 2 * width, dtype=rows.dtype, device=DEVICE)
     states, outs = [kept.clone(), kept.clone()], [torch.empty_like(rows), wide[:, width:]]
-    both = (native_convolution.SHORT_CONVOLUTION, short_convolution.SHORT_CONVOLUTION)
+    both = (native_convolution.KERNELS, short_convolution.KERNELS)
     for kernel, state, out in zip(both, states, outs, strict=True):
         kernel.convolve(rows, weight, state, requests, out)
         kernel.keep(rows, state, requests)

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.blocks.moe import reference as routing
 from sglang.srt.configs.activation import SILU
-from sglang.srt.layers import native_ops, native_routing
+from sglang.srt.layers import native_ops
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 
 
@@ -93,7 +94,7 @@ def test_fp8_store_scales_and_saturates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_topk_softmax(renormalize: bool) -> None:
     logits = torch.randn(7, 9)
-    weights, ids = native_routing.topk_softmax(logits, 3, renormalize)
+    weights, ids = routing.topk_softmax(logits, 3, renormalize)
     assert weights.dtype == torch.float32 and ids.dtype == torch.int32
     for row, w, i in zip(logits, weights, ids, strict=True):
         best = sorted(range(9), key=lambda e: -row[e])[:3]

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from pairs import some_of
 
+from sglang.srt.blocks.moe import reference as routing
+from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, Activation
-from sglang.srt.layers import native_ops, native_routing
-from sglang.srt.layers.triton_ops import activation, decode_inputs, embedding, norm, rope_store, topk, whole_norm
+from sglang.srt.layers import native_ops
+from sglang.srt.layers.triton_ops import activation, decode_inputs, embedding, norm, rope_store, whole_norm
 
 DEVICE = interpreter.DEVICE
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -243,7 +245,7 @@ def test_untyped_bytes_are_refused_as_cache() -> None:
 def test_topk_softmax(num_tokens: int, num_experts: int, top_k: int, renormalize: bool) -> None:
     logits = randn(num_tokens, num_experts, scale=3.0)
     weights, ids = topk.topk_softmax(logits, top_k, renormalize)
-    expected_weights, expected_ids = native_routing.topk_softmax(logits, top_k, renormalize)
+    expected_weights, expected_ids = routing.topk_softmax(logits, top_k, renormalize)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
 
@@ -253,12 +255,12 @@ def test_topk_softmax(num_tokens: int, num_experts: int, top_k: int, renormalize
 def test_topk_softmax_among_the_best_groups(num_experts: int, top_k: int, groups: tuple[int, int]) -> None:
     logits = randn(9, num_experts, scale=3.0)
     weights, ids = topk.topk_softmax(logits, top_k, False, 16.0, groups=groups)
-    expected_weights, expected_ids = native_routing.topk_softmax(logits, top_k, False, 16.0, groups=groups)
+    expected_weights, expected_ids = routing.topk_softmax(logits, top_k, False, 16.0, groups=groups)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
     members = num_experts // groups[0]
     assert all(len(set((row // members).tolist())) <= groups[1] for row in ids)
-    anywhere = native_routing.topk_softmax(logits, top_k, False, 16.0)[1]
+    anywhere = routing.topk_softmax(logits, top_k, False, 16.0)[1]
     assert not torch.equal(ids, anywhere), "the groups decide nothing"
 
 
@@ -276,7 +278,7 @@ def test_experts_are_renamed_to_those_of_the_rank(score: str) -> None:
         "sigmoid": (logits, None, 4, True),
         "hash": (logits, torch.arange(7, device=DEVICE), table, "sigmoid"),
     }[score]
-    for ops in (topk, native_routing):
+    for ops in (topk, routing):
         route = getattr(ops, f"topk_{score}")
         weights, ids = route(*args, num_valid=num_valid)
         same_weights, local = route(*args, num_valid=num_valid, expert_map=expert_map)

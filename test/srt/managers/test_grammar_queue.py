@@ -178,6 +178,31 @@ def test_only_the_leaders_clock_counts(ranks: Ranks) -> None:
         assert "not ready after 60 s" in (ranks.ends(rid)[0].message or "")
 
 
+def test_requests_for_one_grammar_are_asked_about_once(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each in every step of the build; who has waited too long ends alone."""
+    for number in range(10):
+        ranks.ranks[0].now = float(number)
+        ranks.add(f"r{number}", regex="a")
+    ranks.verifier.checks["a"].verdict.set_result(Verdict())
+    ranks.turn()
+    asked = list[int]()
+    state = GrammarManager.state
+    monkeypatch.setattr(GrammarManager, "state", lambda *args: (asked.append(1), state(*args))[1])
+    ranks.turn()
+    assert len(asked) == 2 * 2, "each rank is asked twice in a turn of this test"
+    for rank in ranks.ranks:
+        rank.scheduler.abort(AbortReq(["r1"]))
+    ranks.ranks[0].now = WAIT_LIMIT_S + 2.5
+    ranks.turn()
+    waiting = [f"r{number}" for number in range(3, 10)]
+    assert all(list(rank.scheduler.compiling) == waiting for rank in ranks.ranks)
+    assert "not ready after 60 s" in (ranks.ends("r2")[1].message or "")
+    for rank in ranks.ranks:
+        rank.grammars.finish()
+    ranks.turn()
+    assert ranks.queued() == [waiting, waiting]
+
+
 def test_a_build_that_fails_anywhere_ends_the_request_everywhere(ranks: Ranks) -> None:
     ranks.add("r", regex="a")
     ranks.verifier.checks["a"].verdict.set_result(Verdict())

@@ -74,7 +74,7 @@ def run(scheduler: Scheduler, prompts: list[list[int]]) -> Collector:
             collector.take(scheduler)
     run_to_end(scheduler, collector)
     assert_clean(scheduler)
-    assert scheduler.held_hidden == 0
+    assert scheduler.totals.hidden_rows == 0
     return collector
 
 
@@ -152,7 +152,7 @@ def test_an_aborted_request_has_those_that_were_there(plain: Model) -> None:
     values = torch.frombuffer(bytearray(collector.hidden["r0"]), dtype=torch.float32)
     expected = plain.hidden(prompt(3, 50))[:32]
     torch.testing.assert_close(values.view(expected.shape), expected, atol=1e-4, rtol=1e-4)
-    assert not collector.hidden["waits"] and scheduler.held_hidden == 0
+    assert not collector.hidden["waits"] and scheduler.totals.hidden_rows == 0
 
 
 def test_what_all_requests_may_hold_is_bounded(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from sglang.srt.managers.scheduler import attention_groups, intake, prompt_table
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.prompt_media import PromptMedia
 from sglang.srt.managers.scheduler.prompt_table import MEDIA_BYTES, PromptTable, Tokens
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from srt.managers.fake_runner import Collector, FakeRunner, add, make_scheduler, request, run_to_end
 
 
@@ -94,9 +95,9 @@ def test_samples_that_wait_share_their_prompt() -> None:
     reqs = list(scheduler.reqs.values())
     assert all(req.tokens.prompt is reqs[0].tokens.prompt for req in reqs)
     assert all(req.cache_keys(64).base is reqs[0].cache_keys(64).base for req in reqs), "their keys are one, too"
-    assert scheduler.prompts.num_bytes == 100 * 12
+    assert scheduler.totals.prompts.num_bytes == 100 * 12
     run_to_end(scheduler, collector)
-    assert scheduler.prompts.num_bytes == 0 and len(scheduler.prompts) == 0
+    assert scheduler.totals.prompts.num_bytes == 0 and len(scheduler.totals.prompts) == 0
 
 
 def test_parameters_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,21 +124,26 @@ def test_prompts_beyond_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -
     assert collector.finish["alone"].type == "length", "one that exceeds the limit may come alone"
     for rid in ("its sample", "other"):
         assert collector.finish[rid].status_code == 503 and "send this one again later" in collector.finish[rid].message
-    assert scheduler.prompts.num_bytes == 0
+    assert scheduler.totals.prompts.num_bytes == 0
     add(scheduler, request("later", [5, 6], 4, ignore_eos=True))
     run_to_end(scheduler, collector)
     assert collector.finish["later"].type == "length"
 
 
-def test_attention_groups_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank holds the prompts of all groups."""
-    monkeypatch.setattr(intake, "MAX_PROMPT_BYTES", 100 * 12)
+def two_groups(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
     monkeypatch.setattr(attention_groups, "_GroupRunner", lambda runner, is_own: runner)
+    monkeypatch.setattr(attention_groups, "replace", lambda args, **fields: SimpleNamespace(**vars(args) | fields))
     runner = FakeRunner(4096, 1, 1024, 4, 64)
     args = make_scheduler(runner).args
     args.load_balance_method = "round_robin"
     runner.groups = SimpleNamespace(dp=SimpleNamespace(rank=0, size=2))
-    first, second = attention_groups.AttentionGroups(args, runner, StopChecker(None)).schedulers
+    return attention_groups.AttentionGroups(args, runner, StopChecker(None)).schedulers
+
+
+def test_attention_groups_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank holds the prompts of all groups."""
+    monkeypatch.setattr(intake, "MAX_PROMPT_BYTES", 100 * 12)
+    first, second = two_groups(monkeypatch)
     collector = Collector()
     add(first, request("first", list(range(3, 83)), 4, ignore_eos=True))
     add(second, request("same", list(range(3, 83)), 4, ignore_eos=True))
@@ -146,4 +152,17 @@ def test_attention_groups_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert collector.finish["same"].type == "length"
     assert collector.finish["second"].status_code == 503
     run_to_end(first, collector)
-    assert collector.finish["first"].type == "length" and first.prompts.num_bytes == 0
+    assert collector.finish["first"].type == "length" and first.totals.prompts.num_bytes == 0
+
+
+def test_attention_groups_have_one_limit_of_parameters_and_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "MAX_PARAMETER_BYTES", 100)
+    first, second = two_groups(monkeypatch)
+    assert first.intake.max_queued == second.intake.max_queued == intake.MAX_QUEUED_REQUESTS // 2
+    collector = Collector()
+    add(first, request("first", [5, 6], 4, ignore_eos=True, stop=["x" * 60]))
+    add(second, request("second", [5, 6], 4, ignore_eos=True, stop=["x" * 60]))
+    run_to_end(second, collector)
+    assert collector.finish["second"].status_code == 503
+    run_to_end(first, collector)
+    assert collector.finish["first"].type == "length" and not first.totals.parameter_bytes

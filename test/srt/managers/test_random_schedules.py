@@ -24,7 +24,7 @@ from sglang.srt.managers.scheduler.schedule_policy import DecodeInterval
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.managers.wire.io_struct import AbortReq
-from sglang.srt.mem_cache import kv_table
+from sglang.srt.mem_cache import kv_table, radix_cache
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
@@ -141,7 +141,7 @@ class Schedule:
                 tensor.view(torch.uint8 if narrow else tensor.dtype).fill_(GARBAGE_BYTE if narrow else GARBAGE)
         self.collector = Collector()
         self.hints = random.Random(seed)
-        """Of the prompts that are to stay cached, and of the time, which decide nothing else."""
+        """Of the prompts that are to stay cached, of the time, and of who takes turns, which decide nothing else."""
         self.wanted: dict[str, tuple[list[int], int]] = {}
         self.seen: Counter[str] = Counter()
         self.hits: Counter[int] = Counter()
@@ -155,6 +155,8 @@ class Schedule:
             add(self.scheduler, request(rid, ids, self.wanted[rid][1], temperature=0.0, ignore_eos=True))
             if self.hints.random() < 0.2:
                 self.scheduler.reqs[rid].keep_until = float(self.hints.randrange(1, 6))
+            if self.hints.random() < 0.2:  # as if its grammar were slow to follow: it waits for its turn
+                self.scheduler.reqs[rid].set_mask_ms(self.hints.choice((4, 16)))
 
     def step(self) -> None:
         for _ in range(self.random.randrange(1, 9)):
@@ -227,10 +229,11 @@ class Schedule:
 
 @contextmanager
 def short_pauses() -> Iterator[None]:
-    """Chunks of so short prompts end where states are kept, too."""
+    """Chunks of so short prompts end where states are kept, too, and chains of so short paths are merged."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_table, "PAUSE_UNIT", 8)
         patch.setattr(kv_table, "PAUSE_LEAST", 16)
+        patch.setattr(radix_cache, "MAX_PATH", 1)
         torch.set_num_threads(1)
         yield
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.managers.scheduler import schedule_policy
 from sglang.srt.managers.scheduler.leader import EndReq
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.queue_order import POLICIES
@@ -859,3 +860,29 @@ def test_a_waiting_prompt_is_compared_with_the_tree_once(policy: str, monkeypatc
     run_to_end(scheduler, collector)
     assert long.hit_len == 1500 and 1500 <= compared < 1500 + 200
     assert collector.tokens["long"] == expected_output(prompt(1501), 4)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_log_probabilities_of_a_prompt_take_several_steps(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no step, and no message, has millions of them while others wait for tokens."""
+    monkeypatch.setattr(schedule_policy, "MAX_PROMPT_LOGPROBS", 1000)
+    runner = FakeRunner(4096, page, 2048, 8, 512)
+    scheduler, collector = make_scheduler(runner), Collector()
+    computed: list[int] = []
+    forward = runner.forward
+
+    def counted(step: StepInput) -> LateResult:
+        asked = None if step.prompts is None else step.prompts.prompt_logprobs
+        computed.append(0 if asked is None else len(asked.rows) * (1 + asked.num_top))
+        return forward(step)
+
+    runner.forward = counted  # type: ignore[method-assign]
+    add(scheduler, request("other", [5, 6, 7], 40, ignore_eos=True))
+    for rid, start in (("all", 0), ("end", 250)):
+        msg = request(rid, list(range(300)), 0)
+        msg.return_logprob, msg.logprob_start_len, msg.top_logprobs_num = True, start, 9
+        add(scheduler, msg)
+    run_to_end(scheduler, collector)
+    assert max(computed) <= 1000 and sum(computed) == (299 + 50) * 10 and sum(map(bool, computed)) >= 4
+    assert collector.tokens == {"other": expected_output([5, 6, 7], 40, True), "all": [], "end": []}
+    assert_clean(scheduler)

@@ -17,7 +17,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints import output_formats
 from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest
 from sglang.srt.function_call.model_formats import ModelFormats
-from sglang.srt.managers.front import request_preparation, text_encoder, tokenizer_manager
+from sglang.srt.managers.front import (
+    logprob_budget,
+    request_preparation,
+    result_limits,
+    text_encoder,
+    tokenizer_manager,
+)
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
@@ -293,6 +299,68 @@ def test_a_cancelled_reader_aborts() -> None:
         assert await bench.received() == AbortReq(["r"])
         bench.send("r", finish=ABORTED)
         await bench.sync()
+
+    play(test)
+
+
+def test_log_probabilities_of_all_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that says its length has its room until it is closed; one that does not may end where room ends."""
+    monkeypatch.setattr(logprob_budget, "MAX_ALL_LOGPROBS", 100)
+    monkeypatch.setattr(result_limits, "ASSUMED_OUTPUT", 5)
+
+    def wanted(rid: str, **params: Any) -> GenerateRequest:
+        return call(rid, return_logprob=True, top_logprobs_num=1, sampling_params=params, stream=True)
+
+    def values(count: int) -> OutputLogprobs:
+        return OutputLogprobs(output=[(-0.5, 7)] * count, output_top=[[(-0.5, 7)]] * count)
+
+    async def test(bench: Bench) -> None:
+        said = await bench.manager.submit(wanted("said", max_new_tokens=40))
+        await bench.request()
+        unsaid = await bench.manager.submit(wanted("unsaid"))
+        await bench.request()
+        with pytest.raises(RequestError, match="ask for fewer") as caught:
+            await bench.manager.submit(wanted("too many", max_new_tokens=6))
+        assert caught.value.status_code == 503
+        bench.send("unsaid", "a", [1], logprobs=values(10))
+        assert (await anext(unsaid)).text == "a"
+        bench.send("unsaid", "b", [1], logprobs=values(1))
+        with pytest.raises(RequestError, match="ask for fewer") as caught:
+            await anext(unsaid)
+        assert caught.value.status_code == 503
+        assert await bench.received() == AbortReq(["unsaid"])
+        bench.send("unsaid", finish=ABORTED, logprobs=values(1))
+        bench.send("said", "c", [1] * 40, LENGTH, logprobs=values(40))
+        assert [output.text async for output in said] == ["c"]
+        await said.aclose()
+        later = await bench.manager.submit(wanted("later", max_new_tokens=50))
+        await bench.request()
+        bench.send("later", "d", [1], LENGTH)
+        assert [output.text async for output in later] == ["d"]
+        await later.aclose()
+        assert not bench.manager._logprobs._shares and not bench.manager._logprobs._reserved
+
+    play(test)
+
+
+def test_log_probabilities_of_a_prompt_come_with_its_first_token() -> None:
+    """Though the scheduler sends parts of them before."""
+
+    async def test(bench: Bench) -> None:
+        stream = await bench.manager.submit(call(return_logprob=True, logprob_start_len=0, stream=True))
+        await bench.request()
+        for part in ([(None, 1)], [(-0.1, 2)]):
+            bench.send("r", logprobs=OutputLogprobs(input=part, input_top=[None] if part[0][0] is None else [[]]))
+        await bench.sync()
+        bench.send("r", "a", [7], logprobs=OutputLogprobs(output=[(-0.2, 7)], input=[(-0.3, 3)], input_top=[[]]))
+        first = await anext(stream)
+        bench.send("r", "b", [8], LENGTH, logprobs=OutputLogprobs(output=[(-0.4, 8)]))
+        (second,) = [output async for output in stream]
+        assert first.text == "a" and first.new_ids == [7] and first.logprobs is not None
+        assert first.logprobs.input == [(None, 1), (-0.1, 2), (-0.3, 3)] and first.logprobs.input_top == [None, [], []]
+        assert first.logprobs.output == [(-0.2, 7)] and first.logprobs.input_token_ids is None
+        assert second.logprobs is not None and second.logprobs.input is None
+        await stream.aclose()
 
     play(test)
 

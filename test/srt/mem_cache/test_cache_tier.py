@@ -38,3 +38,12 @@ def test_windows_are_whole_where_a_request_goes_on(one: list[list[int]], other: 
     assert resumable_end(prefix(one), prefix(other), 0) == end
     assert resumable_end(prefix(other), prefix(one), 0) == end
     assert resumable_end(prefix(one), prefix(other), end) == 0
+
+
+def test_a_long_prefix_without_windows_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each node at which it might go on."""
+    reads = list[int]()
+    window = CachedPrefix.window
+    monkeypatch.setattr(CachedPrefix, "window", lambda *args: (reads.append(1), window(*args))[1])
+    assert resumable_end(prefix([[0, 0, 0, 0]] * 100), prefix([[0, 0, 0, 0]] * 100), 0) == 0
+    assert len(reads) == 2

@@ -9,8 +9,8 @@ import torch
 
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore, storage_dtype
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, key_value_cache, latent_cache
 from sglang.srt.plan.caches import group_caches
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, key_value_cache, latent_cache
 from sglang.srt.plan.pool_sizes import PoolSizes
 
 SIZES = PoolSizes(tokens=20, page_size=4, max_requests=3, context_len=16)

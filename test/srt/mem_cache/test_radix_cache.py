@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
-from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.node_chains import MAX_MERGED, MAX_PATH
+from sglang.srt.mem_cache.radix_cache import RadixCache, Tokens
 from sglang.srt.mem_cache.radix_node import Node
 
 NAMESPACES = (None, "a", "")
@@ -62,11 +63,17 @@ class RadixMachine(RuleBasedStateMachine):
     place of the tree, or one that is reused while cached, shows as a prefix that does not match its content.
     """
 
-    @initialize(page_size=st.sampled_from([1, 4, 16]), pages=st.integers(6, 40), enabled=st.integers(0, 9))
-    def start(self, page_size: int, pages: int, enabled: int) -> None:
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        pages=st.integers(6, 40),
+        enabled=st.integers(0, 9),
+        max_path=st.sampled_from([0, 1, 2, MAX_PATH]),
+    )
+    def start(self, page_size: int, pages: int, enabled: int, max_path: int) -> None:
         self.page_size = page_size
         self.allocator = TokenAllocator(page_size * pages, page_size)
         self.cache = RadixCache(self.allocator, page_size, enabled=enabled > 0)
+        self.cache.max_path = max_path
         self.content: dict[int, tuple[str | None, tuple[int, ...]]] = {}
         self.remembered: dict[tuple[str | None, tuple[int, ...]], Node] = {}
         self.running: list[Request] = []
@@ -231,6 +238,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.page_size = page_size
         self.allocator = TokenAllocator(1 << 14, page_size)
         self.cache = RadixCache(self.allocator, page_size)
+        self.cache.max_path = 1
         self.known: dict[tuple[int, ...], list[int]] = {}
 
     def expected(self, tokens: list[int]) -> list[int]:
@@ -445,3 +453,88 @@ def test_long_prompts_match_whole() -> None:
     assert slots is not None
     insert(cache, tokens, slots)
     assert matched(cache, tokens) == slots.tolist()
+
+
+def walk(cache: RadixCache, tokens: Tokens) -> None:
+    """Runs a prompt whose tokens all come to the tree."""
+    match = cache.match_prefix(tokens)
+    cache.lock(match.node)
+    slots = cache.slots_to(match.node)
+    new = cache.allocator.alloc([match.length], [len(tokens)], [-1])
+    assert new is not None
+    done = cache.commit(tokens, np.concatenate((slots, new)), match.node, match.length)
+    cache.unlock(done.node)
+
+
+@pytest.mark.parametrize("order", [range(1, 2001), range(2000, 0, -1)], ids=["each longer", "each shorter"])
+def test_a_long_chain_is_walked_once(order: range) -> None:
+    _, cache = filled(1 << 12)
+    tokens = np.random.default_rng(0).integers(0, 150_000, 2001)
+    slots = np.arange(0)
+    for length in order:
+        walk(cache, tokens[:length])
+        slots = cache.slots_to(cache.match_prefix(tokens[:length]).node) if length == max(order) else slots
+    walk(cache, tokens)
+    node = cache.match_prefix(tokens[:2000]).node
+    assert len(cache.path(node)) <= MAX_PATH
+    assert cache.slots_to(node).tolist() == slots.tolist() and len(slots) == 2000
+    cache.check()
+
+
+def test_long_prompts_in_many_chunks_stay_few_nodes() -> None:
+    """Nodes beyond the greatest that is made of others are not copied again."""
+    _, cache = filled(1 << 17)
+    tokens = np.random.default_rng(0).integers(0, 150_000, 1 << 17)
+    for length in range(512, len(tokens) + 1, 512):
+        walk(cache, tokens[:length])
+    nodes = list(cache.nodes())
+    assert len(nodes) <= MAX_PATH + 2 * len(tokens) // MAX_MERGED
+    assert max(node.key.size for node in nodes) <= MAX_MERGED
+
+
+def test_a_short_node_does_not_keep_a_long_prompt_in_memory() -> None:
+    """What splits and evictions leave of a prompt keeps at most twice its own size alive."""
+    _, cache = filled(1 << 14)
+    rng = np.random.default_rng(0)
+    headers = rng.integers(0, 150_000, (40, 16))
+    for header in headers:
+        long = np.concatenate((header, rng.integers(0, 150_000, 5000)))
+        if cache.allocator.available_size() < len(long):
+            cache.evict(len(long))
+        walk(cache, long)
+        for other in headers:
+            cache.match_prefix(other)
+    cache.evict(100)
+    arrays = [array for node in cache.nodes() for array in (node.key, node.value)]
+    wholes = {id(whole): whole.nbytes for whole in (a if a.base is None else a.base for a in arrays)}
+    assert sum(wholes.values()) <= 2 * sum(a.nbytes for a in arrays)
+    assert any(node.key.size == 16 for node in cache.nodes())
+    cache.check()
+
+
+@pytest.mark.parametrize("needed", ["a lock", "a branch", "a longer time", "whoever remembers it"])
+def test_ends_that_somebody_needs_stay(needed: str) -> None:
+    allocator, cache = filled()
+    put(allocator, cache, [1, 2])
+    node = cache.match_prefix([1, 2]).node
+    if needed == "a lock":
+        cache.lock(node)
+    elif needed == "a branch":
+        put(allocator, cache, [1, 2, 9])
+    elif needed == "a longer time":
+        cache.keep(node, 5.0)
+    else:
+        cache.is_remembered = lambda n: n is node
+    put(allocator, cache, [1, 2, 3, 4])
+    cache.max_path = 0
+    assert [n.depth for n in cache.follow([1, 2, 3, 4])] == [2, 4] and node.parent is cache.root
+    if needed == "a lock":
+        cache.unlock(node)
+    elif needed == "a branch":
+        cache.remove([cache.match_prefix([1, 2, 9]).node])
+    elif needed == "a longer time":
+        cache.expire(5.0)
+    else:
+        cache.is_remembered = lambda n: False
+    assert [n.depth for n in cache.follow([1, 2, 3, 4])] == [4] and node.parent is None
+    cache.check()

@@ -28,8 +28,8 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
 from sglang.srt.plan.kernel_choice import long_prompt_need
 from sglang.srt.plan.layer_spec import AttentionSite
+from sglang.srt.plan.model_planner import describe_served_model, parallel_config_of
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import describe_served_model, parallel_config_of
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.server_args import ServerArgs
 from srt.layers.attention.decode_steps import reexecuting_capture

@@ -18,7 +18,7 @@ from sglang.srt.model_executor.step import StepInput
 from sglang.srt.plan.memory import MIB, graph_bytes, logits_bytes
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.sizes import Sizes
-from sglang.srt.plan.speculation import step_widths
+from sglang.srt.plan.speculation import speculative_settings, step_widths
 from sglang.srt.plan.step_widths import VERIFY_ROWS, StepWidths
 from sglang.srt.server_args import ServerArgs
 from srt.kernels.published import checkpoint
@@ -38,7 +38,7 @@ def planned(tmp_path: Path, *words: str, card: tuple[str, int] = LARGE_CARD) -> 
     plan = make_plan(args, model, arch_by_name(card[0]), card[1], frozenset({"triton"}))
     sizes = Sizes(
         plan.max_running_requests, plan.context_len, 64, plan.cuda_graph_bs, plan.page_size, plan.ranks,
-        plan.cuda_graph_prefill_tokens, drafts=step_widths(args, model.architecture),
+        plan.cuda_graph_prefill_tokens, drafts=step_widths(speculative_settings(args, model.architecture)),
     )  # fmt: skip
     return plan, sizes
 

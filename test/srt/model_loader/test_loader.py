@@ -20,10 +20,10 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import Param
 from sglang.srt.model_loader import loader
 from sglang.srt.model_loader.loader import fill_random, load_model
-from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.stages import cut_stages
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.plan.weights import matrix_bytes
 
 from ..models.harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny

@@ -1071,7 +1071,9 @@ class TinyRunner:
 
     def __init__(self, plan: NativePlan, load_format: str = "auto", seed: int = 0, state_dtype: str = "") -> None:
         self.model = filled_model(plan, load_format)
-        serving = ParallelConfig(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size, state_dtype=state_dtype)
+        serving = ParallelConfig(
+            plan.dtype, plan.kv_cache_dtype, ranks=RankLayout(plan.ranks.tp_size), state_dtype=state_dtype
+        )
         everything = with_draft_layers(plan.description, plan.draft)
         groups = cache_groups(everything, serving)
         windows = tuple(WindowSize(lifetime.tokens, 1023) for lifetime in row_tables(groups)[1:])

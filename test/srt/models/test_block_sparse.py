@@ -14,13 +14,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.errors import UserError
-from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.pool_checks import with_pages
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 
 from .harness import NativePlan, TinyRunner, blocks_of, hf_logits, plan_for, random_tokens, save_tiny
@@ -133,7 +134,7 @@ def test_a_token_takes_137_472_bytes_and_a_page_is_a_block() -> None:
     assert group.page_multiple == 128
     (quantized,) = cache_groups(model, ParallelConfig("bfloat16", "fp8_e4m3"))
     assert quantized.bytes_per_token == 60 * 4 * 256 + 57 * 256, "index keys stay in 16 bits"
-    (shared,) = cache_groups(model, ParallelConfig("bfloat16", "bfloat16", tp_size=8))
+    (shared,) = cache_groups(model, ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(8)))
     assert shared.bytes_per_token == 60 * 2 * 256 + 57 * 256, "a KV head on two ranks, the index key on all"
     indexers = [layer.mixer.indexer for layer in model.layers if isinstance(layer.mixer, GQA)]
     assert indexers == [None] * 3 + [BlockIndexer(128, 128, 16)] * 57

@@ -19,8 +19,9 @@ from sglang.srt.drafts.create import filled_draft
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.model_loader.loader import load_model
+from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import row_tables
-from sglang.srt.plan.layer_spec import ParallelConfig, Window
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.server_args import ServerArgs
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE, Router
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.families import FAMILIES, SERVED_ARCHITECTURES, family_of
-from sglang.srt.plan.feed_forward import Dense, MoE, Router
-from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.server_args import ServerArgs
 
 from .harness import NativePlan

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang import explain
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.fused_projections import TP_BLOCKS, with_tp_blocks
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.drafts.create import filled_draft
@@ -17,7 +18,6 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.fused_rows import fused_rows, keep_groups
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.ranks import HeadShares
 
 from .depth_drafts import build_depths

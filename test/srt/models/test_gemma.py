@@ -14,14 +14,16 @@ import pytest
 import safetensors.torch
 import torch
 
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE, Router, Shared
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.plan.cache_spec import FULL, Window
 from sglang.srt.plan.caches import cache_groups
-from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
-from sglang.srt.plan.layer_spec import FULL, ParallelConfig, Window
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.server_args import ServerArgs
 
 from .harness import (

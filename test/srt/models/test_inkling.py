@@ -11,13 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
-from sglang.srt.plan.feed_forward import Dense, MoE
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.media import describe_media
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.towers.inkling.spec import InklingTower
 
 from .harness import INKLING, TINY, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.errors import UserError
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import describe_model
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mlp.spec import Dense
 from sglang.srt.errors import UserError
-from sglang.srt.plan.feed_forward import Dense
-from sglang.srt.plan.mixers import GQA
 
 from .harness import TinyRunner, plan_for, save_tiny
 from .quantized_checkpoints import FORMS, save_quantized

@@ -13,12 +13,12 @@ import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.mla.layer import LatentAttention
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
-from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import RankLayout
 
 from .harness import NativePlan, TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny

@@ -14,12 +14,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
-from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.towers.llama4.spec import describe_llama4
 
 from .harness import (

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mlp.spec import Dense
 from sglang.srt.configs.quantization import detect
 from sglang.srt.errors import UserError
-from sglang.srt.plan.feed_forward import Dense
 from sglang.srt.plan.layout import check_layout
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.ranks import RankLayout
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.layer_lists import UNROTATED
 from sglang.srt.errors import UserError
-from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.media import describe_media
-from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny

@@ -17,10 +17,10 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import online_fp8
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
-from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.weight_spec import Matrix
 
 from .harness import SIZES, TINY, TinyRunner, plan_for, save_tiny
 from .test_hybrid import multimodal

@@ -18,10 +18,11 @@ from sglang.srt.layers.residual import Block
 from sglang.srt.layers.rotary_embedding import SectionPositions
 from sglang.srt.models import causal_lm
 from sglang.srt.models.causal_lm import CausalLM
-from sglang.srt.plan.layer_spec import ParallelConfig, ResidualDefaults, Weights
+from sglang.srt.plan.layer_spec import ParallelConfig, ResidualDefaults
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.weight_spec import Weights
 from sglang.srt.plan.weights import rank_weight_bytes
 
 from .harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny

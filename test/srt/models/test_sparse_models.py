@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.errors import UserError
 from sglang.srt.layers import native_sparse_ops
 from sglang.srt.layers.attention.selection import EntryRows
@@ -22,7 +23,6 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.latent import indexed_layers
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import RankLayout
@@ -143,7 +143,7 @@ def test_what_costs_less() -> None:
     assert isinstance(mixer, MLA)
     assert prompts_cost_more_until(mixer, 1.0, 8) == 2 * 2048 * 16 * 1088 / (8 * 512 - 32 * 128 / 2)
     assert prompts_cost_more_until(mixer, 0.25, 8) < prompts_cost_more_until(mixer, 1.0, 8)
-    serving = ParallelConfig("bfloat16", "bfloat16", tp_size=8)
+    serving = ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(8))
     assert decoding_reads_less_from(mixer, 1.0, serving) == math.ceil(2048 * 1152 / (1152 - 132))
     text = describe_selection(model, serving)
     assert "78 of 78 layers" in text and "34,816 tokens" in text and "2,314 tokens" in text

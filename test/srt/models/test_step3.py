@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.errors import UserError
-from sglang.srt.plan.mixers import GQA
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, reference_of, save_tiny
 from .quantized_checkpoints import FORMS, Form, write_model

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.errors import UserError
-from sglang.srt.plan.mixers import GQA
 
 from .draft_harness import DraftRunner, check_proposals, plan_with_draft
 from .draft_references import Target, chain

@@ -21,9 +21,9 @@ from sglang.srt.model_executor import media_timing
 from sglang.srt.model_loader.loader import load_checkpoint, load_tower
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
-from sglang.srt.plan.plan import describe_served_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.plan.ranks import ONE_RANK
-from sglang.srt.towers.base import encoder, pieces
+from sglang.srt.towers.base import encoder, patch_places, pieces
 from sglang.srt.towers.base.encoder import VisionEncoder
 from sglang.srt.towers.base.patch_places import Grid, clips, cubic, num_patches, parts_of_clips
 from sglang.srt.towers.base.pieces import Cuts, parts_of, pieces_of
@@ -207,6 +207,14 @@ def test_a_long_video_is_computed_in_parts(tmp_path: Path, monkeypatch: pytest.M
     for got, wanted in zip(in_parts, want, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
     assert all(item.untyped_storage().nbytes() == item.nbytes for item in in_parts), "one may go without the others"
+
+
+def test_parts_of_many_clips_are_counted_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    count = patch_places.num_patches
+    monkeypatch.setattr(patch_places, "num_patches", lambda grids: counted.append(len(grids)) or count(grids))
+    assert sum(map(len, parts_of_clips([(1, 2, 2)] * 1000, 400))) == 1000
+    assert sum(counted) <= 1000
 
 
 def row_by_row(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, *rest: Any, **options: Any) -> None:

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from sglang.srt.blocks.engram.layer import OF_IMAGE, EngramBlock
 from sglang.srt.blocks.engram.spec import Engram
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_loader.loader import load_model, load_tower
-from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.media import describe_media
 from sglang.srt.plan.memory import media_bytes
 from sglang.srt.plan.rank_weights import rank_weights

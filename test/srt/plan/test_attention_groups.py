@@ -111,7 +111,9 @@ def test_a_rank_has_the_cache_of_its_group_alone(tmp_path: Path) -> None:
     model = plan_for(tmp_path).description
 
     def entry(ranks: RankLayout) -> int:
-        parallel = ParallelConfig("float32", "float32", tp_size=ranks.tp_size, attn_dp_size=ranks.attn_dp_size)
+        parallel = ParallelConfig(
+            "float32", "float32", ranks=RankLayout(ranks.tp_size, attn_dp_size=ranks.attn_dp_size)
+        )
         return sum(group.bytes_per_entry for group in cache_groups(model, parallel))
 
     assert entry(RankLayout(2, attn_dp_size=2)) == entry(ONE_RANK) == 2 * entry(RankLayout(2))

@@ -6,13 +6,15 @@ from dataclasses import fields, replace
 
 import pytest
 
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.plan.attention_parts import CacheOfLayer, ElementGate, HeadGate, PerHead, Softmax, Values, Whole
-from sglang.srt.plan.block_selection import BlockIndexer
+from sglang.srt.plan.cache_spec import FULL, Window
 from sglang.srt.plan.families.family import Family, Model
-from sglang.srt.plan.layer_spec import FULL, Elements, Matrix, ParallelConfig, Window
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.masks import CAUSAL, Chunks, Mask, RowBlock, SelectedBlocks, SlidingWindow, windowed
-from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.weight_spec import Elements, Matrix
 
 HEADS = GQA(8, 2, 64, unrotated(64))
 PARALLEL = ParallelConfig("bfloat16", "bfloat16")

@@ -6,7 +6,7 @@ import pytest
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plan.decode_interval import MANY_REQUESTS, NEVER, IntervalRule, interval_rule
-from sglang.srt.plan.plan import describe_served_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from srt.models.harness import save_tiny
 

@@ -12,11 +12,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quant_rules import QuantConfig, Rule, component
 from sglang.srt.configs.quantization import online_fp8
 from sglang.srt.configs.stored_form import stored_wide
+from sglang.srt.drafts.block.readers.trained import TrainedBlock, trained_block
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import row_tables
-from sglang.srt.plan.layer_spec import Window
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
 from srt.kernels.published import any_checkpoint, configs
@@ -213,6 +214,24 @@ def test_a_block_attends_as_the_heads_of_one_row(tmp_path: Path) -> None:
         )
         arch, packages = arch_by_name("rtx-pro-6000-server"), PACKAGES | {"flashinfer"}
         make_plan(args, ModelConfig.from_server_args(args), arch, 94 * GIB, packages)
+
+
+def test_a_trial_reads_the_drafts_block_once_for_kernels_and_once_for_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many sizes are tried."""
+    read: list[str | None] = []
+
+    def counted(args: ServerArgs) -> TrainedBlock:
+        read.append(args.speculative_draft_model_path)
+        return trained_block(args)
+
+    monkeypatch.setattr("sglang.srt.plan.speculation.trained_block", counted)
+    config = configs()["qwen3"]
+    text = {key: config[key] for key in ("hidden_size", "vocab_size")}
+    target, draft = write(tmp_path / "target", config), write(tmp_path / "draft", DFLASH | text)
+    plan_of(target, speculative_algorithm="DFLASH", speculative_draft_model_path=draft)
+    assert read == [draft] * 2
 
 
 def test_windows_have_room_for_what_drafts_reserve(tmp_path: Path) -> None:

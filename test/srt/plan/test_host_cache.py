@@ -14,6 +14,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan import host_cache
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
 from sglang.srt.plan.caches import group_caches
 from sglang.srt.plan.host_cache import (
     COPIED,
@@ -26,7 +27,6 @@ from sglang.srt.plan.host_cache import (
     keeps_unasked,
     plan_host_cache,
 )
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.server_args import ServerArgs

@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.hf_config import select_text_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.quantization import detect
 from sglang.srt.errors import UserError
+from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import CacheGroup, cache_groups
-from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import Elements, ParallelConfig, Weights, Window
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import LayoutProblem, check_layout, larger_layouts, uneven_heads
 from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.plan.needs import needs_of
-from sglang.srt.plan.plan import describe_served_model
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, HeadShares, RankLayout
+from sglang.srt.plan.weight_spec import Elements, Weights
 from sglang.srt.server_args import ServerArgs
 
 CONFIGS = Path(__file__).parents[1] / "kernels" / "configs"
@@ -129,7 +132,7 @@ def groups_of(name: str, parallel: ParallelConfig = BF16) -> dict[str, CacheGrou
 
 def test_latent_caches_are_held_by_every_rank() -> None:
     (one,) = cache_groups(describe("kimi_k25"), BF16)
-    (eight,) = cache_groups(describe("kimi_k25"), ParallelConfig("bfloat16", "fp8_e4m3", 1, 8))
+    (eight,) = cache_groups(describe("kimi_k25"), ParallelConfig("bfloat16", "fp8_e4m3", 1, RankLayout(8)))
     assert one.bytes_per_entry == 61 * 576 * 2 and eight.bytes_per_entry == 61 * 576
 
 
@@ -159,7 +162,9 @@ def test_compressed_entries_of_deepseek_v4() -> None:
 
 def test_needs_say_which_shapes_linear_layers_have() -> None:
     held = rank_weights(describe("qwen3"), RankLayout(4))
-    (linear,) = [need for need in needs_of(held, ParallelConfig("bfloat16", "bfloat16", 1, 4)) if need.shapes]
+    (linear,) = [
+        need for need in needs_of(held, ParallelConfig("bfloat16", "bfloat16", 1, RankLayout(4))) if need.shapes
+    ]
     shapes = [(1536, 4096), (4096, 1024), (4096, 3072), (6144, 4096), (37984, 4096)]
     assert linear.shapes == tuple((rows, cols, False) for rows, cols in shapes)
 
@@ -426,7 +431,7 @@ def test_shared_out_tokens_take_their_share_of_the_memory() -> None:
         ("minimax_m2", 16, 2, {"kv": (2, 2)}),
     ):
         whole, shared = (
-            cache_groups(describe(name), ParallelConfig("bfloat16", "bfloat16", 1, tp_size, dcp_size=size))
+            cache_groups(describe(name), ParallelConfig("bfloat16", "bfloat16", 1, RankLayout(tp_size, dcp_size=size)))
             for size in (1, dcp_size)
         )
         got = {group.names: (group.dcp_size, group.entries_per_token.denominator) for group in shared}

@@ -14,11 +14,12 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.plan.host_tables import host_table_bytes
-from sglang.srt.plan.layer_spec import Elements, ParallelConfig
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weight_spec import Elements
 from sglang.srt.server_args import ServerArgs
 from srt.kernels import published
 
@@ -35,7 +36,7 @@ def build(folder: Path, gpu: str, available: float, **flags: Any) -> Plan:
 
 def on_host(plan: Plan) -> int:
     return host_table_bytes(
-        plan.description, ParallelConfig(plan.dtype, plan.kv_cache_dtype, tp_size=plan.ranks.tp_size)
+        plan.description, ParallelConfig(plan.dtype, plan.kv_cache_dtype, ranks=RankLayout(plan.ranks.tp_size))
     )
 
 

@@ -42,6 +42,7 @@ from sglang.srt.plan.memory import PREFILL_GRAPH_PROMPTS
 from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.pool_sizes import cache_cost
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3
@@ -130,18 +131,18 @@ def test_fp4_has_a_scale_for_16_values(build: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "flags", "why"),
+    ("name", "changes", "ranks", "why"),
     [
-        ("deepseek_v3", {}, {"tp_size": 8}, "latents (MLA)"),
-        ("deepseek_v32", {}, {"tp_size": 8}, "latents (MLA)"),
-        ("minimax_m3_nvfp4", {}, {"tp_size": 4}, "an indexer selects by blocks"),
-        ("qwen3", {"head_dim": 72}, {}, "heads of 72 dims are no multiple of 16"),
-        ("glm47", {"num_key_value_heads": 2}, {"tp_size": 8, "dcp_size": 4}, "ranks share out their tokens"),
+        ("deepseek_v3", {}, RankLayout(8), "latents (MLA)"),
+        ("deepseek_v32", {}, RankLayout(8), "latents (MLA)"),
+        ("minimax_m3_nvfp4", {}, RankLayout(4), "an indexer selects by blocks"),
+        ("qwen3", {"head_dim": 72}, ONE_RANK, "heads of 72 dims are no multiple of 16"),
+        ("glm47", {"num_key_value_heads": 2}, RankLayout(8, dcp_size=4), "ranks share out their tokens"),
     ],
 )
-def test_caches_that_have_no_four_bits(name: str, changes: dict[str, Any], flags: dict[str, Any], why: str) -> None:
+def test_caches_that_have_no_four_bits(name: str, changes: dict[str, Any], ranks: RankLayout, why: str) -> None:
     config = json.loads((CONFIGS / f"{name}.json").read_text()) | changes
-    parallel = ParallelConfig("bfloat16", "fp4_e2m1", **flags)
+    parallel = ParallelConfig("bfloat16", "fp4_e2m1", ranks=ranks)
     with pytest.raises(UserError, match=re.escape(why)) as refusal:
         cache_groups(describe_model(config, None), parallel)
     assert "--kv-cache-dtype fp8_e4m3 or bf16 works" in str(refusal.value)
@@ -502,9 +503,9 @@ SRT = Path(sglang.__file__).parent / "srt"
         ("layers/attention/flashinfer_backend.py", "WORKSPACE_BYTES", FLASHINFER_WORKSPACE),
         ("layers/attention/flashinfer_backend.py", "PLAN_BYTES", FLASHINFER_PLANS),
         ("layers/attention/flashinfer_mla_backend.py", "WORKSPACE_BYTES", FLASHINFER_MLA_WORKSPACE),
-        ("layers/attention/flashinfer_latent_prompt.py", "WORKSPACE_BYTES", FLASHINFER_LATENT_WORKSPACE),
-        ("layers/attention/flashinfer_latent_prompt.py", "LIST_BYTES", FLASHINFER_LATENT_LISTS),
-        ("layers/attention/flashinfer_latent_prompt.py", "MAX_CHUNKS", FLASHINFER_LATENT_CHUNKS),
+        ("blocks/mla/flashinfer_prompt.py", "WORKSPACE_BYTES", FLASHINFER_LATENT_WORKSPACE),
+        ("blocks/mla/flashinfer_prompt.py", "LIST_BYTES", FLASHINFER_LATENT_LISTS),
+        ("blocks/mla/flashinfer_prompt.py", "MAX_CHUNKS", FLASHINFER_LATENT_CHUNKS),
         ("layers/attention/sparse.py", "LOGIT_BYTES", INDEX_LOGIT_BYTES),
         ("layers/attention/entry_shares.py", "MAX_ROUNDS", SPARSE_ROUNDS),
         ("model_executor/graph_runner.py", "MAX_PROMPTS", PREFILL_GRAPH_PROMPTS),

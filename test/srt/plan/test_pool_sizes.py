@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
 from sglang.srt.plan.caches import CacheGroup, group_caches
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache
 from sglang.srt.plan.memory import MemoryPlan
 from sglang.srt.plan.pool_sizes import (
     CacheCost,

@@ -33,7 +33,7 @@ def described(name: str) -> tuple[ModelDescription, dict[str, Any]]:
 
 
 def cost_of(model: ModelDescription, kv_dtype: str) -> CacheCost:
-    return cache_cost(cache_groups(model, ParallelConfig("bfloat16", kv_dtype, 1, 8)))
+    return cache_cost(cache_groups(model, ParallelConfig("bfloat16", kv_dtype, 1, RankLayout(8))))
 
 
 def vision_bytes(vision: dict[str, int], text_hidden: int) -> int:

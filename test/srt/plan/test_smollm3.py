@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.rope import unrotated
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 
 CONFIG: dict[str, Any] = {

@@ -53,7 +53,7 @@ def test_a_stage_allocates_what_it_counts(
     plan = plan_for(tmp_path)
     model, parallel = (
         plan.description,
-        ParallelConfig("float32", "float32", tp_size=ranks.tp_size, pp_size=ranks.pp_size),
+        ParallelConfig("float32", "float32", ranks=RankLayout(ranks.tp_size, pp_size=ranks.pp_size)),
     )
     held = rank_weights(model, ranks)
     stages = cut_stages(held, "float32")

@@ -14,7 +14,8 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.all_reduce_table import MIB
 from sglang.srt.kernels.spec import PeerLinks
 from sglang.srt.managers.scheduler import scheduler_setup
-from sglang.srt.plan.plan import Plan, make_plan, parallel_config_of
+from sglang.srt.plan.model_planner import parallel_config_of
+from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
 from srt.models.harness import save_tiny
 

@@ -130,7 +130,7 @@ def test_a_request_without_top_or_ids_has_no_such_lists() -> None:
 
 def test_more_top_tokens_than_the_vocabulary_has() -> None:
     built = LogprobRequest([VOCAB + 5], [[1]])
-    host = LogprobResult(logprobs.sampled_logprobs(randn(1, VOCAB), torch.tensor([0]), built), built)
+    host = LogprobResult(logprobs.token_logprobs(randn(1, VOCAB), torch.tensor([0]), built), built)
     assert len(host.top(0, VOCAB + 5)) == VOCAB
     assert host.named(0, [1])[0][0] == pytest.approx(torch.log_softmax(randn(1, VOCAB), -1)[0, 1].item(), abs=1e-5)
 
@@ -139,7 +139,7 @@ def test_several_rows_of_one_request() -> None:
     """A step that verifies drafts samples several rows a request."""
     logits, wanted = randn(4, VOCAB), LogprobRequest([0, 1], [[3], [8, 9]], row_requests=np.array([0, 0, 1, 1]))
     raw = torch.log_softmax(logits, dim=-1)
-    host = LogprobResult(logprobs.sampled_logprobs(logits, torch.arange(4), wanted), wanted)
+    host = LogprobResult(logprobs.token_logprobs(logits, torch.arange(4), wanted), wanted)
     for row, of_request in enumerate([0, 0, 1, 1]):
         out = OutputLogprobs()
         host.add_output(out, of_request, row, row)
@@ -152,3 +152,32 @@ def test_several_rows_of_one_request() -> None:
 def test_no_rows() -> None:
     nothing = prompt_logprobs(randn(0, 4), lambda h: h, of_prompts(request(), [], []), VOCAB)
     assert nothing.shape == (0, request().width(VOCAB))
+
+
+def test_one_request_for_many_top_tokens_is_not_computed_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each row at most twice as many as its request asks for, and none where it asks for none."""
+    top_nums = [0] * 20 + [1, 3, 4, 40, 45] + [0] * 20
+    wanted = LogprobRequest(top_nums, [[] if i % 7 else [i, 5] for i in range(len(top_nums))])
+    computed: list[tuple[int, int]] = []
+    topk = torch.Tensor.topk
+
+    def counted(logits: torch.Tensor, count: int, dim: int) -> Any:
+        computed.append((len(logits), count))
+        return topk(logits, count, dim=dim)
+
+    monkeypatch.setattr(torch.Tensor, "topk", counted)
+    logits = randn(len(top_nums), VOCAB)
+    tokens = torch.arange(len(top_nums))
+    host = LogprobResult(logprobs.token_logprobs(logits, tokens, wanted), wanted)
+    assert sum(rows for rows, _ in computed) == 5
+    assert sum(rows * count for rows, count in computed) <= 2 * sum(top_nums)
+    raw = torch.log_softmax(logits, dim=-1)
+    for row, count in enumerate(top_nums):
+        assert host.token(row) == pytest.approx(raw[row, row].item(), abs=1e-5)
+        best = topk(raw[row], count) if count else None
+        assert [t for _, t in host.top(row, count)] == ([] if best is None else best.indices.tolist())
+        assert [v for v, _ in host.top(row, count)] == pytest.approx(
+            [] if best is None else best.values.tolist(), abs=1e-5
+        )
+        named = host.named(row, wanted.token_ids[row])
+        assert [v for v, _ in named] == pytest.approx(raw[row, wanted.token_ids[row]].tolist(), abs=1e-5)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
 
 from sglang.srt.configs.speculative import AdaptiveSettings
-from sglang.srt.drafts.depth import PROBE_STEPS, AcceptanceRates, AdaptiveDepth, FixedDepth
+from sglang.srt.drafts.depth import PROBE_STEPS, AcceptanceRates, AdaptiveDepth, Confidences, FixedDepth
 from sglang.srt.plan.step_widths import StepWidths
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
@@ -204,3 +205,13 @@ def test_widths_without_times_are_limited_too() -> None:
     allowed = StepWidths((1, 2, 4)).limited(600, ())
     depth = AdaptiveDepth(AdaptiveSettings(), 4, {}, allowed)
     assert [depth.next_width(load) for load in (1, 150, 151, 301, 600)] == [4, 4, 2, 1, 1]
+
+
+def test_a_row_of_nan_is_no_confidence() -> None:
+    """It belongs to a request that ends with an error; others go on."""
+    said = Confidences(2)
+    said.observe([[0.5, 0.5]])
+    said.observe([[math.nan, 0.5], [0.5, 0.5]])
+    said.observe([[math.nan, math.nan]])
+    said.observe([[1.0, 1.0]])
+    assert all(factor > 1 for factor in said.factors())

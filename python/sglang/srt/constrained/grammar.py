@@ -104,6 +104,7 @@ class Grammar:
 
     def __init__(self, compiled: CompiledGrammar, matcher: Matcher | None = None) -> None:
         self.allowance = Allowance(FOLLOW_BURST_S, FOLLOW_REFILL_S)
+        self._fill_s = self._accept_s = 0.0
         self.compiled = compiled
         self._matcher = compiled.matcher() if matcher is None else matcher
 
@@ -114,14 +115,24 @@ class Grammar:
         if self._matcher.is_terminated():
             row.fill(-1)
         else:
+            left_s = self.allowance.left_s
             with self.allowance:
                 self._matcher.fill_mask(row)
+            self._fill_s = left_s - self.allowance.left_s
 
     def accept(self, token_id: int) -> bool:
         """Advances by a token. Returns False, and changes nothing, if the grammar forbids it or has terminated."""
         self.allowance.refill()
+        left_s = self.allowance.left_s
         with self.allowance:
-            return not self._matcher.is_terminated() and self._matcher.accept(token_id)
+            accepted = not self._matcher.is_terminated() and self._matcher.accept(token_id)
+        self._accept_s = left_s - self.allowance.left_s
+        return accepted
+
+    @property
+    def token_s(self) -> float:
+        """Returns the processor time of its latest token: of the mask that was last filled alone, and of accepting."""
+        return self._fill_s + self._accept_s
 
     @property
     def matcher(self) -> Matcher:

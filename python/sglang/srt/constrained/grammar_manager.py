@@ -112,6 +112,8 @@ class GrammarManager:
         """Verifications that had not finished at the last `keep_only`, or that came later."""
         self._grammars: OrderedDict[bytes, Future[Grammar]] = OrderedDict()
         """The cache: builds by digest, under way or finished; the least recently used first."""
+        self._has_grown = False
+        """Whether the cache may have come to exceed its limits."""
         self._live = _LiveBytes()
         self._news = threading.Event()
         """Leader only: whether a request or a verdict has come since the last `has_new_verdicts`."""
@@ -206,8 +208,12 @@ class GrammarManager:
         if future is None:
             builds = self._slow if seconds > SLOW_COMPILE_S else self._quick
             future = self._grammars[pending.digest] = builds.submit(pending.key, seconds)
+            future.add_done_callback(self._note_growth)
+            self._has_grown = True
         self._grammars.move_to_end(pending.digest)
-        self._shrink()
+        if self._has_grown:
+            self._has_grown = False
+            self._shrink()
         pending.build = future
 
     def state(self, pending: PendingGrammar) -> BuildState:
@@ -216,8 +222,11 @@ class GrammarManager:
         assert pending.build is not None
         if pending.build.done():
             return BuildState.READY if pending.build.exception() is None else BuildState.FAILED
-        late = self._verifier is not None and self._clock() >= pending.deadline
-        return BuildState.FAILED if late else BuildState.RUNNING
+        return BuildState.FAILED if self.is_late(pending) else BuildState.RUNNING
+
+    def is_late(self, pending: PendingGrammar) -> bool:
+        """Returns whether the deadline has passed, on the leader; False on other ranks."""
+        return self._verifier is not None and self._clock() >= pending.deadline
 
     def built(self, pending: PendingGrammar) -> Grammar:
         """Returns a grammar for this request alone, before its first token. The build's state must be READY."""
@@ -239,6 +248,10 @@ class GrammarManager:
     def _note_verdict(self, _: Future[Verdict]) -> None:
         """Makes `has_new_verdicts` return true. Called in other threads."""
         self._news.set()
+
+    def _note_growth(self, _: Future[Grammar]) -> None:
+        """Notes that the size of another cached grammar is known. Called in other threads."""
+        self._has_grown = True
 
     def _compile(self, key: GrammarKey) -> Grammar:
         assert self._backend is not None

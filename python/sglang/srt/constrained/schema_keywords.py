@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from typing import Any
 
 from sglang.srt.constrained.exclusive_schemas import exclusive, schema_types
@@ -287,7 +286,7 @@ def answer_schemas(tag: Any) -> Iterator[Schema]:
 
 
 _LIMITED_TEXT = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
-_USE = r'"\\"" {name}\{{(\d+), (-?\d+)\}} "\\""'
+_USE = re.compile(r'"\\"" (\w+)\{(\d+), (-?\d+)\} "\\""')
 _SHORT_ESCAPE = re.compile(r"(\\\\)|\\x([0-9a-fA-F]{2})")
 """The library prints a byte's two digits, and reads as many as follow."""
 _PLAIN = r"[^\0-\x1f\"\\\ud800-\udfff]"
@@ -304,16 +303,14 @@ def repair_limited_texts(grammar: str) -> str:
     names = _LIMITED_TEXT.findall(grammar)
     if not names:
         return grammar
+    limited = set(names)
     grammar = _LIMITED_TEXT.sub(lambda match: f"{match[1]} ::= (({_PLAIN}))", grammar)
-    for name in names:
-        texts = re.compile(_USE.format(name=name))
-        grammar = texts.sub(partial(_sized_text, name), grammar)
-        grammar += f'\n{name}_any ::= (({_PLAIN}) | ("\\\\" basic_escape))\n'
+    grammar = _USE.sub(
+        lambda use: _text(use[1], int(use[2]), int(use[3])) if use[1] in limited else use[0],
+        grammar,
+    )
+    grammar += "".join(f'\n{name}_any ::= (({_PLAIN}) | ("\\\\" basic_escape))\n' for name in names)
     return _SHORT_ESCAPE.sub(lambda match: match[1] or f"\\u00{match[2]}", grammar)
-
-
-def _sized_text(name: str, use: re.Match[str]) -> str:
-    return _text(name, int(use[1]), int(use[2]))
 
 
 def _text(name: str, minimum: int, maximum: int) -> str:

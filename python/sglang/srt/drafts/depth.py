@@ -13,6 +13,7 @@ This is plain arithmetic on the host: ranks with the same times and results make
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ class Confidences:
         >>> [round(factor, 2) for factor in said.factors()]
         [1.14, 1.23]
         """
-        reached = [list(accumulate(row, mul)) for row in likely]
+        reached = [list(accumulate(row, mul)) for row in likely if all(map(math.isfinite, row))]
         if not reached:
             return
         self._latest = [sum(column) / len(reached) for column in zip(*reached, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang.srt.plan.layer_spec import Weights
+from sglang.srt.plan.weight_spec import Weights
 
 AUTOREGRESSIVE = "sglang.srt.drafts.autoregressive:AutoregressiveDraft"
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.drafts.form import Form
-from sglang.srt.plan.layer_spec import Elements, Weights
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.weight_spec import Elements, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, 
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, Generated, until_disconnect
 from sglang.srt.entrypoints.long_outputs import written
-from sglang.srt.entrypoints.native_hidden_states import hidden_states_as_json, stream_with_json
+from sglang.srt.entrypoints.native_hidden_states import response_with_hidden_states, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
@@ -115,14 +115,15 @@ BODIES = (GenerateBody, AbortBody, PauseBody, ProfileBody)
 async def generate(request: Request) -> Response:
     engine = engine_of(request)
     manager, sessions = engine.manager, state_of(request).sessions
+    incremental = manager.args.incremental_streaming_output
     call, session = await _call(engine, await read_body(request, GenerateBody), body_bytes(request))
+    call.repeats_output = not incremental
     releases_body(request, call)
     if not call.stream and session is None and not _wants_hidden_states(call):
         return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
     if not call.stream:
         work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
-        return json_response(await until_disconnect(request, hidden_states_as_json(work)))
-    incremental = manager.args.incremental_streaming_output
+        return await until_disconnect(request, response_with_hidden_states(work))
     if session is None and not _wants_hidden_states(call):
         return await stream_events(
             manager, request, call, lambda stream: NativeEvents(manager, call, stream, incremental),

@@ -12,7 +12,14 @@ T = TypeVar("T")
 
 LONG_OUTPUT = 1 << 14
 """Characters or log probabilities that take about 20 ms to parse and to write."""
+BYTES_COPIED = 64
+"""Bytes of JSON that is there already, which are copied in the time in which a character is parsed and written."""
 FEW_OUTPUTS = 16
+
+
+def copied(num_bytes: int) -> int:
+    """Returns the characters that take as long to parse and to write as it takes to copy these bytes of JSON."""
+    return num_bytes // BYTES_COPIED
 
 
 def has_many_logprobs(output: GenerateOutput) -> bool:

@@ -14,6 +14,7 @@ from sglang.srt.function_call.reasoning import ReasoningFormat
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.sampling.grammar_names import tag_of_format
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
+from sglang.srt.sampling.sampling_params import grammar_text
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 
 
@@ -37,10 +38,16 @@ def require_reasoning(service: OpenAIService, call: GenerateRequest) -> None:
 def _grammar_after_thoughts(params: Any, reasoning: ReasoningFormat | MessageFormat) -> Any:
     """Returns sampling parameters whose grammar begins after the thoughts; unchanged if they have none, or will be
     refused: malformed ones, and one that is too long."""
-    kinds = [name for name in GRAMMARS if isinstance(params, dict) and isinstance(params.get(name), str)]
-    if len(kinds) != 1 or len(params[kinds[0]]) > MAX_GRAMMAR_LENGTH:
+    kinds = [name for name in GRAMMARS if isinstance(params, dict) and params.get(name) is not None]
+    if len(kinds) != 1:
         return params
-    answer = constrained_answer(kinds[0], params[kinds[0]])
+    try:
+        source = grammar_text(kinds[0], params[kinds[0]])
+    except ValueError:
+        return params
+    if not isinstance(source, str) or len(source) > MAX_GRAMMAR_LENGTH:
+        return params
+    answer = constrained_answer(kinds[0], source)
     if answer is None:
         raise bad_request("require_reasoning needs a structural_tag with a format", param="require_reasoning")
     if isinstance(reasoning, MessageFormat):

@@ -34,11 +34,12 @@ from sglang.srt.kernels.conditions import (
 from sglang.srt.kernels.spec import KernelSpec
 
 _ATTENTION = "sglang.srt.layers.attention"
+_MLA = "sglang.srt.blocks.mla"
 _NATIVE = "sglang.srt.layers.native_ops"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _SHARED_SPARSE = "sglang.srt.blocks.shared_sparse"
 _POOLED_SPARSE = "sglang.srt.blocks.pooled_sparse"
-_NATIVE_BLOCKS = "sglang.srt.layers.native_block_groups"
+_BLOCK_SELECTION = "sglang.srt.blocks.block_selection"
 
 
 _FLASHINFER_REFUSES = all_of(
@@ -120,21 +121,21 @@ LONG_PROMPT_ATTENTION = (
 LATENT_PROMPT_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.latent_prompt:TritonLatentPrompt",
+        f"{_MLA}.prompt:TritonLatentPrompt",
         CP_ASYNC,
         "triton",
         takes_plan=True,
         tiled=True,
-        kernel_module=f"{_ATTENTION}.triton_ops.latent_prompt",
+        kernel_module=f"{_MLA}.kernels.latent_prompt",
         refuse=HALF,
     ),
-    KernelSpec("torch_native", f"{_NATIVE}:expanded_latent_attention", graph_safe=False),
+    KernelSpec("torch_native", f"{_MLA}.reference:expanded_latent_attention", graph_safe=False),
 )
 # Takes the place of Triton's kernel as LONG_PROMPT_ATTENTION does.
 LONG_LATENT_PROMPT = (
     KernelSpec(
         "flashinfer",
-        f"{_ATTENTION}.flashinfer_latent_prompt:FlashInferLatentPrompt",
+        f"{_MLA}.flashinfer_prompt:FlashInferLatentPrompt",
         CP_ASYNC,
         "flashinfer",
         refuse=all_of(HALF, flashinfer_latent_prompts_are_faster),
@@ -217,20 +218,20 @@ SELECTED_BLOCK_ATTENTION = (
 BLOCK_INDEXER = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.block_groups:TritonBlockIndexer",
+        f"{_BLOCK_SELECTION}.indexer:TritonBlockIndexer",
         CP_ASYNC,
         "triton",
         takes_plan=True,
         tiled=True,
-        kernel_module=f"{_ATTENTION}.triton_ops.block_scores",
+        kernel_module=f"{_BLOCK_SELECTION}.kernels.block_scores",
         refuse=all_of(HALF, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:block_indexer", graph_safe=False),
+    KernelSpec("torch_native", f"{_BLOCK_SELECTION}.reference:block_indexer", graph_safe=False),
 )
 BLOCK_ATTENTION = (
     KernelSpec(
         "triton",
-        f"{_ATTENTION}.block_groups:TritonBlockAttention",
+        f"{_ATTENTION}.block_attention:TritonBlockAttention",
         CP_ASYNC,
         "triton",
         takes_plan=True,
@@ -238,6 +239,6 @@ BLOCK_ATTENTION = (
         kernel_module=f"{_ATTENTION}.triton_ops.block_attention",
         refuse=all_of(HALF, no_e4m3_conversion, only_equal_head_dims, lacks("uneven_sizes")),
     ),
-    KernelSpec("torch_native", f"{_NATIVE_BLOCKS}:attend_blocks", graph_safe=False),
+    KernelSpec("torch_native", f"{_NATIVE_SPARSE}:attend_blocks", graph_safe=False),
     KernelSpec("flashinfer_msa", requires=CP_ASYNC, not_here=NOT_YET),
 )

@@ -58,25 +58,28 @@ from sglang.srt.kernels.conditions import (
 from sglang.srt.kernels.spec import KernelSpec, Need, Refuse
 
 _NATIVE = "sglang.srt.layers.native_ops"
-_NATIVE_ROUTING = "sglang.srt.layers.native_routing"
 _NATIVE_SPARSE = "sglang.srt.layers.native_sparse_ops"
 _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
+_ROUTED = "sglang.srt.blocks.moe"
+_MLA = "sglang.srt.blocks.mla"
 _COMPRESSED = "sglang.srt.blocks.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
 _KIMI_DELTA = "sglang.srt.blocks.kimi_delta"
 _NGRAMS = "sglang.srt.blocks.ngram_embedding"
+_CONVOLUTION = "sglang.srt.blocks.short_convolution"
 _STREAMS = "sglang.srt.blocks.gated_streams"
 _HYPER = "sglang.srt.blocks.hyper_connections"
 
 
-def _elementwise(op: str, module: str, *refusals: Refuse, native: str = _NATIVE) -> tuple[KernelSpec, ...]:
-    """Returns the Triton and the torch kernel of an op. `refusals`: what both of them refuse; `native`: the module of
-    the torch kernel."""
+def _elementwise(op: str, module: str, *refusals: Refuse, block: str = "") -> tuple[KernelSpec, ...]:
+    """Returns the Triton and the torch kernel of an op. `refusals`: what both of them refuse; `block`: the package of
+    the block that the op belongs to."""
+    triton, native = (f"{block}.kernels", f"{block}.reference") if block else (_TRITON, _NATIVE)
     refuse = all_of(no_e4m3_conversion, *refusals)
     return (
-        KernelSpec("triton", f"{_TRITON}.{module}:{op}", CP_ASYNC, "triton", refuse=refuse),
+        KernelSpec("triton", f"{triton}.{module}:{op}", CP_ASYNC, "triton", refuse=refuse),
         KernelSpec("torch_native", f"{native}:{op}", refuse=all_of(*refusals)),
     )
 
@@ -284,11 +287,11 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "qk_whole_norm": _elementwise("qk_whole_norm", "whole_norm"),
     "q_norm_rope": (KernelSpec("torch_native", f"{_NATIVE}:q_norm_rope"),),
     "value_norm": (KernelSpec("torch_native", f"{_NATIVE}:value_norm"),),
-    "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent),
+    "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent, block=_MLA),
     **{op: _elementwise(op, "part_rows") for op in ("pack_parts", "merge_parts")},
     "latent_absorb": (
-        KernelSpec("cublas", f"{_NATIVE}:latent_absorb", CP_ASYNC),
-        KernelSpec("torch_native", f"{_NATIVE}:latent_absorb"),
+        KernelSpec("cublas", f"{_MLA}.reference:latent_absorb", CP_ASYNC),
+        KernelSpec("torch_native", f"{_MLA}.reference:latent_absorb"),
     ),
     "latent_prompt_attention": LATENT_PROMPT_ATTENTION,
     **{
@@ -303,12 +306,12 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     "latent_pack_store": (
         KernelSpec(
             "triton",
-            f"{_TRITON}.latent_pack:latent_pack_store",
+            f"{_MLA}.kernels.latent_pack:latent_pack_store",
             CP_ASYNC,
             "triton",
             refuse=all_of(HALF, only_packed, no_e4m3_conversion),
         ),
-        KernelSpec("torch_native", f"{_NATIVE_SPARSE}:latent_pack_store", refuse=only_packed),
+        KernelSpec("torch_native", f"{_MLA}.reference:latent_pack_store", refuse=only_packed),
     ),
     "index_norm_rope": (
         KernelSpec("triton", f"{_TRITON}.index_rope:index_norm_rope", CP_ASYNC, "triton", refuse=HALF),
@@ -334,8 +337,8 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
         KernelSpec("torch_native", f"{_NGRAMS}.reference:NGRAM_EMBEDDING"),
     ),
     "short_convolution": (
-        KernelSpec("triton", f"{_TRITON}.short_convolution:SHORT_CONVOLUTION", CP_ASYNC, "triton", refuse=HALF),
-        KernelSpec("torch_native", "sglang.srt.layers.native_convolution:SHORT_CONVOLUTION"),
+        KernelSpec("triton", f"{_CONVOLUTION}.kernels.short_convolution:KERNELS", CP_ASYNC, "triton", refuse=HALF),
+        KernelSpec("torch_native", f"{_CONVOLUTION}.reference:KERNELS"),
     ),
     "hyper_connection": (
         KernelSpec(
@@ -349,7 +352,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     ),
     "causal_conv1d": _recurrent("causal_conv:CAUSAL_CONV", "CAUSAL_CONV"),
     "gated_rmsnorm": _recurrent("gated_norm:gated_rmsnorm", "gated_rmsnorm"),
-    **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk", native=_NATIVE_ROUTING) for kind in ROUTERS},
+    **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk", block=_ROUTED) for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,
     "extend_attention": EXTEND_ATTENTION,

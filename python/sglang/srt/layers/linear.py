@@ -15,9 +15,9 @@ from sglang.srt.distributed.groups import Group
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Apply, Init, Scope, TensorPart, WeightShard, zeroed_behind
 from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of
-from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import ShardRange, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
+from sglang.srt.plan.weight_spec import Matrix
 
 
 class Unquantized:

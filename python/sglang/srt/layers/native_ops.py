@@ -5,7 +5,7 @@ Math is done in fp32 and cast back to the input's dtype; matrix products run in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from sglang.srt.layers.quantization.activations import Activations, values_of
 if TYPE_CHECKING:
     from sglang.srt.hardware.arch import ArchTraits
     from sglang.srt.kernels.tile_configs import TileConfigs
-    from sglang.srt.layers.attention.latent_chunks import LatentChunk
     from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct
 
 
@@ -204,38 +203,6 @@ def value_norm(
     return qkv
 
 
-def latent_norm_rope_store(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    absorbed: torch.Tensor | None,
-    positions: torch.Tensor,
-    cos_sin: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    cache: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    scale: float = 1.0,
-    is_neox_style: bool = True,
-) -> torch.Tensor:
-    """Normalizes the latent, applies RoPE to the last dims of queries and key, and stores one entry per token.
-
-    q [T, H, nope + rot], rewritten; latent [T, rank + rot]; absorbed [N, H, rank + rot], whose last rot dims become
-    those of q's first N rows; positions and out_cache_loc [T]; cos_sin [max_pos, rot] fp32; weight [rank]; cache
-    [slots, 1, rank + rot] -> [T, rank + rot], the entries before they take the cache's type. Source: DeepSeek-V2
-    (arXiv 2405.04434), section 2.1.
-    """
-    rank, rot_dim = weight.shape[0], cos_sin.shape[1]
-    cos, sin = cos_sin[positions].chunk(2, dim=-1)
-    q_rotary = q[..., -rot_dim:]
-    q_rotary.copy_(apply_rope(q_rotary, cos, sin, is_neox_style))
-    if absorbed is not None:
-        absorbed[..., rank:] = q_rotary[: len(absorbed)]
-    key = apply_rope(latent[:, None, rank:], cos, sin, is_neox_style)[:, 0].to(q.dtype)
-    entries = torch.cat((rmsnorm(latent[:, :rank], weight, eps), key), dim=-1)
-    store_cache(cache, entries[:, None], out_cache_loc, scale)
-    return entries
-
-
 def pack_parts(parts: torch.Tensor, lse: torch.Tensor, ranks: int) -> torch.Tensor:
     """Returns a message [ranks, T, H, D + extra] with each rank's heads of partial outputs parts [T, ranks * H, D] and
     natural log-sum-exps lse [T, ranks * H] fp32. Behind a row's columns are 16 bytes with the log-sum-exp, as the sum
@@ -265,50 +232,6 @@ def merge_parts(received: torch.Tensor, sinks: torch.Tensor | None, out: torch.T
     total = weights.sum(0)
     weights = weights[: len(received)] / total.masked_fill(total == 0.0, 1.0)
     out.copy_((received[..., :dims] * weights[..., None]).sum(0))
-
-
-def latent_absorb(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Fills and returns out [T, H, N] = x [T, H, K] times w [H, K, N] per head. W_UK maps queries to latent dims, W_UV
-    maps attention outputs to value dims."""
-    torch.bmm(x.transpose(0, 1), w, out=out.transpose(0, 1))
-    return out
-
-
-def expanded_latent_attention(
-    q: torch.Tensor,
-    entries: torch.Tensor,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    out: torch.Tensor,
-    start_loc: torch.Tensor,
-    cache: torch.Tensor,
-    chunks: Sequence[LatentChunk],
-    *,
-    scale: float,
-    cache_scale: float = 1.0,
-) -> None:
-    """Fills the rows of out [T, H, v] from start_loc[0] on with causal attention of q [T, H, nope + rot] over keys and
-    values expanded from the cached prefixes' latents and the new tokens' entries [T, rank + rot].
-
-    w_uk [H, nope, rank], w_uv [H, rank, v]; start_loc [B + 1]; cache [slots, 1, rank + rot], real value = stored value
-    * cache_scale; chunks: of the prefixes. Waits for the device.
-    """
-    rank = w_uk.shape[2]
-    bounds = start_loc.tolist()
-    prefixes: list[list[torch.Tensor]] = [[] for _ in bounds[:-1]]
-    for chunk in chunks:
-        cached = load_cache(*chunk.of(cache), cache_scale)[:, 0].to(q.dtype)
-        for parts, rows in zip(prefixes, cached.tensor_split(chunk.key_start[1:-1].long().cpu()), strict=True):
-            parts.append(rows)
-    for parts, first, end in zip(prefixes, bounds, bounds[1:], strict=False):
-        context = torch.cat((*parts, entries[first:end]))
-        keys = torch.einsum("lr,hdr->hld", context[:, :rank], w_uk)
-        keys = torch.cat((keys, context[:, rank:].expand(len(keys), -1, -1)), dim=-1).float()
-        values = torch.einsum("lr,hrd->hld", context[:, :rank], w_uv).float()
-        scores = q[first:end].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(len(context) - (end - first) + 1)
-        probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-        out[first:end] = (probs @ values).transpose(0, 1).to(out.dtype)
 
 
 def load_cache(

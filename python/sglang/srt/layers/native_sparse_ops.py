@@ -176,11 +176,6 @@ def unpack_latents(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat((latent.flatten(-2), rotary), dim=-1)
 
 
-def latent_pack_store(entries: torch.Tensor, cache: torch.Tensor, out_cache_loc: torch.Tensor) -> None:
-    """Stores entries [T, 576] packed into cache [S, 1, 656] uint8 at out_cache_loc [T]."""
-    cache[out_cache_loc, 0] = pack_latents(entries)
-
-
 def attend_selected(
     q: torch.Tensor,
     sources: Sequence[tuple[torch.Tensor, Selection]],
@@ -221,3 +216,51 @@ def _selected(
     if cache.dtype == torch.uint8:
         entries = unpack_latents(entries.flatten(0, 1)).unflatten(0, slots.shape)
     return entries.to(dtype).masked_fill(~kept[..., None], 0.0), kept
+
+
+def attend_blocks(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    selection: Selection,
+    lens: torch.Tensor,
+    block: int,
+    out: torch.Tensor,
+    *,
+    scale: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Fills out [T, Hq, Dv] with the attention of q [T, Hq, D], each query head over the selected blocks of its KV
+    head. It covers all tokens of these blocks except those after the query in the last one.
+
+    Caches [S, Hkv, D] and [S, Hkv, Dv] hold real values divided by k_scale and v_scale. `selection`: rows of block
+    numbers (slot / block) for each token and KV head, [T * Hkv], or for each token, [T]; the last one in a row must be
+    the block that contains the query. lens [T] int32: tokens of the request up to and including the query; 0: nothing
+    is seen, and the result is zero. Tokens are computed in pieces, so that the selected keys are never copied all at
+    once.
+    """
+    math_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    kv_heads, tokens = k_cache.shape[1], len(q)
+    groups = selection.slots.unflatten(0, (tokens, -1))  # [T, G, K]
+    counts = selection.counts.unflatten(0, (tokens, -1))
+    inside = torch.arange(block, device=q.device)
+    width = groups.shape[1] * groups.shape[2] * block * kv_heads
+    for piece in pieces(torch.Size((tokens, width)), q.shape[2]):
+        number = torch.arange(groups.shape[2], device=q.device)
+        kept = number < counts[piece, :, None]
+        last = number == counts[piece, :, None] - 1
+        rest = (lens[piece] - 1) % block + 1
+        seen = kept[..., None] & (~last[..., None] | (inside < rest[:, None, None, None]))
+        seen &= (lens[piece] > 0)[:, None, None, None]
+        slots = (groups[piece].clamp(min=0).long()[..., None] * block + inside).flatten(2)  # [t, G, N]
+        seen = seen.flatten(2).expand(-1, kv_heads, -1)
+        slots = slots.expand(-1, kv_heads, -1)
+        heads = torch.arange(kv_heads, device=q.device)[None, :, None]
+        keys, values = (
+            cache[slots, heads].to(math_dtype).masked_fill(~seen[..., None], 0.0) * factor
+            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+        )
+        queries = q[piece].to(math_dtype).unflatten(1, (kv_heads, -1))  # [t, Hkv, group, D]
+        scores = (queries @ keys.transpose(-1, -2) * scale).masked_fill(~seen[:, :, None], float("-inf"))
+        out[piece] = (scores.softmax(-1).nan_to_num(0.0) @ values).flatten(1, 2).to(out.dtype)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from sglang.srt.kernels.op import Op
 from sglang.srt.layers import (
-    native_block_groups,
-    native_convolution,
     native_draft_rows,
     native_ngram,
     native_ops,
-    native_routing,
     native_sparse_ops,
 )
 
@@ -29,17 +26,12 @@ FUSED_ADD_RMSNORM = Op("fused_add_rmsnorm", native_ops.fused_add_rmsnorm)
 LINEAR = Op("linear", native_ops.linear)
 QUANTIZED_LINEAR = Op("linear", native_ops.quantized_linear)
 """The kernels behind the keys linear/<scheme>: they take a weight, and return its product."""
-SHORT_CONVOLUTION = Op("short_convolution", native_convolution.SHORT_CONVOLUTION)
 
 SILU_AND_MUL = Op("silu_and_mul", native_ops.silu_and_mul)
 GELU_AND_MUL = Op("gelu_and_mul", native_ops.gelu_and_mul)
 RELU2 = Op("relu2", native_ops.relu2)
 CLAMPED_SWIGLU = Op("clamped_swiglu", native_ops.gated)
 FUSED_MOE = Op("fused_moe", native_ops.fused_moe)
-TOPK_SOFTMAX = Op("topk_softmax", native_routing.topk_softmax)
-TOPK_SIGMOID = Op("topk_sigmoid", native_routing.topk_sigmoid)
-TOPK_SQRTSOFTPLUS = Op("topk_sqrtsoftplus", native_routing.topk_sqrtsoftplus)
-TOPK_HASH = Op("topk_hash", native_routing.topk_hash)
 
 QK_NORM_ROPE_STORE = Op("qk_norm_rope_store", native_ops.qk_norm_rope_store)
 QK_WHOLE_NORM = Op("qk_whole_norm", native_ops.qk_whole_norm)
@@ -51,15 +43,9 @@ PREFILL_ATTENTION = Op("prefill_attention", native_ops.context_attention)
 PACK_PARTS = Op("pack_parts", native_ops.pack_parts)
 MERGE_PARTS = Op("merge_parts", native_ops.merge_parts)
 
-LATENT_NORM_ROPE_STORE = Op("latent_norm_rope_store", native_ops.latent_norm_rope_store)
-LATENT_ABSORB = Op("latent_absorb", native_ops.latent_absorb)
-LATENT_PROMPT_ATTENTION = Op("latent_prompt_attention", native_ops.expanded_latent_attention)
-LATENT_PACK_STORE = Op("latent_pack_store", native_sparse_ops.latent_pack_store)
-
 INDEX_NORM_ROPE = Op("index_norm_rope", native_sparse_ops.index_norm_rope)
 INDEX_KEY_STORE = Op("index_key_store", native_sparse_ops.index_key_store)
 INDEX_QUERIES = Op("index_queries", native_sparse_ops.index_queries)
 SPARSE_INDEXER = Op("sparse_indexer", native_sparse_ops.sparse_indexer)
 SPARSE_ATTENTION = Op("sparse_attention", native_sparse_ops.attend_selected)
-BLOCK_INDEXER = Op("block_indexer", native_block_groups.block_indexer)
-BLOCK_ATTENTION = Op("block_attention", native_block_groups.attend_blocks)
+BLOCK_ATTENTION = Op("block_attention", native_sparse_ops.attend_blocks)

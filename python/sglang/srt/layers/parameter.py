@@ -19,9 +19,9 @@ from sglang.srt.distributed.groups import Groups
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.memory_pool import CacheStore
-from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import ShardRange
 from sglang.srt.plan.weight_names import PartKey, WeightMap
+from sglang.srt.plan.weight_spec import Matrix
 
 if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan

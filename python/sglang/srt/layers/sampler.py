@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.sampling.logprobs import LogprobRequest, sampled_logprobs
+from sglang.srt.sampling.logprobs import LogprobRequest, token_logprobs
 from sglang.srt.sampling.noise import gumbel_noise
 from sglang.srt.sampling.penalties import apply_penalties, count_draft_tokens
 from sglang.srt.sampling.sampling_params import NO_TOKEN, TOP_K_ALL, SamplingParams
@@ -85,7 +85,7 @@ class Sampler:
             batch.count(tokens)
         packed = None
         if logprobs is not None:
-            packed = sampled_logprobs(raw, tokens.clamp(min=0), logprobs)
+            packed = token_logprobs(raw, tokens.clamp(min=0), logprobs)
         return SamplerOutput(tokens, packed)
 
     def draw(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.distributed.groups import Group
+from sglang.srt.layers.block import DefersNoSum
 from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.quantization.activations import Activations, values_of
 
@@ -15,7 +15,7 @@ TOKEN_IDS = "ids of all attention groups"
 """Name in `ForwardBatch.step_cache` of the token ids of the gathered rows."""
 
 
-class SharedByAllGroups:
+class SharedByAllGroups(DefersNoSum):
     """A block of a layer that all ranks compute for the rows of all attention groups: x [T, H] of this group -> [T, H].
     It does the all-reduce itself."""
 
@@ -23,10 +23,6 @@ class SharedByAllGroups:
         """reads_ids: the block reads the tokens' ids."""
         self.block, self.reads_ids = block, reads_ids
         self.is_partial_sum = block.defer_all_reduce() is not None
-
-    def defer_all_reduce(self) -> Group | None:
-        """Returns None: the sum is done here."""
-        return None
 
     def __call__(self, x: Activations, batch: ForwardBatch) -> torch.Tensor:
         exchange, local = batch.exchange, values_of(x)

@@ -35,7 +35,7 @@ from sglang.srt.managers.reap import close_together
 from sglang.srt.managers.replica_processes import ReplicaProcesses, start_processes
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.plan.layout import asked_node, replica_args
-from sglang.srt.plan.plan import describe_served_model
+from sglang.srt.plan.model_planner import describe_served_model
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 

@@ -121,19 +121,27 @@ def _overlaps(node: Node, start: int, end: int) -> bool:
 def resumable_end(one: CachedPrefix, other: CachedPrefix, longer_than: int) -> int:
     """Returns the greatest depth above `longer_than` from which a request can go on, taking each part from either of
     two tiers; 0 if there is none. A node of one of the tiers ends there."""
-    length = max(one.length, other.length)
-    depths = sorted({n.depth for n in (*one.nodes, *other.nodes) if longer_than < n.depth <= length}, reverse=True)
-    return next((depth for depth in depths if _can_resume(one, other, depth)), 0)
-
-
-def _can_resume(one: CachedPrefix, other: CachedPrefix, depth: int) -> bool:
-    if one.tier.checkpoints is not None and one.state_at(depth) is None and other.state_at(depth) is None:
-        return False
+    ends = [n for n in (*one.nodes, *other.nodes) if n.depth > longer_than]
+    if one.tier.checkpoints is not None:
+        ends = [n for n in ends if n.checkpoint]
+    depths = np.array(sorted({n.depth for n in ends}), np.int32)
     for window in one.tier.windows:
-        start = depth - int(window.seen_before(np.array(depth, np.int32)))
-        if not (one.window(window.index, start, depth) | other.window(window.index, start, depth)).all():
-            return False
-    return True
+        if depths.size:
+            depths = depths[_has_window(one, other, window, depths)]
+    return int(depths.max(initial=0))
+
+
+def _has_window(
+    one: CachedPrefix, other: CachedPrefix, window: WindowTable, depths: npt.NDArray[np.int32]
+) -> npt.NDArray[np.bool_]:
+    """Returns for each of `depths` (ascending, at least one) whether the two have the window before it. Reads every
+    node once."""
+    starts = depths - window.seen_before(depths)
+    first, end = int(starts.min()), int(depths[-1])
+    missing = (one.window(window.index, first, end) | other.window(window.index, first, end)) == 0
+    num_missing = np.concatenate(([0], np.cumsum(missing)))
+    complete: npt.NDArray[np.bool_] = num_missing[depths - first] == num_missing[starts - first]
+    return complete
 
 
 @dataclass(slots=True, eq=False)
@@ -157,6 +165,8 @@ class Arrival:
     """Row for the state at the end of the prefix; 0: none is copied."""
     adopted: bool = False
     """Whether the tree has it already, though the copy goes on."""
+    base: Node | None = None
+    """Where the adopted part begins, locked, so that it does not become one node with what was there before."""
 
     @classmethod
     def begin(cls, prefix: CachedPrefix, keys: Keys, namespace: str | None) -> Arrival:
@@ -202,6 +212,8 @@ class Arrival:
         """Enters everything in the tier's tree before it has been copied. It stays locked until `end`, and its users
         must wait for the copy themselves."""
         row = self.row
+        self.base = self.node
+        self.tier.tree.lock(self.base)
         self._adopt()
         self.adopted = True
         if row and self.tier.checkpoints is not None:
@@ -212,6 +224,8 @@ class Arrival:
         if self.row and self.tier.checkpoints is not None:
             self.tier.checkpoints.unpin(self.row)
         self.row = 0
+        if self.base is not None:
+            self.tier.tree.unlock(self.base)
 
     def adopted_nodes(self) -> list[Node]:
         """Returns the nodes that `adopt` added, and all that were added below them since."""

@@ -153,6 +153,7 @@ class HostTier:
         self._offers: dict[Node, float] = {}
         """Nodes of the GPU's tree whose prefixes are to be saved, the oldest offer first, and until when they are to be
         kept there before others; 0: they are not."""
+        kv.tree.is_remembered = lambda node: node in self._offers
         self._copies = CopiesUnderWay(self.device.page_size)
         """Begun and not ended. Those without a handle wait for the step to be launched."""
         self._wrong: list[Transfer] = []
@@ -406,16 +407,18 @@ class HostTier:
         waits for the copies. A collective if main memory lacks any of them."""
         while nodes and self._ready:
             begun, later = list[Copy](), list[Node]()
+            copied = set[tuple[Node, str | None, bytes]]()
+            """For each copy of tokens that main memory lacks: where its own part ends, and the first page behind it."""
             for node in nodes:
                 path, saved, keys, namespace = self._both(node)
-                if any(
-                    common_length(c.transfer.keys, keys) > saved.length
-                    for c in begun
-                    if c.transfer.namespace == namespace
-                ):
+                next_page = keys[saved.length : saved.length + self.device.page_size].tobytes()
+                start = saved.last, namespace, next_page
+                if start in copied:
                     later.append(node)  # its beginning is being copied
                 elif (copy := self._written_back(path, saved, keys, namespace)) is not None:
                     begun.append(copy)
+                    if next_page:
+                        copied.add(start)
             self._engine.pace(None)
             for copy in begun:
                 copy.handle = self._engine.submit(copy.transfer.all_moves(), to_host=True)

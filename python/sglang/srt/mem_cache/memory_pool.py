@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sglang.srt.plan.cache_spec import CacheSpec, CacheTensor, PerRequest, Window
 from sglang.srt.plan.caches import CacheGroup, row_tables
-from sglang.srt.plan.layer_spec import CacheSpec, CacheTensor, PerRequest, Window
 from sglang.srt.plan.pool_sizes import STATE_COPY_BYTES, PoolSizes
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {

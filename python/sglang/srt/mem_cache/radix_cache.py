@@ -8,7 +8,7 @@ does not fill a page stays with the request.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy.typing as npt
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
 from sglang.srt.mem_cache.checkpoint_table import CheckpointTable
 from sglang.srt.mem_cache.eviction_queue import EvictionQueue, RetentionQueue
-from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, NodesCallback
+from sglang.srt.mem_cache.node_chains import MAX_PATH, chains
+from sglang.srt.mem_cache.radix_node import EMPTY, Edge, Keys, Node, NodesCallback, compact
 from sglang.srt.mem_cache.window_table import WindowTable
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
@@ -64,6 +65,10 @@ class RadixCache:
         self.enabled = enabled
         self.before_eviction: NodesCallback | None = None
         """Is told of nodes that are about to lose tokens."""
+        self.is_remembered: Callable[[Node], bool] = lambda node: False
+        """Returns whether somebody who has not locked a node needs its end."""
+        self.max_path = MAX_PATH
+        """Nodes of a path that are no reason yet to merge chains."""
         for window in windows:
             window.now = lambda: self._clock
         self._start()
@@ -105,11 +110,14 @@ class RadixCache:
         self._clock += 1
         if known is None or known.parent is None:
             known = self.root
-        for n in self._path(known):
+        path = self.path(known)
+        for n in path:
             self._use(n)
-        node, _ = self._descend(known, tokens[known.depth :], namespace)
+        node, passed = self._descend(known, tokens[known.depth :], namespace)
+        deepest = node
         while node.parent is not None and not self._can_resume(node):
             node = node.parent
+        self._shorten(deepest, len(path) + len(passed), node)
         return Match(node.depth, node)
 
     def follow(self, token_ids: Tokens, namespace: str | None = None) -> list[Node]:
@@ -118,7 +126,8 @@ class RadixCache:
         if not self.enabled:
             return []
         self._clock += 1
-        return self._descend(self.root, self._aligned(token_ids), namespace)[1]
+        node, passed = self._descend(self.root, self._aligned(token_ids), namespace)
+        return self.path(node)[::-1] if self._shorten(node, len(passed), node) else passed
 
     def _can_resume(self, node: Node) -> bool:
         if self.checkpoints is not None and not node.checkpoint:
@@ -185,19 +194,46 @@ class RadixCache:
         locks that point at it still cover the whole path."""
         parent = node.parent
         assert parent is not None
-        upper = Node(node.key[:length], node.value[:length], parent, node.edge, node.last_access)
+        upper = Node(compact(node.key[:length]), compact(node.value[:length]), parent, node.edge, node.last_access)
         upper.kept_until = node.kept_until
         if upper.kept_until:
             self._kept_nodes.add(upper)
         upper.lock_ref = node.lock_ref  # its depth follows from its parent's; that of `node` stays
         parent.children[node.edge] = upper
-        node.key, node.value, node.parent = node.key[length:], node.value[length:], upper
-        upper.windows, node.windows = [w[:length] for w in node.windows], [w[length:] for w in node.windows]
+        node.key, node.value, node.parent = compact(node.key[length:]), compact(node.value[length:]), upper
+        upper.windows = [compact(w[:length]) for w in node.windows]
+        node.windows = [compact(w[length:]) for w in node.windows]
         for window in self.windows:
             window.queue(upper)
         node.edge = node.key[: self.page_size].tobytes()
         upper.children[node.edge] = node
         return upper
+
+    def _shorten(self, node: Node, length: int, end: Node) -> bool:
+        """Merges the chains of the path to `node` if that has become long (`length` nodes, all just used). The ends of
+        `node` and of `end`, which is on the path, stay. Returns whether anything has changed."""
+        if length <= self.max_path:
+            return False
+        runs = list(chains(self.path(node)[::-1], self.windows, lambda n: n is end or self.is_remembered(n)))
+        for run in runs:
+            self._merge(run)
+        return bool(runs)
+
+    def _merge(self, run: list[Node]) -> None:
+        """Makes one node of the nodes of a chain. As in `_split`, the deep end stays, to which locks point."""
+        *uppers, node = run
+        parent = run[0].parent
+        assert parent is not None
+        node.key, node.value = np.concatenate([n.key for n in run]), _concat([n.value for n in run])
+        node.windows = [np.concatenate(parts) for parts in zip(*(n.windows for n in run), strict=True)]
+        node.shrunk = all(n.shrunk for n in run)  # else the others would never be announced to `before_eviction`
+        node.parent, node.edge = parent, run[0].edge
+        parent.children[node.edge] = node
+        for upper in uppers:
+            self._evictions.drop(upper)
+            upper.parent, upper.children = None, {}
+            for window in self.windows:
+                window.forget(upper)
 
     # --- locks and eviction -------------------------------------------------------------------------------------------
 
@@ -295,11 +331,11 @@ class RadixCache:
         self._kept -= num_tokens if leaf.kept_until else 0
         for window in self.windows:
             window.drop(leaf.windows[window.index][keep:])
-        leaf.windows = [w[:keep] for w in leaf.windows]
+        leaf.windows = [compact(w[:keep]) for w in leaf.windows]
         if self.checkpoints is not None:
             self.checkpoints.drop(leaf)
         if keep:
-            leaf.key, leaf.value = leaf.key[:keep], leaf.value[:keep]
+            leaf.key, leaf.value = compact(leaf.key[:keep]), compact(leaf.value[:keep])
             leaf.depth -= num_tokens
             leaf.shrunk = True
             self._queue(leaf)
@@ -387,7 +423,8 @@ class RadixCache:
         if not self.enabled or tokens.size <= num_cached:
             return Commit(indices, node, num_cached, windows)
         self._clock += 1
-        for n in self._path(node):
+        path = self.path(node)
+        for n in path:
             self._use(n)
         deepest, passed = self._descend(node, tokens[num_cached:], namespace)
         shared = _concat([n.value for n in passed])
@@ -401,6 +438,7 @@ class RadixCache:
         windows = [self._share_window(passed, *pair, num_cached) for pair in zip(self.windows, windows, strict=True)]
         self.lock(deepest)
         self.unlock(node)
+        self._shorten(deepest, len(path) + len(passed), deepest)
         return Commit(indices, deepest, int(tokens.size), windows)
 
     def share_windows(self, nodes: list[Node], windows: Sequence[Slots]) -> list[Slots]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ Keys = npt.NDArray[np.int64]
 Edge = bytes | tuple[str, bytes]
 """The key by which a parent finds a child: the bytes of its first page; below the root with the namespace, if it has
 one."""
+
+Array = TypeVar("Array", bound=npt.NDArray[np.integer])
 
 EMPTY: Slots = np.empty(0, np.int32)
 
@@ -55,6 +58,12 @@ class Node:
         self.checkpoint = 0  # the row of the state at its end; 0: none
         self.in_window_heap = 0  # a bit for each window table
         self.kept_until = 0.0  # kept before others until this time; 0: not kept
+
+
+def compact(part: Array) -> Array:
+    """Returns `part` of an array, or a copy where it would keep more than twice its own memory alive."""
+    whole = part.base
+    return part.copy() if isinstance(whole, np.ndarray) and whole.nbytes > 2 * part.nbytes else part
 
 
 NodesCallback = Callable[[Sequence[Node]], None]

@@ -93,6 +93,10 @@ class WindowTable:
         first: Lengths = (whole - self.seen_before(whole)) // page * page
         return first
 
+    def num_kept(self, length: int) -> int:
+        """Returns how many positions before its end a sequence of this length must keep."""
+        return length - int(self.first_kept(np.array([length], np.int32))[0])
+
     def seen_before(self, positions: Lengths) -> Lengths:
         """Returns how many tokens before each position the token there sees."""
         return positions % self.window if self.chunked else np.minimum(positions, self.window - 1)
@@ -264,8 +268,7 @@ class WindowTable:
 
     def _num_before_window(self, node: Node) -> int:
         """Returns how many of a node's positions lie before its last window."""
-        kept = node.depth - int(self.first_kept(np.array([node.depth], np.int32))[0])
-        return max(0, node.key.size - kept)
+        return max(0, node.key.size - self.num_kept(node.depth))
 
     def _next_evicted(self, num_pages: int) -> list[Node]:
         """Returns the nodes whose last windows lose pages if `num_pages` are freed. Follows the order of `evict`

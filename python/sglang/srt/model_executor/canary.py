@@ -27,6 +27,7 @@ from sglang.srt.model_executor.step import StepInput
 from sglang.srt.models.causal_lm import BLOCKS, CausalLM
 from sglang.srt.plan.layer_spec import ABSENT, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import RankLayout
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class _Canary:
     def _ops_of_block(self, name: str) -> str:
         """Names the ops of the block that `_recorded` calls `name`, and the kernel of each."""
         plan, model = self.runner.plan, self.runner.model.description
-        serving = ParallelConfig(plan.dtype, plan.kv_cache_dtype, plan.page_size, plan.ranks.attn_tp_size)
+        serving = ParallelConfig(plan.dtype, plan.kv_cache_dtype, plan.page_size, RankLayout(plan.ranks.attn_tp_size))
         spec = next(spec for known, spec in _blocks(model) if known == name)
         ops = {"linear", *(need.op for need in spec.needs(serving))}
         return ", ".join(f"{op} by {choice.name}" for op, choice in plan.choices.items() if op.partition("/")[0] in ops)

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.kv_table import NO_SLOTS, TableUpdate
 from sglang.srt.model_executor.canary_images import COUNT, CanaryImages
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.step import PromptTokens, StepInput
-from sglang.srt.plan.layer_spec import PER_REQUEST
+from sglang.srt.plan.cache_spec import PER_REQUEST
 
 PROMPT_TOKENS = 24
 REQUESTS = 3

@@ -17,12 +17,23 @@ from sglang.srt.blocks.gated_delta.layer import GatedDeltaNet
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.gated_streams.layer import GatedResidual
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.gqa.layer import BlockAttention, GQAttention
+from sglang.srt.blocks.gqa.shared_cache import SharedCacheAttention
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.hyper_connections.layer import HyperResidual
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
 from sglang.srt.blocks.kimi_delta.layer import KimiDeltaAttention
 from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.mamba2.layer import Mamba2Mixer
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.mla.layer import LatentAttention
+from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.blocks.mlp.alternating import AlternatingMLP
+from sglang.srt.blocks.mlp.layer import GatedMLP
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.branches import ExpertBranches
+from sglang.srt.blocks.moe.layer import MoELayer
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.blocks.ngram_embedding.layer import NgramBlock
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.per_layer_embedding.layer import LAYER_INPUTS, PerLayerBlock, PerLayerInputs
@@ -33,19 +44,15 @@ from sglang.srt.blocks.pooled_sparse.layer import PooledSparseAttention
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.shared_sparse.layer import SharedSparseAttention
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
+from sglang.srt.blocks.short_convolution.layer import ConvolvedOutput
+from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
-from sglang.srt.layers.alternating_mlp import AlternatingMLP
-from sglang.srt.layers.attention_block import BlockAttention, GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.mlp import GatedMLP
-from sglang.srt.layers.moe.branches import ExpertBranches
-from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
@@ -53,11 +60,7 @@ from sglang.srt.layers.residual import FFN, INPUTS, MIXER, NGRAMS, ResidualStrea
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.layers.row_exchange import RowExchange
 from sglang.srt.layers.shared_block import SharedByAllGroups
-from sglang.srt.layers.shared_cache_attention import SharedCacheAttention
-from sglang.srt.layers.short_convolution import ConvolvedOutput
-from sglang.srt.plan.feed_forward import Dense, MoE
-from sglang.srt.plan.layer_spec import ABSENT, BLOCK_ROWS, LayerSpec, ShortConvolution, Sum
-from sglang.srt.plan.mixers import GQA, MLA
+from sglang.srt.plan.layer_spec import ABSENT, BLOCK_ROWS, LayerSpec, Sum
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch

@@ -1,4 +1,4 @@
-"""Parts of attention that some models have and others do not: small values of which `mixers` are made."""
+"""Parts of attention that some models have and others do not: small values of which mixers are made."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import HeadDims
-from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, ShortConvolution, Weights
+from sglang.srt.plan.layer_spec import ParallelConfig
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from sglang.srt.plan.cache_spec import FULL, CacheSpec, Full, Lifetime, PerRequest, Window
 from sglang.srt.plan.equal_layers import of_each
-from sglang.srt.plan.layer_spec import FULL, CacheSpec, Full, Lifetime, ParallelConfig, PerRequest, Window
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.ranks import ONE_RANK
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +99,7 @@ def cache_groups(model: ModelDescription, parallel: ParallelConfig) -> tuple[Cac
 def ranks_share_caches(model: ModelDescription, parallel: ParallelConfig) -> bool:
     """Returns whether every rank has the same caches as a server with one rank: nothing is divided by heads or
     tokens."""
-    return cache_groups(model, parallel) == cache_groups(
-        model, replace(parallel, tp_size=1, ep_size=1, dcp_size=1, attn_dp_size=1)
-    )
+    return cache_groups(model, parallel) == cache_groups(model, replace(parallel, ranks=ONE_RANK))
 
 
 def group_caches(layers: Iterable[Sequence[CacheSpec]]) -> tuple[CacheGroup, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from sglang.srt.configs.speculative import SpeculativeSettings
 from sglang.srt.drafts.kv_sharing.spec import check_stage
 from sglang.srt.drafts.ngram.spec import ngram_bytes
 from sglang.srt.hardware.arch import ArchTraits
@@ -32,7 +33,7 @@ from sglang.srt.plan.pool_sizes import FREE_TOKENS, CacheCost, cache_cost, sized
 from sglang.srt.plan.positions import SPARE, num_positions, tokens_beside_rows
 from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.sizes import Sizes
-from sglang.srt.plan.speculation import step_widths, uncertain_slots_of
+from sglang.srt.plan.speculation import speculative_settings, step_widths
 from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
 from sglang.srt.server_args import ServerArgs
@@ -71,6 +72,11 @@ class CapacityPlanner:
     @cached_property
     def groups(self) -> tuple[CacheGroup, ...]:
         return fullest_caches(cache_groups(self.everything, self.parallel), self.stages)
+
+    @cached_property
+    def settings(self) -> SpeculativeSettings | None:
+        """The settings of the drafter; None: nothing drafts."""
+        return speculative_settings(self.args, self.of_rank.model.architecture)
 
     @cached_property
     def room(self) -> Room:
@@ -121,14 +127,14 @@ class CapacityPlanner:
 
     def _sized(self, size: defaults.DefaultSizes, running: int) -> tuple[Sizes, CacheCost, list[str]]:
         """Returns the sizes for `running` requests, what their caches cost, and notes for the user."""
-        args, page, architecture = self.args, self.parallel.page_size, self.of_rank.model.architecture
-        chunk, uncertain_slots = self._chunk(size), uncertain_slots_of(args, architecture)
+        args, page, chunk, settings = self.args, self.parallel.page_size, self._chunk(size), self.settings
+        uncertain_slots = 1 if settings is None else settings.uncertain_slots_of(args.steps_in_flight)
         tokens = max(args.max_prefill_tokens, self.context_len) if chunk == -1 else chunk
         graphs, prefill_graphs, notes = self._graphs(size, running, tokens)
         sizes = Sizes(
             running, self.context_len, tokens, graphs, page, self.parallel.ranks, prefill_graphs,
             row_tables=len(row_tables(self.groups)), ngram_bytes=ngram_bytes(args, running, self.context_len),
-            uncertain_slots=uncertain_slots, drafts=step_widths(args, architecture),
+            uncertain_slots=uncertain_slots, drafts=step_widths(settings),
             copy_bytes=copy_bytes(args, self.arch),
         )  # fmt: skip
         cost = sized_cost(self.groups, page, running, self.context_len, tokens, uncertain_slots)
@@ -147,7 +153,7 @@ class CapacityPlanner:
         extend = self.choices.get("extend_attention")
         if not graphs or not (extend is None or extend.spec.graph_prefill):
             return graphs, (), []
-        return graphs, defaults.cuda_graph_prefill_tokens(self.of_rank.model, self.parallel.tp_size, tokens), []
+        return graphs, defaults.cuda_graph_prefill_tokens(self.of_rank.model, self.parallel.ranks.tp_size, tokens), []
 
     def _pool_tokens(self, sizes: Sizes, cost: CacheCost) -> int:
         """Returns the most tokens that the pool can have besides rotary tables with a position for each of them."""
@@ -181,7 +187,7 @@ class CapacityPlanner:
         pages; -1: whole prompts."""
         chunk, page = self.args.chunked_prefill_size, self.parallel.page_size
         chunk = size.chunked_prefill_size if chunk is None else chunk
-        return chunk if chunk == -1 else max(page, chunk // self.parallel.attn_dp_size // page * page)
+        return chunk if chunk == -1 else max(page, chunk // self.parallel.ranks.attn_dp_size // page * page)
 
 
 def stages_of(
@@ -192,7 +198,7 @@ def stages_of(
     features, fp8_cache = arch.features if arch.device == "cuda" else None, has_tensor_scales(parallel.kv_dtype)
     behind = NO_EXTRAS
     if draft is not None:
-        copies = of_rank.head.rows if parallel.pp_size > 1 and not of_rank.model.tie_embeddings else 0
+        copies = of_rank.head.rows if parallel.ranks.pp_size > 1 and not of_rank.model.tie_embeddings else 0
         behind = Behind(draft.num_layers, draft.weight_bytes(parallel.dtype, fp8_cache, features, copies))
     stages = cut_stages(of_rank, parallel.dtype, fp8_cache, features, behind)
     if draft is not None:

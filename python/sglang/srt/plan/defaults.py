@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.server_args import ServerArgs
 
 GIB = 1024**3

@@ -98,10 +98,10 @@ def layout_of_draft(ranks: RankLayout, draft: DraftDescription) -> RankLayout:
 
 
 def _parallel_of_draft(parallel: ParallelConfig, draft: DraftPlan) -> ParallelConfig:
-    if parallel.attn_dp_size == 1:
-        return replace(parallel, pp_size=1)
-    ranks = draft.weights.ranks
-    return replace(parallel, tp_size=ranks.tp_size, ep_size=1, pp_size=1, attn_dp_size=1, dp_lm_head=False)
+    ranks = parallel.ranks
+    if ranks.attn_dp_size == 1:
+        return replace(parallel, ranks=replace(ranks, pp_size=1))
+    return replace(parallel, ranks=RankLayout(draft.weights.ranks.tp_size, dcp_size=ranks.dcp_size))
 
 
 def with_draft_layers(target: ModelDescription, draft: DraftPlan | None) -> ModelDescription:

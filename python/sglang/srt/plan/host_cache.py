@@ -9,8 +9,8 @@ from typing import Any
 from sglang.srt.configs.storage_backend import StorageConfig, read_storage_config
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.cache_spec import Window
 from sglang.srt.plan.caches import CacheGroup
-from sglang.srt.plan.layer_spec import Window
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import PoolSizes, cache_cost
 from sglang.srt.server_args import ServerArgs

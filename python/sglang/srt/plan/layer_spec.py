@@ -3,8 +3,8 @@
 `model_description.describe_model` makes the layers of a config.json, once. Needs, memory plan and `explain` follow from
 them:
 
-    layer.mixer      mixes the tokens of a request: GQA, MLA (`mixers`), CompressedSparse, GatedDelta, KimiDelta
-    layer.ffn        computes each token alone: Dense, MoE (`feed_forward`)
+    layer.mixer      mixes the tokens of a request: GQA, MLA, CompressedSparse, GatedDelta, KimiDelta
+    layer.ffn        computes each token alone: Dense, MoE
     layer.inputs     adds an embedding of the token in every layer: PerLayerEmbedding, in few families
     layer.ngrams     adds embeddings of the last few tokens before a layer: NgramEmbedding, likewise
     layer.residual   the residual stream: how the blocks' outputs add up
@@ -12,117 +12,17 @@ them:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Protocol
 
+from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults, MixerDefaults
-from sglang.srt.plan.kv_spec import FP4_GROUP, FP4_KV, PACKED_LATENT_BYTES, STORED_BYTES, refuse_fp4
-from sglang.srt.plan.ranks import RankLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Full:
-    """Lifetime of entries that are kept until their token is freed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Lifetime of entries that are kept for the last `tokens` tokens of a request. With `chunked` the sequence is cut
-    into chunks of `tokens` tokens from its beginning, and only the entries of the next token's chunk are kept."""
-
-    tokens: int
-    chunked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PerRequest:
-    """Lifetime of an entry that each running request has once, whatever its length (a recurrent state)."""
-
-
-FULL, PER_REQUEST = Full(), PerRequest()
-Lifetime = Full | Window | PerRequest
-
-
-@dataclass(frozen=True, slots=True)
-class CacheTensor:
-    """One tensor of a cache, [entries, *shape]. With `view_of` it is a view of the first columns of that tensor and
-    takes no memory."""
-
-    name: str  # "k", "v", "scale", "conv", ...
-    shape: tuple[int, ...]
-    dtype: str
-    view_of: str = ""
-
-    @property
-    def entry_bytes(self) -> int:
-        return 0 if self.view_of else math.prod(self.shape) * STORED_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheSpec:
-    """One cache of one layer, on one rank. Its name is unique in the layer.
-
-    `entries_per_token` 1/4: one entry for every fourth token. A PER_REQUEST cache has one entry for each request.
-    `neighbours`: the entries of that many tokens, starting at a multiple of it, are contiguous (blocks that an indexer
-    selects).
-    """
-
-    name: str  # "kv", "latent", "index", "compressed", "state"
-    tensors: tuple[CacheTensor, ...]
-    entries_per_token: Fraction = Fraction(1)
-    lifetime: Lifetime = FULL
-    dcp_size: int = 1
-    """Number of ranks over which the tokens are sharded: this one keeps the entries of every dcp_size-th position."""
-    neighbours: int = 1
-
-    @property
-    def entry_bytes(self) -> int:
-        return sum(tensor.entry_bytes for tensor in self.tensors)
-
-
-def key_value_cache(
-    name: str, heads: int, head_dim: int, v_head_dim: int, dtype: str, lifetime: Lifetime = FULL
-) -> CacheSpec:
-    """Returns a cache of keys [heads, head_dim] and values [heads, v_head_dim] of every token. Raises UserError where a
-    4-bit dtype's scale groups do not divide the head dims."""
-    if dtype == FP4_KV:
-        return _fp4_cache(name, heads, {"k": head_dim, "v": v_head_dim}, lifetime)
-    tensors = (CacheTensor("k", (heads, head_dim), dtype), CacheTensor("v", (heads, v_head_dim), dtype))
-    return CacheSpec(name, tensors, lifetime=lifetime)
-
-
-def _fp4_cache(name: str, heads: int, dims: dict[str, int], lifetime: Lifetime) -> CacheSpec:
-    tensors: list[CacheTensor] = []
-    for part, dim in dims.items():
-        if dim % FP4_GROUP:
-            refuse_fp4(FP4_KV, f"heads of {dim} dims are no multiple of {FP4_GROUP}, which share a scale")
-        tensors.append(CacheTensor(part, (heads, dim // 2), "uint8"))
-        tensors.append(CacheTensor(f"{part}_group_scales", (heads, dim // FP4_GROUP), "uint8"))
-    return CacheSpec(name, tuple(tensors), lifetime=lifetime)
-
-
-def latent_cache(
-    name: str,
-    dim: int,
-    v_dim: int,
-    dtype: str,
-    entries_per_token: Fraction = Fraction(1),
-    lifetime: Lifetime = FULL,
-) -> CacheSpec:
-    """Returns a cache with one vector [1, dim] an entry, whose first `v_dim` elements are the value."""
-    tensors = (CacheTensor("k", (1, dim), dtype), CacheTensor("v", (1, v_dim), dtype, view_of="k"))
-    return CacheSpec(name, tensors, entries_per_token, lifetime)
-
-
-def packed_latent_cache(name: str) -> CacheSpec:
-    """Returns a cache whose entries are 656 bytes: a latent of 512 dims in e4m3 with its scales and a rotary key of 64
-    in bfloat16."""
-    return CacheSpec(name, (CacheTensor("k", (1, PACKED_LATENT_BYTES), "uint8"),))
+from sglang.srt.plan.cache_spec import FULL, PER_REQUEST, CacheSpec, CacheTensor, Full, Window
+from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.weight_spec import Elements, Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,60 +59,20 @@ class AttentionSite:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
-    """Weights [rows, cols] on one rank that one matrix product reads.
-
-    name: the module in the layer, as the family's WeightMap names it ("attn.qkv")
-    parts: its parts, stacked by rows ("q", "k", "v"); their names in the checkpoint decide the quantization scheme
-    experts: number of such matrices in one tensor; 0: no experts
-    quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
-    """
-
-    name: str
-    parts: tuple[str, ...]
-    rows: int
-    cols: int
-    bias: bool = False
-    experts: int = 0
-    quantized: bool = True
-    dtype: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Elements:
-    """Parameters that are not multiplied as a matrix: norms, sinks, tables. `dtype` None: the model's."""
-
-    count: int
-    dtype: str | None = None
-
-
-Weights = tuple[Matrix | Elements, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """The parallel sizes and dtypes, chosen by the user, that the ops of a layer depend on."""
+    """The layout of ranks and the dtypes, chosen by the user, that the ops of a layer depend on."""
 
     dtype: str
     kv_dtype: str
     page_size: int = 1
-    tp_size: int = 1
+    ranks: RankLayout = ONE_RANK
     state_dtype: str = ""  # dtype of recurrent states; empty: the model's
-    ep_size: int = 1
-    pp_size: int = 1
-    dcp_size: int = 1
-    attn_dp_size: int = 1
-    dp_lm_head: bool = False
     quantized_sums: str = "off"  # as --enable-quantized-all-reduce
     two_batch: str = "off"  # two-batch overlap of steps with prompts: off, auto (where a gain is predicted), on
     # The last three only matter for predicted times.
     library_prompts: bool = False  # a library's kernel computes long prompts
     library_latents: bool = False  # a library's kernel computes long prompts over latents
     sgl_kernel_experts: bool = False  # sgl-kernel computes the experts' products
-
-    @property
-    def ranks(self) -> RankLayout:
-        return RankLayout(self.tp_size, self.ep_size, self.pp_size, self.dcp_size, self.attn_dp_size, self.dp_lm_head)
 
     @property
     def attn_tp_size(self) -> int:
@@ -238,34 +98,6 @@ class ParallelConfig:
             heads=heads,
             rotary_dim=rotary_dim,
         )
-
-
-def dcp_sharded(cache: CacheSpec, dcp_size: int) -> CacheSpec:
-    """Returns the cache as one of `dcp_size` ranks holds it: the entries of every dcp_size-th token."""
-    if dcp_size == 1:
-        return cache
-    return replace(cache, entries_per_token=cache.entries_per_token / dcp_size, dcp_size=dcp_size)
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvolution:
-    """A causal depthwise convolution over `taps` tokens, added to its input (Inkling). A request keeps the inputs of
-    its last `kept` tokens: taps - 1, and `window_slack` more where drafts may compute tokens again."""
-
-    taps: int
-    channels: int
-    window_slack: int = 0
-
-    @property
-    def kept(self) -> int:
-        return self.taps - 1 + self.window_slack
-
-    def rows(self, name: str, dtype: str) -> CacheTensor:
-        """Returns the tensor of a request's kept inputs: that of position p is at p % kept."""
-        return CacheTensor(name, (self.kept, self.channels), dtype)
-
-    def weights(self) -> Elements:
-        return Elements(self.taps * self.channels)
 
 
 class Mixer(MixerDefaults, Protocol):
@@ -315,6 +147,12 @@ class NgramBlock(FeedForward, Protocol):
     it keeps as a state of the request."""
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]: ...
+
+
+def needs_of_parts(parallel: ParallelConfig) -> Iterator[Need]:
+    """Yields the needs of DCP ranks, which attend to their own tokens and then merge their partial results."""
+    for op in ("pack_parts", "merge_parts"):
+        yield Need(op, q_dtype=parallel.dtype)
 
 
 def uneven_sizes(*sizes: int) -> frozenset[str]:

@@ -9,11 +9,12 @@ from itertools import islice
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
-from sglang.srt.plan.layer_spec import FeedForward, Matrix, Mixer
+from sglang.srt.plan.layer_spec import FeedForward, Mixer
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import HeadShares, Node, RankLayout
 from sglang.srt.plan.stages import uncut_runs
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.server_args import ServerArgs
 
 

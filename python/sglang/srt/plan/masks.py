@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from sglang.srt.plan.block_selection import BlockIndexer
-from sglang.srt.plan.layer_spec import FULL, Full, Window
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.plan.cache_spec import FULL, Full, Window
 
 
 class Mask(Protocol):

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from sglang.srt.blocks.mlp.spec import Dense, up_parts
+from sglang.srt.blocks.moe.spec import MoE, why_apart
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
@@ -24,11 +26,11 @@ from sglang.srt.plan.families.config import Config as FamilyConfig
 from sglang.srt.plan.families.family import PLAIN_EMBEDDING, PLAIN_LOGITS, Embedding, Family, Logits
 from sglang.srt.plan.families.unread import CHANGING, check_layers, check_unread
 from sglang.srt.plan.families.usual import unknown_model
-from sglang.srt.plan.feed_forward import Dense, MoE, up_parts, why_apart
-from sglang.srt.plan.layer_spec import LayerSpec, Matrix
+from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.weight_names import WeightMap
+from sglang.srt.plan.weight_spec import Matrix
 
 Config = Mapping[str, Any]
 

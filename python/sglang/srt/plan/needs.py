@@ -19,7 +19,7 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
     model, dtype = of_rank.model, parallel.dtype
     experts = _experts(of_rank)
     feed_forward = _of_layers(model, lambda layer: (block.needs(parallel) for block in layer.token_blocks))
-    sharded = parallel.tp_size > 1
+    sharded = parallel.ranks.tp_size > 1
     return (
         Need("decode_inputs", q_dtype=dtype),
         *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
@@ -32,7 +32,7 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *_wide_experts(feed_forward, model, experts),
-        *([Need("all_reduce", q_dtype=dtype, ranks=parallel.tp_size)] if sharded else []),
+        *([Need("all_reduce", q_dtype=dtype, ranks=parallel.ranks.tp_size)] if sharded else []),
     )
 
 

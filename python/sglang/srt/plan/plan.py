@@ -3,59 +3,43 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from sglang.srt.configs.merge_methods import ALL_TO_ALL
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.quantization import agree
-from sglang.srt.drafts.config import DraftConfig
-from sglang.srt.drafts.spec import DraftDescription
-from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
-from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
+from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.launch import FallbackTiles
 from sglang.srt.kernels.ledger_file import tile_key
 from sglang.srt.kernels.op import Op
 from sglang.srt.kernels.resolve import installed_packages
-from sglang.srt.kernels.spec import Choice, Need, PeerLinks, Tile
-from sglang.srt.kernels.tables import FLASHINFER_FUSION
+from sglang.srt.kernels.spec import Choice, PeerLinks, Tile
 from sglang.srt.kernels.tile_configs import OpTileConfigs, Shape, TileConfigs
 from sglang.srt.plan.attention_sites import attention_sites
+from sglang.srt.plan.cache_spec import PER_REQUEST
 from sglang.srt.plan.caches import CacheGroup, cache_groups, ranks_share_caches
 from sglang.srt.plan.capacity import Trial, describe_pools
-from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule, interval_rule
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
-    asked_draft,
-    check_backends,
-    needs_with_draft,
-    plan_draft,
     with_draft_layers,
 )
-from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
-from sglang.srt.plan.host_tables import has_tables, host_table_bytes, with_tables
-from sglang.srt.plan.kernel_choice import choose_kernels
-from sglang.srt.plan.kv_spec import kv_cache_dtype
-from sglang.srt.plan.layer_spec import PER_REQUEST, AttentionShape, AttentionSite, ParallelConfig
-from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
-from sglang.srt.plan.media import check_placeholders, describe_media
+from sglang.srt.plan.host_tables import host_table_bytes
+from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite, ParallelConfig
 from sglang.srt.plan.memory import (
     MemoryPlan,
 )
-from sglang.srt.plan.model_description import ModelDescription, describe_model
-from sglang.srt.plan.pool_checks import check_pool, flag_notes, short_of_context, with_pages
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.model_planner import ModelPlanner, Probe
+from sglang.srt.plan.pool_checks import flag_notes, short_of_context
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.quantized_sums import QuantizedAllReduceRule, quantized_sum_rule
-from sglang.srt.plan.rank_weights import RankWeights, rank_weights
+from sglang.srt.plan.rank_weights import RankWeights
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.remedies import trial_or_advice
 from sglang.srt.plan.selection import describe_selection
-from sglang.srt.plan.speculation import uncertain_slots_of, verified_tokens, verify_needs
 from sglang.srt.plan.stages import caches_of_stage
 from sglang.srt.plan.step_widths import ONE_TOKEN, StepWidths
 from sglang.srt.plan.tile_configs import make_tile_configs
@@ -64,9 +48,6 @@ from sglang.srt.server_args import ServerArgs
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
-
-Probe = Callable[[Need], str]
-"""Tries a library's kernel of a need on this GPU. Returns the reason against it, or ""."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +131,7 @@ class Plan:
         """Where attention reads only what an indexer selects, and why not everywhere, as text for people; "" without an
         indexer."""
         return describe_selection(
-            self.description, ParallelConfig(self.dtype, self.kv_cache_dtype, 1, self.ranks.attn_tp_size)
+            self.description, ParallelConfig(self.dtype, self.kv_cache_dtype, 1, RankLayout(self.ranks.attn_tp_size))
         )
 
     @property
@@ -330,14 +311,13 @@ def make_plan(
     Raises UserError where a kernel that was asked for cannot run, heads do not divide or weights do not fit.
     """
     packages = packages or installed_packages()
-    planner = ModelPlanner(model, arch, available_bytes, packages, True, links, probe, advises)
-    trial = trial_or_advice(planner, args)
+    planner = ModelPlanner(args, model, arch, available_bytes, packages, True, links, probe, advises)
+    trial = trial_or_advice(planner)
     parallel, capacity, draft = trial.parallel, trial.capacity, trial.draft
     everything = with_draft_layers(trial.description, draft)
     sizes, tokens, stages = capacity.sizes, capacity.max_total_num_tokens, capacity.stages
     stage = stages[parallel.ranks.stage(rank)]
-    host_cache, host_notes = _host_cache(args, arch, trial, everything, host_bytes, tier_unasked)
-    return Plan(
+    plan = Plan(
         arch=arch,
         model=model,
         description=stage.model,
@@ -353,8 +333,8 @@ def make_plan(
         memory=capacity.memory,
         max_total_num_tokens=tokens,
         windows=capacity.windows,
-        uncertain_slots=uncertain_slots_of(args, model.architecture),
-        verified_tokens=verified_tokens(args, model.architecture),
+        uncertain_slots=sizes.uncertain_slots,
+        verified_tokens=sizes.verified_tokens,
         state_checkpoints=sizes.checkpoints,
         states=capacity.states,
         page_size=parallel.page_size,
@@ -372,13 +352,12 @@ def make_plan(
         aux_layers=draft.description.aux_layers if draft is not None else (),
         next_tokens_read=draft.description.form.next_tokens_read if draft is not None else 0,
         aux_keeps_streams=draft is not None and draft.description.form.reads_streams,
-        host_cache=host_cache,
         quantized_sums=quantized_sum_rule(
             args,
             arch,
             links,
             stage.model.hidden_size,
-            sizes.decode_rows * parallel.attn_dp_size,
+            sizes.decode_rows * parallel.ranks.attn_dp_size,
         ),
         two_batch_overlap=two_batch_rule(
             args, None if links is None else links.library_topology, trial.description, trial.chosen.by_key()
@@ -386,215 +365,41 @@ def make_plan(
         decode_interval=interval_rule(args, trial.description),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity), *host_notes),
-        errors=short_of_context(planner, args, trial),
+        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
+        errors=short_of_context(planner, trial),
     )
+    return _with_host_cache(plan, args, trial, everything, host_bytes, tier_unasked)
 
 
-def _host_cache(
+def _with_host_cache(
+    plan: Plan,
     args: ServerArgs,
-    arch: ArchTraits,
     trial: Trial,
     everything: ModelDescription,
     host_bytes: int | None,
     unasked: bool,
-) -> tuple[HostCachePlan | None, list[str]]:
-    """Plans the prefix cache in main memory. All stages have pools of equally many tokens. `everything`: the model with
-    the layers of a draft."""
-    capacity, parallel = trial.capacity, trial.parallel
-    sizes, groups = capacity.sizes, capacity.groups
-    device = PoolSizes(
-        capacity.max_total_num_tokens,
-        parallel.page_size,
-        sizes.max_running_requests,
-        sizes.context_len,
-        capacity.windows,
-        any(group.lifetime == PER_REQUEST for group in groups),
-        sizes.checkpoints,
-        uncertain_slots_of(args, trial.description.architecture),
-    )
-    if host_bytes is not None and arch.device == "cpu":
-        host_bytes = max(0, host_bytes - capacity.memory.weights - capacity.memory.caches)
+) -> Plan:
+    """Returns the plan with the prefix cache in main memory. All stages have pools of equally many tokens.
+    `everything`: the model with the layers of a draft."""
+    parallel, memory = trial.parallel, plan.memory
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
-        host_bytes = max(0, host_bytes - host_table_bytes(everything, parallel) * processes)
+        taken = memory.weights + memory.caches if plan.device == "cpu" else 0
+        host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes)
     ranks_share = ranks_share_caches(everything, parallel)
-    weights = RankBytes(capacity.memory.weights, int(capacity.memory.weights * active_share(everything)))
-    alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.attn_dp_size == 1
+    weights = RankBytes(memory.weights, int(memory.weights * active_share(everything)))
+    alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.ranks.attn_dp_size == 1
     sharers = parallel.ranks.world_size if alike else 1
-    pools = processes // sharers
-    return plan_host_cache(
-        args, groups, device, arch, host_bytes, pools, ranks_share, weights=weights, unasked=unasked, sharers=sharers
+    host_cache, notes = plan_host_cache(
+        args,
+        trial.capacity.groups,
+        plan.pool_sizes,
+        plan.arch,
+        host_bytes,
+        processes // sharers,
+        ranks_share,
+        weights,
+        unasked,
+        sharers,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlanner:
-    """The planner of one model for one kind of GPU, as `remedies.Planner`. With `served` it refuses what is not
-    computed here; otherwise sizes are estimates, made of the ops that have a kernel."""
-
-    model: ModelConfig
-    arch: ArchTraits
-    available: int
-    packages: frozenset[str]
-    served: bool = True
-    links: PeerLinks | None = None
-    probe: Probe | None = None
-    advises: bool = True
-    described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
-    drafts: dict[str, tuple[DraftConfig, DraftDescription] | None] = field(default_factory=dict)  # likewise
-
-    @property
-    def max_gpus(self) -> int:
-        return self.arch.gpus_per_machine or MAX_GPUS
-
-    def quantizing(self, scheme: str) -> ModelPlanner | None:
-        """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
-        already or the scheme does not apply."""
-        if self.model.quantization is not None:
-            return None
-        try:
-            quantization = agree(scheme, None, self.model.model_path)
-        except UserError:
-            return None
-        return replace(self, model=replace(self.model, quantization=quantization), described={}, drafts={})
-
-    def context_len(self, args: ServerArgs) -> int:
-        return min(self.model.context_len, args.context_length or self.model.context_len)
-
-    def describe(self, args: ServerArgs) -> tuple[ModelDescription, ParallelConfig]:
-        """Returns the description of the model and the parallel config for these flags. Raises UserError for malformed
-        configs, for what is not computed here, and for layouts that do not divide the model."""
-        ranks = asked_layout(args)
-        check_machine(self.arch, ranks, args.nnodes, args.dp_size)
-        apart = why_shared_apart(args)
-        if apart not in self.described:
-            source = str(Path(self.model.model_path) / "config.json")
-            self.described[apart] = _described(args, self.model, apart, source)
-        model = with_tables(self.described[apart], args.ple_offload_embedding and self.arch.device != "cpu")
-        if self.served:
-            model.require_served()
-        check_layout(model, ranks)
-        parallel = parallel_config_of(args, self.model.dtype, model)
-        return model, with_pages(args, model, parallel) if self.served else parallel
-
-    def draft(self, args: ServerArgs, target: ModelDescription) -> DraftPlan | None:
-        """Returns the plan of the draft, or None without one. Raises UserError for a draft that is not computed here or
-        does not match the target."""
-        apart = why_shared_apart(args)
-        if apart not in self.drafts:
-            self.drafts[apart] = asked_draft(args, self.model, target, apart) if self.served else None
-        asked = self.drafts[apart]
-        return None if asked is None else plan_draft(*asked, asked_layout(args))
-
-    def weights(self, args: ServerArgs) -> int:
-        """Returns the bytes of weights on the rank that has most."""
-        model, parallel = self.describe(args)
-        of_rank, draft = rank_weights(model, parallel.ranks), self.draft(args, model)
-        return max(stage.weight_bytes for stage in stages_of(of_rank, parallel, self.arch, draft))
-
-    def trial(self, args: ServerArgs) -> Trial:
-        """Plans the model with these flags. Unless a flag decides, n-gram tables go to host memory where the GPU has no
-        room for both them and a request of the full context length. Raises UserError where no server would start."""
-        fixed = args.ple_offload_embedding or args.no_ple_offload_embedding or self.arch.unified_memory
-        if fixed or self.arch.device == "cpu" or not has_tables(self.describe(args)[0]):
-            return self._trial(args)
-        try:
-            trial = self._trial(args)
-            if trial.capacity.max_total_num_tokens >= trial.capacity.sizes.context_len:
-                return trial
-        except UserError as error:
-            try:
-                return self._trial(replace(args, ple_offload_embedding=True))
-            except UserError:
-                raise error from None
-        return self._trial(replace(args, ple_offload_embedding=True))
-
-    def _trial(self, args: ServerArgs) -> Trial:
-        model, parallel = self.describe(args)
-        of_rank, draft = rank_weights(model, parallel.ranks), self.draft(args, model)
-        wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
-        needs = tuple(_with_probed_facts(args, need, self.links, self.probe) for need in wanted)
-        chosen = choose_kernels(args, needs, self.arch, self.packages)
-        choices = chosen.by_key() if self.served else chosen.chosen()
-        check_backends(choices, None if draft is None else draft.description)
-        context = self.context_len(args)
-        of_group = args_of_group(args, parallel.attn_dp_size)
-        planner = CapacityPlanner(of_group, of_rank, parallel, context, self.arch, choices, self.available, draft)
-        capacity = planner.plan()
-        check_pool(args, capacity)
-        return Trial(of_rank, parallel, chosen, capacity, draft)
-
-
-def _with_probed_facts(args: ServerArgs, need: Need, links: PeerLinks | None, probe: Probe | None) -> Need:
-    """Returns the need completed by what was found on this machine: a library's defect, the links of an all-reduce."""
-    of_torch = need.op == "prefill_attention" or (need.op == "linear" and need.quant in SCALED_MM_SCHEMES)
-    if of_torch and probe is not None:
-        return replace(need, library_problem=probe(need))
-    if need.op != "all_reduce":
-        return need
-    asked = {FLASHINFER_FUSION} if args.enable_flashinfer_allreduce_fusion else set()
-    return replace(need, links=links, traits=need.traits | asked)
-
-
-def _described(args: ServerArgs, model: ModelConfig, apart: str, source: str) -> ModelDescription:
-    description = describe_model(model.hf_config, model.quantization, apart, source, model.text_keys)
-    media = None if args.language_model_only else describe_media(model.media_config)
-    together = args.pp_size == args.attn_dp_size == 1  # else only some of the ranks encode at the same time
-    if media is not None:
-        check_placeholders(media, description.vocab_size, source)
-    if media is not None and together and not args.mm_enable_dp_encoder:
-        media = replace(media, tower=media.tower.shared_by(args.tp_size))
-    layers = description.layers
-    if media is not None and media.image_token is not None:
-        token = media.image_token
-        layers = interned(
-            replace(layer, ffn=layer.ffn.with_image_token(token), ngrams=layer.ngrams.with_image_token(token))
-            for layer in layers
-        )
-    return replace(description, media=media, layers=layers)
-
-
-def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
-    """Describes the model to be served. Raises UserError for malformed configs, for what is not computed here, and for
-    layouts that do not divide the model. Looks at the device only to give advice on layouts."""
-    source = str(Path(model.model_path) / "config.json")
-    description = _described(args, model, why_shared_apart(args), source)
-    description.require_served()
-    try:
-        check_layout(description, asked_layout(args))
-    except LayoutProblem:
-        arch = current_arch(device=args.device)
-        available = arch.memory or free_memory_bytes(None)
-        return trial_or_advice(ModelPlanner(model, arch, available, installed_packages()), args).description
-    return description
-
-
-def why_shared_apart(args: ServerArgs) -> str:
-    """Returns the flag that keeps shared experts out of the routed ones; "" if none does."""
-    if args.disable_shared_experts_fusion:
-        return "--disable-shared-experts-fusion"
-    return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
-
-
-def parallel_config_of(args: ServerArgs, dtype: str, model: ModelDescription) -> ParallelConfig:
-    """Returns the parallel and dtype config that the layers' ops depend on. Raises UserError for an unknown cache
-    dtype."""
-    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
-    if not model.caches_in_fp8:
-        kv_dtype = dtype
-    ranks, state_dtype = asked_layout(args), args.mamba_ssm_dtype or ""
-    return ParallelConfig(
-        dtype,
-        kv_dtype,
-        args.page_size or 1,
-        ranks.tp_size,
-        state_dtype,
-        ranks.ep_size,
-        ranks.pp_size,
-        ranks.dcp_size,
-        ranks.attn_dp_size,
-        ranks.dp_lm_head,
-        args.enable_quantized_all_reduce,
-        "off" if args.disable_two_batch_overlap else "on" if args.enable_two_batch_overlap else "auto",
-    )
+    return replace(plan, host_cache=host_cache, warnings=(*plan.warnings, *notes))

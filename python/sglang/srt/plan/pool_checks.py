@@ -6,10 +6,11 @@ import math
 from dataclasses import replace
 
 from sglang.srt.errors import UserError
+from sglang.srt.plan.cache_spec import PerRequest
 from sglang.srt.plan.caches import cache_groups
 from sglang.srt.plan.capacity import Capacity, Trial
 from sglang.srt.plan.kv_spec import has_tensor_scales
-from sglang.srt.plan.layer_spec import ParallelConfig, PerRequest
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB, MIN_POOL_TOKENS, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import cache_cost
@@ -34,7 +35,7 @@ def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConf
         states = any(isinstance(group.lifetime, PerRequest) for group in cache_groups(model, parallel))
         return replace(parallel, page_size=math.lcm(whole, STATE_PAGE) if states and whole > 1 else whole)
     # DCP ranks shard the tokens of a page, so their number must divide it.
-    parallel = replace(parallel, page_size=math.lcm(parallel.page_size, parallel.dcp_size))
+    parallel = replace(parallel, page_size=math.lcm(parallel.page_size, parallel.ranks.dcp_size))
     if parallel.page_size % whole:
         raise UserError(
             f"{model.architecture} caches or reads up to {whole} tokens as one, and a page holds these together:"
@@ -75,7 +76,7 @@ def check_pool(args: ServerArgs, capacity: Capacity) -> None:
         raise DoesNotFit(f"{_pool_facts(capacity)}, too few to serve anything")
 
 
-def short_of_context(planner: Planner, args: ServerArgs, trial: Trial) -> tuple[str, ...]:
+def short_of_context(planner: Planner, trial: Trial) -> tuple[str, ...]:
     """Returns the message, with advice, of a KV cache that holds less than one request of the full context length;
     empty if it holds one."""
     sizes = trial.capacity.sizes
@@ -83,7 +84,7 @@ def short_of_context(planner: Planner, args: ServerArgs, trial: Trial) -> tuple[
         return ()
     return (
         f"{_pool_facts(trial.capacity)}, less than one request of the full context length {sizes.context_len:,}: longer"
-        f" requests are refused. {advice_to_hold_a_request(planner, args, trial)}".rstrip(),
+        f" requests are refused. {advice_to_hold_a_request(planner, trial)}".rstrip(),
     )
 
 

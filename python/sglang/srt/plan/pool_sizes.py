@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from sglang.srt.plan.cache_spec import Full, PerRequest, Window
 from sglang.srt.plan.caches import CacheGroup, row_tables
-from sglang.srt.plan.layer_spec import Full, PerRequest, Window
 
 WINDOW_SHARE = 2
 """Divisor of the memory for tokens: windows take at most half of it, unless one request needs more."""
@@ -20,7 +20,7 @@ because prefixes are found by tokens."""
 
 @dataclass(frozen=True, slots=True)
 class WindowSize:
-    """The size of a pool for caches that keep `window` tokens of a request; `chunked`: as in `layer_spec.Window`."""
+    """The size of a pool for caches that keep `window` tokens of a request; `chunked`: as in `cache_spec.Window`."""
 
     window: int
     tokens: int

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import expert_share
 from sglang.srt.plan.equal_layers import of_each
-from sglang.srt.plan.layer_spec import Matrix, Weights
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weight_spec import Matrix, Weights
 
 
 @dataclass(frozen=True, slots=True)

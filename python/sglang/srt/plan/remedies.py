@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 from sglang.srt.cli_args import flag
@@ -40,7 +39,10 @@ Change = Mapping[str, Any]
 
 
 class Planner(Protocol):
-    """A planner of one model for one kind of GPU, with any flags."""
+    """A planner of one model with one set of flags, for one kind of GPU."""
+
+    @property
+    def args(self) -> ServerArgs: ...
 
     @property
     def advises(self) -> bool:
@@ -57,105 +59,110 @@ class Planner(Protocol):
         """Bytes that are free on a GPU."""
         ...
 
-    def describe(self, args: ServerArgs) -> tuple[ModelDescription, ParallelConfig]:
-        """Describes the model with these flags. Raises UserError where the layout does not divide the model."""
+    @property
+    def context_len(self) -> int: ...
+
+    def changed(self, **change: Any) -> Planner:
+        """Returns the planner with other values of some flags."""
         ...
 
-    def weights(self, args: ServerArgs) -> int:
+    def describe(self) -> tuple[ModelDescription, ParallelConfig]:
+        """Describes the model. Raises UserError where the layout does not divide it."""
+        ...
+
+    def weights(self) -> int:
         """Returns the bytes of weights on one rank."""
         ...
-
-    def context_len(self, args: ServerArgs) -> int: ...
 
     def quantizing(self, scheme: str) -> Planner | None:
         """Returns the planner of the model with --quantization SCHEME; None where the checkpoint is quantized already
         or cannot be quantized at the start."""
         ...
 
-    def trial(self, args: ServerArgs) -> Trial:
-        """Plans with these flags. Raises UserError where no server would start."""
+    def trial(self) -> Trial:
+        """Plans the model. Raises UserError where no server would start."""
         ...
 
 
-def trial_or_advice(planner: Planner, args: ServerArgs) -> Trial:
+def trial_or_advice(planner: Planner) -> Trial:
     """Plans with these flags. Raises UserError that says which flags would start a server instead."""
     try:
-        return planner.trial(args)
+        return planner.trial()
     except LayoutProblem as problem:
         if not planner.advises:
             raise UserError(problem.problem) from None
         most = max(planner.max_gpus, 1)
-        refusal = problem.with_ways(lambda way: way.world_size <= most and _starts(planner, args, _layout(way)))
+        refusal = problem.with_ways(lambda way: way.world_size <= most and _starts(planner, _layout(way)))
         raise UserError(refusal) from None
     except DoesNotFit as misfit:
         if not planner.advises:
             raise UserError(str(misfit)) from None
-        ways = list(_ways_to_start(planner, args))
-        kept = _kept_wide(planner, args)
+        ways = list(_ways_to_start(planner))
+        kept = _kept_wide(planner)
         facts = f"{misfit}; the checkpoint keeps {kept} in 16 bits" if kept else str(misfit)
-        offload = "; --cpu-offload-gb is not implemented" if args.cpu_offload_gb else ""
+        offload = "; --cpu-offload-gb is not implemented" if planner.args.cpu_offload_gb else ""
         raise UserError(f"{facts}{offload}. {_advice(ways) if ways else _nothing_helps(planner)}") from None
 
 
-def advice_to_hold_a_request(planner: Planner, args: ServerArgs, trial: Trial) -> str:
+def advice_to_hold_a_request(planner: Planner, trial: Trial) -> str:
     """Returns advice for a cache smaller than one request of the full context length: flags that give it clearly more
     tokens, and the context length that it holds. "" where the planner gives no advice."""
-    tokens, sizes = trial.capacity.max_total_num_tokens, trial.capacity.sizes
+    args, tokens, sizes = planner.args, trial.capacity.max_total_num_tokens, trial.capacity.sizes
     if not planner.advises:
         return ""
 
     def helps(change: Change, wanted: float = CLEARLY_MORE * tokens) -> bool:
-        larger = _planned(planner, args, change)
+        larger = _planned(planner, change)
         return larger is not None and larger.capacity.max_total_num_tokens >= min(wanted, sizes.context_len)
 
-    shorter_length = _held_length(planner, args, tokens)
+    shorter_length = _held_length(planner, tokens)
     ways = [_words({"context_length": shorter_length})] if shorter_length else []
     if args.max_total_tokens is not None:
         all_tokens = {"max_total_tokens": sizes.context_len}
         return _advice([*ways, *([_words(all_tokens)] if helps(all_tokens, sizes.context_len) else [])])
     steps = _smaller_steps(args, sizes)
-    for changes in (_higher_fraction(planner, args), _fp8_cache(args, trial.parallel), steps):
+    for changes in (_higher_fraction(planner), _fp8_cache(trial.parallel), steps):
         ways += [_words(change) for change in changes if helps(change)][:1]
-    layouts = _with_room(planner, args, trial.description, trial.parallel.ranks)
+    layouts = _with_room(planner, trial.description, trial.parallel.ranks)
     more = next((layout for layout in layouts if helps(_layout(layout), sizes.context_len)), None)
     return _advice([*ways, *([f"more GPUs ({more.flags})"] if more else [])])
 
 
-def _held_length(planner: Planner, args: ServerArgs, tokens: int) -> int | None:
+def _held_length(planner: Planner, tokens: int) -> int | None:
     """Returns a context length of about `tokens` that the cache holds; None if none is found. A shorter context may
     change other sizes and thus the number of tokens, hence the repeated trials."""
     for _ in range(4):
-        shorter = _planned(planner, args, {"context_length": tokens})
+        shorter = _planned(planner, {"context_length": tokens})
         if shorter is None or shorter.capacity.max_total_num_tokens >= tokens:
             return tokens if shorter else None
         tokens = shorter.capacity.max_total_num_tokens
     return None
 
 
-def _ways_to_start(planner: Planner, args: ServerArgs) -> Iterator[str]:
-    model, parallel = planner.describe(args)
-    shorter = ({"context_length": tokens} for tokens in CONTEXTS if tokens < planner.context_len(args))
-    given = (_higher_fraction(planner, args), _fp8_cache(args, parallel), _given_steps(args), shorter)
-    room = planner.weights(args) < planner.available
+def _ways_to_start(planner: Planner) -> Iterator[str]:
+    model, parallel = planner.describe()
+    shorter = ({"context_length": tokens} for tokens in CONTEXTS if tokens < planner.context_len)
+    given = (_higher_fraction(planner), _fp8_cache(parallel), _given_steps(planner.args), shorter)
+    room = planner.weights() < planner.available
     for changes in given if room else ():
-        yield from [_words(change) for change in changes if _starts(planner, args, change)][:1]
-    for layout in _with_room(planner, args, model, parallel.ranks):
-        if _starts(planner, args, _layout(layout)):
+        yield from [_words(change) for change in changes if _starts(planner, change)][:1]
+    for layout in _with_room(planner, model, parallel.ranks):
+        if _starts(planner, _layout(layout)):
             yield f"more GPUs ({layout.flags})"
             break
-    if _starts_in_fp8(planner, args):
+    if _starts_in_fp8(planner):
         yield f"{flag('quantization')} fp8, which makes FP8 weights of 16 bits at the start"
-    yield from _smaller_checkpoint(planner, args, model, parallel)
+    yield from _smaller_checkpoint(planner, model, parallel)
 
 
-def _starts_in_fp8(planner: Planner, args: ServerArgs) -> bool:
-    quantizing = planner.quantizing("fp8") if args.quantization is None else None
-    return quantizing is not None and _starts(quantizing, args, {"quantization": "fp8"})
+def _starts_in_fp8(planner: Planner) -> bool:
+    quantizing = planner.quantizing("fp8") if planner.args.quantization is None else None
+    return quantizing is not None and _starts(quantizing, {"quantization": "fp8"})
 
 
-def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:
+def _with_room(planner: Planner, model: ModelDescription, ranks: RankLayout) -> Iterator[RankLayout]:
     """Yields larger layouts on which an even part of the weights fits into each rank's memory."""
-    whole = planner.weights(replace(args, **_layout(ONE_RANK)))
+    whole = planner.changed(**_layout(ONE_RANK)).weights()
     layouts = larger_layouts(model, ranks, planner.max_gpus)
     return (layout for layout in layouts if whole < layout.world_size * planner.available)
 
@@ -163,17 +170,18 @@ def _with_room(planner: Planner, args: ServerArgs, model: ModelDescription, rank
 # --- changes to try ---------------------------------------------------------------------------------------------------
 
 
-def _higher_fraction(planner: Planner, args: ServerArgs) -> Iterator[Change]:
+def _higher_fraction(planner: Planner) -> Iterator[Change]:
     """Yields the --mem-fraction-static that the plan would choose by itself, if it is higher than the user's."""
-    if args.mem_fraction_static is None:
+    asked = planner.args.mem_fraction_static
+    if asked is None:
         return
-    free = _planned(planner, args, {"mem_fraction_static": None})
+    free = _planned(planner, {"mem_fraction_static": None})
     share = math.floor(100 * free.capacity.memory.mem_fraction_static) / 100 if free else 0.0
-    if args.mem_fraction_static < share < 1:
+    if asked < share < 1:
         yield {"mem_fraction_static": share}
 
 
-def _fp8_cache(args: ServerArgs, parallel: ParallelConfig) -> Iterator[Change]:
+def _fp8_cache(parallel: ParallelConfig) -> Iterator[Change]:
     if not has_tensor_scales(parallel.kv_dtype):
         yield {"kv_cache_dtype": "fp8_e4m3"}
 
@@ -220,17 +228,17 @@ def _layout(layout: RankLayout) -> Change:
     }
 
 
-def _planned(planner: Planner, args: ServerArgs, change: Change) -> Trial | None:
+def _planned(planner: Planner, change: Change) -> Trial | None:
     try:
-        return planner.trial(replace(args, **change))
+        return planner.changed(**change).trial()
     except UserError:
         return None
 
 
-def _starts(planner: Planner, args: ServerArgs, change: Change) -> bool:
-    trial = _planned(planner, args, change)
+def _starts(planner: Planner, change: Change) -> bool:
+    trial = _planned(planner, change)
     return trial is not None and trial.capacity.max_total_num_tokens >= min(
-        USEFUL_TOKENS, trial.capacity.sizes.context_len, args.max_total_tokens or USEFUL_TOKENS
+        USEFUL_TOKENS, trial.capacity.sizes.context_len, planner.args.max_total_tokens or USEFUL_TOKENS
     )
 
 
@@ -252,19 +260,17 @@ def _nothing_helps(planner: Planner) -> str:
     return f"No flag makes room, and no layout of up to {planner.max_gpus} such GPUs: choose a smaller model."
 
 
-def _kept_wide(planner: Planner, args: ServerArgs) -> str:
+def _kept_wide(planner: Planner) -> str:
     """Names the parts that a quantized checkpoint keeps in 16 bits, if they are over a twentieth of the weights."""
-    model, parallel = planner.describe(args)
-    least = planner.weights(args) // 20
+    model, parallel = planner.describe()
+    least = planner.weights() // 20
     wide = wide_bytes(rank_weights(model, parallel.ranks), parallel.dtype)
     return ", ".join(f"{size / GIB:.2f} GiB of {name}" for name, size in wide.items() if size > least)
 
 
-def _smaller_checkpoint(
-    planner: Planner, args: ServerArgs, model: ModelDescription, parallel: ParallelConfig
-) -> Iterator[str]:
+def _smaller_checkpoint(planner: Planner, model: ModelDescription, parallel: ParallelConfig) -> Iterator[str]:
     """Yields advice to take a checkpoint with fewer bits, if its weights would leave room."""
-    weights = planner.weights(args)
+    weights = planner.weights()
     of_rank = rank_weights(model, parallel.ranks)
     wide, quants = wide_bytes(of_rank, parallel.dtype), (quant for _, quant in of_rank.matrices())
     bits = max((quant.format.bits for quant in quants if quant is not None), default=16)
@@ -274,7 +280,7 @@ def _smaller_checkpoint(
         return
     if not wide:
         yield "a quantized checkpoint"
-    elif _kept_wide(planner, args):
+    elif _kept_wide(planner):
         yield "a checkpoint that quantizes these too"
     elif bits > FOUR_BITS:
         yield "a checkpoint in fewer bits"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.model_description import ModelDescription
 
 E4M3_COST = 0.5

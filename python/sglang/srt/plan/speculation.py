@@ -53,21 +53,9 @@ def speculative_settings(args: ServerArgs, architecture: str) -> SpeculativeSett
     )
 
 
-def uncertain_slots_of(args: ServerArgs, architecture: str) -> int:
-    """Returns the value of `PoolSizes.uncertain_slots`."""
-    settings = speculative_settings(args, architecture)
-    return 1 if settings is None else settings.uncertain_slots_of(args.steps_in_flight)
-
-
-def verified_tokens(args: ServerArgs, architecture: str) -> int:
-    """Returns the most tokens of a decoding request in one step: 1 without drafts."""
-    return step_widths(args, architecture).widths[-1]
-
-
-def step_widths(args: ServerArgs, architecture: str) -> StepWidths:
+def step_widths(settings: SpeculativeSettings | None) -> StepWidths:
     """Returns the numbers of tokens that a decoding request may bring to a step, without a limit of rows: (1,) without
     drafts."""
-    settings = speculative_settings(args, architecture)
     return ONE_TOKEN if settings is None else StepWidths(settings.widths, settings.adaptive is not None)
 
 

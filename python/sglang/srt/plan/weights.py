@@ -10,9 +10,10 @@ from collections.abc import Collection
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, wants_planes
-from sglang.srt.plan.layer_spec import ABSENT, Matrix, Weights
+from sglang.srt.plan.layer_spec import ABSENT
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
+from sglang.srt.plan.weight_spec import Matrix, Weights
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "fp8_e4m3": 1}
 

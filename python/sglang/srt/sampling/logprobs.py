@@ -66,35 +66,53 @@ class LogprobRequest:
         """Returns the columns of packed results: the token's own value, and ids and values of top and named tokens."""
         return 1 + 2 * min(self.num_top, vocab_size) + self.num_ids
 
-    def ids_tensor(self, device: torch.device | str) -> torch.Tensor | None:
-        """Returns the named tokens, [B, num_ids] int64, padded with 0; None if no request names tokens."""
-        if not self.num_ids:
-            return None
+    def rows_by_top(self, num_rows: int, vocab_size: int) -> list[tuple[int, np.ndarray]]:
+        """Returns pairs of a number of top tokens and the rows, of `num_rows`, for which that many are computed. Each
+        row gets at least what its request asks and less than twice as much, so that one that asks for many does not
+        make those of all others slow."""
+        wanted = np.array(self.top_nums)[self._requests(num_rows)]
+        pairs, smallest = list[tuple[int, np.ndarray]](), 0
+        while smallest < self.num_top:
+            count = min(2 * smallest or 1, self.num_top)
+            rows = np.flatnonzero((wanted > smallest) & (wanted <= count))
+            if len(rows):
+                pairs.append((min(count, vocab_size), rows))
+            smallest = count
+        return pairs
+
+    def named_by_row(self, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the rows whose requests name tokens, and these, [N, num_ids] int64, padded with 0."""
+        requests = self._requests(num_rows)
         padded = np.zeros((len(self.token_ids), self.num_ids), dtype=np.int64)
-        for row, ids in enumerate(self.token_ids):
-            padded[row, : len(ids)] = ids
-        return to_device(padded, device)
+        for request, ids in enumerate(self.token_ids):
+            padded[request, : len(ids)] = ids
+        rows = np.flatnonzero(np.array([bool(ids) for ids in self.token_ids])[requests])
+        return rows, padded[requests[rows]]
+
+    def _requests(self, num_rows: int) -> np.ndarray:
+        """Returns the request of each row."""
+        return np.arange(num_rows) if self.row_requests is None else self.row_requests
 
 
-def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_top: int, ids: torch.Tensor | None) -> torch.Tensor:
-    """Computes packed [R, W] int32 results from raw fp32 logits [R, V], tokens [R] int64 and ids [R, M] int64 or
-    None."""
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobRequest) -> torch.Tensor:
+    """Computes packed [R, W] int32 results from raw fp32 logits [R, V] and tokens [R] int64. Top and named tokens are
+    those of the rows whose requests ask; elsewhere these columns are 0."""
+    rows, vocab_size = len(tokens), logits.shape[1]
+    num_top = min(request.num_top, vocab_size)
+    packed = torch.zeros((rows, request.width(vocab_size)), dtype=torch.int32, device=logits.device)
     log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-    parts = [(logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)]
-    if num_top:
-        values, indices = logits.topk(min(num_top, logits.shape[1]), dim=-1)
-        parts += [(values - log_norm).view(torch.int32), indices.int()]
-    if ids is not None:
-        parts.append((logits.gather(1, ids) - log_norm).view(torch.int32))
-    return torch.cat(parts, dim=1)
-
-
-def sampled_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobRequest) -> torch.Tensor:
-    """Computes packed [R, W] int32 results from raw fp32 logits [R, V] and the tokens [R] int64 sampled from them."""
-    ids = request.ids_tensor(logits.device)
-    if ids is not None and request.row_requests is not None:
-        ids = ids[to_device(request.row_requests, logits.device)]
-    return token_logprobs(logits, tokens, request.num_top, ids)
+    packed[:, :1] = (logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)
+    for count, asking in request.rows_by_top(rows, vocab_size):
+        part = slice(None) if len(asking) == rows else to_device(asking, logits.device)
+        values, indices = logits[part].topk(count, dim=-1)
+        packed[part, 1 : 1 + count] = (values - log_norm[part]).view(torch.int32)
+        packed[part, 1 + num_top : 1 + num_top + count] = indices.int()
+    if request.num_ids:
+        asking, ids = request.named_by_row(rows)
+        part = to_device(asking, logits.device)
+        named = logits[part[:, None], to_device(ids, logits.device)] - log_norm[part]
+        packed[part, 1 + 2 * num_top :] = named.view(torch.int32)
+    return packed
 
 
 def prompt_logprobs(
@@ -104,16 +122,14 @@ def prompt_logprobs(
     passed. hidden: [T, H] of a step, whose rows `request` names; `project` maps hidden rows to fp32 logits and is
     called in chunks, which bound the device's memory: one request with many columns widens the rows of all."""
     assert request.rows is not None and request.targets is not None and request.row_requests is not None
-    sent = send(hidden.device, rows=request.rows, targets=request.targets, row_requests=request.row_requests)
-    ids = request.ids_tensor(hidden.device)
+    sent = send(hidden.device, rows=request.rows, targets=request.targets)
     chunk = max(1, MAX_CHUNK_ELEMENTS // vocab_size)
     size = (len(request.rows), request.width(vocab_size))
     packed = torch.empty(size, dtype=torch.int32, pin_memory=hidden.is_cuda)
     for start in range(0, len(request.rows), chunk):
-        part = slice(start, start + chunk)
-        named = None if ids is None else ids[sent["row_requests"][part]]
+        part = slice(start, min(start + chunk, len(request.rows)))
         logits = project(hidden[sent["rows"][part]])
-        block = token_logprobs(logits, sent["targets"][part], request.num_top, named)
+        block = token_logprobs(logits, sent["targets"][part], request.part(range(part.start, part.stop)))
         packed[part].copy_(block, non_blocking=True)
     return packed
 

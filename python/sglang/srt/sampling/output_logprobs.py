@@ -9,7 +9,8 @@ TokenLogprob = tuple[float, int]
 
 
 class OutputLogprobs(msgspec.Struct, omit_defaults=True):
-    """New log probabilities of a message, one entry a token. Input fields are filled once, with the first output."""
+    """New log probabilities of a message, one entry a token. Input fields are filled before or with the first
+    output."""
 
     output: list[TokenLogprob] = []
     output_top: list[list[TokenLogprob]] = []
@@ -17,6 +18,15 @@ class OutputLogprobs(msgspec.Struct, omit_defaults=True):
     input: list[tuple[float | None, int]] | None = None
     input_top: list[list[TokenLogprob] | None] | None = None
     input_token_ids: list[list[TokenLogprob] | None] | None = None
+
+    def followed_by(self, later: OutputLogprobs) -> OutputLogprobs:
+        """Returns `later` with the input entries of both, those of `self`, which has no others, first."""
+        for name in ("input", "input_top", "input_token_ids"):
+            first, rest = getattr(self, name), getattr(later, name)
+            if first is not None:
+                first.extend(rest or ())
+                setattr(later, name, first)
+        return later
 
     @property
     def num_values(self) -> int:

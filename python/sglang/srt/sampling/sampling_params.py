@@ -199,13 +199,21 @@ def _normalize(values: dict[str, Any]) -> dict[str, Any]:
             values[name] = [values[name]]
         if isinstance(values.get(name), list):
             values[name] = [text for text in values[name] if text != ""]
-    for name in ("json_schema", "structural_tag"):
-        if isinstance(values.get(name), dict | bool):
-            verify_grammar_value(name, values[name])
-            values[name] = json.dumps(values[name])
+    for name in _GRAMMARS:
+        if name in values:
+            values[name] = grammar_text(name, values[name])
     if isinstance(values.get("logit_bias"), dict):
         values["logit_bias"] = {str(key): value for key, value in values["logit_bias"].items()}
     return values
+
+
+def grammar_text(name: str, value: Any) -> Any:
+    """Returns a grammar that was given as an object, a schema or a structural tag, as text; other values unchanged.
+    Raises ValueError for one that is too large."""
+    if not isinstance(value, dict | bool) or name not in ("json_schema", "structural_tag"):
+        return value
+    verify_grammar_value(name, value)
+    return json.dumps(value)
 
 
 def _type_message(error: msgspec.ValidationError, values: dict[str, Any]) -> str:

@@ -14,8 +14,8 @@ from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes
 from sglang.srt.model_executor.step import StepInput, step_arrays
+from sglang.srt.plan.cache_spec import FULL, Window, key_value_cache, latent_cache
 from sglang.srt.plan.caches import group_caches, row_tables
-from sglang.srt.plan.layer_spec import FULL, Window, key_value_cache, latent_cache
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.utils.device_arrays import send, to_device
 from srt.layers.attention.backend_harness import FakePlan, sites_of

@@ -1,4 +1,4 @@
-"""The kernels of block-sparse attention against `native_block_groups`: interpreted here, natively and larger on a GPU.
+"""The kernels of block-sparse attention against plain torch: interpreted here, natively and larger on a GPU.
 
 Set SGLANG_FORCE_ARCH=sm_120 on another GPU to run them with the tiles that sm_120 gets. The bound of the outputs' error
 is 3e-3 of their norm: rounding weights and outputs to bfloat16 makes 2.3e-3 of it. Choices are compared as they are.
@@ -12,13 +12,14 @@ import interpreter
 import pytest
 import torch
 
+from sglang.srt.blocks.block_selection import reference as native
+from sglang.srt.blocks.block_selection.indexer import TritonBlockIndexer
+from sglang.srt.blocks.block_selection.kernels.block_scores import block_scores
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import attention_tiles
-from sglang.srt.layers import native_block_groups as native
-from sglang.srt.layers.attention.block_groups import TritonBlockIndexer
+from sglang.srt.layers import native_sparse_ops
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
-from sglang.srt.layers.attention.triton_ops.block_scores import block_scores
 from srt.layers.attention.reference import relative_error
 
 BF16 = torch.bfloat16
@@ -103,7 +104,7 @@ def test_choices(
     q = torch.randint(-2, 3, (len(entries), heads, DIM), device=DEVICE).to(BF16)
     keys = torch.randint(-2, 3, (SLOTS, 1, DIM), device=DEVICE).to(BF16)
     if at_once is not None:
-        monkeypatch.setattr("sglang.srt.layers.attention.block_groups.rows_at_once", lambda *_: at_once)
+        monkeypatch.setattr("sglang.srt.blocks.block_selection.indexer.rows_at_once", lambda *_: at_once)
     tile = tiles_of("block_indexer")[0]
     fallbacks = SimpleNamespace(run=lambda launch: launch(tile))
     plan = SimpleNamespace(fallbacks=lambda op: fallbacks, arch=SimpleNamespace(num_sms=NUM_SMS))
@@ -123,7 +124,7 @@ def test_no_more_blocks_than_are_chosen_need_no_scores(monkeypatch: pytest.Monke
     plan = SimpleNamespace(fallbacks=lambda op: None, arch=SimpleNamespace(num_sms=NUM_SMS))
     called: list[tuple[int, ...]] = []
     monkeypatch.setattr(
-        "sglang.srt.layers.attention.block_groups.select_entries", lambda scores, *_: called.append(scores.shape)
+        "sglang.srt.blocks.block_selection.indexer.select_entries", lambda scores, *_: called.append(scores.shape)
     )
     entries = entry_rows(*DECODED)
     blocks = entries.blocks(BLOCK, 2)
@@ -185,7 +186,7 @@ def test_attention(
     launch = tiles_of("block_attention", kv_dtype)[tile]
     block_attention_fwd(q, *arguments, got, scale=0.05, tile=launch, num_sms=sms, **scales)
     want = torch.empty(len(entries), heads, DIM, device=DEVICE, dtype=torch.float64)
-    native.attend_blocks(q.double(), *arguments, want, scale=0.05, **scales)
+    native_sparse_ops.attend_blocks(q.double(), *arguments, want, scale=0.05, **scales)
     assert relative_error(got, want) < BOUND
     assert (got[entries.counts == 0] == 0).all()
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import interpreter
 import pytest
 
+from sglang.srt.blocks.block_selection.indexer import TritonBlockIndexer
 from sglang.srt.kernels.tile_configs import ANY, TileConfig
-from sglang.srt.layers.attention.block_groups import TritonBlockAttention, TritonBlockIndexer
+from sglang.srt.layers.attention.block_attention import TritonBlockAttention
 from sglang.srt.layers.triton_ops import rope_store
 from srt.layers.attention.test_block_kernels import NUM_SMS, tiles_of
 from srt.layers.kernels_in_models import assert_as_with_torch

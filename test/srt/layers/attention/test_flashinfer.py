@@ -19,8 +19,9 @@ from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.step_rows import TokenSlots
 from sglang.srt.model_executor import graph_runner
+from sglang.srt.plan.cache_spec import FULL, Window, key_value_cache
 from sglang.srt.plan.caches import group_caches
-from sglang.srt.plan.layer_spec import FULL, AttentionSite, Window, key_value_cache
+from sglang.srt.plan.layer_spec import AttentionSite
 from srt.layers.attention.backend_harness import (
     FakeArch,
     Mode,

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.errors import UserError
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor import graph_runner
-from sglang.srt.plan.mixers import MLA
 from srt.layers.attention.backend_harness import (
     FakeArch,
     FakePlan,

@@ -13,14 +13,14 @@ import pytest
 import torch
 from pairs import some, some_of
 
+from sglang.srt.blocks.mla import reference
+from sglang.srt.blocks.mla.kernels import latent_prompt, latent_store
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import AttentionTile, attention_tiles
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
-from sglang.srt.layers.attention.triton_ops import latent_prompt
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
-from sglang.srt.layers.triton_ops import latent_store
 from srt.layers.attention.reference import relative_error
 
 DEVICE = interpreter.DEVICE
@@ -80,10 +80,10 @@ def check_store(
         entries = op(own_q, latent, absorbed, positions, cos_sin, weight, 1e-6, cache, loc, 0.25, is_neox_style)
         return own_q, entries, absorbed, cache
 
-    got, want = run(latent_store.latent_norm_rope_store), run(native_ops.latent_norm_rope_store)
+    got, want = run(latent_store.latent_norm_rope_store), run(reference.latent_norm_rope_store)
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
-    for ours, reference in zip(got[:2], want[:2], strict=True):
-        torch.testing.assert_close(ours.float(), reference.float(), rtol=tolerance, atol=tolerance)
+    for ours, wanted in zip(got[:2], want[:2], strict=True):
+        torch.testing.assert_close(ours.float(), wanted.float(), rtol=tolerance, atol=tolerance)
     assert torch.equal(got[0][..., :nope], q[..., :nope])
     if num_absorbed is not None:
         torch.testing.assert_close(got[2].float(), want[2].float(), rtol=tolerance, atol=tolerance)
@@ -157,7 +157,7 @@ class Latents:
     def reference(self) -> torch.Tensor:
         """In fp32 throughout."""
         out = torch.empty(len(self.q), HEADS, self.v_dim, device=DEVICE)
-        native_ops.expanded_latent_attention(
+        reference.expanded_latent_attention(
             self.q.float(), self.entries.float(), self.w_uk.float(), self.w_uv.float(), out, self.start_loc, self.cache,
             self.chunks(1 << 20), scale=self.softmax_scale, cache_scale=self.scale,
         )  # fmt: skip
@@ -166,12 +166,12 @@ class Latents:
     def absorbed_queries(self) -> torch.Tensor:
         q = torch.empty(len(self.q), HEADS, RANK + ROT, dtype=self.q.dtype, device=DEVICE)
         q[..., RANK:] = self.q[..., self.nope :]
-        native_ops.latent_absorb(self.q[..., : self.nope], self.w_uk, q[..., :RANK])
+        reference.latent_absorb(self.q[..., : self.nope], self.w_uk, q[..., :RANK])
         return q
 
     def values_of(self, attended: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(attended), HEADS, self.v_dim, dtype=self.q.dtype, device=DEVICE)
-        return native_ops.latent_absorb(attended, self.w_uv, out)
+        return reference.latent_absorb(attended, self.w_uv, out)
 
 
 @interpreter.kernel_test

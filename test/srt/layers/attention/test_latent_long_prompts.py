@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.mla import reference
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention import sites
@@ -25,15 +27,14 @@ from sglang.srt.layers.attention.sites import AttentionSites
 from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.model_executor.two_batch_overlap import TwoBatchOverlap
-from sglang.srt.plan.mixers import MLA
 from sglang.srt.plan.ranks import RankLayout
 from srt.layers.attention.fake_flashinfer import fake_flashinfer
 from srt.layers.attention.reference import relative_error
 from srt.model_executor.backend_matrix import play, server_args
 from srt.models.harness import save_tiny
 
-PACKAGE = "sglang.srt.layers.attention"
-MODULES = ("flashinfer_backend", "flashinfer_latent_prompt")
+MODULE = "sglang.srt.blocks.mla.flashinfer_prompt"
+MODULES = ("sglang.srt.layers.attention.flashinfer_backend", MODULE)
 SMALL = MLA(3, 0, 32, 16, 8, 16)
 DEEPSEEK = MLA(16, 1536, 512, 128, 64, 128)
 BOUND = 8e-3  # keys, values and parts are rounded to bf16
@@ -55,14 +56,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     package = fake_flashinfer([])
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     for name in MODULES:
-        monkeypatch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
-    module = importlib.import_module(f"{PACKAGE}.flashinfer_latent_prompt")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(MODULE)
     monkeypatch.setattr(module, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(module, "LIST_BYTES", 16)
-    monkeypatch.setattr(f"{PACKAGE}.triton_ops.latent_prompt.gather_latents", gathered)
+    monkeypatch.setattr("sglang.srt.blocks.mla.kernels.latent_prompt.gather_latents", gathered)
     yield module
     for name in MODULES:
-        sys.modules.pop(f"{PACKAGE}.{name}", None)
+        sys.modules.pop(name, None)
 
 
 def plan_of(dtype: str = "bfloat16", *features: str) -> Any:
@@ -114,7 +115,7 @@ class Step:
 
     def wrong_by(self, attend: Any, chunks: Sequence[LatentChunk]) -> float:
         out = self.attended(attend, chunks)
-        wanted = self.attended(native_ops.expanded_latent_attention, self.chunks(1 << 20))
+        wanted = self.attended(reference.expanded_latent_attention, self.chunks(1 << 20))
         assert (out[:BEFORE] == 7.0).all()
         return relative_error(out[BEFORE:], wanted[BEFORE:].float())
 
@@ -341,7 +342,7 @@ class TestOnGpu:
     @pytest.mark.parametrize("heads", [8, 16, 128])
     @pytest.mark.parametrize("chunk_tokens", [300, 8192])
     def test_against_the_reference(self, heads: int, chunk_tokens: int, cache: tuple[torch.dtype, float]) -> None:
-        module = importlib.import_module(f"{PACKAGE}.flashinfer_latent_prompt")
+        module = importlib.import_module(MODULE)
         here = {"wgmma"} & current_arch().features
         spec = replace(DEEPSEEK, num_heads=heads)
         builder = module.FlashInferLatentPrompt(plan_of("bfloat16", *here), spec, "cuda")

@@ -17,8 +17,8 @@ from sglang.srt.layers.forward_batch import ForwardBatch
 from sglang.srt.layers.native_ops import store_cache
 from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools, CacheStore
+from sglang.srt.plan.cache_spec import key_value_cache
 from sglang.srt.plan.caches import group_caches
-from sglang.srt.plan.layer_spec import key_value_cache
 from sglang.srt.plan.pool_sizes import PoolSizes
 from srt.layers.attention.backend_harness import Mode
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from sglang.srt.blocks.moe.layer import MoELayer
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import quantization_of
@@ -25,14 +27,12 @@ from sglang.srt.kernels.tile_configs import TileConfigs
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.linear import Unquantized
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import triton_tile_configs
-from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.ops import QUANTIZED_LINEAR
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, quantize
 from sglang.srt.model_loader.loader import fill_random, load_checkpoint
-from sglang.srt.plan.feed_forward import MoE
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription, with_fused_shared
 from sglang.srt.plan.needs import needs_of
@@ -312,7 +312,7 @@ class Loaded:
     def _tile_configs(self) -> TileConfigs:
         """As a plan cuts them."""
         ranks = self.held.ranks
-        serving = ParallelConfig("bfloat16", "bfloat16", tp_size=ranks.tp_size, ep_size=ranks.ep_size)
+        serving = ParallelConfig("bfloat16", "bfloat16", ranks=RankLayout(ranks.tp_size, ep_size=ranks.ep_size))
         need = next(need for need in needs_of(self.held, serving) if need.op == "fused_moe")
         return triton_tile_configs(need, self.arch).by_shape[None]
 

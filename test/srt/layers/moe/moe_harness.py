@@ -10,10 +10,10 @@ from collections.abc import Collection
 
 import torch
 
+from sglang.srt.blocks.moe import reference as routing
 from sglang.srt.configs.activation import SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.kernels.tile_configs import TileConfigs
-from sglang.srt.layers import native_routing
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
 from sglang.srt.layers.moe.fused_moe_triton import expert_tile_configs
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import ExpertLayer
@@ -84,7 +84,7 @@ def make_case(
         )
 
     x = randn(num_tokens, hidden).to(dtype).to(device)
-    weights, ids = native_routing.topk_softmax(randn(num_tokens, num_experts), top_k, True)
+    weights, ids = routing.topk_softmax(randn(num_tokens, num_experts), top_k, True)
     return Case(x, matrix(2 * inter, hidden, 5.0), matrix(hidden, inter, 10.0), weights.to(device), ids.to(device))
 
 

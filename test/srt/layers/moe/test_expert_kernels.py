@@ -11,16 +11,16 @@ import pytest
 import torch
 from pairs import some, some_of
 
+from sglang.srt.blocks.moe.kernels import topk
+from sglang.srt.blocks.moe.layer import MoELayer
+from sglang.srt.blocks.moe.spec import MoE, Router, Shared
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, Activation
 from sglang.srt.hardware.arch import current_arch
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
-from sglang.srt.layers.moe.layer import MoELayer
 from sglang.srt.layers.quantization.reference import round_activation
-from sglang.srt.layers.triton_ops import topk
-from sglang.srt.plan.feed_forward import MoE, Router, Shared
 
 from .expert_checkpoint import FORMATS, FUSED_ONLY, WEIGHTS, Format, Loaded, save
 from .test_expert_loading import HIDDEN, INTER, NUM_EXPERTS, assert_close, config_of, gpt_oss, write_experts

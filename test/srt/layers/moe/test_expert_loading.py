@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang.srt.blocks.moe import reference as routing
+from sglang.srt.blocks.moe.spec import MoE, Router, Shared
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_scheme import SCHEMES, expert_share
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import CPU
-from sglang.srt.layers import native_ops, native_routing
+from sglang.srt.layers import native_ops
 from sglang.srt.layers.quantization.reference import dequantize, quantize
-from sglang.srt.plan.feed_forward import MoE, Router, Shared
 from sglang.srt.plan.ranks import RankLayout
 
 from .expert_checkpoint import FORMATS, FUSED_ONLY, LAYER, Format, Loaded, Tensors, fp8_tensor, save
@@ -51,7 +52,7 @@ def config_of(form: Format) -> dict[str, object]:
 def expected(x: torch.Tensor, tensors: Tensors, exact: Exact, activation: Activation = SILU) -> torch.Tensor:
     """fp32, expert by expert."""
     logits = x @ tensors[LAYER + "mlp.gate.weight"].T
-    weights, ids = native_routing.topk_softmax(logits, ROUTER.top_k, True)
+    weights, ids = routing.topk_softmax(logits, ROUTER.top_k, True)
     out = torch.zeros_like(x)
     for t in range(len(x)):
         for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
@@ -350,7 +351,7 @@ def test_gpt_oss(quantized: bool, inter: int, tp_size: int, tmp_path: Path) -> N
     form = Format(FORMATS["bf16"].write, {"quant_method": "mxfp4"} if quantized else None, FUSED_ONLY)
     x = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(1))
     logits = x @ tensors[LAYER + "mlp.router.weight"].T + tensors[LAYER + "mlp.router.bias"]
-    weights, ids = native_routing.topk_softmax(logits, 2, True)
+    weights, ids = routing.topk_softmax(logits, 2, True)
     want = torch.zeros_like(x)
     for t in range(len(x)):
         for weight, e in zip(weights[t], ids[t].tolist(), strict=True):

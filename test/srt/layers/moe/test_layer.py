@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from sglang.srt.blocks.moe.spec import MoE, Router, Shared
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, Activation
 from sglang.srt.errors import UserError
-from sglang.srt.plan.feed_forward import MoE, Router, Shared
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weight_names import WeightMap
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sglang import explain
-from sglang.srt.layers import native_routing
-from sglang.srt.layers.native_routing import ImageCorrection
-from sglang.srt.layers.triton_ops import topk
+from sglang.srt.blocks.moe import reference as routing
+from sglang.srt.blocks.moe.kernels import topk
+from sglang.srt.blocks.moe.reference import ImageCorrection
 
 DEVICE = interpreter.DEVICE
 HIDDEN = 32
@@ -75,7 +75,7 @@ def test_sigmoid_is_the_router_of_transformers(
     router = hf_router(family, config_name, class_name, **config)
     x = torch.randn(50, HIDDEN)
     logits, weights, ids = router(x)
-    got = native_routing.topk_sigmoid(
+    got = routing.topk_sigmoid(
         logits,
         router.e_score_correction_bias,
         router.top_k,
@@ -92,7 +92,7 @@ def test_sigmoid_without_groups_is_minimax() -> None:
     router = hf_router("minimax_m2", "MiniMaxM2Config", "MiniMaxM2TopKRouter", **config)
     bias = torch.randn(24)
     logits, weights, ids = router(torch.randn(50, HIDDEN), bias)
-    assert_same_routing(native_routing.topk_sigmoid(logits, bias, 4, True), weights, ids, 24)
+    assert_same_routing(routing.topk_sigmoid(logits, bias, 4, True), weights, ids, 24)
 
 
 @torch.inference_mode()
@@ -100,7 +100,7 @@ def test_softmax_over_the_chosen_is_gpt_oss() -> None:
     config = {"num_local_experts": 16, "num_experts_per_tok": 4}
     router = hf_router("gpt_oss", "GptOssConfig", "GptOssTopKRouter", **config)
     logits, weights, ids = router(torch.randn(50, HIDDEN))
-    assert_same_routing(native_routing.topk_softmax(logits, 4, True), weights, ids, 16)
+    assert_same_routing(routing.topk_softmax(logits, 4, True), weights, ids, 16)
 
 
 @torch.inference_mode()
@@ -108,7 +108,7 @@ def test_softmax_is_qwen() -> None:
     config = {"num_experts": 16, "num_experts_per_tok": 4}
     router = hf_router("qwen3_5_moe", "Qwen3_5MoeTextConfig", "Qwen3_5MoeTopKRouter", **config)
     logits, weights, ids = router(torch.randn(50, HIDDEN))
-    assert_same_routing(native_routing.topk_softmax(logits, 4, True), weights, ids, 16)
+    assert_same_routing(routing.topk_softmax(logits, 4, True), weights, ids, 16)
 
 
 V4 = {"n_routed_experts": 24, "num_experts_per_tok": 6, "routed_scaling_factor": 1.5, "vocab_size": 100}
@@ -119,7 +119,7 @@ def test_sqrtsoftplus_is_deepseek_v4() -> None:
     router = hf_router("deepseek_v4", "DeepseekV4Config", "DeepseekV4TopKRouter", **V4)
     logits, weights, ids = router(torch.randn(50, HIDDEN))
     bias = router.e_score_correction_bias
-    assert_same_routing(native_routing.topk_sqrtsoftplus(logits, bias, 6, True, scale=1.5), weights, ids, 24)
+    assert_same_routing(routing.topk_sqrtsoftplus(logits, bias, 6, True, scale=1.5), weights, ids, 24)
 
 
 @torch.inference_mode()
@@ -129,7 +129,7 @@ def test_hash_routing_is_deepseek_v4() -> None:
     router.tid2eid.copy_(table)
     tokens = torch.randint(0, 100, (50,))
     logits, weights, ids = router(torch.randn(50, HIDDEN), tokens)
-    got = native_routing.topk_hash(logits, tokens, table.int(), "sqrtsoftplus", 1.5)
+    got = routing.topk_hash(logits, tokens, table.int(), "sqrtsoftplus", 1.5)
     assert torch.equal(got[1].long(), ids)
     assert_same_routing(got, weights, ids, 24)
 
@@ -184,7 +184,7 @@ SHAPES = [(256, 8, 8, 4), (160, 8, 1, 1), (384, 8, 1, 1), (60, 4, 6, 2), (36, 5,
 def test_biased_scores(score: str, experts: int, k: int, groups: int, best: int, renormalize: bool) -> None:
     logits, bias = random_logits(7, experts), torch.randn(experts).to(DEVICE)
     args = (logits, bias, k, renormalize, (groups, best), 2.5)
-    assert_same(getattr(topk, f"topk_{score}")(*args), getattr(native_routing, f"topk_{score}")(*args))
+    assert_same(getattr(topk, f"topk_{score}")(*args), getattr(routing, f"topk_{score}")(*args))
 
 
 @interpreter.kernel_test
@@ -197,7 +197,7 @@ def test_tokens_of_images_have_a_bias_of_their_own(score: str) -> None:
     num_valid = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     args, of_images = (logits, text, 4, True, (1, 1), 1.5, True, num_valid), ImageCorrection(image, ids, 7)
     got = getattr(topk, f"topk_{score}")(*args, of_images=of_images)
-    assert_same(got, getattr(native_routing, f"topk_{score}")(*args, of_images=of_images))
+    assert_same(got, getattr(routing, f"topk_{score}")(*args, of_images=of_images))
     chosen = got[1][:5, :4]
     assert torch.equal(chosen.min(1).values >= 12, ids[:5] == 7) and torch.equal(chosen.max(1).values < 6, ids[:5] == 5)
 
@@ -207,7 +207,7 @@ def test_tokens_of_images_have_a_bias_of_their_own(score: str) -> None:
 def test_scores_below_zero_keep_their_order(groups: int, best: int) -> None:
     """The kernel compares them as integers."""
     args = (random_logits(7, 24), torch.randn(24).to(DEVICE) - 4, 9, True, (groups, best), 2.5)
-    assert_same(topk.topk_sigmoid(*args), native_routing.topk_sigmoid(*args))
+    assert_same(topk.topk_sigmoid(*args), routing.topk_sigmoid(*args))
 
 
 @interpreter.kernel_test
@@ -218,7 +218,7 @@ def test_without_bias_on_a_slice_of_rows(dtype: torch.dtype) -> None:
         wide = (torch.stack([torch.randperm(100) for _ in range(5)]) / 16 - 3).to(DEVICE, dtype)
     logits = wide[:, 10:74]
     args = (logits, None, 6, True)
-    assert_same(topk.topk_sigmoid(*args), native_routing.topk_sigmoid(*args))
+    assert_same(topk.topk_sigmoid(*args), routing.topk_sigmoid(*args))
 
 
 @interpreter.kernel_test
@@ -236,8 +236,8 @@ def test_sqrtsoftplus_of_very_small_and_large_logits_keeps_its_precision() -> No
 def test_hash_routing(score: str, num_tokens: int) -> None:
     table = torch.stack([torch.randperm(20)[:6] for _ in range(50)]).int().to(DEVICE)
     args = (random_logits(num_tokens, 20), torch.randint(0, 50, (num_tokens,)).to(DEVICE), table, score, 1.5)
-    assert_same(topk.topk_hash(*args), native_routing.topk_hash(*args))
-    assert_same(topk.topk_hash(*args, True), native_routing.topk_hash(*args, True))
+    assert_same(topk.topk_hash(*args), routing.topk_hash(*args))
+    assert_same(topk.topk_hash(*args, True), routing.topk_hash(*args, True))
 
 
 @interpreter.kernel_test
@@ -252,7 +252,7 @@ def test_padding_and_the_shared_expert(with_shared: bool, valid: int) -> None:
         ("topk_sqrtsoftplus", (logits, bias, 3, True, (1, 1), 2.5)),
     ):
         weights, ids = getattr(topk, name)(*args, with_shared, num_valid)
-        assert_same((weights, ids), getattr(native_routing, name)(*args, with_shared, num_valid))
+        assert_same((weights, ids), getattr(routing, name)(*args, with_shared, num_valid))
         assert ids.shape == (6, 3 + with_shared)
         assert (ids[valid:] == -1).all() and not weights[valid:].any()
         assert (ids[:valid] >= 0).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.layers.compressed_step import CompressedStep, TokenRequests
+from sglang.srt.layers.kept_rows import keep_rows
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.mem_cache.memory_pool import CacheStore
@@ -18,27 +19,6 @@ from sglang.srt.plan.weight_names import PartKey
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True)
-class CompressorRecord:
-    """Implements StateRecord: rows of a verify step for later entries, which the state does not include yet.
-
-    Entries of runs that end in rejected tokens need no cleanup: no token sees them before the run is complete, and then
-    the token that completes it overwrites them."""
-
-    store: EntryStore
-    rows: torch.Tensor  # [B k, 2, W], k tokens of each request
-    requests: TokenRequests
-    width: int
-    """k."""
-
-    def commit(self, counts: torch.Tensor) -> None:
-        requests = self.requests.accepted(counts, self.width)
-        self.store.keep(self.rows[: len(requests.slots)], requests)
-
-    def copy(self) -> CompressorRecord:
-        return replace(self, rows=self.rows.clone(), requests=self.requests.copy())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +35,10 @@ class EntryNorm:
 
 class EntryStore:
     """Stores entries in `cache` for runs that a step's tokens complete, and keeps in `state` the rows that later
-    entries need."""
+    entries need.
+
+    Entries of runs that end in rejected tokens need no cleanup: no token sees them before the run is complete, and then
+    the token that completes it overwrites them."""
 
     def __init__(self, plan: Plan, cache: CacheStore, state: CacheStore) -> None:
         self.cache, self.state = cache, state
@@ -69,7 +52,7 @@ class EntryStore:
         batch: ForwardBatch,
         step: CompressedStep,
     ) -> None:
-        """Stores and keeps; a verify step keeps nothing, and adds a record to `batch.state_records` instead. rows [T,
+        """Stores and keeps; a verify step records instead. rows [T,
         2, W] and bias: as in `reference.compress`."""
         requests = step.requests
         self.kernels.compress(
@@ -86,12 +69,7 @@ class EntryStore:
             batch.slots_of(self.cache).out_cache_loc,
             angles=0 if norm is None else norm.angles,
         )
-        if batch.state_records is None:
-            self.keep(rows, requests)
-        else:
-            assert batch.extend is not None
-            width = len(rows) // len(batch.extend)
-            batch.state_records.append(CompressorRecord(self, rows, requests, width))
+        keep_rows(batch, self.keep, requests, rows)
 
     def keep(self, rows: torch.Tensor, requests: TokenRequests) -> None:
         """Keeps each request's last rows for later entries."""

@@ -18,21 +18,21 @@ import torch
 from sglang.srt.blocks.compressed.compressor import Compressor
 from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE, TAIL_ROTATION
 from sglang.srt.blocks.compressed.spec import CompressedSparse
-from sglang.srt.distributed.groups import Group
+from sglang.srt.blocks.mla.reference import LATENT_ABSORB
+from sglang.srt.blocks.mla.spec import Indexer
 from sglang.srt.layers.attention.selection import EntryRows, Selection
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from sglang.srt.layers.ops import INDEX_QUERIES, LATENT_ABSORB, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
+from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope, WeightShard, share_param
-from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.ranks import padded_share, whole
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-class CompressedAttention:
+class CompressedAttention(SumsInOutput):
     """Compressed attention, [T, H] -> [T, H]."""
 
     def __init__(self, scope: Scope, spec: CompressedSparse, site: Site) -> None:
@@ -51,7 +51,7 @@ class CompressedAttention:
         low = padded_share(spec.o_groups, self.groups, group.rank).scale_dims(spec.o_lora_rank)
         shard = WeightShard("", low, whole(spec.group_dim))
         scope.quant.create_unpacked(scope.sub("o_a"), shard, self._take_groups)
-        self.o_b = RowParallelLinear(scope.sub("o_b"), low, hidden_size, group=group)
+        self.out = RowParallelLinear(scope.sub("o_b"), low, hidden_size, group=group)
         self.window = scope.cache(site.layer_id, "kv")
         self.rotary = site.rotary.of(spec.rope)
         self.compressor: Compressor | None = None
@@ -72,11 +72,6 @@ class CompressedAttention:
         """Sets `o_a`, a view [groups, dims, rank] of weight [groups * rank, dims of a group's heads]."""
         self.o_a = weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
 
-    def defer_all_reduce(self) -> Group | None:
-        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
-        summed."""
-        return self.o_b.defer_all_reduce()
-
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         spec, step = self.spec, compressed_step(batch)
         positions, cos_sin = self.rotary.at(batch.positions)
@@ -88,7 +83,7 @@ class CompressedAttention:
         self.rotate(out, positions, cos_sin, inverse=True)
         low = out.new_empty((len(out), self.groups, spec.o_lora_rank))
         self.by_group(out.view(len(out), self.groups, spec.group_dim), self.o_a, low)
-        return self.o_b(low.flatten(1))
+        return self.out(low.flatten(1))
 
     def _stored(self, q: torch.Tensor, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Stores the key-value vectors of x [T, H] in the window cache, and returns q [T, heads, D] normalized and

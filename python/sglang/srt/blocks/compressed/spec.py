@@ -6,22 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from sglang.srt.blocks.mla.spec import Indexer
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import MixerDefaults
-from sglang.srt.plan.layer_spec import (
-    PER_REQUEST,
-    CacheSpec,
-    CacheTensor,
-    Elements,
-    Matrix,
-    ParallelConfig,
-    Weights,
-    Window,
-    latent_cache,
-    uneven_sizes,
-)
-from sglang.srt.plan.mixers import Indexer
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, latent_cache
+from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 
 @dataclass(frozen=True, slots=True)

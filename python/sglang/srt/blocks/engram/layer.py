@@ -10,7 +10,7 @@ Source: the inference code beside the checkpoint of V4.1-Flash, as others descri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +19,9 @@ from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramHash
 from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.table import FP8_FILES
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import DefersNoSum, Site
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
+from sglang.srt.layers.kept_rows import keep_rows
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.parameter import FLOATS, Init, Scope, TensorPart, constant, random_codes
 from sglang.srt.layers.quantization.layout import as_bytes
@@ -36,25 +36,7 @@ OF_IMAGE = -1
 """Text number of image tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngramRecord:
-    """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
-
-    block: EngramBlock
-    texts: torch.Tensor  # [B k]
-    requests: TokenRequests
-    width: int
-    """k."""
-
-    def commit(self, counts: torch.Tensor) -> None:
-        requests = self.requests.accepted(counts, self.width)
-        self.block.keep(self.texts[: len(requests.slots)], requests)
-
-    def copy(self) -> EngramRecord:
-        return replace(self, texts=self.texts.clone(), requests=self.requests.copy())
-
-
-class EngramBlock:
+class EngramBlock(DefersNoSum):
     """Engram, streams [T, N, H] -> addition to the streams [T, N, H]."""
 
     def __init__(self, scope: Scope, spec: Engram, site: Site) -> None:
@@ -97,10 +79,6 @@ class EngramBlock:
             int(numbers[spec.pad_token]),
         )
 
-    def defer_all_reduce(self) -> Group | None:
-        """Returns None: every rank computes all of it."""
-        return None  # every rank computes all of it
-
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         assert self.hashed is not None, "the weights are loaded"
         requests = compressed_step(batch).requests
@@ -108,12 +86,7 @@ class EngramBlock:
         rows = torch.empty((len(texts), len(self.hashed.sizes) * self.spec.dim), dtype=self.dtype, device=texts.device)
         self.kernels.rows(texts, self.cache["ids"], requests, self.hashed, self.table, self.scale, rows)
         # The state goes on before anything travels: there the other half of a step may go on, and reads it.
-        if batch.state_records is None:
-            self.keep(texts, requests)
-        else:
-            assert batch.extend is not None
-            width = len(texts) // len(batch.extend)
-            batch.state_records.append(EngramRecord(self, texts, requests, width))
+        keep_rows(batch, self.keep, requests, texts)
         products = self.project(self.group.all_gather(rows))
         gated, _ = self.kernels.gate(products, streams, self.key_weight, self.query_weight, self.ones, self.eps)
         if self.spec.image_token is not None:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.blocks.ngram_embedding.spec import LAYER_SEEDS, NgramEmbedding
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 if TYPE_CHECKING:
     from typing import Self

@@ -10,8 +10,7 @@ from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import gated_delta_rule
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.ranks import ShardRange, exact_share
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 RowPieces = list[tuple[str, ShardRange]]
 
 
-class GatedDeltaNet:
+class GatedDeltaNet(SumsInOutput):
     """The gated delta net, [T, H] -> [T, H]: projections to q, k, v, an output gate z and two gates per head; a causal
     convolution of q, k and v; the gated delta rule; a norm of each head times silu(z) or sigmoid(z); the output
     projection."""
@@ -52,11 +51,6 @@ class GatedDeltaNet:
         cache = scope.cache(site.layer_id, "state")
         self.core = RecurrentCore(scope, cache, "gated_delta_rule", gated_delta_rule(spec.key_dim), self.heads)
         self.out = RowParallelLinear(out, value_share.scale_dims(spec.value_dim), out.matrix(), group=group)
-
-    def defer_all_reduce(self) -> Group | None:
-        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
-        summed."""
-        return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         mixed, z = self.in_proj(x).split([self.heads.channels, self.heads.values], dim=-1)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import Elements, ParallelConfig, ResidualDefaults, Weights, uneven_sizes
+from sglang.srt.plan.layer_spec import ParallelConfig, ResidualDefaults, uneven_sizes
+from sglang.srt.plan.weight_spec import Elements, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from sglang.srt.blocks.kimi_delta.spec import KimiDelta
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import kimi_delta_rule
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.ranks import ShardRange, whole
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 QKV = ("q", "k", "v")
 
 
-class KimiDeltaAttention:
+class KimiDeltaAttention(SumsInOutput):
     """Kimi delta attention, [T, H] -> [T, H]: projections to q, k and v; a causal convolution of each; the gated delta
     rule with a decay per key channel; a norm of each head times a sigmoid gate; the output projection. Every rank
     computes the low-rank projections of decays and gates completely."""
@@ -52,11 +51,6 @@ class KimiDeltaAttention:
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "kimi_delta_rule", rule, self.heads)
         out = scope.sub("out")
         self.out = RowParallelLinear(out, rows, out.matrix(), group=group)
-
-    def defer_all_reduce(self) -> Group | None:
-        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
-        summed."""
-        return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         of_decay, of_gate = self.low(x).chunk(2, dim=-1)

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from sglang.srt.blocks.recurrent_state.spec import CHUNK_TOKENS
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import MixerDefaults
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, Elements, Matrix, ParallelConfig, Weights
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor
+from sglang.srt.plan.layer_spec import ParallelConfig
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from sglang.srt.blocks.mamba2.spec import Mamba2
 from sglang.srt.blocks.recurrent_state.core import Convolution, Gates, Heads, RecurrentCore
 from sglang.srt.blocks.recurrent_state.reference import GATED_RMSNORM
 from sglang.srt.blocks.recurrent_state.rule import Rule
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear, even_share
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.ranks import exact_share
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-class Mamba2Mixer:
+class Mamba2Mixer(SumsInOutput):
     """The Mamba-2 mixer, [T, H] -> [T, H]: one projection to the gate, x, B, C and a time step per head; a causal
     convolution of x, B and C; the recurrence with queries C, keys B and values x; a norm of groups of channels after
     the gate; the output projection."""
@@ -50,11 +49,6 @@ class Mamba2Mixer:
         self.core = RecurrentCore(scope, scope.cache(site.layer_id, "state"), "state_space_duality", rule, self.heads)
         inputs = head_share.scale_dims(spec.head_dim)
         self.out = RowParallelLinear(out, inputs, out.matrix(), group=scope.groups.attention)
-
-    def defer_all_reduce(self) -> Group | None:
-        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
-        summed."""
-        return self.out.defer_all_reduce()
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         gate, mixed, step = self.in_proj(x).split(self.sizes, dim=-1)

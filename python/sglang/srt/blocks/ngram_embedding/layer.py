@@ -9,7 +9,6 @@ Source: the published classes of Qwen3.8-Flash-Next in transformers (`Qwen4ExpTe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +16,9 @@ import torch
 from sglang.srt.blocks.ngram_embedding.reference import NGRAM_EMBEDDING_OP
 from sglang.srt.blocks.ngram_embedding.spec import NgramEmbedding
 from sglang.srt.blocks.ngram_embedding.table import NgramTable
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import DefersNoSum, Site
 from sglang.srt.layers.compressed_step import TokenRequests, compressed_step
+from sglang.srt.layers.kept_rows import record_rows
 from sglang.srt.layers.linear import ColumnParallelLinear
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
 from sglang.srt.plan.ranks import whole
@@ -29,27 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
 
 
-@dataclass(frozen=True, slots=True)
-class NgramRecord:
-    """Implements StateRecord: k tokens of each of B requests that the state does not include yet."""
-
-    block: NgramBlock
-    ids: torch.Tensor  # [B k]
-    rows: torch.Tensor  # [B k, N, H]
-    requests: TokenRequests
-    width: int
-    """k."""
-
-    def commit(self, counts: torch.Tensor) -> None:
-        block, num, requests = self.block, len(counts) * self.width, self.requests.accepted(counts, self.width)
-        block.kernels.keep(self.ids[:num], block.cache["ids"], requests)
-        block.kernels.keep(self.rows[:num], block.cache["rows"], requests)
-
-    def copy(self) -> NgramRecord:
-        return replace(self, ids=self.ids.clone(), rows=self.rows.clone(), requests=self.requests.copy())
-
-
-class NgramBlock:
+class NgramBlock(DefersNoSum):
     """N-gram embeddings, streams [T, N, H] -> addition to the streams [T, N, H]."""
 
     def __init__(self, scope: Scope, spec: NgramEmbedding, site: Site) -> None:
@@ -70,10 +49,6 @@ class NgramBlock:
         self.conv = scope.sub("conv").param("weight", (wide, spec.taps), {PartKey(): taps})
         self.kernels = scope.plan.entry(NGRAM_EMBEDDING_OP)
 
-    def defer_all_reduce(self) -> Group | None:
-        """Returns None: every rank computes all of it."""
-        return None  # every rank computes all of it
-
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         requests, cache = compressed_step(batch).requests, self.cache
         rows = self.table.rows_of_rank(batch.input_ids, cache["ids"], requests)
@@ -85,7 +60,9 @@ class NgramBlock:
         if batch.state_records is None:
             self.kernels.keep(normed, cache["rows"], requests)
         else:
-            assert batch.extend is not None
-            width = len(normed) // len(batch.extend)
-            batch.state_records.append(NgramRecord(self, batch.input_ids, normed, requests, width))
+            record_rows(batch, self._keep, requests, batch.input_ids, normed)
         return values
+
+    def _keep(self, ids: torch.Tensor, rows: torch.Tensor, requests: TokenRequests) -> None:
+        self.kernels.keep(ids, self.cache["ids"], requests)
+        self.kernels.keep(rows, self.cache["rows"], requests)

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.mlp.layer import gate_of
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
-from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.block import Site
+from sglang.srt.layers.block import DefersNoSum, Site
 from sglang.srt.layers.embedding import VocabParallelEmbedding
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.mlp import gate_of
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.row_exchange import RowExchange
@@ -47,7 +46,7 @@ class PerLayerInputs:
         return (self.norm(projected, None)[0].view(shape) + self.table(ids, exchange).view(shape)) * 2.0**-0.5
 
 
-class PerLayerBlock:
+class PerLayerBlock(DefersNoSum):
     """A block on the residual stream, [T, H] -> [T, H]: a gate computed from it, times the layer's inputs, projected
     back."""
 
@@ -56,10 +55,6 @@ class PerLayerBlock:
         self.gate = ReplicatedLinear(scope.sub("gate"))
         self.projection = ReplicatedLinear(scope.sub("projection"))
         self.activation = gate_of(scope, spec.activation)
-
-    def defer_all_reduce(self) -> Group | None:
-        """Returns None: every rank computes all of it."""
-        return None  # every rank computes all of it
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         inputs = batch.step_cache[LAYER_INPUTS][:, self.layer_id]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from sglang.srt.configs.activation import Activation
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.block_defaults import FeedForwardDefaults
-from sglang.srt.plan.layer_spec import Elements, Matrix, ParallelConfig, Weights
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.ranks import RankLayout
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 if TYPE_CHECKING:
     from typing import Self

@@ -14,22 +14,15 @@ import torch
 
 from sglang.srt.blocks.compressed.compressor import EntryStore
 from sglang.srt.blocks.compressed.reference import SHARED_KV_NORM_ROPE_STORE
+from sglang.srt.blocks.mla.heads import LatentHeads
+from sglang.srt.blocks.mla.indexer import KEY_NORM_EPS
+from sglang.srt.blocks.mla.reference import LATENT_ABSORB
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.layers.attention.selection import Selection
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import CompressedStep, compressed_step
-from sglang.srt.layers.indexer import KEY_NORM_EPS
-from sglang.srt.layers.latent_heads import LatentHeads
 from sglang.srt.layers.linear import ReplicatedLinear
-from sglang.srt.layers.ops import (
-    INDEX_NORM_ROPE,
-    INDEX_QUERIES,
-    LATENT_ABSORB,
-    LINEAR,
-    RMSNORM,
-    SPARSE_ATTENTION,
-    SPARSE_INDEXER,
-)
+from sglang.srt.layers.ops import INDEX_NORM_ROPE, INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_ATTENTION, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope
 
 if TYPE_CHECKING:
@@ -67,7 +60,7 @@ class PooledLatentAttention(LatentHeads):
         self.attend(absorbed, sources, attended, scale=spec.softmax_scale)
         out = q.new_empty((len(x), self.num_heads, spec.v_dim))
         self.per_head(attended, self.w_uv, out)
-        return self.o(out.flatten(1))
+        return self.out(out.flatten(1))
 
     def _store(self, latent: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> None:
         """Normalizes and stores the latents [T, rank] of the new tokens."""

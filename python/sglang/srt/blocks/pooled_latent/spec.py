@@ -6,20 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.blocks.pooled_selection.spec import PooledSelection
 from sglang.srt.configs.rope import RopeSpec, unrotated
 from sglang.srt.kernels.spec import Need
+from sglang.srt.plan.cache_spec import CacheSpec, latent_cache
 from sglang.srt.plan.kv_spec import refuse_fp4
-from sglang.srt.plan.layer_spec import (
-    CacheSpec,
-    Elements,
-    Matrix,
-    ParallelConfig,
-    Weights,
-    latent_cache,
-    uneven_sizes,
-)
-from sglang.srt.plan.mixers import MLA
+from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 
 @dataclass(frozen=True, slots=True)

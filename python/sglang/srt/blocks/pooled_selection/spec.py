@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Generic, TypeVar
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mla.spec import MLA, Indexer
 from sglang.srt.plan.block_defaults import HeadDims, MixerDefaults
-from sglang.srt.plan.layer_spec import PER_REQUEST, CacheSpec, CacheTensor, ParallelConfig
-from sglang.srt.plan.mixers import GQA, MLA, Indexer
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor
+from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.ranks import HeadShares
 
 Heads = TypeVar("Heads", GQA, MLA)

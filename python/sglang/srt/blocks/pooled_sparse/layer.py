@@ -17,10 +17,10 @@ import torch
 
 from sglang.srt.blocks.compressed.compressor import EntryNorm, EntryStore
 from sglang.srt.blocks.compressed.reference import TAIL_ROTATION
+from sglang.srt.blocks.gqa.layer import GQAttention
 from sglang.srt.blocks.pooled_sparse.block_selection import BlockSelection
 from sglang.srt.blocks.pooled_sparse.reference import SELECTED_BLOCK_ATTENTION
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
-from sglang.srt.layers.attention_block import GQAttention
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.compressed_step import compressed_step
 from sglang.srt.layers.ops import LINEAR, RMSNORM, SPARSE_INDEXER
@@ -49,7 +49,7 @@ class PooledSparseAttention(GQAttention):
         out = torch.empty_like(q)
         self.attend(q, self.cache.k, self.cache.v, selection, out, scale=self.scale)
         out = out.flatten(1)
-        return self.o(out if self.output_gate is None else self.output_gate(out, gates))
+        return self.out(out if self.output_gate is None else self.output_gate(out, gates))
 
 
 def pairs_last(head_dim: int, rotary_dim: int) -> torch.Tensor:

@@ -6,17 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.pooled_selection.spec import PooledSelection
 from sglang.srt.configs.rope import RopeSpec
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import (
-    CacheSpec,
-    Elements,
-    ParallelConfig,
-    Weights,
-    uneven_sizes,
-)
-from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.cache_spec import CacheSpec
+from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
+from sglang.srt.plan.weight_spec import Elements, Weights
 
 
 @dataclass(frozen=True, slots=True)

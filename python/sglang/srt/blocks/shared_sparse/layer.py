@@ -16,6 +16,7 @@ import torch
 from sglang.srt.blocks.compressed.compressor import EntryNorm, EntryStore
 from sglang.srt.blocks.compressed.layer import CompressedAttention
 from sglang.srt.blocks.compressed.reference import KV_COMPRESSOR_OP, TAIL_ROTATION
+from sglang.srt.blocks.mla.spec import Indexer
 from sglang.srt.blocks.shared_sparse.candidates import CANDIDATE_BLOCKS, choose_within
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.layers.attention.selection import Selection
@@ -24,7 +25,6 @@ from sglang.srt.layers.compressed_step import CompressedStep
 from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.ops import INDEX_QUERIES, LINEAR, RMSNORM, SPARSE_INDEXER
 from sglang.srt.layers.parameter import Init, Scope, TensorPart
-from sglang.srt.plan.mixers import Indexer
 from sglang.srt.plan.weight_names import PartKey
 
 if TYPE_CHECKING:

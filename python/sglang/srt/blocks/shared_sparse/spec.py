@@ -8,17 +8,9 @@ from fractions import Fraction
 
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import (
-    PER_REQUEST,
-    CacheSpec,
-    CacheTensor,
-    Elements,
-    Matrix,
-    ParallelConfig,
-    Weights,
-    latent_cache,
-    uneven_sizes,
-)
+from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, latent_cache
+from sglang.srt.plan.layer_spec import ParallelConfig, uneven_sizes
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 
 @dataclass(frozen=True, slots=True)

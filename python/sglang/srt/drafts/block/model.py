@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang.srt.drafts.block.convolution import ConvolvedBlock
 from sglang.srt.drafts.block.heads import BlockHead, build_block_head, build_confidence
 from sglang.srt.drafts.block.spec import Block
 from sglang.srt.drafts.model import PartsDraft
-from sglang.srt.layers.block_convolution import ConvolvedBlock
 from sglang.srt.layers.residual import MIXER
 
 if TYPE_CHECKING:

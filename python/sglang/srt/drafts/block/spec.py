@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang.srt.drafts.form import Form
-from sglang.srt.plan.layer_spec import Elements, Matrix, Weights
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 
 @dataclass(frozen=True, slots=True)

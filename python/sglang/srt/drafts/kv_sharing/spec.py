@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.configs.stored_form import stored_wide
 from sglang.srt.drafts.config import DraftConfig, check_sizes
@@ -16,11 +17,11 @@ from sglang.srt.drafts.spec import DraftDescription, finished
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.families.gemma4 import GEMMA4
-from sglang.srt.plan.layer_spec import Elements, LayerSpec, Matrix, Weights
+from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.masks import windowed
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.model_description import ModelDescription, describe_as
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, QK_NORM_NAMES, WeightMap
+from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 KV_SHARING = "FROZEN_KV_MTP"
 ASSISTANT_ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")

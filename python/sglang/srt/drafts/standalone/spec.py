@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.configs.speculative import STANDALONE
 from sglang.srt.drafts.config import DraftConfig
 from sglang.srt.drafts.form import Form
 from sglang.srt.drafts.spec import DraftDescription
 from sglang.srt.errors import UserError
 from sglang.srt.plan.layer_spec import ABSENT
-from sglang.srt.plan.mixers import GQA, MLA
 from sglang.srt.plan.model_description import ModelDescription, describe_model
 
 PADDING = 1024

@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.embeddings.protocol import EmbeddingRequest, EncodeBody
-from sglang.srt.entrypoints.http_errors import bad_request, json_response
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.long_json import LongJSON
 from sglang.srt.entrypoints.openai.serving import OpenAIService, collect
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, refuse_aborted
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -37,10 +38,11 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
     del body, given  # the answer needs no more of it
     _, outputs = await collect_complete(service, request, call)
     entries = await encoded_embeddings(outputs, dimensions, as_text)
+    long = LongJSON()
     data = [
-        {"object": "embedding", "index": index, "embedding": msgspec.Raw(entry)} for index, entry in enumerate(entries)
+        {"object": "embedding", "index": index, "embedding": long.part([entry])} for index, entry in enumerate(entries)
     ]
-    return json_response({"object": "list", "data": data, "model": model, "usage": usage(outputs)})
+    return long.response({"object": "list", "data": data, "model": model, "usage": usage(outputs)})
 
 
 async def collect_complete(
@@ -97,11 +99,12 @@ async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> 
     del body, ids  # the answer needs no more of it
     stream, outputs = await collect_complete(service, request, call)
     entries = await encoded_embeddings(outputs, None, as_base64=False)
+    long = LongJSON()
     results = [
         {
-            "embedding": msgspec.Raw(entry),
+            "embedding": long.part([entry]),
             "meta_info": request_info(stream.requests[output.index].rid, output.meta, output.finish),
         }
         for entry, output in zip(entries, outputs, strict=True)
     ]
-    return json_response(results if stream.is_batch else results[0])
+    return long.response(results if stream.is_batch else results[0])

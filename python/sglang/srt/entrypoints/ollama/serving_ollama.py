@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.held_body import body_bytes, releases_body
 from sglang.srt.entrypoints.http_errors import json_response
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import NDJSON, until_disconnect
+from sglang.srt.entrypoints.long_json import LongJSON
 from sglang.srt.entrypoints.ollama.answer import AnswerWriter, now
 from sglang.srt.entrypoints.ollama.conversation import chat_request
 from sglang.srt.entrypoints.ollama.protocol import (
@@ -114,10 +115,11 @@ async def embed(service: OpenAIService, body: OllamaEmbedRequest, request: Reque
     dimensions, model = body.dimensions, body.model or service.model_name
     del body  # the answer needs no more of it
     outputs, entries = await _embedded(service, request, call, dimensions)
-    return json_response(
+    long = LongJSON()
+    return long.response(
         {
             "model": model,
-            "embeddings": [msgspec.Raw(entry) for entry in entries],
+            "embeddings": [long.part([entry]) for entry in entries],
             "total_duration": int((time.perf_counter() - started) * 1e9),
             "load_duration": 0,
             "prompt_eval_count": sum(output.meta.prompt_tokens for output in outputs),

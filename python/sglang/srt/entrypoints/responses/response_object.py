@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,14 +71,17 @@ def item_status(finish: FinishReason) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """The fields that all states of one response share. `body`: the request without its input."""
+    """The fields that all states of one response share. `echoed`: those that repeat the request, as JSON, because they
+    may be large and several events of a stream have them."""
 
     id: str
     created_at: int
     model: str
-    body: ResponsesRequest
+    background: bool
     tools: ToolCatalog
     reports_cached: bool
+    echoed: Mapping[str, msgspec.Raw]
+    num_echoed_bytes: int
 
     def call_item(self, status: str, call_id: str, name: str) -> dict[str, Any]:
         """Returns the item of a call of the tool that the model knows as `name`; `tools.fill` adds the arguments."""
@@ -86,36 +90,18 @@ class ResponseHead:
     def state(self, status: str, **fields: Any) -> dict[str, Any]:
         """Returns the response with this status; `fields` are `output`, `usage`, `error` and `incomplete_details`, as
         available."""
-        body = self.body
         return {
             "id": self.id,
             "object": "response",
             "created_at": self.created_at,
             "status": status,
-            "background": bool(body.background),
+            "background": self.background,
             "error": None,
             "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "metadata": body.metadata or {},
             "model": self.model,
             "output": [],
-            "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "safety_identifier": body.safety_identifier,
-            "service_tier": body.service_tier or "default",
-            "store": body.store is not False,
-            "temperature": body.temperature,
-            "text": {"format": _text_format(body)},
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": [_tool(tool) for tool in body.tools or ()],
-            "top_p": body.top_p,
-            "truncation": body.truncation or "disabled",
             "usage": None,
-            "user": body.user,
+            **self.echoed,
             **fields,
         }
 
@@ -132,6 +118,31 @@ class ResponseHead:
     def failed(self, message: str, output: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Returns the response as failed."""
         return self.state("failed", error={"code": "server_error", "message": message}, output=output or [])
+
+
+def echoed_fields(body: ResponsesRequest) -> dict[str, msgspec.Raw]:
+    """Returns the fields of a response that repeat the request, as JSON. Takes long for large tools."""
+    fields = {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": body.service_tier or "default",
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": _text_format(body)},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [_tool(tool) for tool in body.tools or ()],
+        "top_p": body.top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+    return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
 
 
 def _text_format(body: ResponsesRequest) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import itertools
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,8 @@ class HeldInput:
 
     items: bytes | None
     num_items: int
+    on_drop: Callable[[int], None] | None = None
+    """Called once with the bytes of the items when they are dropped, or with the whole object."""
 
     @classmethod
     def of(cls, items: list[dict[str, Any]]) -> HeldInput:
@@ -72,10 +75,20 @@ class HeldInput:
         """Returns the bytes that the items take; 0 once they were dropped."""
         return 0 if self.items is None else len(self.items)
 
+    def drop(self) -> bytes | None:
+        """Drops the items and returns them; None if they were dropped already."""
+        items, self.items = self.items, None
+        if items is not None and self.on_drop is not None:
+            self.on_drop(len(items))
+        return items
+
+    def __del__(self) -> None:
+        self.drop()
+
     def take_conversation(self, output: list[dict[str, Any]]) -> bytes | None:
         """Drops the items and returns them, followed by those of `output`, as a JSON list; None if they were dropped
         already. Must not be called for empty input."""
-        items, self.items = self.items, None
+        items = self.drop()
         if items is None:
             return None
         assert self.num_items
@@ -97,12 +110,14 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._max_entry_bytes = min(max_bytes, max_entry_bytes)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Reentrant, as an input may be collected while its thread holds it."""
         self._num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
         self._held: weakref.WeakValueDictionary[int, HeldInput] = weakref.WeakValueDictionary()
         """In the order of `hold`. An input leaves when the answer that refers to it has ended."""
         self._held_numbers = itertools.count()
+        self._num_held_bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -139,26 +154,29 @@ class ResponseStore:
         """Counts the input against the limit of bytes for as long as anything else refers to it. Drops its items if
         they are larger than one response may be; otherwise makes room for them."""
         if waiting.num_bytes > self._max_entry_bytes:
-            waiting.items = None
+            waiting.drop()
             return
         with self._lock:
             self._held[next(self._held_numbers)] = waiting
+            self._num_held_bytes += waiting.num_bytes
+            waiting.on_drop = self._end_hold
             self._make_room()
+
+    def _end_hold(self, num_bytes: int) -> None:
+        with self._lock:
+            self._num_held_bytes -= num_bytes
 
     def _make_room(self) -> None:
         """Drops ended responses, then items of held inputs, until the limits are kept or only running ones are left."""
-        waiting = [entry for entry in self._held.values() if entry.items is not None]
-        num_held = sum(entry.num_bytes for entry in waiting)
-        while self._num_bytes + num_held > self._max_bytes or len(self._entries) > self._max_responses:
+        while self._num_bytes + self._num_held_bytes > self._max_bytes or len(self._entries) > self._max_responses:
             ended = next((name for name, other in self._entries.items() if not other.is_running), None)
             if ended is not None:
                 self._remove(ended)
-            elif waiting:
-                oldest = waiting.pop(0)
-                num_held -= oldest.num_bytes
-                oldest.items = None
-            else:
+                continue
+            oldest = next(filter(lambda each: each.items is not None, self._held.values()), None)
+            if oldest is None:
                 break
+            oldest.drop()
 
     def discard(self, response_id: str) -> bool:
         """Removes a response and cancels its task, unless that is the caller. Returns False if there is none with this

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.entrypoints.http_errors import ApiError
+from sglang.srt.entrypoints.long_outputs import copied
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.responses import response_object as parts
 from sglang.srt.entrypoints.responses.response_object import ResponseHead
@@ -57,7 +58,7 @@ class ResponseStream:
         return b"".join(events)
 
     def num_held(self, index: int) -> int:
-        return self._output.num_held
+        return self._output.num_held + copied(self._head.num_echoed_bytes)
 
     def end(self) -> bytes:
         """Returns no bytes: the last part of the output has ended the response."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import time
 from dataclasses import dataclass
@@ -87,7 +86,7 @@ async def create(service: OpenAIService, store: ResponseStore, body: ResponsesRe
     making = _new_answer(service, store, body, request)
     del body  # the answer needs no more of it
     answer = await until_disconnect(request, making)
-    if answer.head.body.background:
+    if answer.head.background:
         return json_response(_start(answer, request))
     if answer.call.stream:
         choice = ChoiceOutput(answer.formats, service.tokenizer)
@@ -130,25 +129,23 @@ async def _new_answer(service: OpenAIService, store: ResponseStore, body: Respon
         )
     rid = rid_of(http)
     call, formats = await chat_call(service, request, num_bytes, rid, folds=True)
+    echoed = await off_event_loop(service, num_bytes, parts.echoed_fields, body)
+    num_echoed = sum(len(bytes(value)) for value in echoed.values())
     head = ResponseHead(
         f"resp_{rid}",
         int(time.time()),
         body.model or service.model_name,
-        _without_input(body),
+        bool(body.background),
         catalog,
         service.report_cached_tokens,
+        echoed,
+        num_echoed,
     )
-    call.kept_bytes += len(msgspec.json.encode(head.state("queued")))
+    call.kept_bytes += num_echoed
     waiting = None if body.store is False else await off_event_loop(service, num_bytes, _held, items)
     if waiting is not None and not body.background:
         store.hold(waiting)
     return _Answer(service, store, head, waiting, call, formats, num_bytes)
-
-
-def _without_input(body: ResponsesRequest) -> ResponsesRequest:
-    rest = copy.copy(body)
-    rest.input, rest.chat_template_kwargs = "", None
-    return rest
 
 
 def _held(items: list[dict[str, Any]]) -> HeldInput:

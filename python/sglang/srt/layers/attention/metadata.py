@@ -118,7 +118,7 @@ class LongPromptBackend(Protocol):
 
 
 LatentPrompt = Callable[..., None]
-"""Attends with the parameters of `native_ops.expanded_latent_attention`."""
+"""Attends with the parameters of `blocks.mla.reference.expanded_latent_attention`."""
 
 
 class LongLatentsBuilder(Protocol):

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.blocks.mla.spec import MLA
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import ALONE
 from sglang.srt.layers.attention.dcp import builders_of
@@ -22,7 +23,6 @@ from sglang.srt.layers.attention.metadata import (
 )
 from sglang.srt.layers.attention.sparse_rows import BlockSite, LatentSite, SparseSite
 from sglang.srt.plan.layer_spec import AttentionSite, LayerSpec
-from sglang.srt.plan.mixers import MLA
 
 if TYPE_CHECKING:
     import torch

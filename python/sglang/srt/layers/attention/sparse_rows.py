@@ -27,11 +27,11 @@ from sglang.srt.layers.ops import BLOCK_ATTENTION, SPARSE_ATTENTION
 from sglang.srt.layers.step_rows import requests_of_tokens
 
 if TYPE_CHECKING:
+    from sglang.srt.blocks.block_selection.spec import BlockIndexer
+    from sglang.srt.blocks.mla.spec import MLA
     from sglang.srt.layers.attention.attention_layer import AttentionLayer
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.layers.step_rows import ExtendRows
-    from sglang.srt.plan.block_selection import BlockIndexer
-    from sglang.srt.plan.mixers import MLA
     from sglang.srt.plan.plan import Plan
 
 

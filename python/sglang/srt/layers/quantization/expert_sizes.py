@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from sglang.srt.layers.parameter import WeightShard
 from sglang.srt.layers.quantization.stored import length
-from sglang.srt.plan.layer_spec import Matrix
 from sglang.srt.plan.ranks import even_slice
+from sglang.srt.plan.weight_spec import Matrix
 
 
 @dataclass(frozen=True, slots=True)

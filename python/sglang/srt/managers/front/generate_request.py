@@ -73,6 +73,8 @@ class GenerateRequest:
     """Items of a single prompt of `input_ids` whose placeholders are in place already; given instead of `media`."""
     keep_s: float = 0.0
     """Seconds for which the prompt stays in the prefix cache before others; 0: like any prompt."""
+    repeats_output: bool = False
+    """True if each event of a stream contains everything so far, so that fewer log probabilities are allowed."""
     replica: int | None = None
     """Index of the replica that computes it; None: --load-balance-method decides."""
     add_special_tokens: bool = True

@@ -10,6 +10,7 @@ from sglang.srt.managers.front.media.media_files import MediaFiles
 from sglang.srt.managers.front.replica import Replica
 from sglang.srt.managers.front.request_preparation import PreparedCall
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 class ActiveSequence:
@@ -24,6 +25,7 @@ class ActiveSequence:
         "meta",
         "num_kept",
         "num_tokens",
+        "prompt_logprobs",
         "replica",
         "sent_time",
         "stream",
@@ -48,6 +50,8 @@ class ActiveSequence:
         self.kept_text: list[str] = []
         """Parts of the output that the log wants to keep."""
         self.num_kept = 0
+        self.prompt_logprobs: OutputLogprobs | None = None
+        """Log probabilities of its prompt that have come before its first token."""
         self.trace: Any = None
         """The client's trace."""
 

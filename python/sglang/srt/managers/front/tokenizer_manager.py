@@ -30,6 +30,7 @@ from sglang.srt.managers.front.corpora import ExternalCorpora, read_documents
 from sglang.srt.managers.front.draft_details import draft_counts
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
 from sglang.srt.managers.front.generation_stream import CLIENT_CLOSED_REQUEST, GenerationStream
+from sglang.srt.managers.front.logprob_budget import LogprobBudget
 from sglang.srt.managers.front.media.array_transfers import ArrayTransfers
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
@@ -119,6 +120,7 @@ class TokenizerManager:
         encode = None if tokenizer is None else self.text.encode
         self.preparer = RequestPreparer(args, model_config, encode, self.media)
         self._sequences = SequenceTable(None if self.media is None else self.media.files)
+        self._logprobs = LogprobBudget()
         self._endings_retry: asyncio.TimerHandle | None = None
         self.corpora: ExternalCorpora | None = None
         """External corpora; only for n-gram drafts."""
@@ -255,6 +257,7 @@ class TokenizerManager:
         self._sequences.refuse_taken_ids(call, batch_rid)
         texts: list[str | None] = call.prompt_texts if req.keeps_texts else [None] * len(call.prompt_texts)
         stream = GenerationStream(call.requests, texts, call.num_samples, self._on_close)
+        self._logprobs.reserve(stream, call.num_logprobs)
         stream.is_batch = req.is_batch
         stream.created_time = created
         self._sequences.add(call, stream, batch_rid, None if self._tracer is None else self._tracer.parent())
@@ -415,6 +418,7 @@ class TokenizerManager:
 
     def _on_close(self, stream: GenerationStream) -> None:
         """Aborts what still runs, because the reader is done or gone."""
+        self._logprobs.release(stream)
         for request in stream.requests:
             sequence = self._sequences.find(request, stream)
             if sequence is None:
@@ -466,8 +470,15 @@ class TokenizerManager:
             if finish is not None:
                 self._finish(rid, sequence, finish, meta, now)
             hidden = batch.hidden.get(rid, b"")
-            text = batch.new_text[i]
-            stream.push(GenerateOutput(sequence.index, text, ids, finish, meta, log_probabilities[i], hidden))
+            text, logprobs = batch.new_text[i], log_probabilities[i]
+            if logprobs is not None and (error := self._logprobs.receive(stream, logprobs.num_values)) is not None:
+                stream.fail(error)
+            if sequence.prompt_logprobs is not None and logprobs is not None:
+                logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs.followed_by(logprobs), None
+            if logprobs is not None and not (ids or finish):  # the rest of the prompt's comes
+                sequence.prompt_logprobs = logprobs
+                continue
+            stream.push(GenerateOutput(sequence.index, text, ids, finish, meta, logprobs, hidden))
 
     def _finish(self, rid: str, sequence: ActiveSequence, finish: FinishReason, meta: TokenMeta, now: float) -> None:
         self._sequences.remove(rid, sequence)

@@ -20,8 +20,8 @@ import numpy as np
 
 from sglang.srt.managers.front.replica_router import ReplicaLoad, ReplicaRouter
 from sglang.srt.managers.scheduler.batch_builder import vocab_mask
+from sglang.srt.managers.scheduler.intake import MAX_QUEUED_REQUESTS, RequestTotals
 from sglang.srt.managers.scheduler.output import StopChecker
-from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_stats import Load, StatsLogger
@@ -131,11 +131,11 @@ class AttentionGroups:
         self.args, self.runner, self.plan = args, runner, runner.plan
         self.group = runner.groups.dp.rank
         count = runner.groups.dp.size
-        if args.max_queued_requests is not None:
-            args = replace(args, max_queued_requests=-(-args.max_queued_requests // count))
-        prompts = PromptTable()
+        queued = args.max_queued_requests or MAX_QUEUED_REQUESTS
+        args = replace(args, max_queued_requests=-(-queued // count))
+        totals = RequestTotals()
         self.schedulers = [
-            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth, prompts)  # type: ignore[arg-type]
+            Scheduler(args, _GroupRunner(runner, group == self.group), stop_checker, self.depth, totals)  # type: ignore[arg-type]
             for group in range(count)
         ]
         caches = self.plan.caches_prefixes and not args.disable_radix_cache
@@ -236,6 +236,10 @@ class AttentionGroups:
     def end_named(self, rid: str, reason: FinishReason) -> None:
         if (owner := self._owner(rid)) is not None:
             owner.end_named(rid, reason)
+
+    def note_slow_mask(self, rid: str, milliseconds: int) -> None:
+        if (owner := self._owner(rid)) is not None:
+            owner.note_slow_mask(rid, milliseconds)
 
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         self._owner_of(req).hold(req, pending)

@@ -225,10 +225,10 @@ def _ask_prompt_logprobs(
     for (req, n), begin, row0 in zip(chosen, prompts.prefix_lens.tolist(), starts.tolist(), strict=True):
         if not req.wants_prompt_logprobs:
             continue
-        first = max(begin + 1, req.logprob_start, req.prompt_logprobs_done, 1)
-        last = min(begin + n, req.prompt_len - 1)
-        if first > last:
+        wanted = req.prompt_logprobs_in(begin, n)
+        if not wanted:
             continue
+        first, last = wanted.start, wanted[-1]
         rows.append(np.arange(first - 1 - begin, last - begin) + row0)
         targets += req.tokens[first : last + 1]
         batch.prompt_logprob_spans.append((req, first, last + 1))

@@ -25,6 +25,8 @@ class Counters:
             (5, max_requests + 1), np.int32
         )
         self.handling = np.zeros(max_requests + 1, np.int8)
+        self.mask_ms = np.zeros(max_requests + 1, np.int32)
+        """Milliseconds that a token's mask takes; 0: less than matters."""
         self.drafts = np.zeros((max_requests + 1, 3), np.int32)
         """Steps, proposed and correct of `DraftCounts`."""
         self.draft_histogram = np.zeros((max_requests + 1, max_width), np.int32)

@@ -5,15 +5,32 @@ add -> (leader: verified?) -> GrammarVerified to every rank -> every rank builds
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from itertools import takewhile
+
 from sglang.srt.constrained.compile_process import Verdict
 from sglang.srt.constrained.grammar import GrammarError, grammar_key
-from sglang.srt.constrained.grammar_manager import BuildState, GrammarManager
+from sglang.srt.constrained.grammar_manager import BuildState, GrammarManager, PendingGrammar
 from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, LeaderDecision
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import FinishReason
+
+
+@dataclass(slots=True)
+class _Building:
+    """A grammar that is being built, for all requests that wait for it: thousands may."""
+
+    entries: list[tuple[Req, PendingGrammar]] = field(default_factory=list)
+    builds: dict[int, PendingGrammar] = field(default_factory=dict)
+    """For each build, mostly one, the pending grammar with the latest deadline."""
+
+    def add(self, req: Req, pending: PendingGrammar) -> None:
+        """Adds a request whose build has begun."""
+        self.entries.append((req, pending))
+        self.builds[id(pending.build)] = pending
 
 
 class GrammarQueue:
@@ -23,7 +40,8 @@ class GrammarQueue:
     def __init__(self, scheduler: Scheduler | AttentionGroups, grammars: GrammarManager) -> None:
         self._scheduler = scheduler
         self._grammars = grammars
-        self._building: dict[str, Req] = {}
+        self._building: dict[bytes, _Building] = {}
+        """By the digest of the grammar."""
         self._num_waiting = 0
 
     def add(self, req: Req) -> None:
@@ -54,28 +72,48 @@ class GrammarQueue:
     def build(self, verified: GrammarVerified) -> None:
         """Starts building this rank's copy."""
         if (entry := self._scheduler.compiling_of(verified.rid)) is not None:
-            req, pending = entry
-            self._grammars.build(pending, verified.seconds)
-            self._building[verified.rid] = req
+            self._grammars.build(entry[1], verified.seconds)
+            self._building.setdefault(entry[1].digest, _Building()).add(*entry)
 
     def admit(self) -> None:
         """Queues the requests whose grammar is ready on every rank. A collective while any are being built."""
         scheduler = self._scheduler
         if scheduler.num_compiling < self._num_waiting:  # some have left
             self._grammars.keep_only({pending.digest for _, pending in scheduler.compiling.values()})
+            for building in self._building.values():
+                building.entries = list(filter(self._waits, building.entries))
+            self._building = {digest: building for digest, building in self._building.items() if building.entries}
         self._num_waiting = scheduler.num_compiling
-        entries = ((scheduler.compiling_of(rid), req) for rid, req in self._building.items())
-        current = [pair for pair, req in entries if pair is not None and pair[0] is req]
-        states = parallel_state.all_reduce_min([self._grammars.state(pending) for _, pending in current])
-        self._building = {}
-        for (req, pending), state in zip(current, states, strict=True):
-            if state == BuildState.READY:
-                req.grammar = self._grammars.built(pending)
-                scheduler.release_hold(req)
-            elif state == BuildState.FAILED:
-                scheduler.end(req, _refusal(self._grammars.failure(pending)))
-            else:
-                self._building[req.rid] = req
+        states: list[int] = []
+        for building in self._building.values():
+            states += self._state_of(building), len(building.entries) - self._num_late(building)
+        agreed = iter(parallel_state.all_reduce_min(states))
+        for digest, building in list(self._building.items()):
+            state, num_waiting = next(agreed), next(agreed)
+            ending = building.entries
+            if state == BuildState.RUNNING:
+                ending = ending[: len(ending) - num_waiting]
+                del building.entries[: len(ending)]
+            if not building.entries or state != BuildState.RUNNING:
+                del self._building[digest]
+            for req, pending in filter(self._waits, ending):
+                if state == BuildState.READY:
+                    req.grammar = self._grammars.built(pending)
+                    scheduler.release_hold(req)
+                else:
+                    scheduler.end(req, _refusal(self._grammars.failure(pending)))
+
+    def _waits(self, entry: tuple[Req, PendingGrammar]) -> bool:
+        """Returns whether a request that waited for its grammar still does."""
+        current = self._scheduler.compiling_of(entry[0].rid)
+        return current is not None and current[0] is entry[0]
+
+    def _state_of(self, building: _Building) -> int:
+        return min(map(self._grammars.state, building.builds.values()))
+
+    def _num_late(self, building: _Building) -> int:
+        """Returns how many of the requests, which are in the order of their deadlines, have waited too long."""
+        return sum(1 for _ in takewhile(self._grammars.is_late, (pending for _, pending in building.entries)))
 
 
 def _refusal(verdict: Verdict) -> FinishReason:

@@ -26,8 +26,17 @@ class GrammarVerified(msgspec.Struct, tag=True, omit_defaults=True):
     """Seconds that compiling took."""
 
 
+class SlowMask(msgspec.Struct, tag=True):
+    """How long a request's grammar takes for a token. Those that take long bring tokens in turns. Unknown ids are
+    ignored."""
+
+    rid: str
+    milliseconds: int
+    """0: not long."""
+
+
 class Heartbeat(msgspec.Struct, tag=True):
     """A message during silence that every rank answers, so that a lost machine is noticed."""
 
 
-LeaderDecision = EndReq | GrammarVerified | Heartbeat
+LeaderDecision = EndReq | GrammarVerified | SlowMask | Heartbeat

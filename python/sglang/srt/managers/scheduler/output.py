@@ -9,6 +9,7 @@ reach every rank, itself included, with the messages before the next step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang.srt.managers.scheduler.counters import APPENDED, CHECKED, STREAMED
-from sglang.srt.managers.scheduler.leader import EndReq
+from sglang.srt.managers.scheduler.leader import EndReq, LeaderDecision, SlowMask
 from sglang.srt.managers.scheduler.schedule_batch import Req, SampledTokens
 from sglang.srt.managers.scheduler.text_stop import TextStop
 from sglang.srt.managers.wire.io_struct import BatchTokenIDOut, DecodeOptions, FinishReason, TokenMeta
@@ -34,13 +35,16 @@ TOO_SLOW_GRAMMAR = (
     "The grammar takes too long to follow: it allows the same text in too many ways. Remove the ambiguity, "
     "such as rules that repeat themselves without a separator."
 )
+SLOW_MASK_MS = 0.5
+"""Milliseconds a token beyond which the grammar of a request is slow to follow; ordinary ones take tens of
+microseconds."""
 STUCK_GRAMMAR = "The grammar came to a point where no token of the vocabulary can follow; give it a way on."
 
 
 class StopChecker:
     """Decides after each token whether a request has ended."""
 
-    def __init__(self, decoder: TextDecoder | None, tell: Callable[[EndReq], None] | None = None) -> None:
+    def __init__(self, decoder: TextDecoder | None, tell: Callable[[LeaderDecision], None] | None = None) -> None:
         """decoder: None on ranks that do not look at text, and without a tokenizer. tell: sends a decision that only
         this rank can take to all ranks before the next step; None with a single rank, whose decisions take effect at
         once."""
@@ -71,6 +75,8 @@ class StopChecker:
             return None
         if req.grammar is not None and req.grammar.allowance.exhausted:
             return FinishReason("abort", message=TOO_SLOW_GRAMMAR, status_code=400)
+        if req.grammar is not None:
+            self._tell_slow_mask(req, req.grammar.token_s * 1000)
         if not (req.params.stop or req.params.stop_regex):
             return None
         try:
@@ -83,6 +89,16 @@ class StopChecker:
             message = f"stop_regex takes too long to search: {', '.join(map(repr, req.params.stop_regex))}"
             return FinishReason("abort", message=message, status_code=400)
         return None if matched is None else FinishReason("stop", matched=matched)
+
+    def _tell_slow_mask(self, req: Req, milliseconds: float) -> None:
+        """Tells all ranks how long the request's grammar takes for a token, when that has changed much."""
+        if req.mask_ms / 4 <= milliseconds <= (req.mask_ms or SLOW_MASK_MS):
+            return
+        rounded = 0 if milliseconds <= SLOW_MASK_MS else 1 << max(0, math.ceil(math.log2(milliseconds)))
+        if self._tell is None:
+            req.set_mask_ms(rounded)
+        else:
+            self._tell(SlowMask(req.rid, rounded))
 
 
 def rejected_token(grammar: Grammar) -> FinishReason:

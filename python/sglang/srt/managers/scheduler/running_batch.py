@@ -12,6 +12,9 @@ from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.schedule_batch import Req
 from sglang.srt.mem_cache.kv_table import Lengths
 
+MAX_MASK_MS = 10
+"""Milliseconds of a step for the masks of grammars that are slow to follow."""
+
 
 class RunningBatch:
     """Decoding requests in the order of their arrival.
@@ -32,6 +35,11 @@ class RunningBatch:
             num_microbatches,
         )
         self.microbatch = 0
+        self._sits_out: npt.NDArray[np.bool_] | None = None
+        """By slot, the requests that bring no token to the next step because others with slow masks do. None: all may
+        bring some."""
+        self._last_turn = 0
+        """Slot of the request with a slow mask that came last."""
         self.clear()
 
     def __len__(self) -> int:
@@ -147,10 +155,27 @@ class RunningBatch:
 
     def widths(self, at_most: int) -> Lengths:
         """Returns [R] tokens that each request brings to the next step; 0: it waits for its microbatch, or for results
-        that decide whether it may have another token."""
+        that decide whether it may have another token, or for others with slow masks."""
         there = np.minimum(self.counters.num_speculative_tokens[self.slots] + 1, self.limits - self.planned_lens)
         widths: Lengths = np.minimum(np.minimum(there, self.max_widths), at_most)
-        return widths * self.in_microbatch
+        widths *= self.in_microbatch
+        return widths if self._sits_out is None else widths * ~self._sits_out[self.slots]
+
+    def take_turns(self) -> None:
+        """Chooses which of the requests with slow masks bring tokens to the next step: in turn, as many as take
+        MAX_MASK_MS together, and at least one. The others wait, instead of all who are in the step."""
+        self._sits_out = None
+        costs = self.counters.mask_ms
+        if not costs.any():
+            return
+        slots = self.slots[(costs[self.slots] > 0) & (self.widths(1) > 0)]
+        if costs[slots].sum() <= MAX_MASK_MS:
+            return
+        slots = slots[np.argsort((slots - self._last_turn - 1) % len(costs))]
+        count = max(1, int(np.searchsorted(np.cumsum(costs[slots]), MAX_MASK_MS, "right")))
+        self._last_turn = int(slots[count - 1])
+        self._sits_out = np.zeros(len(costs), np.bool_)
+        self._sits_out[slots[count:]] = True
 
     def reserved_by(self, widths: Lengths) -> Lengths:
         """Returns the positions that have a cache slot after a step with `widths` tokens of each request."""

@@ -73,6 +73,7 @@ class Req:
         "limit",
         "logprob_start",
         "looked_up",
+        "mask_ms",
         "max_output",
         "media",
         "meta_changed",
@@ -198,6 +199,8 @@ class Req:
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 
         self.grammar: Grammar | None = None
+        self.mask_ms = 0
+        """Milliseconds that its grammar takes for a token, as all ranks know it; 0: less than matters."""
         self.thoughts = None if msg.thinking is None else Thoughts(msg.thinking)
         self.text_stop: TextStop | None = None
         self.pending_finish: FinishReason | None = None
@@ -217,9 +220,16 @@ class Req:
         """Decides which checks its tokens need, once it has a slot and everything about it is known."""
         self.meta_changed, self.handling = True, CHECKED
         self.counters.begin(self.slot, self.drafts)
+        self.counters.mask_ms[self.slot] = self.mask_ms
         watched = self.grammar is not None or self.thoughts is not None or self.hidden is not None
         searched = bool(self.params.stop or self.params.stop_regex)
         self.plain = not (watched or searched or self.return_logprob) and self.max_output > 0
+
+    def set_mask_ms(self, milliseconds: int) -> None:
+        """Notes how long its grammar takes for a token."""
+        self.mask_ms = milliseconds
+        if self.slot:
+            self.counters.mask_ms[self.slot] = milliseconds
 
     def decide_handling(self, stream_interval: int) -> None:
         """Decides what the next steps do with its tokens. stream_interval: tokens of each message of a stream."""
@@ -242,8 +252,23 @@ class Req:
     @property
     def has_many_logprobs(self) -> bool:
         """Returns whether the log probabilities that wait for its next message are enough for one."""
-        width = 1 + self.top_logprobs_num + len(self.token_ids_logprob)
-        return self.return_logprob and len(self.pending_logprobs.output) * width >= MESSAGE_LOGPROBS
+        return self.return_logprob and len(self.pending_logprobs.output) * self.logprob_width >= MESSAGE_LOGPROBS
+
+    @property
+    def has_many_prompt_logprobs(self) -> bool:
+        """Returns whether those of its prompt are enough for a message before its first token."""
+        return len(self.pending_logprobs.input or ()) * self.logprob_width >= MESSAGE_LOGPROBS
+
+    @property
+    def logprob_width(self) -> int:
+        """Returns the log probabilities of a token."""
+        return 1 + self.top_logprobs_num + len(self.token_ids_logprob)
+
+    def prompt_logprobs_in(self, begin: int, count: int) -> range:
+        """Returns the positions of the prompt whose log probabilities are computed with the tokens begin .. begin +
+        count - 1: each is predicted by the token before it, and none is collected twice."""
+        first = max(begin + 1, self.logprob_start, self.prompt_logprobs_done, 1)
+        return range(first, min(begin + count, self.prompt_len - 1) + 1)
 
     @property
     def may_continue(self) -> bool:
@@ -409,6 +434,13 @@ class ScheduleBatch:
         assert self.result is not None and self.result.logprobs is not None
         row = request * self.result.next_token_ids.shape[1] + index
         self.result.logprobs.add_output(self.sampled[request].pending_logprobs, request, row, token)
+
+    def with_many_prompt_logprobs(self) -> list[Req]:
+        """Returns the requests that have no token yet, whose log probabilities of the prompt are enough for a
+        message."""
+        sampled = set(self.sampled)
+        reqs = dict.fromkeys(req for req, _, _ in self.prompt_logprob_spans)
+        return [req for req in reqs if req not in sampled and req.may_continue and req.has_many_prompt_logprobs]
 
     def _file_hidden(self, hidden: np.ndarray) -> None:
         row = 0

@@ -59,6 +59,11 @@ class Priorities:
         return priority - waiting.priority if self.low_first else waiting.priority - priority
 
 
+MAX_PROMPT_LOGPROBS = 1 << 16
+"""Log probabilities of prompts that a step computes. Each costs 0.2 us in the step's thread and more in the processes
+behind it, which read those of a step at once; a prompt may ask for millions."""
+
+
 class NewTokenRatio:
     """Share of their possible output that running requests are expected to use: it starts high, sinks while decoding
     goes well, and rises when a request had to be retracted."""
@@ -125,6 +130,7 @@ class PrefillBudget:
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
         self.lookahead_slots = running.lookahead_slots
+        self.logprobs = MAX_PROMPT_LOGPROBS
         self.first = True
         self.short = False
         """True if the last request got less than it could use."""
@@ -162,7 +168,7 @@ class PrefillBudget:
             take = self.chunk // page * page
         elif take > self.tokens and not self.first:  # the first may exceed the limit, as it would never fit otherwise
             take = 0
-        take = self._take_of_windows(req, take)
+        take = self._take_of_windows(req, self._take_of_logprobs(req, prefix_len, take))
         self.short = take < want
         if take == want:
             take = self.kv.chunk_end(prefix_len, len(req.tokens)) - prefix_len
@@ -172,7 +178,18 @@ class PrefillBudget:
             self.tokens -= take
             if self.chunk is not None:
                 self.chunk -= take
+            self.logprobs -= len(req.prompt_logprobs_in(prefix_len, take)) * req.logprob_width
         return take
+
+    def _take_of_logprobs(self, req: Req, prefix_len: int, take: int) -> int:
+        """Returns how many of `take` tokens have few enough log probabilities; for the first request at least a page,
+        and all where prompts must not be chunked."""
+        wanted = req.prompt_logprobs_in(prefix_len, take)
+        if self.chunk is None or len(wanted) * req.logprob_width <= self.logprobs:
+            return take
+        end = wanted.start + max(0, self.logprobs) // req.logprob_width - 1
+        page = self.kv.page_size
+        return max(page if self.first else 0, (end - prefix_len) // page * page)
 
     def _take_of_windows(self, req: Req, take: int) -> int:
         """Returns how many of `take` tokens every window table has room for beside the window; 0 if that is not enough

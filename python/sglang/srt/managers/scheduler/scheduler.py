@@ -21,10 +21,9 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.drafts.depth import Depth
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.counters import CHECKED, Counters
-from sglang.srt.managers.scheduler.intake import Intake
+from sglang.srt.managers.scheduler.intake import Intake, RequestTotals
 from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, output_message, rejected_token
 from sglang.srt.managers.scheduler.prompt_choice import PromptChoice
-from sglang.srt.managers.scheduler.prompt_table import PromptTable
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
 from sglang.srt.managers.scheduler.retraction import preempt, retract_until_it_fits
 from sglang.srt.managers.scheduler.running_batch import RunningBatch
@@ -74,9 +73,9 @@ class Scheduler:
         runner: ModelRunner,
         stop_checker: StopChecker,
         depth: Depth | None = None,
-        prompts: PromptTable | None = None,
+        totals: RequestTotals | None = None,
     ) -> None:
-        """depth: chooses how many draft tokens a step verifies; None: all of them. prompts: shared with other
+        """depth: chooses how many draft tokens a step verifies; None: all of them. totals: shared with other
         schedulers of this process; None: there are none."""
         self.args, self.runner, self.plan, self.depth = args, runner, runner.plan, depth
         self.stop_checker = stop_checker
@@ -112,14 +111,10 @@ class Scheduler:
         self.launching: ScheduleBatch | None = None
         """Being launched, while steps before it may be read back."""
         self.reqs: dict[str, Req] = {}
-        self.prompts, self.stops = PromptTable() if prompts is None else prompts, StopTokens(self.plan.model.vocab_size)
-        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.prompts, counters)
+        self.totals, self.stops = totals or RequestTotals(), StopTokens(self.plan.model.vocab_size)
+        self.intake = Intake(args.max_queued_requests, runner, self.kv, self.media, self.reqs, self.totals, counters)
         self.held_tokens = 0
         """Of these, with their output so far."""
-        self.held_hidden = 0
-        """Hidden states that these may come to hold."""
-        self.held_parameters = 0
-        """Bytes of their parameters."""
         self.outbox: list[BatchTokenIDOut] = []
         self.paused = False
         self.interval = DecodeInterval(self.plan.decode_interval, max(1, self.steps_in_flight))
@@ -187,6 +182,7 @@ class Scheduler:
         """Returns the next batch, None if there is nothing to do. Prefill goes first unless its interval says
         otherwise, and the running requests decode in the same step: prefill turns waiting requests into running ones,
         and full decode steps are the most efficient."""
+        self.running.take_turns()
         batch = None if self.interval.prompts_wait else self.pick_prefill()
         if batch is None or not self._prompts_turn:
             batch = batch or self.pick_decode()
@@ -360,6 +356,8 @@ class Scheduler:
             if due and req.may_continue:
                 report.append(req)
             req.decide_handling(interval)
+        if batch.prompt_logprob_spans:
+            report += batch.with_many_prompt_logprobs()
         if report or streamed.rids:
             self.outbox.append(output_message(report, streamed))
         self.stats.processed(int(sampled.counts.sum()))
@@ -418,10 +416,9 @@ class Scheduler:
         req.finish, req.plain = req.pending_finish or reason, False
         del self.reqs[req.rid]
         self.held_tokens -= len(req.tokens)
-        self.prompts.give_back(req.prompt, req.media is not None)
+        self.totals.prompts.give_back(req.prompt, req.media is not None)
         self.stops.remove(req.stop_ids)
-        self.held_hidden -= req.max_hidden_rows
-        self.held_parameters -= req.parameter_bytes
+        self.totals.remove(req)
         req.handling = CHECKED
         self.media.end(req)
         if req in self.chunked:
@@ -438,22 +435,25 @@ class Scheduler:
         if rid in self.reqs:
             self.end(self.reqs[rid], reason)
 
+    def note_slow_mask(self, rid: str, milliseconds: int) -> None:
+        """Notes how long a request's grammar takes for a token, unless the request has ended."""
+        if rid in self.reqs:
+            self.reqs[rid].set_mask_ms(milliseconds)
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, msg: TokenizedGenerateReq, seed: int, stop_ids: frozenset[int]) -> Req | None:
         """Queues a request and returns it; or refuses it with a message to the client and returns None."""
         self._expire(msg.received)
-        totals = self.held_hidden, self.held_parameters
-        req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued, *totals)
+        req, refusal = self.intake.request_of(msg, seed, stop_ids, self.num_queued)
         if refusal is not None:
-            self.prompts.give_back(req.prompt, req.media is not None)
+            self.totals.prompts.give_back(req.prompt, req.media is not None)
             self.refuse(req, refusal)
             return None
         self.reqs[req.rid] = req
         self.held_tokens += req.prompt_len
         self.stops.add(req.stop_ids)
-        self.held_hidden += req.max_hidden_rows
-        self.held_parameters += req.parameter_bytes
+        self.totals.add(req)
         self.waiting.append(req)
         self.order.enqueued(req)
         if self.host_tier is not None:
@@ -552,7 +552,8 @@ class Scheduler:
         """Returns slot counts that add up to the pool: free + cached + held by requests. For leak checks and
         `/server_info`."""
         page = self.plan.page_size
-        private = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in self.reqs.values())
+        with_slots = (r for r in self.reqs.values() if r.slot)  # those that wait hold nothing, and may be many
+        private = sum(-(-max(r.kv_len, r.reserved_len) // page) * page - r.num_cached for r in with_slots)
         usage = self.kv.usage()
         windows = [{"window": window.window, **window.usage()} for window in self.kv.windows]
         memory: dict[str, Any] = {**usage, "held": private, "windows": windows}

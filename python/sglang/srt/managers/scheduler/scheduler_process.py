@@ -31,7 +31,7 @@ from sglang.srt.managers.child import READY, ChildPipe
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
-from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision
+from sglang.srt.managers.scheduler.leader import EndReq, GrammarVerified, Heartbeat, LeaderDecision, SlowMask
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.profiler import ProfileError, Profiler
 from sglang.srt.managers.scheduler.received_arrays import ReceivedArrays
@@ -175,6 +175,8 @@ class SchedulerProcess:
             self.scheduler.end_named(message.rid, message.reason)
         elif isinstance(message, GrammarVerified):
             self.grammar_queue.build(message)
+        elif isinstance(message, SlowMask):
+            self.scheduler.note_slow_mask(message.rid, message.milliseconds)
         elif isinstance(message, Heartbeat):
             parallel_state.answer_heartbeat()
         elif isinstance(message, ArrayPart):

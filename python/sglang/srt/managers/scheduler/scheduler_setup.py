@@ -33,7 +33,8 @@ from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.plan.host_cache import keeps_unasked
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
-from sglang.srt.plan.plan import Plan, Probe, describe_served_model, make_plan
+from sglang.srt.plan.model_planner import Probe, describe_served_model
+from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.plan.ranks import Node
 from sglang.srt.plan.speculation import speculative_settings
 from sglang.srt.server_args import ServerArgs

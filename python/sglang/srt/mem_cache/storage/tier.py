@@ -162,6 +162,7 @@ class StorageTier:
         other may begin."""
         self._offers: dict[Node, None] = {}
         """Nodes of main memory's tree whose prefixes are to be written, the oldest first."""
+        host.tree.is_remembered = lambda node: node in self._offers
         self._backup: Backup | None = None
         self._removals: list[Removal] = []
         self._hung: list[Lookup | Read | Write] = []

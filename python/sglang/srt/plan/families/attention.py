@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.rope import RopeSpec, by_layer_type, rope_parameters, unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import PLAIN_VALUES, AttentionTemperature, Biases, Values
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.masks import windowed
-from sglang.srt.plan.mixers import GQA
 
 FULL, WINDOWED, RECURRENT = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers, as `layer_types` names them."""

@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import SCORES, MoE, Router, Shared
 from sglang.srt.configs.activation import FUNCTIONS, SILU, SILU_FUNCTION, Activation
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.feed_forward import SCORES, Dense, MoE, Router, Shared
 
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 """Keys with the number of routed experts."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexed_layers, latent_attention
 from sglang.srt.plan.families.mtp import EH_PROJ
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,

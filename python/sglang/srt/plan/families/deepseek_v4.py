@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.configs.hf_config import ConfigReader, bounded
 from sglang.srt.drafts.mtp.spec import ByStream
 from sglang.srt.errors import UserError
@@ -16,7 +17,6 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexer_of
 from sglang.srt.plan.families.mtp import MTPPass, MTPTensors, one_layer
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import SUM, Mixer, Sum
 from sglang.srt.plan.weight_names import W123_PARTS, WeightMap
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from sglang.srt.blocks.compressed.spec import CompressedSparse
 from sglang.srt.blocks.engram.spec import SCALE_GROUP, Engram
+from sglang.srt.blocks.mla.spec import Indexer
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.blocks.shared_sparse.spec import CandidateBlocks, SharedSparse
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.config import Config
@@ -21,9 +23,7 @@ from sglang.srt.plan.families.deepseek_v4 import (
     v4_model,
 )
 from sglang.srt.plan.families.family import Model
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import ABSENT
-from sglang.srt.plan.mixers import Indexer
 
 _OF_V4 = ("moe.hash", "attn.compressor.places")
 _INDEXER = "attn.indexer."

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE, Router, Shared
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.activation import GELU, Activation
 from sglang.srt.errors import UserError
@@ -21,9 +24,7 @@ from sglang.srt.plan.families.blocks import EXPERT_COUNTS, activation, experts, 
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Embedding, Family, Logits, Model
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
-from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec, Mixer, Sum
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 _EXPERTS = {

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.mla.spec import MLA, Indexer
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.blocks.pooled_latent.spec import PooledLatent
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -17,9 +19,7 @@ from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import indexed_layers
 from sglang.srt.plan.families.mtp import EH_PROJ, one_layer
 from sglang.srt.plan.families.recurrent import KDA_CONFIG, kimi_delta
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import SUM, Mixer
-from sglang.srt.plan.mixers import MLA, Indexer
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.plan.attention_parts import Softmax
 from sglang.srt.plan.families.attention import (
@@ -16,7 +17,6 @@ from sglang.srt.plan.families.attention import (
 from sglang.srt.plan.families.blocks import activation, experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.moe.spec import MoE, Router
+from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
 from sglang.srt.errors import UserError
@@ -23,9 +26,7 @@ from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, shared_e
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Embedding, EmbeddingNorm, Family, Logits, Model
 from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
-from sglang.srt.plan.feed_forward import MoE, Router
-from sglang.srt.plan.layer_spec import LayerSpec, ShortConvolution
-from sglang.srt.plan.mixers import GQA
+from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.weight_names import WeightMap
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.attention import FULL, RECURRENT
@@ -10,7 +11,6 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import latent_attention
 from sglang.srt.plan.families.recurrent import KDA_CONFIG, kimi_delta
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     KIMI_DELTA_NAMES,

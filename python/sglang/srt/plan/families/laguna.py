@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from sglang.srt.blocks.moe.spec import Router, Shared
 from sglang.srt.plan.attention_parts import HeadGate, PerHead
 from sglang.srt.plan.families.attention import attention_by_layer, grouped_attention
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, mlp, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.feed_forward import Router, Shared
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, EXPERT_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 

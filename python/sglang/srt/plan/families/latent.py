@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from sglang.srt.blocks.mla.spec import MLA, Indexer
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.attention import temperature_scaling
 from sglang.srt.plan.families.config import Config
-from sglang.srt.plan.mixers import MLA, Indexer
 
 _INDEXER_KINDS = {"F": "full", "S": "shared"}
 SPARSE_LAYER = "deepseek_sparse_attention"

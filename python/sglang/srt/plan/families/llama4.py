@@ -7,15 +7,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import AttentionTemperature, Unweighted
 from sglang.srt.plan.families.attention import FULL, grouped_attention, rotating_layers
 from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers, mlp, shared_experts, sparse_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.masks import CAUSAL, Chunks
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MODEL_NAMES, WeightMap
 
 _CHUNKED = "chunked_attention"

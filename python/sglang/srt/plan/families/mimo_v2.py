@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.configs.fused_projections import FUSED, LAYOUT, SPLIT, TP_BLOCKS
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
@@ -24,8 +26,6 @@ from sglang.srt.plan.families.blocks import experts, ffn_by_layer, flagged_layer
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
-from sglang.srt.plan.feed_forward import Router
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     CACHE_SCALE_ALIASES,

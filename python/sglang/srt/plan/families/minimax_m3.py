@@ -8,19 +8,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sglang.srt.blocks.block_selection.spec import BlockIndexer
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.moe.spec import Router, Shared
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
 from sglang.srt.plan.attention_parts import PerHead
-from sglang.srt.plan.block_selection import BlockIndexer
 from sglang.srt.plan.families.attention import FULL, grouped_attention, layer_kinds, mixers_by_kind
 from sglang.srt.plan.families.blocks import activation, experts, ffn_by_layer, flagged_layers, mlp, shared_experts
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
-from sglang.srt.plan.feed_forward import Router, Shared
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.masks import SelectedBlocks
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     BLOCK_INDEX_NAMES,

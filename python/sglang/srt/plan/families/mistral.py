@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.plan.families.attention import (
     FULL,
     WINDOWED,
@@ -21,7 +22,6 @@ from sglang.srt.plan.families.deepseek import NAMES as LATENT_MODEL
 from sglang.srt.plan.families.deepseek import check_deepseek
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.latent import latent_attention
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, W123_NAMES, W123_PARTS, WeightMap
 

@@ -4,6 +4,7 @@ scaled and softly capped logits."""
 
 from __future__ import annotations
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.configs.rope import by_layer_type
 from sglang.srt.plan.attention_parts import ElementGate, Softmax, Unweighted
 from sglang.srt.plan.families.attention import (
@@ -18,7 +19,6 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Embedding, EmbeddingNorm, Family, Logits, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.gemma3 import NORMS_AROUND
 from sglang.srt.plan.layer_spec import Sum
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, WeightMap
 
 _NAMES = WeightMap(MODEL_NAMES, {**ATTENTION_NAMES, **MLP_NAMES, **NORMS_AROUND}).below("model.language_model.")

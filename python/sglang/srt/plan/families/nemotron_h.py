@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.mamba2.spec import Mamba2
+from sglang.srt.blocks.moe.spec import MoE, Router, Shared
 from sglang.srt.configs.activation import RELU2
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.errors import UserError
@@ -15,9 +17,7 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model
 from sglang.srt.plan.families.mtp import OTHER_DRAFTS, MTPPass, MTPTensors
 from sglang.srt.plan.families.recurrent import state_dtype
-from sglang.srt.plan.feed_forward import MoE, Router, Shared
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import WeightMap
 
 _BLOCKS = {"M": "mamba", "*": "attention", "E": "moe", "-": "mlp"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.drafts.eagle.spec import Projected
 from sglang.srt.plan.attention_parts import Biases
 from sglang.srt.plan.families.attention import attention_by_layer, check_windows, grouped_attention
@@ -12,7 +13,6 @@ from sglang.srt.plan.families.blocks import experts, ffn_by_layer, gated_shared_
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, layers_of
 from sglang.srt.plan.families.mtp import MTPPass, MTPTensors
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import Mixer
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,

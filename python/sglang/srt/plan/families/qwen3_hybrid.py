@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.plan.attention_parts import ElementGate, PerHead
 from sglang.srt.plan.families.attention import (
     RECURRENT,
@@ -18,7 +19,6 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.mtp import QWEN_MTP
 from sglang.srt.plan.families.recurrent import gated_delta
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.weight_names import (
     ATTENTION_NAMES,
     EXPERT_NAMES,

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.blocks.mlp.spec import Dense
+from sglang.srt.blocks.moe.spec import MoE, Router, Shared
 from sglang.srt.configs.activation import MIN_RESULT_LIMIT
 from sglang.srt.configs.hf_config import ConfigReader
 from sglang.srt.drafts.mtp_by_layer.spec import MTPByLayer
@@ -17,8 +20,6 @@ from sglang.srt.plan.families.blocks import experts, ffn_by_layer, listed_layers
 from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Family, Model, StoredNorms, layers_of
 from sglang.srt.plan.families.mtp import MTPLayerPerToken, MTPTensors, windowed_layers
-from sglang.srt.plan.feed_forward import Dense, MoE, Router, Shared
-from sglang.srt.plan.mixers import GQA
 from sglang.srt.plan.weight_names import ATTENTION_NAMES, MLP_NAMES, MODEL_NAMES, QK_NORM_NAMES, WeightMap
 
 _OWN_NAMES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.errors import UserError
 from sglang.srt.plan.families.attention import (
     RECURRENT,
@@ -24,7 +25,6 @@ from sglang.srt.plan.families.config import Config
 from sglang.srt.plan.families.family import Model, layers_of
 from sglang.srt.plan.families.latent import indexed_layers, latent_attention
 from sglang.srt.plan.families.recurrent import gated_delta
-from sglang.srt.plan.feed_forward import Router
 from sglang.srt.plan.layer_spec import Mixer
 
 

@@ -160,9 +160,12 @@ def num_patches(grids: Sequence[Grid]) -> int:
 def parts_of_clips(grids: Sequence[Grid], limit: int) -> Iterator[list[Grid]]:
     """Yields the grids in order, in runs of at most `limit` patches. A larger grid is a run by itself."""
     run: list[Grid] = []
+    size = 0
     for grid in grids:
-        if run and num_patches([*run, grid]) > limit:
+        patches = num_patches([grid])
+        if run and size + patches > limit:
             yield run
-            run = []
+            run, size = [], 0
         run.append(grid)
+        size += patches
     yield run

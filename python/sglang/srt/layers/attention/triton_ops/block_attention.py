@@ -6,7 +6,7 @@ place of its keys and values. Blocks are in ascending order, and of the last onl
 so a token sees a prefix of its selection. Float8 keys and values are converted to the queries' dtype; scores and
 results are multiplied by their scales.
 
-Reference: `native_block_groups.attend_blocks`.
+Reference: `native_sparse_ops.attend_blocks`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def block_attention_fwd(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Computes `native_block_groups.attend_blocks` for q and out [T, Hq, D] in bf16 or fp16, caches [S, Hkv, D] of that
+    """Computes `native_sparse_ops.attend_blocks` for q and out [T, Hq, D] in bf16 or fp16, caches [S, Hkv, D] of that
     dtype or float8, `block` a power of two. `num_sms`: of the GPU. Raises TypeError for uint8 or different caches."""
     num_tokens, num_heads, dim = q.shape
     if num_tokens == 0:

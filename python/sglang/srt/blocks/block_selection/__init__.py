@@ -1,0 +1,1 @@
+"""The selection of blocks of neighbouring tokens for each KV head (MiniMax-M3)."""

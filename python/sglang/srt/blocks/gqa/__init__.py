@@ -1,0 +1,1 @@
+"""Grouped-query attention: attention over keys and values."""

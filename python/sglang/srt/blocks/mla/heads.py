@@ -1,0 +1,45 @@
+"""The projections that the variants of latent attention (MLA) share."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.layers.block import Site, SumsInOutput
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.parameter import Init, Scope, WeightShard
+from sglang.srt.plan.ranks import ShardRange, whole
+
+
+class LatentHeads(SumsInOutput):
+    """The projections of MLA. `qkv_a`: hidden states [T, H] -> query latent and KV latent [T, rank + rope]; `q_b`:
+    normalized query latent -> query heads; W_UK and W_UV, the halves of `kv_b_proj`; `o`: heads -> [T, H]."""
+
+    def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
+        self.spec = spec
+        shares = spec.shares(scope.groups.attention.size)
+        self.num_heads = shares.padded_heads
+        self._build_projections(scope, site.model.hidden_size, shares.heads(scope.groups.attention.rank))
+
+    def _build_projections(self, scope: Scope, hidden_size: int, heads: ShardRange) -> None:
+        spec, rank = self.spec, self.spec.kv_lora_rank
+        q_rows = heads.scale_dims(spec.qk_dim)
+        # Every rank computes the latents completely; queries without a latent are sharded by head beside them.
+        queries = {"q_a_proj": whole(spec.q_lora_rank)} if spec.q_lora_rank else {"q_proj": q_rows}
+        projections = {**queries, "kv_a_proj_with_mqa": whole(spec.latent_dim)}
+        self.qkv_a = ColumnParallelLinear(scope.sub("qkv_a"), spec.input_size or hidden_size, projections)
+        self.qkv_sizes = [rows.padded_count for rows in projections.values()]
+        if spec.q_lora_rank:
+            self.q_norm = scope.sub("q_a_norm").param("weight", (spec.q_lora_rank,), init=Init.ONES)
+            self.q_b = ColumnParallelLinear(scope.sub("q_b"), spec.q_lora_rank, {"": q_rows})
+        self.kv_norm = scope.sub("kv_a_norm").param("weight", (rank,), init=Init.ONES)
+        shard = WeightShard("", heads.scale_dims(spec.nope_dim + spec.v_dim), whole(rank))
+        scope.quant.create_unpacked(scope.sub("kv_b"), shard, self._take_up)
+        values = heads.scale_dims(spec.v_dim)
+        self.out = RowParallelLinear(scope.sub("o"), values, hidden_size, group=scope.groups.attention)
+
+    def _take_up(self, weight: torch.Tensor) -> None:
+        """Sets views W_UK and W_UV of weight [heads * (nope + v), rank], so that it is stored once."""
+        by_head = weight.unflatten(0, (self.num_heads, -1))
+        self.w_uk = by_head[:, : self.spec.nope_dim]  # [heads, nope, rank]
+        self.w_uv = by_head[:, self.spec.nope_dim :].transpose(1, 2)  # [heads, rank, v]

@@ -1,0 +1,187 @@
+"""Latent attention (MLA) of a decoder layer, from hidden states to hidden states.
+
+Each token stores one latent and one rotary key, on every rank or, with DCP, on one (`token_shares`); heads are sharded
+over ranks. W_UK and W_UV, the halves of `kv_b_proj`, are held in the model's dtype even if the checkpoint quantizes
+them. Attention uses them in one of two ways:
+
+    absorbed   W_UK takes the queries to the latent's dims, attention reads latents as they are (the values are their
+               first columns), and W_UV makes the heads' outputs of what it returns: decoding, and short prompts
+    expanded   keys and values are made of latents by W_UK and W_UV: prompts for which that pays
+
+With an indexer, or an earlier layer's selection, tokens that see more than `top_k` tokens use absorbed attention over
+the selected ones (`SparseRows`).
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.blocks.mla.heads import LatentHeads
+from sglang.srt.blocks.mla.indexer import LightningIndexer
+from sglang.srt.blocks.mla.reference import (
+    LATENT_ABSORB,
+    LATENT_NORM_ROPE_STORE,
+    LATENT_PACK_STORE,
+    LATENT_PROMPT_ATTENTION,
+)
+from sglang.srt.blocks.mla.spec import MLA
+from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
+from sglang.srt.layers.attention.call_site import Attention
+from sglang.srt.layers.attention.temperature import growth_of_queries
+from sglang.srt.layers.block import Site
+from sglang.srt.layers.ops import RMSNORM
+from sglang.srt.layers.parameter import Scope
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.metadata import SiteMetadata
+    from sglang.srt.layers.attention.sparse_rows import SparseRows
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+LATENT_NORM_EPS = 1e-6
+"""Epsilon of the norms of the query and KV latents in the published code, independent of `rms_norm_eps`."""
+
+
+class LatentAttention(LatentHeads):
+    """Latent attention (MLA), [T, H] -> [T, H]."""
+
+    def __init__(self, scope: Scope, spec: MLA, site: Site) -> None:
+        assert spec.rope is not None
+        super().__init__(scope, spec, site)
+        self.layer_id = site.layer_id
+        self.cache = scope.cache(site.layer_id, "latent")
+        self.packed = spec.packed(scope.plan.kv_cache_dtype)
+        scaled = scope.plan.kv_cache_dtype.startswith("fp8") and not self.packed
+        self.scale = cache_scale(scope, "k_scale") if scaled else None
+        scope.finish.append(self._take_cache_scale)
+        self.attention = Attention(
+            self.cache,
+            self.num_heads,
+            1,
+            spec.latent_dim,
+            spec.softmax_scale,
+            spec.kv_lora_rank,
+            top_k=spec.top_k,
+            dcp_size=spec.effective_dcp_size(scope.groups.attention.size, scope.groups.context.size),
+        )
+        self.rotary, self.is_neox_style = site.rotary.of(spec.rope), spec.rope.is_neox_style
+        self.indexer = None if spec.indexer is None else LightningIndexer(scope, spec.indexer, site)
+        self.norm = scope.plan.entry(RMSNORM)
+        self.store = scope.plan.entry(LATENT_NORM_ROPE_STORE)
+        self.pack = scope.plan.entry(LATENT_PACK_STORE) if self.packed else None
+        self.per_head = scope.plan.entry(LATENT_ABSORB)
+        self.attend_expanded = scope.plan.entry(LATENT_PROMPT_ATTENTION)
+
+    def _take_cache_scale(self) -> None:
+        """Reads the scale of latents in an fp8 cache, 1 if the checkpoint has none. Raises UserError for an invalid
+        scale."""
+        self.cache.k_scale = self.cache.v_scale = cache_scale_value(self.scale)
+
+    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        spec, cache = self.spec, self.cache
+        q, latent = self.qkv_a(x).split(self.qkv_sizes, dim=-1)
+        metadata = batch.metadata[self.attention.site]
+        positions, cos_sin = rotation = self.rotary.at(batch.positions)
+        if spec.q_lora_rank:
+            q_latent = self.norm(q, self.q_norm, LATENT_NORM_EPS)
+            q = self.q_b(q_latent)
+            if self.indexer is not None:
+                self._select(self.indexer, x, q_latent, rotation, batch, metadata.sparse)
+        if spec.attn_temperature is not None:  # a rotation keeps factors
+            q *= growth_of_queries(batch, spec.attn_temperature).to(q.dtype)
+        q = q.unflatten(-1, (self.num_heads, spec.qk_dim))
+        expanded = metadata.latent_chunks is not None
+        num_absorbed = batch.num_decodes if expanded else len(x)
+        absorbed = q.new_empty((num_absorbed, self.num_heads, spec.latent_dim))
+        into, at = cache.k, batch.slots_of(cache).out_cache_loc
+        if self.pack is not None:
+            into, at = q.new_empty((len(x), 1, spec.latent_dim)), _token_numbers(batch)
+        entries = self.store(
+            q,
+            latent,
+            absorbed,
+            positions,
+            cos_sin,
+            self.kv_norm,
+            LATENT_NORM_EPS,
+            into,
+            at,
+            cache.k_scale,
+            self.is_neox_style,
+        )
+        if self.pack is not None:
+            self.pack(entries, cache.k, batch.slots_of(cache).out_cache_loc)
+        if num_absorbed:
+            self.per_head(q[:num_absorbed, :, : spec.nope_dim], self.w_uk, absorbed[..., : spec.kv_lora_rank])
+        out = q.new_empty((len(x), self.num_heads, spec.v_dim))
+        if expanded:
+            self._expanded(q, absorbed, entries, batch, metadata, out)
+        else:
+            self._absorbed(absorbed, entries, batch, out)
+        return self.out(out.flatten(1))
+
+    def _select(
+        self,
+        indexer: LightningIndexer,
+        x: torch.Tensor,
+        q_latent: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        rows: SparseRows | None,
+    ) -> None:
+        """Puts into `rows` the selection of the indexer, or that of an earlier pass of a draft."""
+        shared = batch.shared_selection
+        if shared is None or self.layer_id not in shared:
+            indexer(x, q_latent, rotation, batch, rows)
+            if shared is not None:
+                shared.keep_tokens(self.layer_id, batch, rows, self.spec.top_k)
+        elif rows is not None:
+            rows.selection = shared.joined(self.layer_id, rows.entries)
+
+    def _absorbed(self, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch, out: torch.Tensor) -> None:
+        """Computes absorbed attention for all rows of the step."""
+        keys = entries[:, None]
+        attended = self.attention(q, keys, keys[..., : self.spec.kv_lora_rank], batch)
+        self.per_head(attended.unflatten(-1, (self.num_heads, -1)), self.w_uv, out)
+
+    def _expanded(
+        self,
+        q: torch.Tensor,
+        absorbed: torch.Tensor,
+        entries: torch.Tensor,
+        batch: ForwardBatch,
+        metadata: SiteMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Computes expanded attention for a step's prompts, and absorbed attention for its decoding rows `absorbed`."""
+        if len(absorbed):
+            attended = absorbed.new_empty((*absorbed.shape[:2], self.spec.kv_lora_rank))
+            decode = metadata.sparse if metadata.decode is None else metadata.decode
+            assert decode is not None
+            decode.attend(absorbed, self.attention, attended)
+            self.per_head(attended, self.w_uv, out[: len(absorbed)])
+        assert batch.extend is not None and metadata.latent_chunks is not None
+        attend = metadata.latent_prompt or self.attend_expanded
+        attend(
+            q,
+            entries,
+            self.w_uk,
+            self.w_uv,
+            out,
+            batch.extend.start_loc,
+            self.cache.k,
+            metadata.latent_chunks,
+            scale=self.spec.softmax_scale,
+            cache_scale=self.cache.k_scale,
+        )
+
+
+def _token_numbers(batch: ForwardBatch) -> torch.Tensor:
+    """Returns [T] int64: 0, 1, 2, ..., created once per step."""
+    name = "token_numbers"
+    if name not in batch.step_cache:
+        batch.step_cache[name] = torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+    return batch.step_cache[name]

@@ -1,0 +1,42 @@
+"""Prompt attention over expanded latent keys and values with this project's Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.blocks.mla.kernels.latent_prompt import latent_prompt_attention
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang.srt.layers.attention.latent_chunks import LatentChunk
+    from sglang.srt.plan.plan import Plan
+
+
+class TritonLatentPrompt:
+    """Runs `latent_prompt_attention` with the planned tile, or its fallbacks if a launch fails. Implements
+    `reference.expanded_latent_attention`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._ladder = plan.fallbacks("latent_prompt_attention")
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        entries: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        out: torch.Tensor,
+        start_loc: torch.Tensor,
+        cache: torch.Tensor,
+        chunks: Sequence[LatentChunk],
+        *,
+        scale: float,
+        cache_scale: float = 1.0,
+    ) -> None:
+        self._ladder.run(
+            lambda tile: latent_prompt_attention(
+                q, entries, w_uk, w_uv, out, start_loc, cache, chunks, scale=scale, cache_scale=cache_scale, tile=tile
+            )
+        )

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, the routed experts and the shared one."""

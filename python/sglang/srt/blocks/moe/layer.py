@@ -1,0 +1,136 @@
+"""The mixture-of-experts (MoE) block: each token is routed to its top experts.
+
+A rank holds whole experts (expert parallel), a share of each expert's intermediate dims (tensor parallel), or both
+(`plan/ranks`). After attention every rank has every token, so each rank computes its part for all tokens and the
+results are all-reduced: the same bytes as an exchange of tokens, in half as many collectives (docs/parallelism.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.blocks.mlp.alternating import AlternatingMLP
+from sglang.srt.blocks.mlp.layer import GatedMLP
+from sglang.srt.blocks.moe.routing import TopK
+from sglang.srt.blocks.moe.sink_routing import SinkTopK
+from sglang.srt.blocks.moe.spec import MoE, Shared
+from sglang.srt.configs.activation import Activation
+from sglang.srt.distributed.groups import Group
+from sglang.srt.layers.linear import ReplicatedLinear
+from sglang.srt.layers.moe.fused_moe_triton.tiles import few_pairs
+from sglang.srt.layers.ops import FUSED_MOE
+from sglang.srt.layers.parameter import Scope
+from sglang.srt.layers.quantization.activations import MIN_ROWS, Activations, RowFormat, row_format, values_of
+from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
+from sglang.srt.layers.quantization.experts import Experts
+from sglang.srt.plan.needs import WIDE_EXPERTS
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+
+
+class MoELayer:
+    """The MoE block, [T, H] -> [T, H]: the weighted sum of the routed experts' outputs, plus the shared expert's.
+
+    Parameter names: "moe.router" (its linear layer), "moe.correction", "moe.hash"; "moe.w13" and
+    "moe.w2" with {expert} and {part}, "moe.experts" where all are one tensor; "moe.shared.gate_up" and
+    "moe.shared.down" with {part}, "moe.shared_gate".
+    """
+
+    def __init__(self, scope: Scope, spec: MoE) -> None:
+        self.activation = spec.activation
+        fused = spec.fused_shared
+        groups = scope.groups
+        self.group = groups.experts
+        self.reduce = self.group.size > 1
+        sizes = ExpertSizes(
+            scope.sub("w13").matrix(),
+            scope.sub("w2").matrix(),
+            spec.num_experts,
+            spec.intermediate_size,
+            fused,
+            spec.form,
+            groups.ep.rank,
+            groups.ep.size,
+        )
+        self.first_expert = sizes.local.start
+        self.route: TopK
+        if spec.router.sinks:
+            self.route = SinkTopK(scope, spec.router, sizes.local)
+        else:
+            self.route = TopK(scope, spec.router, with_shared=fused, local=sizes.local)
+        self.experts = Experts(scope, sizes, spec.activation.linear_in_up)
+        wide = f"fused_moe/{WIDE_EXPERTS}"
+        self.op = wide if self.experts.quant is None and wide in scope.plan.choices else "fused_moe"
+        self.products = scope.plan.entry(FUSED_MOE, self.op)
+        self.configs, self.features = scope.plan.tiles(self.op), scope.plan.arch.features
+        self.scales_inputs = spec.router.scales_inputs
+        apart = spec.latent_size or self.scales_inputs  # experts take other rows than the shared one and the router
+        self.row_format = None if apart else self._row_format(scope, spec)
+        self.latent: tuple[ReplicatedLinear, ReplicatedLinear] | None = None
+        if spec.latent_size:
+            self.latent = (
+                ReplicatedLinear(scope.sub("latent_in")),
+                ReplicatedLinear(scope.sub("latent_out")),
+            )
+        self.shared: SharedExpert | None = None
+        self.sinks: AlternatingMLP | None = None
+        if spec.shared is not None and spec.shared.members:
+            self.sinks = AlternatingMLP(scope.sub("shared"), spec.shared.dense(spec.activation), reduce=False)
+        elif spec.shared is not None and not fused:
+            self.shared = SharedExpert(scope, spec.shared, spec.activation)
+
+    def _row_format(self, scope: Scope, spec: MoE) -> RowFormat | None:
+        """Returns the format of quantized input rows; None for 16 bits, as experts computed pair by pair need."""
+        quant, extra = self.experts.quant, spec.fused_shared
+        rows = quant and row_format(scope.plan.choices[self.op], quant.format, scope.plan.arch)
+        if not rows:
+            return None
+        pairs, experts = spec.top_k + extra, spec.num_experts + extra
+        return replace(rows, least=next(t for t in count(MIN_ROWS) if not few_pairs(t * pairs, experts)))
+
+    def __call__(self, x: Activations, batch: ForwardBatch | None = None) -> torch.Tensor:
+        if isinstance(self.route, SinkTopK):
+            weights, ids, of_shared = self.route.with_sinks(values_of(x), batch)
+        else:
+            (weights, ids), of_shared = self.route(values_of(x), batch), None
+        out = self.routed(x, weights, ids)
+        if self.shared is not None:
+            out = out + self.shared(x)
+        if self.sinks is not None:
+            out = out + self.sinks(x, weights=of_shared)
+        return self.group.all_reduce(out) if self.reduce else out
+
+    def defer_all_reduce(self) -> Group | None:
+        """Makes the block return partial sums from now on; returns the group to sum over, None if nothing is to be
+        summed."""
+        if not self.reduce:
+            return None
+        self.reduce = False
+        return self.group
+
+    def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
+        w13, w2 = self.experts.w13, self.experts.w2
+        rows = x if self.latent is None else self.latent[0](values_of(x))
+        if self.scales_inputs:
+            rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
+        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features)
+        # The projection after the experts is linear, so it applies to each rank's partial sums.
+        return out if self.latent is None else self.latent[1](out)
+
+
+class SharedExpert:
+    """The shared expert, [T, H] -> this rank's partial sums [T, H]."""
+
+    def __init__(self, scope: Scope, spec: Shared, activation: Activation) -> None:
+        self.mlp = GatedMLP(scope.sub("shared"), spec.dense(activation), reduce=False)
+        self.gate = ReplicatedLinear(scope.sub("shared_gate")) if spec.gated else None
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        out = self.mlp(x)
+        return out if self.gate is None else out * self.gate(values_of(x)).sigmoid()

@@ -1,0 +1,217 @@
+"""Plans a model with one set of flags: kernels, and the sizes of what fits beside the weights. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization import agree
+from sglang.srt.drafts.config import DraftConfig
+from sglang.srt.drafts.spec import DraftDescription
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits, current_arch, free_memory_bytes
+from sglang.srt.kernels.conditions import SCALED_MM_SCHEMES
+from sglang.srt.kernels.resolve import installed_packages
+from sglang.srt.kernels.spec import Need, PeerLinks
+from sglang.srt.kernels.tables import FLASHINFER_FUSION
+from sglang.srt.plan.capacity import Trial
+from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
+from sglang.srt.plan.draft_plan import (
+    DraftPlan,
+    asked_draft,
+    check_backends,
+    needs_with_draft,
+    plan_draft,
+)
+from sglang.srt.plan.equal_layers import interned
+from sglang.srt.plan.host_tables import has_tables, with_tables
+from sglang.srt.plan.kernel_choice import choose_kernels
+from sglang.srt.plan.kv_spec import kv_cache_dtype
+from sglang.srt.plan.layer_spec import ParallelConfig
+from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
+from sglang.srt.plan.media import check_placeholders, describe_media
+from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.pool_checks import check_pool, with_pages
+from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.remedies import trial_or_advice
+from sglang.srt.plan.speculation import verify_needs
+from sglang.srt.server_args import ServerArgs
+
+Probe = Callable[[Need], str]
+"""Tries a library's kernel of a need on this GPU. Returns the reason against it, or ""."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlanner:
+    """The planner of one model with one set of flags for one kind of GPU, as `remedies.Planner`. With `served` it
+    refuses what is not computed here; otherwise sizes are estimates, made of the ops that have a kernel."""
+
+    args: ServerArgs
+    model: ModelConfig
+    arch: ArchTraits
+    available: int
+    packages: frozenset[str]
+    served: bool = True
+    links: PeerLinks | None = None
+    probe: Probe | None = None
+    advises: bool = True
+    described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
+    drafts: dict[str, tuple[DraftConfig, DraftDescription] | None] = field(default_factory=dict)  # likewise
+
+    @property
+    def max_gpus(self) -> int:
+        return self.arch.gpus_per_machine or MAX_GPUS
+
+    @property
+    def context_len(self) -> int:
+        return min(self.model.context_len, self.args.context_length or self.model.context_len)
+
+    def changed(self, **change: Any) -> ModelPlanner:
+        """Returns the planner with other values of some flags."""
+        return replace(self, args=replace(self.args, **change))
+
+    def quantizing(self, scheme: str) -> ModelPlanner | None:
+        """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
+        already or the scheme does not apply."""
+        if self.model.quantization is not None:
+            return None
+        try:
+            quantization = agree(scheme, None, self.model.model_path)
+        except UserError:
+            return None
+        return replace(self, model=replace(self.model, quantization=quantization), described={}, drafts={})
+
+    def describe(self) -> tuple[ModelDescription, ParallelConfig]:
+        """Returns the description of the model and the parallel config. Raises UserError for malformed configs, for
+        what is not computed here, and for layouts that do not divide the model."""
+        args, ranks = self.args, asked_layout(self.args)
+        check_machine(self.arch, ranks, args.nnodes, args.dp_size)
+        apart = why_shared_apart(args)
+        if apart not in self.described:
+            self.described[apart] = _described(args, self.model, apart)
+        model = with_tables(self.described[apart], args.ple_offload_embedding and self.arch.device != "cpu")
+        if self.served:
+            model.require_served()
+        check_layout(model, ranks)
+        parallel = parallel_config_of(args, self.model.dtype, model)
+        return model, with_pages(args, model, parallel) if self.served else parallel
+
+    def draft(self, target: ModelDescription) -> DraftPlan | None:
+        """Returns the plan of the draft, or None without one. Raises UserError for a draft that is not computed here or
+        does not match the target."""
+        apart = why_shared_apart(self.args)
+        if apart not in self.drafts:
+            self.drafts[apart] = asked_draft(self.args, self.model, target, apart) if self.served else None
+        asked = self.drafts[apart]
+        return None if asked is None else plan_draft(*asked, asked_layout(self.args))
+
+    def weights(self) -> int:
+        """Returns the bytes of weights on the rank that has most."""
+        model, parallel = self.describe()
+        of_rank, draft = rank_weights(model, parallel.ranks), self.draft(model)
+        return max(stage.weight_bytes for stage in stages_of(of_rank, parallel, self.arch, draft))
+
+    def trial(self) -> Trial:
+        """Plans the model. Unless a flag decides, n-gram tables go to host memory where the GPU has no room for both
+        them and a request of the full context length. Raises UserError where no server would start."""
+        args = self.args
+        fixed = args.ple_offload_embedding or args.no_ple_offload_embedding or self.arch.unified_memory
+        if fixed or self.arch.device == "cpu" or not has_tables(self.describe()[0]):
+            return self._trial()
+        offloading = self.changed(ple_offload_embedding=True)
+        try:
+            trial = self._trial()
+            if trial.capacity.max_total_num_tokens >= trial.capacity.sizes.context_len:
+                return trial
+        except UserError as error:
+            try:
+                return offloading._trial()
+            except UserError:
+                raise error from None
+        return offloading._trial()
+
+    def _trial(self) -> Trial:
+        args, (model, parallel) = self.args, self.describe()
+        of_rank, draft = rank_weights(model, parallel.ranks), self.draft(model)
+        wanted = (*needs_with_draft(of_rank, draft, parallel), *verify_needs(args, parallel.dtype))
+        chosen = choose_kernels(args, tuple(map(self._with_probed_facts, wanted)), self.arch, self.packages)
+        choices = chosen.by_key() if self.served else chosen.chosen()
+        check_backends(choices, None if draft is None else draft.description)
+        of_group = args_of_group(args, parallel.ranks.attn_dp_size)
+        planner = CapacityPlanner(
+            of_group, of_rank, parallel, self.context_len, self.arch, choices, self.available, draft
+        )
+        capacity = planner.plan()
+        check_pool(args, capacity)
+        return Trial(of_rank, parallel, chosen, capacity, draft)
+
+    def _with_probed_facts(self, need: Need) -> Need:
+        """Returns the need completed by what was found on this machine: a library's defect, the links of an
+        all-reduce."""
+        of_torch = need.op == "prefill_attention" or (need.op == "linear" and need.quant in SCALED_MM_SCHEMES)
+        if of_torch and self.probe is not None:
+            return replace(need, library_problem=self.probe(need))
+        if need.op != "all_reduce":
+            return need
+        asked = {FLASHINFER_FUSION} if self.args.enable_flashinfer_allreduce_fusion else set()
+        return replace(need, links=self.links, traits=need.traits | asked)
+
+
+def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescription:
+    source = str(Path(model.model_path) / "config.json")
+    description = describe_model(model.hf_config, model.quantization, apart, source, model.text_keys)
+    media = None if args.language_model_only else describe_media(model.media_config)
+    together = args.pp_size == args.attn_dp_size == 1  # else only some of the ranks encode at the same time
+    if media is not None:
+        check_placeholders(media, description.vocab_size, source)
+    if media is not None and together and not args.mm_enable_dp_encoder:
+        media = replace(media, tower=media.tower.shared_by(args.tp_size))
+    layers = description.layers
+    if media is not None and media.image_token is not None:
+        token = media.image_token
+        layers = interned(
+            replace(layer, ffn=layer.ffn.with_image_token(token), ngrams=layer.ngrams.with_image_token(token))
+            for layer in layers
+        )
+    return replace(description, media=media, layers=layers)
+
+
+def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
+    """Describes the model to be served. Raises UserError for malformed configs, for what is not computed here, and for
+    layouts that do not divide the model. Looks at the device only to give advice on layouts."""
+    description = _described(args, model, why_shared_apart(args))
+    description.require_served()
+    try:
+        check_layout(description, asked_layout(args))
+    except LayoutProblem:
+        arch = current_arch(device=args.device)
+        available = arch.memory or free_memory_bytes(None)
+        return trial_or_advice(ModelPlanner(args, model, arch, available, installed_packages())).description
+    return description
+
+
+def why_shared_apart(args: ServerArgs) -> str:
+    """Returns the flag that keeps shared experts out of the routed ones; "" if none does."""
+    if args.disable_shared_experts_fusion:
+        return "--disable-shared-experts-fusion"
+    return f"with --ep-size {args.ep_size} all ranks share it" if args.ep_size > 1 else ""
+
+
+def parallel_config_of(args: ServerArgs, dtype: str, model: ModelDescription) -> ParallelConfig:
+    """Returns the parallel and dtype config that the layers' ops depend on. Raises UserError for an unknown cache
+    dtype."""
+    kv_dtype = kv_cache_dtype(args.kv_cache_dtype, dtype, model.quantization)
+    if not model.caches_in_fp8:
+        kv_dtype = dtype
+    return ParallelConfig(
+        dtype,
+        kv_dtype,
+        args.page_size or 1,
+        asked_layout(args),
+        args.mamba_ssm_dtype or "",
+        args.enable_quantized_all_reduce,
+        "off" if args.disable_two_batch_overlap else "on" if args.enable_two_batch_overlap else "auto",
+    )

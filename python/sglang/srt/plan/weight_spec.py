@@ -1,0 +1,36 @@
+"""The weights of a block, as their bytes and products are counted. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """Weights [rows, cols] on one rank that one matrix product reads.
+
+    name: the module in the layer, as the family's WeightMap names it ("attn.qkv")
+    parts: its parts, stacked by rows ("q", "k", "v"); their names in the checkpoint decide the quantization scheme
+    experts: number of such matrices in one tensor; 0: no experts
+    quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    rows: int
+    cols: int
+    bias: bool = False
+    experts: int = 0
+    quantized: bool = True
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Parameters that are not multiplied as a matrix: norms, sinks, tables. `dtype` None: the model's."""
+
+    count: int
+    dtype: str | None = None
+
+
+Weights = tuple[Matrix | Elements, ...]

@@ -1,0 +1,152 @@
+"""Requests whose grammars take long to follow bring tokens in turns, so that steps stay short for all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang.srt.constrained.grammar import FOLLOW_BURST_S, FOLLOW_REFILL_S, Grammar
+from sglang.srt.constrained.mask_filler import MaskFiller
+from sglang.srt.managers.scheduler.leader import LeaderDecision, SlowMask
+from sglang.srt.managers.scheduler.output import StopChecker
+from sglang.srt.managers.scheduler.running_batch import MAX_MASK_MS
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.utils.allowance import Allowance
+from srt.managers.fake_runner import (
+    Collector,
+    FakeRunner,
+    add,
+    assert_clean,
+    expected_output,
+    make_scheduler,
+    request,
+    run_to_end,
+)
+
+OUTPUT = 30
+
+
+class Time:
+    """A clock that only masks move on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Following:
+    """A matcher that allows everything, and takes its time for each mask."""
+
+    def __init__(self, time: Time, mask_s: float) -> None:
+        self.time, self.mask_s, self.filled = time, mask_s, 0
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        self.time.now += self.mask_s
+        self.filled += 1
+
+    def accept(self, token: int) -> bool:
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+class AllAtOnce:
+    """A compiled grammar whose masks are filled in one call."""
+
+    vocab_size = size_bytes = 1
+
+    @staticmethod
+    def fill_masks(matchers: list[Following], mask: np.ndarray, rows: list[int], threads: int) -> None:
+        for matcher, row in zip(matchers, rows, strict=True):
+            matcher.fill_mask(mask[row])
+
+
+class World:
+    """A scheduler whose grammars take a time of their own."""
+
+    def __init__(self, tell: Any = None, **options: Any) -> None:
+        self.time = Time()
+        self.scheduler: Scheduler = make_scheduler(FakeRunner(4096, 1, 128, 32, 256), **options)
+        self.scheduler.stop_checker = StopChecker(object(), tell)  # type: ignore[arg-type]
+        self.scheduler.masks = MaskFiller(1, self.time)
+        self.collector = Collector()
+        self.matchers: dict[str, Following] = {}
+
+    def add(self, rid: str, mask_s: float | None = None) -> None:
+        add(self.scheduler, request(rid, self.prompt(rid), OUTPUT, ignore_eos=True))
+        if mask_s is not None:
+            self.matchers[rid] = Following(self.time, mask_s)
+            grammar = self.scheduler.reqs[rid].grammar = Grammar(AllAtOnce(), self.matchers[rid])  # type: ignore[arg-type]
+            grammar.allowance = Allowance(FOLLOW_BURST_S, FOLLOW_REFILL_S, self.time)
+
+    @staticmethod
+    def prompt(rid: str) -> list[int]:
+        return [5, 6, len(rid), *rid.encode()]
+
+    def step(self) -> float:
+        """Returns the seconds that the step took for masks."""
+        before = self.time.now
+        self.scheduler.step()
+        self.collector.take(self.scheduler)
+        return self.time.now - before
+
+    def finish(self) -> None:
+        run_to_end(self.scheduler, self.collector)
+        for rid, tokens in self.collector.tokens.items():
+            assert tokens == expected_output(self.prompt(rid), OUTPUT, ignore_eos=True)
+            assert self.collector.finish[rid].type == "length"
+        assert_clean(self.scheduler)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_slow_grammars_do_not_hold_up_others(overlap: bool) -> None:
+    world = World(disable_overlap_schedule=not overlap)
+    for i in range(16):
+        world.add(f"slow {i}", 0.004)
+    world.add("plain")
+    world.add("fast", 0.00001)
+    times = [world.step() for _ in range(OUTPUT + 4)]
+    assert max(times) > 0.06, "the first steps show which are slow"
+    assert max(times[6:]) <= MAX_MASK_MS / 1000 + 0.001
+    assert world.collector.finish.keys() == {"plain", "fast"}, "they have got a token in every step"
+    counts = [world.matchers[f"slow {i}"].filled for i in range(16)]
+    assert max(counts) - min(counts) <= 1, "each has its turn"
+    world.finish()
+    assert len(world.collector.finish) == 18
+
+
+def test_one_slow_grammar_never_waits() -> None:
+    world = World()
+    world.add("slow", 0.02)
+    world.add("plain")
+    for _ in range(8):
+        world.step()
+    assert world.matchers["slow"].filled >= 7
+    world.scheduler.reqs["slow"].grammar.allowance = Allowance(9.0, 9.0, world.time)  # type: ignore[union-attr]
+    world.finish()
+
+
+def test_the_leader_tells_all_ranks() -> None:
+    """With several ranks the leader tells what it has measured, and acts on it only when it has heard itself."""
+    told: list[LeaderDecision] = []
+    world = World(told.append)
+    world.add("slow", 0.006)
+    world.add("fast", 0.0001)
+    for _ in range(4):
+        world.step()
+    assert told and set(map(repr, told)) == {repr(SlowMask("slow", 8))} and not world.scheduler.reqs["slow"].mask_ms
+    world.scheduler.note_slow_mask("slow", 8)
+    world.scheduler.note_slow_mask("ended", 8)
+    told.clear()
+    world.step()
+    world.matchers["slow"].mask_s = 0.0
+    for _ in range(4):
+        world.step()
+    assert told[-1] == SlowMask("slow", 0)
+    world.scheduler.note_slow_mask("slow", 0)
+    world.finish()
