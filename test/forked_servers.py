@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import preloaded  # noqa: F401 (by the process that both fork from)
+import preloaded
 
 from sglang.srt.utils.process_limits import die_with_parent
 
@@ -91,6 +91,7 @@ def forked_children() -> Iterator[None]:
 
 
 def _serve(launch: list[str], words: list[str], log: str, environment: Mapping[str, str], folder: str) -> None:
+    preloaded.settle()
     os.setsid()
     os.chdir(folder)
     _take(environment)
@@ -140,6 +141,7 @@ def _fork(process: BaseProcess) -> Popen:
 
 
 def _with_environment(environment: Mapping[str, str], work: Callable[..., None], *args: Any) -> None:
+    preloaded.settle()
     _take(environment)
     work(*args)
 

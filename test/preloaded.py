@@ -5,6 +5,7 @@ Import this before the first process is asked of that server.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 
 multiprocessing.set_forkserver_preload(
@@ -21,3 +22,10 @@ multiprocessing.set_forkserver_preload(
         "sglang.srt.model_loader.loader",
     ]
 )
+
+
+def settle() -> None:
+    """To be called first in a forked process. No search for reference cycles looks at what was imported, and they are
+    rarer, as in the tests' own processes (`conftest.py`). A server chooses for itself when it is up."""
+    gc.freeze()
+    gc.set_threshold(20_000, 10, 10)

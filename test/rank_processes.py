@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import preloaded  # noqa: F401
+import preloaded
 import torch.multiprocessing
 
 
@@ -18,6 +18,7 @@ def run_ranks(work: Callable[..., None], args: tuple[Any, ...], num_ranks: int) 
 
 
 def _run(rank: int, environment: Mapping[str, str], work: Callable[..., None], *args: Any) -> None:
+    preloaded.settle()
     os.environ.clear()  # it is that of the first test which forked from this server
     os.environ.update(environment)
     work(rank, *args)

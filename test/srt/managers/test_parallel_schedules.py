@@ -48,7 +48,7 @@ DRAFT_CELLS = tuple(cells(ALL_KINDS, ("one rank", "TP2", "PP2", "TP2 x PP2")))
 Groups = dict[str, tuple[str, ...]]
 """Names of kinds by layout, whose models the same ranks serve one after the other."""
 QUICK: Groups = {
-    "TP2": ("chunks", "embedded"),
+    "TP2": ("chunks",),
     "EP2": ("experts",),
     "PP2": ("latents", "selected blocks", "relative biases"),
     "TP2 x PP2": ("experts",),
