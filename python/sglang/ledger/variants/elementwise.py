@@ -11,6 +11,7 @@ import torch
 
 from sglang.ledger.form_rule import FormRule
 from sglang.ledger.variant import Variant, describe
+from sglang.srt.blocks.gqa.kernels import whole_norm
 from sglang.srt.blocks.mla.kernels import latent_store
 from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import GELU, GPT_OSS_SWIGLU, RELU2, SILU, Activation
@@ -27,7 +28,6 @@ from sglang.srt.layers.triton_ops import (
     rope_store,
     sampling,
     skinny_gemm,
-    whole_norm,
 )
 
 OPS = (
