@@ -33,6 +33,9 @@ AGENTS ?= @anthropic-ai/claude-code @openai/codex
 CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
 PROXY := build/litellm-proxy
 
+# Where it is set, pytest compiles 150 modules of its plugins anew in every process.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 

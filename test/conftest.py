@@ -1,14 +1,18 @@
 """Tests marked `gpu` are skipped where there is no CUDA device; cases of tests marked `pairs` or `values`, and
-those in left_out.py, become `thorough`; files that take long come first; clients share what they know of certificates.
+those in left_out.py, become `thorough`; files that take long come first; clients share what they know of certificates;
+reference cycles are collected less often.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import logging
 import os
 import ssl
 import sys
+from collections.abc import Generator
 
 import left_out
 import order
@@ -25,12 +29,29 @@ os.environ.setdefault("SGLANG_GRAMMAR_WARM_UP", "0")  # a second of the processo
 os.environ.setdefault("SGLANG_HICACHE_FILE_BACKEND_MIN_FREE_SPACE", "0")
 # httpx reads all certificates of the system for each client, and for each request without one: 25 ms of a processor.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+# Python looks for cycles after every 700 new objects, which takes up to a tenth of the time of a test in plain Python.
+gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(slow_files.SlowFiles())
     if tiny_models.FOLDER not in os.environ:  # else a worker, or a run that a test started
         config.pluginmanager.register(tiny_models.RunFolder())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests stay until the end: no collection looks at them, neither now nor later."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        atexit.register(os._exit, 0)  # all has been sent; to take modules and tests apart takes four seconds
+    else:
+        atexit.register(gc.unfreeze)  # extension modules complain about objects that outlive Python
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks

@@ -64,8 +64,9 @@ def run_file(path: str, part: str) -> None:
     AssertionError with pytest's output."""
     if INTERPRETED:
         pytest.skip("this is the interpreted run")
-    # Without the plugin of schemathesis, whose import takes a second.
-    arguments = ["-x", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-m", part, path]
+    # Without the plugins that no kernel test needs: that of schemathesis takes a second, the others half of one.
+    unneeded = ("cacheprovider", "schemathesis", "hypothesispytest", "anyio", "xdist", "xdist.looponfail")
+    arguments = ["-x", *(word for name in unneeded for word in ("-p", f"no:{name}")), "-m", part, path]
     status, output = run_pytest(arguments)
     if part == "thorough" and status == pytest.ExitCode.NO_TESTS_COLLECTED:
         return  # `make test` runs all cases of this file
@@ -84,23 +85,26 @@ def repair() -> None:
 
     if InterpreterBuilder.create_dot.__module__ == __name__:
         return
-    exotic = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-    raw = {tl.bfloat16: torch.uint16, tl.float8e4nv: torch.uint8, tl.float8e5: torch.uint8}
-    largest = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+    # By name: Triton computes the hash of a type each time.
+    bf16, e4m3, e5m2 = (dtype.name for dtype in (tl.bfloat16, tl.float8e4nv, tl.float8e5))
+    exotic = {bf16: torch.bfloat16, e4m3: torch.float8_e4m3fn, e5m2: torch.float8_e5m2}
+    raw = {bf16: torch.uint16, e4m3: torch.uint8, e5m2: torch.uint8}
+    largest = {e4m3: 448.0, e5m2: 57344.0}
 
     def widen(handle: Any) -> np.ndarray:
-        dtype = handle.dtype.scalar
-        if dtype not in exotic:
+        name = handle.dtype.scalar.name
+        if name not in exotic:
             return handle.data
-        return torch.from_numpy(np.array(handle.data)).view(exotic[dtype]).float().numpy()
+        return torch.from_numpy(np.array(handle.data)).view(exotic[name]).float().numpy()
 
     def narrow(data: np.ndarray, dtype: Any) -> np.ndarray:
-        if dtype not in exotic:
+        name = dtype.name
+        if name not in exotic:
             return data.astype(interpreter._get_np_dtype(dtype))
         values = torch.from_numpy(np.array(data, dtype=np.float32))
-        if dtype in largest:
-            values = values.clamp(-largest[dtype], largest[dtype])
-        return values.to(exotic[dtype]).view(raw[dtype]).numpy()
+        if name in largest:
+            values = values.clamp(-largest[name], largest[name])
+        return values.to(exotic[name]).view(raw[name]).numpy()
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         return TensorHandle(narrow(widen(src), dst_type.scalar), dst_type.scalar)
@@ -175,7 +179,7 @@ def repair() -> None:
 
     def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
         dtype = lhs.dtype.scalar
-        if dtype not in exotic:
+        if dtype.name not in exotic:
             return stock_binary_op(self, lhs, rhs, op)
         out = op(widen(lhs), widen(rhs))
         return TensorHandle(out if out.dtype == np.bool_ else narrow(out, dtype), dtype)

@@ -3,7 +3,9 @@
 Each call of a device function looks through `triton.language` for functions to replace, which the launch that makes the
 call has replaced already; each sum of integers is computed once more in int64, for a check that only debug builds read;
 the types of blocks, their shapes and numpy's types are made anew for every operation, and so is the type of its result,
-for which both operands are broadcast, as numpy does again. `apply` takes the first two away and keeps the others.
+for which both operands are broadcast, as numpy does again; each value is asked four times whether it is a constant of
+Triton, and each builtin is called through two functions that only pass its arguments on. `apply` takes the first two
+and the last away and keeps the others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ def apply() -> None:
     replace_functions_once_a_launch()
     keep_types_of_results()
     keep_numpy_types()
-    keep_widths()
+    pass_plain_values()
+    call_builtins_directly()
+    check_widths_once()
     keep_shapes()
 
 
@@ -154,18 +158,50 @@ def keep_numpy_types() -> None:
     interpreter._get_np_dtype = get_np_dtype
 
 
-def keep_widths() -> None:
-    """The most bytes that an element may have, which is compared twice an operation."""
+def pass_plain_values() -> None:
+    """Most values that may be constants are none."""
+    stock = tl.core._unwrap_if_constexpr
+    plain = frozenset({int, bool, float, str, type(None), tl.tensor})
+
+    def unwrap(value: Any) -> Any:
+        return value if type(value) in plain else stock(value)
+
+    tl.core._unwrap_if_constexpr = unwrap
+
+
+def call_builtins_directly() -> None:
+    """Without the function of the decorator, which checks that the argument is there that is added here."""
+    checks_argument = tl.core.builtin(lambda: None).__code__
+    stock = interpreter._patch_attr
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if getattr(member, "__code__", None) is not checks_argument:
+            return stock(obj, name, member, builder, scope)
+        function, semantic = member.__wrapped__, interpreter.interpreter_semantic
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*args, **named)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def check_widths_once() -> None:
+    """Keeps the most bytes that an element of a type may have, and compares them as a handle is made."""
     most: dict[str, float] = {}
 
-    def validate(array: Any, dtype: Any) -> bool:
+    def handle(self: Any, data: Any, dtype: Any, attr: dict[Any, Any] | None = None) -> None:
         limit = most.get(dtype.name)
         if limit is None:
             limit = float("inf") if dtype.is_ptr() else max(dtype.primitive_bitwidth, 8) // 8
             most[dtype.name] = limit
-        return array.itemsize <= limit
+        if data.itemsize > limit:
+            raise ValueError(f"elements of {data.itemsize} bytes are too wide for {dtype}")
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
-    interpreter._validate_np_data_size = validate
+    interpreter.TensorHandle.__init__ = handle
 
 
 def keep_shapes() -> None:

@@ -18,16 +18,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[3] / "test"))
 import machine_code
+from srt.kernels.census import grouped_product
 
 from sglang.ledger.compile import compile_for
+from sglang.ledger.measure import variant_of
 from sglang.ledger.variant import Variant
-from sglang.ledger.variants import attention as attention_variants
-from sglang.ledger.variants import experts as expert_variants
-from sglang.ledger.variants import quantized as quant_variants
-from sglang.ledger.variants.expert_products import ExpertLaunch, product_variant
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
+from sglang.srt.kernels.ledger_file import LOCKS
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.layers.moe.fused_moe_triton.tiles import GroupedTile, tile, tile_rows
 from sglang.tuning.instructions import COUNTS, tile_form
@@ -66,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def lock_of(arch: ArchTraits) -> str:
+    return next(lock for lock, archs in LOCKS.items() if arch.name in archs)
+
+
 def longest_loop(variant: Variant, arch: ArchTraits) -> int:
     """Instructions of a thread besides matrix products: of the loop with the most of those, or of the longest one."""
     return max(machine_code.loops(machine_code.disassemble(compile_for(variant, arch.name).ptx))).others
@@ -77,7 +81,7 @@ def tiles(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
     for scheme in WIDENED if packed else WIDENED[:3]:
         for kind in ("gate_up", "down"):
             for choice in _tiles_of(scheme, kind, arch):
-                variant = product_variant(kind, scheme, choice, 4096, 1024, 8, sorted(arch.features))
+                variant = grouped_product(kind, SCHEMES[scheme], choice, (4096, 1024), arch)
                 width = 2 if kind == "gate_up" else 1
                 weights = choice["BLOCK_N"] * width * choice["BLOCK_K"] / (32 * choice["num_warps"])
                 yield tile_form(scheme, arch.features), tile_key(width, choice), longest_loop(variant, arch) / weights
@@ -102,12 +106,9 @@ def _tiles_of(scheme: str, kind: str, arch: ArchTraits) -> Iterator[GroupedTile]
 def streams(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
     """A weight that is streamed: gate and up of few pairs, down of few pairs, a product of few rows."""
     for name in STREAMED:
-        scheme = SCHEMES[name] if name else None
-        experts = ExpertLaunch(scheme, product_of(scheme, arch.features))
-        variants = list(expert_variants._few(experts, (4096,), (1024,), arch.features))
-        if scheme is not None:
-            variants += list(quant_variants._few(scheme, experts.product, "", "*bf16", ""))[:1]
-        for variant in variants:
+        rows = [("fused_moe", "gate_up_pairs"), ("fused_moe", "down_sum"), *([("linear", "few")] if name else [])]
+        for op, kind in rows:
+            variant = variant_of(lock_of(arch), op, f"{kind}/{name or 'bf16'}")
             sizes = variant.tile
             width = 2 if "gate_up" in variant.key else 1
             weights = sizes["BLOCK_N"] * sizes["COLS"] * sizes["UNROLL"] * width / (32 * sizes["num_warps"])
@@ -117,18 +118,14 @@ def streams(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
 
 def prompts(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:
     """A pair of a query and a key of `extend_attention` with a 16-bit cache, and no window."""
-    seen = set()
-    for variant in attention_variants.variants("extend_attention", tuple(sorted(arch.features))):
-        dims = variant.head_dims
-        plain = variant.default and variant.kv_dtype == "bfloat16" and variant.key.endswith("/plain")
-        if not plain or dims not in HEAD_DIMS or dims in seen:
-            continue
-        seen.add(dims)
+    for dims in HEAD_DIMS:
+        shape = f"{dims[0]}x{dims[1]}"
+        variant = variant_of(lock_of(arch), "extend_attention", f"{shape}/bfloat16/bfloat16/plain")
         pairs = variant.tile["BLOCK_M"] * variant.tile["BLOCK_N"] / (32 * variant.tile["num_warps"])
         text = machine_code.disassemble(compile_for(variant, arch.name).ptx)
         # Of the loops over cached and new keys, masked and not: most steps are not masked.
         fewest = min(loop.others for loop in machine_code.loops(text) if loop.matrix)
-        yield arch.name, f"{dims[0]}x{dims[1]}", fewest / pairs
+        yield arch.name, shape, fewest / pairs
 
 
 def mixed(arch: ArchTraits) -> Iterator[tuple[str, str, float]]:

@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[3] / "test"))
 from published_shapes import CARDS, shapes
 from tqdm import tqdm
 
@@ -154,10 +155,12 @@ def code_of(product: ProductTile) -> str:
 
 
 def _variant(product: ProductTile) -> Variant:
-    """Imports Triton."""
-    from sglang.ledger.variants.expert_products import product_variant_of
+    """As the server launches it. Imports Triton."""
+    from srt.kernels.census import grouped_product
 
-    return product_variant_of(product, ARCH.features)
+    scheme = SCHEMES[product.scheme] if product.scheme else None
+    sizes = product.hidden, product.intermediate
+    return grouped_product(product.kind, scheme, product.tile, sizes, ARCH, product.bias)
 
 
 def _write_record(record: Mapping[str, Any], path: Path = RECORD_FILE) -> None:

@@ -84,8 +84,8 @@ def check(args: argparse.Namespace) -> int:
     print(f"{len(problems)} problem(s)" if problems else "ledger: all rules hold")
     if problems:
         print(
-            "After a change of kernels or tiles: python -m sglang.ledger update --triton DIR"
-            " (docs/kernels.md says how to get DIR)"
+            "After a change of kernels or tiles: python scripts/record_launches.py, then"
+            " python -m sglang.ledger update --triton DIR (docs/kernels.md says how to get DIR)"
         )
     return 1 if problems else 0
 

@@ -3,7 +3,7 @@ resources.
 
 A row covers a launch of the same kernel with the same tile, if everything that its compilation assumed holds in the
 launch: types (float16 counts as bfloat16), constants, numbers that are 1, and multiples of 16 among pointers and
-strides. Only the kernel's FormRule, next to its variants, allows more:
+strides. Only the kernel's FormRule allows more:
 
 - `free` constants may have any value, those `at_most` and `at_least` any that is not above or below the row's;
 - the divisibility of `counts` does not matter;
@@ -16,23 +16,22 @@ fallback is recorded for its shared memory: flags, which do not change it, are n
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang.ledger.form_rule import FormRule
+from sglang.ledger.form_rules import FORM_RULES, FormRule
 from sglang.ledger.launch_form import Form, form_of, kernel_name
-from sglang.ledger.measure import VARIANT_MODULES, variant_table
+from sglang.ledger.measure import variant_table
 from sglang.ledger.targets import COMPLETE
 from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.ledger_file import LOCKS, RowKey, judged_as
 
 logger = logging.getLogger(__name__)
-_SAME_COST = {"*fp16": "*bf16"}
+SAME_COST = {"*fp16": "*bf16"}
 _FLOAT8 = {"*fp8e4nv", "*fp8e5"}
 _FREE_EVERYWHERE = frozenset({"PDL"})
 
@@ -41,48 +40,47 @@ class UncoveredLaunch(RuntimeError):
     """Raised for a launch without a row in the ledger."""
 
 
-@functools.cache
-def form_rules() -> Mapping[str, FormRule]:
-    """Returns the form rules by kernel ("norm.rmsnorm_kernel") of all modules that describe launches."""
-    rules: dict[str, FormRule] = {}
-    for name in VARIANT_MODULES:
-        rules |= importlib.import_module(name).FORM_RULES
-    return rules
-
-
 @dataclass(frozen=True, slots=True)
-class _Row:
+class RecordedRow:
     key: RowKey
     variant: Variant
     constants: Mapping[str, Any]
     multiples: frozenset[str]
     ones: frozenset[str]
 
+    @classmethod
+    def of(cls, key: RowKey, variant: Variant) -> RecordedRow:
+        """Returns a row with what launches are compared with."""
+        return cls(key, variant, variant.constexprs, frozenset(variant.divisible_by_16), frozenset(variant.ones))
+
 
 class Coverage:
     """The rows of a lock file, indexed by what must be equal in a launch."""
 
     def __init__(self, table: Mapping[RowKey, Variant]) -> None:
-        self._rows: dict[tuple[Any, ...], list[_Row]] = defaultdict(list)
+        self._rows: dict[tuple[Any, ...], list[RecordedRow]] = defaultdict(list)
         for key, variant in table.items():
-            row = _Row(key, variant, variant.constexprs, frozenset(variant.divisible_by_16), frozenset(variant.ones))
-            stages = variant.tile.get("num_stages", 3)
+            row = RecordedRow.of(key, variant)
+            stages = variant.tile["num_stages"]
             self._rows[kernel_name(variant.fn), variant.tile["num_warps"], stages].append(row)
 
     def row_of(self, form: Form) -> RowKey | None:
         """Returns the first row that covers the form."""
-        launch = _Launch(form)
+        return next(self.rows_of(form), None)
+
+    def rows_of(self, form: Form) -> Iterator[RowKey]:
+        """Yields the rows that cover the form."""
+        launch = Launch(form)
         for row in self._candidates(form):
             if next(launch.differences(row), None) is None:
-                return row.key
-        return None
+                yield row.key
 
     def problem(self, form: Form) -> str:
         """Returns why no row covers the form: the differences from the most similar row."""
         rows = self._candidates(form)
         if not rows:
             return f"{form}: the ledger has no row of this kernel with {form.num_warps} warps, {form.num_stages} stages"
-        launch = _Launch(form)
+        launch = Launch(form)
         differences, row = min(((list(launch.differences(row)), row) for row in rows), key=lambda one: len(one[0]))
         return f"{form}: no row covers it; {'/'.join(row.key)} differs: {', '.join(differences)}"
 
@@ -90,7 +88,7 @@ class Coverage:
         """Returns the problems of all forms without a row."""
         return [self.problem(form) for form in forms if self.row_of(form) is None]
 
-    def _candidates(self, form: Form) -> list[_Row]:
+    def _candidates(self, form: Form) -> list[RecordedRow]:
         return self._rows.get((form.kernel, form.num_warps, form.num_stages), [])
 
 
@@ -121,12 +119,12 @@ def check_launches(arch: ArchTraits) -> None:
     triton.knobs.runtime.jit_cache_hook = compare  # type: ignore[assignment]
 
 
-class _Launch:
+class Launch:
     """A form with the parts of its kernel's rule that apply."""
 
     def __init__(self, form: Form) -> None:
         self.form = form
-        self.rule = form_rules().get(form.kernel, FormRule())
+        self.rule = FORM_RULES.get(form.kernel, FormRule())
         self.constants = dict(form.constants)
         self.unread = {name for name in self.rule.optional if self.constants.get(name, "") is None}
         self.unread |= self._where(self.rule.absent)
@@ -143,26 +141,26 @@ class _Launch:
                 names.update(parameters)
         return names
 
-    def differences(self, row: _Row) -> Iterator[str]:
+    def differences(self, row: RecordedRow) -> Iterator[str]:
         """Yields the differences that keep the row from covering the launch."""
         lower = not row.variant.default
         for name, kind in self.form.types:
             if name in self.unread:
                 continue
-            row_kind = row.variant.signature[name]
+            row_kind = row.variant.signature.get(name, "new parameter")
             if kind == "constexpr":
                 yield from self._constant_differences(name, row, lower)
-            elif _SAME_COST.get(kind, kind) != row_kind and not (lower and {kind, row_kind} == _FLOAT8):
+            elif SAME_COST.get(kind, kind) != row_kind and not (lower and {kind, row_kind} == _FLOAT8):
                 yield f"{name} is {kind} and not {row_kind}"
             elif name not in self.counts:
                 yield from self._fact_differences(name, row)
 
-    def _constant_differences(self, name: str, row: _Row, lower: bool) -> Iterator[str]:
+    def _constant_differences(self, name: str, row: RecordedRow, lower: bool) -> Iterator[str]:
         rule, value = self.rule, self.constants[name]
         if name in rule.free or name in _FREE_EVERYWHERE or (lower and (name.startswith("HAS_") or name == "CAUSAL")):
             return
         if name not in row.constants:
-            yield f"{name} is the constant {value!r} and not a {row.variant.signature[name]}"
+            yield f"{name} is the constant {value!r} and not a {row.variant.signature.get(name, 'known parameter')}"
             return
         recorded = row.constants[name]
         if name in rule.at_most:
@@ -174,7 +172,7 @@ class _Launch:
         if not covered:
             yield f"{name} is {value!r} and not {recorded!r}"
 
-    def _fact_differences(self, name: str, row: _Row) -> Iterator[str]:
+    def _fact_differences(self, name: str, row: RecordedRow) -> Iterator[str]:
         one = name in self.form.ones
         if one != (name in row.ones):
             yield f"{name} is {'' if one else 'not '}1"

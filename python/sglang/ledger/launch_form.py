@@ -1,8 +1,8 @@
 """Reads the form that Triton compiles for a launch, from Triton itself. Works without a GPU, on meta tensors.
 
-    with recording("sm_120") as forms:
-        rmsnorm(torch.empty(4, 4096, device="meta"), ...)
-    # forms: each once, with its types, constants and alignments
+    with recording("sm_120") as forms, named("linear", "fp8_block"):
+        linear(torch.empty(4, 4096, device="meta"), ...)
+    # forms: each with its types, constants and alignments, and the names that launches of it had
 
 Triton derives a form from the arguments: the types of tensors and numbers, the values of constexprs, which pointers and
 numbers are multiples of 16 and which numbers are 1. Two launches of one form run the same code.
@@ -15,6 +15,10 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from sglang.ledger.variant import Variant
+from sglang.srt.kernels.ledger_file import tile_key
+from sglang.srt.kernels.spec import Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,13 @@ class Form:
     def kernel(self) -> str:
         """Returns "gemv.gemv_kernel": the module's last name and the function's."""
         return kernel_name(self.fn)
+
+    def variant(self, op: str, key: str, default: bool = True) -> Variant:
+        """Returns what Triton compiles for the launch, as a variant of this op and key."""
+        tile = {name: value for name, value in self.constants if "BLOCK" in name}
+        tile |= {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        multiples, ones = tuple(sorted(self.multiples)), tuple(sorted(self.ones))
+        return Variant(op, key, self.fn, dict(self.types), dict(self.constants), multiples, tile, default, ones)
 
     def __str__(self) -> str:
         given = dict(self.constants)
@@ -76,19 +87,45 @@ def form_of(fn: Any, compile: Mapping[str, Any]) -> Form:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RowName:
+    """What the server calls a row when it looks for it: `pieces` of its key, the tile's name if it looks for that, and
+    whether launches begin with that tile."""
+
+    op: str
+    pieces: tuple[str, ...]
+    tile: str = ""
+    default: bool = True
+
+
+UNNAMED = RowName("", ())
+Launches = dict[Form, set[RowName]]
+"""The forms that were launched, in order, each with the names of its launches."""
+_names = [UNNAMED]
+
+
 @contextlib.contextmanager
-def recording(arch: str) -> Iterator[dict[Form, int]]:
-    """Records Triton's launches in the block, as on `arch` ("sm_120"), without making them: form -> position of its
-    first launch. Tensors may be meta tensors: they get addresses of their own, storages at multiples of 256."""
+def named(op: str, *pieces: str, tile: Tile | None = None, default: bool = True) -> Iterator[None]:
+    """Names the launches in the block."""
+    _names.append(RowName(op, pieces, "" if tile is None else tile_key(tile), default))
+    try:
+        yield
+    finally:
+        _names.pop()
+
+
+@contextlib.contextmanager
+def recording(arch: str) -> Iterator[Launches]:
+    """Records Triton's launches in the block, as on `arch` ("sm_120"), without making them. Tensors may be meta
+    tensors: they get addresses of their own, storages at multiples of 256."""
     import triton
 
-    forms: dict[Form, int] = {}
+    forms: Launches = {}
     noted: list[tuple[dict[str, Any], str]] = []
 
     def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        forms.setdefault(form_of(fn.jit_function, compile), len(forms))
         kernels = fn.jit_function.device_caches[arch][0]
-        kernels[key] = _Noted
+        kernels[key] = _Noted(forms.setdefault(form_of(fn.jit_function, compile), set()))
         noted.append((kernels, key))
         return True  # nothing is compiled, and so nothing launched
 
@@ -109,8 +146,12 @@ class _Noted:
 
     function = packed_metadata = None
 
-    @staticmethod
-    def launch_metadata(*launch: Any) -> None: ...
+    def __init__(self, names: set[RowName]) -> None:
+        self.names = names
+        names.add(_names[-1])
+
+    def launch_metadata(self, *launch: Any) -> None:
+        self.names.add(_names[-1])
 
     @staticmethod
     def run(*launch: Any) -> None: ...

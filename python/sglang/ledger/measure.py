@@ -1,47 +1,21 @@
-"""Enumerates the launch variants of every kernel and measures them in worker processes."""
+"""Measures the launch variants of every kernel in worker processes."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from sglang.ledger.compile import CompileFailed, measure_cached, variant_hash
-from sglang.ledger.targets import COMPLETE, NOT_NATIVE
+from sglang.ledger.forms import read_forms
+from sglang.ledger.targets import NOT_NATIVE
 from sglang.ledger.variant import Variant
 from sglang.srt.environ import envs
-from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import LOCKS, LedgerRows, Measurement, Row, RowKey, tile_key
-
-# Named, not imported: each loads Triton. Each has OPS and variants(op, features).
-VARIANT_MODULES = (
-    "sglang.ledger.variants.attention",
-    "sglang.ledger.variants.elementwise",
-    "sglang.ledger.variants.quantized",
-    "sglang.ledger.variants.experts",
-    "sglang.ledger.variants.recurrent",
-    "sglang.ledger.variants.sparse",
-    "sglang.ledger.variants.block_sparse",
-    "sglang.ledger.variants.compressed",
-    "sglang.ledger.variants.streams",
-    "sglang.ledger.variants.page_copies",
-    "sglang.ledger.variants.quantized_sums",
-)
-
-
-def variants_of(lock: str) -> Iterator[Variant]:
-    """Yields every variant whose tile the table allows on an architecture of the lock file."""
-    features = tuple(sorted(arch_by_name(LOCKS[lock][0]).features))
-    for name in VARIANT_MODULES:
-        module = importlib.import_module(name)
-        for op in module.OPS:
-            yield from (v for v in module.variants(op, features) if not v.form_only or lock in COMPLETE)
 
 
 def row_key(variant: Variant) -> RowKey:
@@ -51,12 +25,13 @@ def row_key(variant: Variant) -> RowKey:
 
 @functools.cache
 def variant_table(lock: str) -> dict[RowKey, Variant]:
-    """Returns the variants by row key. Of tiles that the compiler cannot tell apart, the first (preferred) one is
-    kept."""
-    table: dict[RowKey, Variant] = {}
-    for variant in variants_of(lock):
-        table.setdefault(row_key(variant), variant)
-    return table
+    """Returns the variants of a lock file by row key."""
+    return read_forms(lock)
+
+
+def variant_of(lock: str, op: str, key: str) -> Variant:
+    """Returns the variant of an op and key with its first tile."""
+    return next(variant for row, variant in variant_table(lock).items() if row[:2] == (op, key))
 
 
 @dataclass(frozen=True, slots=True)

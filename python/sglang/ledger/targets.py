@@ -4,6 +4,8 @@ from __future__ import annotations
 
 COMPLETE = frozenset({"sm120"})
 """Lock files in which every launch has a row. The others have those that decide about tiles."""
+LEFT_OUT = ("kernels_zero_points.",)
+"""How the names of kernels begin that have no rows in the others: those without zero points decide about tiles."""
 
 TRITON_VERSIONS = ("3.6.0", "3.9.0")
 """Verified: the oldest that we support and the one that CI pins."""

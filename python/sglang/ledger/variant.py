@@ -1,13 +1,11 @@
-"""One launch variant of a kernel, described so that it can be compiled without a GPU. Triton is not imported here: the
-describing module provides the JITFunction `fn`."""
+"""One launch variant of a kernel, with everything that its compilation needs, so that no GPU is. Triton is not imported
+here: the JITFunction `fn` comes from the kernel's module."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-_LAUNCH_ONLY = ("num_warps", "num_stages")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +22,18 @@ class Variant:
     divisible_by_16: tuple[str, ...]
     tile: Mapping[str, int]
     """Includes num_warps and num_stages."""
-    head_dims: tuple[int, int] = (0, 0)
-    kv_dtype: str = ""
-    """The type of the cache; empty where the op has none."""
     default: bool = True
-    """False: a lower candidate of the table, for which spills are reported but not held against it."""
-    native_only: bool = False
-    """Needs matrix instructions that a compiler of `ledger.targets.NOT_NATIVE` does not have; not launched there."""
+    """False: a tile that is only stepped down to, for which spills are reported but not held against it."""
     ones: tuple[str, ...] = ()
     """Run-time numbers that are 1 in these launches, which Triton compiles in."""
-    form_only: bool = False
-    """Decides about no tile: on record because it is launched. Only where the lock is COMPLETE (`ledger.targets`)."""
 
+    def with_tile(self, tile: Mapping[str, int]) -> Variant:
+        """Returns the same launch with another tile, in the table or not (negative tests, searches for new tiles)."""
+        blocks = {name: value for name, value in tile.items() if name in self.constexprs}
+        return replace(self, tile=tile, constexprs={**self.constexprs, **blocks})
 
-def describe(
-    op: str,
-    key: str,
-    fn: Any,
-    types: Mapping[str, str],
-    constexprs: Mapping[str, Any],
-    launch: Mapping[str, int],
-    divisible: tuple[str, ...] = (),
-    ones: tuple[str, ...] = (),
-) -> Variant:
-    """Returns a variant. `types`: of the run-time parameters; `launch`: block sizes (constexprs) and warps. All
-    pointers and the named `divisible` integers count as multiples of 16, and the named `ones` are 1."""
-    tile = {"num_stages": 3, **launch}
-    # With dependent launches a kernel has a few more instructions and costs the same.
-    constants = (
-        dict(constexprs)
-        | ({"PDL": False} if "PDL" in fn.arg_names else {})
-        | {name: value for name, value in launch.items() if name not in _LAUNCH_ONLY}
-    )
-    signature = {name: types.get(name, "constexpr") for name in fn.arg_names}
-    assert all(name in constants for name, kind in signature.items() if kind == "constexpr"), f"{op}: {signature}"
-    pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
-    packed = constants.get("KIND") == "mx" and constants.get("ELEMENT") == "e2m1"
-    return Variant(op, key, fn, signature, constants, (*pointers, *divisible), tile, native_only=packed, ones=ones)
+    @property
+    def native_only(self) -> bool:
+        """Returns whether it needs matrix instructions that a compiler of `ledger.targets.NOT_NATIVE` does not have; it
+        is not launched there."""
+        return self.constexprs.get("KIND") == "mx" and self.constexprs.get("ELEMENT") == "e2m1"

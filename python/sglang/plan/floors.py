@@ -16,6 +16,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
 from sglang.srt.plan.cache_spec import CacheSpec, PerRequest, Window
+from sglang.srt.plan.equal_layers import of_each
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
@@ -79,12 +80,12 @@ class StepFloors:
         """Returns the floor of a decode step of `num_requests` requests, each `length` tokens long."""
         of_group = -(-num_requests // self.parallel.ranks.attn_dp_size)
         read = self._weight_bytes(num_requests) + of_group * self._cache_bytes(length)
-        pairs = sum(self._attended(layer, length, _entries) for layer in self.model.layers)
+        pairs = sum(of_each(self.model.layers, lambda layer: self._attended(layer, length, _entries)))
         return self._floor(read, num_requests, of_group * pairs, num_requests, self._exchanged(num_requests))
 
     def prefill(self, num_tokens: int) -> Floor:
         """Returns the floor of the prefill of one prompt without a cached prefix, with the logits of its last token."""
-        pairs = sum(self._attended(layer, num_tokens, _entries_of_all) for layer in self.model.layers)
+        pairs = sum(of_each(self.model.layers, lambda layer: self._attended(layer, num_tokens, _entries_of_all)))
         return self._floor(self._weight_bytes(num_tokens), num_tokens, pairs, 1)
 
     def _exchanged(self, num_requests: int) -> list[float]:
@@ -186,8 +187,8 @@ class StepFloors:
         return (used / self.parallel.ranks.ep_size + experts.fused_shared) / matrix.experts
 
     def _cache_bytes(self, length: int) -> float:
-        caches = (cache for layer in self.model.layers for cache in layer.caches(self.parallel))
-        return sum(cache.entry_bytes * self._read(cache, length, _entries) for cache in caches)
+        by_layer = of_each(self.model.layers, lambda layer: layer.caches(self.parallel))
+        return sum(cache.entry_bytes * self._read(cache, length, _entries) for caches in by_layer for cache in caches)
 
     def _read(self, cache: CacheSpec, length: int, count: Callable[[int, float, float], float]) -> float:
         """Returns the entries of one request's cache that attention reads. A state counts twice: it is read and

@@ -19,6 +19,7 @@ from sglang.srt.kernels.all_reduce_table import quantized_from
 from sglang.srt.kernels.ledger_file import Ledger
 from sglang.srt.kernels.resolve import resolve
 from sglang.srt.kernels.spec import NoKernel
+from sglang.srt.plan.equal_layers import of_each
 from sglang.srt.plan.kv_spec import KV_DTYPE_BYTES
 from sglang.srt.plan.layer_spec import FeedForward, LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
@@ -129,13 +130,24 @@ def total(rows: list[TimedOp]) -> StepTime:
 
 def ops_of(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
     """Yields the ops of a step in their order, each with its name."""
-    tokens, hidden = step.tokens, model.hidden_size
-    rows, quant = expert_rows(model, parallel.ranks), model.expert_quant
+    yield from ops_to_hidden_states(model, parallel, step)
+    yield from head_ops(model, parallel, step.tokens if step.verifies else step.batch)
+
+
+def ops_to_hidden_states(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
+    """Yields the ops of the embedding and of all layers. Those of equal layers are the same objects."""
+    hidden, rows, quant = model.hidden_size, expert_rows(model, parallel.ranks), model.expert_quant
     scheme = quant.scheme if quant else None
-    yield "embedding", Elementwise("embedding", 4.0 * tokens * hidden)
-    for i, layer in enumerate(model.layers):
-        yield from layer_ops(model, i, layer, parallel, step, rows, scheme)
-    yield from head_ops(model, parallel, tokens if step.verifies else step.batch)
+    yield "embedding", Elementwise("embedding", 4.0 * step.tokens * hidden)
+    known: dict[tuple[int, tuple[str | None, ...]], list[tuple[str, Op]]] = {}
+    by_layer = of_each(model.layers, lambda layer: layer.weights(hidden, parallel.ranks, rows))
+    for i, (layer, weights) in enumerate(zip(model.layers, by_layer, strict=True)):
+        matrices = (part for part in weights if isinstance(part, Matrix) and not part.experts)
+        quants = (model.quant_of(i, matrix) for matrix in matrices)
+        kind = id(layer), tuple(quant.scheme if quant else None for quant in quants)
+        if kind not in known:
+            known[kind] = list(layer_ops(model, i, layer, parallel, step, rows, scheme))
+        yield from known[kind]
 
 
 def head_ops(model: ModelDescription, parallel: ParallelConfig, rows: int) -> Iterator[tuple[str, Op]]:

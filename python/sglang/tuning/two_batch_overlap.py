@@ -16,11 +16,10 @@ from sglang.srt.hardware.topology import Topology
 from sglang.srt.kernels.two_batch_table import TwoBatchThreshold, two_batch_threshold
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
-from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.two_batch_overlap import alternates_by_block, has_experts, min_tokens, why_not_split
-from sglang.tuning.ops import AllReduce, Elementwise, Op
+from sglang.tuning.ops import AllReduce, Op
 from sglang.tuning.step import Step
-from sglang.tuning.steps import StepTime, TimedOp, head_ops, layer_ops, time_step, timed, total, unserved_ops
+from sglang.tuning.steps import StepTime, TimedOp, head_ops, ops_to_hidden_states, time_step, timed, total, unserved_ops
 
 SLOWDOWN = 1.1
 """A guess: NCCL's kernels take up to 16 of 188 SMs, and 50 GB/s each way of 1,540 of the memory."""
@@ -123,14 +122,7 @@ def _rows(
 ) -> Iterator[TimedOp]:
     """Yields the ops in order, each timed once."""
     known: dict[tuple[str, Op], TimedOp] = {}
-    for name, op in _ops(model, parallel, step):
+    for name, op in ops_to_hidden_states(model, parallel, step):
         if (name, op) not in known:
             (known[name, op],) = timed([(name, op)], unserved, arch)
         yield known[name, op]
-
-
-def _ops(model: ModelDescription, parallel: ParallelConfig, step: Step) -> Iterator[tuple[str, Op]]:
-    rows, quant = expert_rows(model, parallel.ranks), model.expert_quant
-    yield "embedding", Elementwise("embedding", 4.0 * step.tokens * model.hidden_size)
-    for i, layer in enumerate(model.layers):
-        yield from layer_ops(model, i, layer, parallel, step, rows, quant.scheme if quant else None)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
 
 import torch
 
+from sglang.ledger.launch_form import named, recording
+from sglang.ledger.variant import Variant
 from sglang.srt.blocks.block_selection.kernels.block_scores import block_scores
 from sglang.srt.blocks.block_selection.spec import BlockIndexer
 from sglang.srt.blocks.compressed.kernels import compressor, tail_rotation
@@ -49,16 +52,17 @@ from sglang.srt.blocks.recurrent_state.step_kernels import StepKernels, Verified
 from sglang.srt.blocks.shared_sparse.spec import SharedSparse
 from sglang.srt.blocks.short_convolution.kernels import short_convolution
 from sglang.srt.blocks.short_convolution.spec import ShortConvolution
-from sglang.srt.configs.activation import Activation
+from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
-from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import MIXED_ROWS
+from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, SAME_LAUNCHES, judged_as
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import config_for
-from sglang.srt.kernels.tiles import attention_tiles, fp4_head_dims
+from sglang.srt.kernels.tiles import AttentionTile, attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.latent_chunks import LatentChunk
 from sglang.srt.layers.attention.selection import EntryRows, Selection
 from sglang.srt.layers.attention.triton_ops.block_attention import block_attention_fwd
@@ -80,6 +84,7 @@ from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, E
 from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
+from sglang.srt.layers.moe.fused_moe_triton.config_format import ConfigFileError
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.quantization.activations import RowForm
@@ -141,6 +146,23 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+def tiles_of(op: str, dim: int, v_dim: int, kv_dtype: str, arch: ArchTraits, group: int = 0) -> Iterator[AttentionTile]:
+    """Every tile that the table has. What is launched meanwhile is found by its tile."""
+    for rank, tile in enumerate(attention_tiles(op, dim, v_dim, kv_dtype, arch.features, group)):
+        with named(op, f"{dim}x{v_dim}", "bfloat16", kv_dtype, tile=tile, default=rank == 0):
+            yield tile
+
+
+def of_scheme(op: str, scheme: Scheme | None, arch: ArchTraits) -> AbstractContextManager[None]:
+    """Names launches of weights in this format."""
+    if scheme is None:
+        return named(op, "bf16")
+    stands_for = SAME_LAUNCHES.get(scheme.name, scheme.name)
+    native = product_of(SCHEMES[stands_for], arch_by_name(judged_as(arch)).features)
+    other = product_of(scheme, arch.features).kind != native.kind
+    return named(op, stands_for, *([DEQUANTIZED_TAIL.strip("/")] if other else []))
+
+
 def each_once(launcher: Callable[..., Any]) -> Callable[..., Any]:
     """A launcher whose calls with the same objects and tensors of the same sizes launch the same: the first one does,
     and the others have what it returned."""
@@ -153,6 +175,12 @@ def each_once(launcher: Callable[..., Any]) -> Callable[..., Any]:
         return results[key][1]
 
     return run
+
+
+def launch_published(arch: ArchTraits, done: set[object]) -> None:
+    """Everything that can be launched for all of them."""
+    for model, tp_size in models():
+        launch_all(model, tp_size, arch, done)
 
 
 def models(names: Sequence[str] = (), layouts: Sequence[int] = LAYOUTS) -> Iterator[tuple[ModelDescription, int]]:
@@ -380,20 +408,19 @@ def _block_sparse(shape: AttentionShape, indexer: BlockIndexer, rot: int, arch: 
         rows = EntryRows(table, positions, empty(tokens, dtype=torch.int32), CONTEXT, run=run)
         blocks = rows.blocks(block, heads)
         scores = empty(tokens, heads, -(-blocks.max_count // 16) * 16, dtype=torch.float32)
-        for tile in attention_tiles("block_indexer", dim, dim, "bfloat16", arch.features):
+        for tile in tiles_of("block_indexer", dim, dim, "bfloat16", arch):
             block_scores(q, keys, rows, block, chosen, indexer.local_blocks, scores, tile=tile, num_sms=arch.num_sms)
         selection = Selection(empty(tokens * heads, chosen, dtype=torch.int32), blocks.counts)
         select_entries(scores.flatten(0, 1), blocks, chosen, selection.slots, selection.counts)
         for dtype in CACHES:
             k, v = (empty(SLOTS, heads, shape.head_dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv")
             queries = empty(tokens, shape.num_heads, shape.head_dim)
-            for tile, sms in itertools.product(
-                attention_tiles("block_attention", shape.head_dim, shape.v_head_dim, dtype, arch.features), (1, 188)
-            ):
-                block_attention_fwd(
-                    queries, k, v, selection, rows.counts, block, empty(*queries.shape), scale=0.1, tile=tile,
-                    num_sms=sms,
-                )  # fmt: skip
+            for tile in tiles_of("block_attention", shape.head_dim, shape.v_head_dim, dtype, arch):
+                for sms in (1, 188):
+                    block_attention_fwd(
+                        queries, k, v, selection, rows.counts, block, empty(*queries.shape), scale=0.1, tile=tile,
+                        num_sms=sms,
+                    )  # fmt: skip
 
 
 def _whole_norm(shape: AttentionShape) -> None:
@@ -403,10 +430,15 @@ def _whole_norm(shape: AttentionShape) -> None:
 
 
 def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
-    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     norm, weight = mixer.qk_norm, None
     if isinstance(norm, PerHead):
-        weight = empty(dim, dtype=torch.float32 if norm.fp32 else BF16)
+        weight = empty(shape.head_dim, dtype=torch.float32 if norm.fp32 else BF16)
+    rope_stores(shape, mixer.rotary_dim, weight, mixer.rope.is_neox_style)
+
+
+def rope_stores(shape: AttentionShape, rotary_dim: int, weight: torch.Tensor | None, is_neox_style: bool) -> None:
+    """Stores into caches of every type. weight: of the norms of heads."""
+    heads, kv_heads, dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
     caches = [
         {name: empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for name in CACHE_NAMES} for dtype in CACHES
     ]
@@ -415,8 +447,8 @@ def _rope_store(shape: AttentionShape, mixer: GQA) -> None:
     for stored, tokens in itertools.product(caches, (1, 100, 300)):
         rope_store.qk_norm_rope_store(
             empty(tokens, (heads + 2 * kv_heads) * dim), empty(tokens, dtype=torch.int64),
-            empty(CONTEXT, mixer.rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim,
-            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=mixer.rope.is_neox_style, **stored,
+            empty(CONTEXT, rotary_dim, dtype=torch.float32), weight, weight, 1e-6, heads, kv_heads, dim,
+            out_cache_loc=empty(tokens, dtype=torch.int64), is_neox_style=is_neox_style, **stored,
         )  # fmt: skip
 
 
@@ -457,13 +489,14 @@ def _attention(
         if latent:
             q, k = empty(100, heads, dim), empty(100, kv_heads, dim)
             v = k[..., :v_dim]
-        for tile in attention_tiles("extend_attention", dim, v_dim, dtype, arch.features):
+        for tile in tiles_of("extend_attention", dim, v_dim, dtype, arch):
             for prefix, parts in ((False, None), *((True, each) for each in (None, *shared))):
                 prompts(
                     q, k, v, empty(100, heads, v_dim), k_cache, v_cache, table, slots, lens, starts, scale=0.1,
                     tile=tile, has_prefix=prefix, parts=parts, **layer,
                 )  # fmt: skip
-        for tile in attention_tiles("decode_attention", dim, v_dim, dtype, arch.features):
+        # No model caps scores of latents, and the kernel that decodes them does not.
+        for tile in tiles_of("decode_attention", dim, v_dim, dtype, arch) if not (latent and cap) else ():
             for tokens in (1, 4):  # of each request: one, or draft tokens
                 workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
                 plan = plan_decode(lens, workspace, tile)
@@ -505,12 +538,12 @@ def _fp4_attention(shape: AttentionShape, layer: dict[str, Any], arch: ArchTrait
     caches, lens = fp4_caches(shape), empty(8, dtype=torch.int32)
     rows = {"req_to_token": empty(REQUESTS + 1, CONTEXT, dtype=torch.int32), "scale": 0.1, **layer, **caches}
     rows["req_pool_indices"] = empty(8, dtype=torch.int64)
-    for tile in attention_tiles("extend_attention", dim, v_dim, FP4, arch.features):
+    for tile in tiles_of("extend_attention", dim, v_dim, FP4, arch):
         extend_fp4_fwd(
             q, k, v, empty(100, heads, v_dim), prefix_lens=lens, start_loc=empty(9, dtype=torch.int32), tile=tile,
             causal=causal, **rows,
         )  # fmt: skip
-    for tile in attention_tiles("decode_attention", dim, v_dim, FP4, arch.features) if causal else ():
+    for tile in tiles_of("decode_attention", dim, v_dim, FP4, arch) if causal else ():
         for tokens in (1, 4):
             workspace = DecodeWorkspace.allocate(64, tokens * heads, kv_heads, v_dim, arch.num_sms, tile, "meta")
             plan = plan_decode(lens, workspace, tile)
@@ -528,7 +561,7 @@ def _images_both_ways(shape: AttentionShape, window: int, arch: ArchTraits) -> N
         cache = [empty(SLOTS, kv_heads, dim, dtype=STORAGE_DTYPES[dtype]) for _ in "kv"]
         q, k, v = (empty(100, count, dim) for count in (heads, kv_heads, kv_heads))
         table, slots = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32), empty(8, dtype=torch.int64)
-        for tile in attention_tiles("extend_attention", dim, dim, dtype, arch.features):
+        for tile in tiles_of("extend_attention", dim, dim, dtype, arch):
             for prefix in (True, False):
                 extend_attention_fwd(
                     q, k, v, empty(100, heads, dim), *cache, table, slots, empty(8, dtype=torch.int32),
@@ -571,7 +604,7 @@ def _latent(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
                 empty(rank), 1e-6, cache, positions, 1.0, is_neox_style,
             )  # fmt: skip
         chunks = [LatentChunk(empty(64, dtype=torch.int64), bounds)] * 2
-        for tile in attention_tiles("latent_prompt_attention", *prompt, "bfloat16", arch.features):
+        for tile in tiles_of("latent_prompt_attention", *prompt, "bfloat16", arch):
             for prefix in ([], chunks):
                 out = empty(tokens, heads, v_dim)
                 latent_prompt.latent_prompt_attention(
@@ -674,15 +707,13 @@ def _pooled_sparse(mixer: PooledSparse, tp_size: int, arch: ArchTraits) -> None:
     for run in (1, 1000):
         entries = EntryRows(table, at, counts, CONTEXT // mixer.block, mixer.block, run)
         logits, scores = (empty(tokens, wide, dtype=torch.float32) for wide in (entries.max_count, index.num_heads))
-        for tile in attention_tiles("sparse_indexer", dim, dim, "bfloat16", arch.features):
+        for tile in tiles_of("sparse_indexer", dim, dim, "bfloat16", arch):
             index_logits(q, scores, keys, None, entries, index.top_k, logits, tile=tile, num_sms=arch.num_sms)
         select_entries(logits, entries, index.top_k, slots, counts)
     chosen = BlockSelection(slots, counts, counts, counts, mixer.block)
     queries, k_cache = empty(tokens, shape.num_heads, shape.head_dim), empty(SLOTS, shape.num_kv_heads, shape.head_dim)
     group = shape.num_heads // shape.num_kv_heads
-    for tile in attention_tiles(
-        "selected_block_attention", shape.head_dim, shape.v_head_dim, "bfloat16", arch.features, group
-    ):
+    for tile in tiles_of("selected_block_attention", shape.head_dim, shape.v_head_dim, "bfloat16", arch, group):
         for some in (1, tokens):
             part = BlockSelection(*(x[:some] for x in (slots, counts, counts, counts)), chosen.block)
             selected_block_attention_fwd(
@@ -793,12 +824,12 @@ def _selected(
 ) -> None:
     """Of prompts, and of batches of every size that is cut into shares."""
     sink = empty(shape.num_heads, dtype=torch.float32) if sinks else None
-    tiles = attention_tiles("sparse_attention", shape.head_dim, shape.v_head_dim, dtype, arch.features)
-    for tile, tokens in itertools.product(tiles, (1, 4, 8, 60, 1000)):
-        q, out = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.num_heads, shape.v_head_dim)
-        for lse in (None, empty(tokens, shape.num_heads, dtype=torch.float32)):
-            sources = [(cache, selected(entries.slots.shape[1], tokens)) for cache, entries in caches]
-            sparse_attention_fwd(q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse)
+    for tile in tiles_of("sparse_attention", shape.head_dim, shape.v_head_dim, dtype, arch):
+        for tokens in (1, 4, 8, 60, 1000):
+            q, out = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.num_heads, shape.v_head_dim)
+            for lse in (None, empty(tokens, shape.num_heads, dtype=torch.float32)):
+                sources = [(cache, selected(entries.slots.shape[1], tokens)) for cache, entries in caches]
+                sparse_attention_fwd(q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse)
 
 
 def _index_rows(indexer: Indexer, rot: int) -> None:
@@ -830,13 +861,13 @@ def _indexer(indexer: Indexer, rate: int, arch: ArchTraits) -> None:
         for run in (1, 2, 4, 1000):
             rows = EntryRows(table, empty(tokens, dtype=torch.int64), counts, CONTEXT // rate, rate, run)
             logits = empty(tokens, rows.max_count, dtype=torch.float32)
-            for tile in attention_tiles("sparse_indexer", dim, dim, name, arch.features):
+            for tile in tiles_of("sparse_indexer", dim, dim, name, arch):
                 index_logits(q, weights, cache, scales, rows, indexer.top_k, logits, tile=tile, num_sms=arch.num_sms)
             select_entries(logits, rows, indexer.top_k, slots, counts)
 
 
 def _image_encoder(dim: int, arch: ArchTraits) -> None:
-    for tile in attention_tiles("prefill_attention", dim, dim, "bfloat16", arch.features):
+    for tile in tiles_of("prefill_attention", dim, dim, "bfloat16", arch):
         q, k, v, o = (empty(100, 16, dim) for _ in "qkvo")
         context_attention_fwd(q, k, v, o, empty(9, dtype=torch.int32), is_causal=False, tile=tile)
 
@@ -1007,7 +1038,8 @@ def _of_a_weight(launch: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         weight = linear_weight(rows, cols, scheme, static)
         if weight is not None:
-            launch(_packed(weight, arch), empty(rows) if bias else None, (rows, cols, bias), out)
+            with of_scheme("linear", scheme, arch):
+                launch(_packed(weight, arch), empty(rows) if bias else None, (rows, cols, bias), out)
 
     return part
 
@@ -1126,8 +1158,11 @@ def _experts(
     """Few pairs, many, groups of every size, and the tiles of a tuning file."""
     matrices, zeros = _expert_matrices(experts, hidden, inter, scheme, static, act, bias, arch)
     candidates = _candidates(scheme, arch)
-    with patch.object(config_files, "files", _tuning_files):
-        tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
+    try:
+        with patch.object(config_files, "files", _tuning_files):
+            tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
+    except ConfigFileError:
+        tuned = None  # of weights with other groups, in a file of the same name
     pairs = {str(pair): pair for pair in tuned.by_tokens.values()} if tuned else {}
     own = [(16, MoeTiles(float("inf"), pair.gate_up, pair.down)) for pair in pairs.values()]
     for each in filter(None, (matrices, zeros)):
@@ -1193,13 +1228,27 @@ def _launch(
 ) -> None:
     """For so many tokens, with tiles or those that a plan would choose."""
     w13, w2 = matrices
-    with patch.multiple(moe, _operand=each_once(moe._operand), align=each_once(moe.align)):
+    once = patch.multiple(moe, _operand=each_once(moe._operand), align=each_once(moe.align))
+    with of_scheme("fused_moe", w13.scheme, arch), once:
         for tokens, tiles in launches:
             x, weights = empty(tokens, w2.rows), empty(tokens, top_k, dtype=torch.float32)
             ids = empty(tokens, top_k, dtype=torch.int32)
             moe.fused_moe(
                 x, w13, w2, weights, ids, act, tile_configs_of(w13, w2, ids, arch.features, tiles), arch.features
             )
+
+
+def grouped_product(
+    kind: str, scheme: Scheme | None, tile: Tile, sizes: tuple[int, int], arch: ArchTraits, bias: bool = False
+) -> Variant:
+    """One grouped product, `kind` "gate_up" or "down", with a tile, in the table or not. sizes: hidden, of an
+    expert."""
+    act = GPT_OSS_SWIGLU if bias else SILU
+    static = scheme is not None and scheme.activation == "nvfp4"
+    matrices, _ = _expert_matrices(128, *sizes, scheme, static, act, bias, arch)
+    with recording(arch.name) as found:
+        _launch(matrices, 8, [(16, MoeTiles(float("inf"), tile, tile))], act, arch)
+    return next(form.variant("fused_moe", kind) for form in found if form.kernel == f"kernels.{kind}_kernel")
 
 
 class NoLibrary:

@@ -1,4 +1,5 @@
-"""Ledger coverage of compiled kernels: every launcher, with the sizes of the published models, against the ledger.
+"""Ledger coverage of compiled kernels: every launcher, with the sizes of the published models and others, against the
+ledger.
 
 Nothing is compiled but where a test says so. With every tile, sizes that are alike to launches are launched once;
 `make thorough` launches all of them and compares. Five seeded defects at the end show that each kind is caught by name.
@@ -25,48 +26,43 @@ from sglang.ledger import command as ledger
 from sglang.ledger import compile as compiling
 from sglang.ledger import coverage as covering
 from sglang.ledger import rules as ledger_rules
-from sglang.ledger.coverage import Coverage, UncoveredLaunch, check_launches, coverage, form_rules
-from sglang.ledger.launch_form import Form, kernel_name, recording
+from sglang.ledger.coverage import Coverage, UncoveredLaunch, check_launches, coverage
+from sglang.ledger.form_rules import FORM_RULES
+from sglang.ledger.launch_form import Form, Launches, kernel_name, recording
 from sglang.ledger.lock_writer import write_lock
-from sglang.ledger.measure import variant_table
+from sglang.ledger.measure import variant_of, variant_table
+from sglang.ledger.record import recorded
 from sglang.ledger.variant import Variant
 from sglang.srt import blocks, layers
 from sglang.srt.configs.activation import SILU
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import LOCK_DIR, Row, RowKey, read_lock
-from sglang.srt.kernels.tiles import HEAD_DIMS
 from sglang.srt.layers.attention.triton_ops import decode_attention
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
-from sglang.srt.layers.triton_ops import activation, norm
+from sglang.srt.layers.triton_ops import norm
 from sglang.srt.managers import launch
 from sglang.srt.managers.scheduler import scheduler_process
 from sglang.srt.managers.wire.ipc import Ports
-from sglang.srt.plan.model_description import describe_model
 from sglang.srt.server_args import ServerArgs
-from srt.kernels import census
-from srt.kernels.published import configs
+from srt.kernels import census, census_between
 from srt.layers.moe.moe_harness import tile_configs_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
-UNSERVED = {"quantize.amax_kernel": "activations without a static scale get one for each token"}
-"""Kernels with rows that no launcher of the server reaches."""
-
-
 pytestmark = pytest.mark.timeout(900)  # two minutes for the first test, where three workers share two processors
 
 
 @pytest.fixture(scope="module")
-def forms() -> dict[Form, int]:
-    """Of every model in every layout, on an RTX PRO 6000."""
+def forms() -> Launches:
+    """Of every model in every layout, and what is between their sizes, on an RTX PRO 6000."""
     done: set[object] = set()
     with recording("sm_120") as found:
-        for model, tp_size in census.models():
-            census.launch_all(model, tp_size, ARCH, done)
+        census.launch_published(ARCH, done)
+        census_between.launch_between(ARCH, done)
     return found
 
 
 @pytest.fixture(scope="module")
-def rows(forms: dict[Form, int]) -> dict[Form, RowKey | None]:
+def rows(forms: Launches) -> dict[Form, RowKey | None]:
     """The row of each form."""
     table = coverage("sm120")
     return {form: table.row_of(form) for form in forms}
@@ -95,28 +91,21 @@ def test_every_launch_has_a_row(rows: dict[Form, RowKey | None], capsys: pytest.
 
 
 @pytest.mark.thorough
-def test_sizes_that_are_alike_launch_the_same(forms: dict[Form, int]) -> None:
+def test_sizes_that_are_alike_launch_the_same(forms: Launches) -> None:
     """What the census leaves out where another size stands for one."""
     done: set[object] = set()
     with recording("sm_120") as found:
         for model, tp_size in census.models():
             census.launch_all(model, tp_size, ARCH, done, alike=lambda size: size)
+        census_between.launch_between(ARCH, done)
     assert found.keys() == forms.keys()
 
 
-def test_sizes_between_the_published_ones_have_rows() -> None:
-    """Every width of heads that attention has tiles for, few experts, as merges of dense models have, and a vocabulary
-    that tokens were added to."""
-    llama, mixtral = (configs()[name] for name in ("Meta-Llama-3.1-8B", "Mixtral-8x7B-v0.1"))
-    others = [llama | {"head_dim": dim} for dim, v_dim in HEAD_DIMS if dim == v_dim]
-    others += [mixtral | {"num_local_experts": experts} for experts in (2, 4, 16, 32)]
-    others.append(llama | {"vocab_size": 128_258})
-    done: set[object] = set()
-    with recording("sm_120") as found:
-        for config in others:
-            census.launch_all(describe_model(config, None, False), 1, ARCH, done)
-    uncovered = coverage("sm120").uncovered(found)
-    assert not uncovered, "\n".join(uncovered[:20])
+def test_rows_are_what_launches_need(forms: Launches) -> None:
+    """None is left of what nobody launches any more, and the server finds those that it looks for by name."""
+    table = variant_table("sm120")
+    needed = recorded("sm120", table, forms)
+    assert needed.keys() == table.keys(), "python scripts/record_launches.py makes them"
 
 
 def test_the_documented_numbers_are_those_of_the_census(rows: dict[Form, RowKey | None]) -> None:
@@ -126,18 +115,15 @@ def test_the_documented_numbers_are_those_of_the_census(rows: dict[Form, RowKey 
         assert stated is not None and abs(int(stated[1].replace(",", "")) / count - 1) < 0.05, (count, what)
 
 
-def test_every_kernel_is_in_the_census_and_on_record(forms: dict[Form, int]) -> None:
+def test_every_kernel_is_in_the_census(forms: Launches) -> None:
     names = {kernel_name(kernel) for kernel in kernels()}
-    recorded = {kernel_name(variant.fn) for variant in variant_table("sm120").values()}
-    launched = {form.kernel for form in forms}
-    assert names - launched == set(UNSERVED), "a launcher that the census does not run"
-    assert names - recorded == set(), "a kernel without rows"
-    assert form_rules().keys() <= names, "a rule for a kernel that does not exist"
+    assert names - {form.kernel for form in forms} == set(), "a launcher that the census does not run"
+    assert FORM_RULES.keys() <= names, "a rule for a kernel that does not exist"
 
 
 def test_rules_name_parameters_that_exist() -> None:
     by_name = {kernel_name(kernel): set(kernel.arg_names) for kernel in kernels()}
-    for name, rule in form_rules().items():
+    for name, rule in FORM_RULES.items():
         conditions = {condition.partition("=")[0] for condition in (*rule.absent, *rule.counts_where)}
         named = rule.free | rule.at_most | rule.at_least | rule.counts | rule.optional
         # Rules that several kernels share name what one of them does not have.
@@ -162,13 +148,6 @@ def form_of_row(variant: Variant) -> Form:
     )
 
 
-def variant_of_form(form: Form) -> Variant:
-    """What Triton would compile for the launch itself."""
-    tile = {"num_warps": form.num_warps, "num_stages": form.num_stages}
-    types, constants = dict(form.types), dict(form.constants)
-    return Variant("census", form.kernel, form.fn, types, constants, tuple(form.multiples), tile, ones=tuple(form.ones))
-
-
 def test_a_covered_launch_costs_no_more_than_its_row(rows: dict[Form, RowKey | None]) -> None:
     """The rules of reduction, judged by the compiler: another launch with every commit."""
     lock = read_lock("sm120")
@@ -182,7 +161,7 @@ def test_a_covered_launch_costs_no_more_than_its_row(rows: dict[Form, RowKey | N
         row = rows[form]
         assert row is not None
         recorded = lock[row].by_target[target]
-        own = compiling.compile_variant(variant_of_form(form), "sm_120")
+        own = compiling.compile_variant(form.variant("census", form.kernel), "sm_120")
         budget = max(recorded[2], ledger_rules.spill_budget("sm120", row[0], row[1]))
         assert own[0] <= recorded[0], f"{form}: {own[0]} B of shared memory, {'/'.join(row)} has {recorded[0]}"
         if variant_table("sm120")[row].default:
@@ -327,17 +306,6 @@ def test_defect_a_launchers_constant(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_defect_a_constant_that_launcher_and_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four times the block of both: the rows are no longer those that were measured."""
-    monkeypatch.setattr(activation, "SMALL_BLOCK", activation.SMALL_BLOCK | {"BLOCK": 4096})
-    variant_table.cache_clear()
-    try:
-        problems = list(ledger_rules.missing("sm120", read_lock("sm120"), variant_table("sm120")))
-    finally:
-        variant_table.cache_clear()
-    assert any("silu_and_mul/small tile w4 s3 BLOCK4096 is not in the lock" in problem for problem in problems)
-
-
 def test_defect_a_missing_kernel() -> None:
     table = {key: v for key, v in variant_table("sm120").items() if v.fn is not decode_attention.combine_kernel}
     problems = Coverage(table).uncovered(launches_of("Qwen3-0.6B"))
@@ -360,18 +328,15 @@ def test_defect_an_unaligned_dimension() -> None:
 
 def test_defect_a_feature_that_spills() -> None:
     """What the audit met: a float8 cache with a window, a cap and sinks, on the tile that serves it without."""
-    from sglang.ledger.variants.attention import describe
-
     tile = {"BLOCK_M": 64, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
-    flags = ("HAS_WINDOW", "HAS_CAP", "HAS_SINKS")
-    variant = describe("extend_attention", (256, 256), "fp8_e4m3", tile, "window_cap_sinks", flags)
+    variant = variant_of("sm120", "extend_attention", "256x256/bfloat16/fp8_e4m3/window_cap_sinks").with_tile(tile)
     key = (variant.op, variant.key, "M64 N32 w8 s2")
     rows = {key: Row("", {"3.9.0/sm_120": compiling.compile_variant(variant, "sm_120")})}
     (problem,) = ledger_rules.over_spill_budget("sm120", rows, {key: variant})
     assert "extend_attention/256x256/bfloat16/fp8_e4m3/window_cap_sinks default tile M64 N32 w8 s2 spills" in problem
 
 
-def launches_of(model: str) -> dict[Form, int]:
+def launches_of(model: str) -> Launches:
     with recording("sm_120") as found:
         for described, tp_size in census.models((model,), (1,)):
             census.launch_all(described, tp_size, ARCH, set())

@@ -18,8 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.compiler.compiler import make_backend  # noqa: E402
 
-from sglang.ledger.coverage import form_rules  # noqa: E402
-from sglang.ledger.form_rule import FormRule  # noqa: E402
+from sglang.ledger.form_rules import FORM_RULES, FormRule  # noqa: E402
 from sglang.ledger.measure import variant_table  # noqa: E402
 from sglang.ledger.variant import Variant  # noqa: E402
 
@@ -30,7 +29,7 @@ def kernel_name(fn: Any) -> str:
 
 def counted(variant: Variant) -> tuple[str, ...]:
     """The numbers that may be 1 in a launch and that Triton then compiles in."""
-    fn, rule = variant.fn, form_rules().get(kernel_name(variant.fn), FormRule())
+    fn, rule = variant.fn, FORM_RULES.get(kernel_name(variant.fn), FormRule())
     names = rule.counts - set(fn.do_not_specialize)
     return tuple(name for name in fn.arg_names if name in names and variant.signature[name] in ("i32", "i64"))
 

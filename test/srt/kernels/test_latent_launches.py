@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from sglang.ledger.coverage import coverage
-from sglang.ledger.launch_form import Form, recording
+from sglang.ledger.launch_form import Launches, recording
 from sglang.srt.blocks.mla.layer import LatentAttention
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import parallel_state
@@ -89,7 +89,7 @@ def test_every_launch_of_a_step_is_on_record(
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
     monkeypatch.setattr(groups.tp, "all_gather", lambda x: x)
     ways: dict[str, object] = {}
-    forms: dict[Form, int]
+    forms: Launches
     with torch.inference_mode(), recording("sm_120") as forms:
         model = model_on_meta(plan, args)
         attention = create_attention_sites(plan, "meta")

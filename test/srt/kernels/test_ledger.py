@@ -12,7 +12,7 @@ from sglang.ledger import command as ledger
 from sglang.ledger import compile as compiling
 from sglang.ledger import rules as ledger_rules
 from sglang.ledger.lock_writer import write_lock
-from sglang.ledger.measure import row_key, variant_table
+from sglang.ledger.measure import row_key, variant_of, variant_table
 from sglang.ledger.variant import Variant
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels import tiles
@@ -26,7 +26,7 @@ def rows_with(smem: int = 1000, spills: int = 0, target: str = "3.9.0/sm_120") -
 
 
 def variant(default: bool = True) -> Variant:
-    return Variant(KEY[0], KEY[1], None, {}, {}, (), {}, (576, 512), "bfloat16", default)
+    return Variant(KEY[0], KEY[1], None, {}, {}, (), {}, default)
 
 
 def test_the_documented_figures_are_those_of_the_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,12 +201,10 @@ def test_matrix_instructions() -> None:
 
 
 def moe_variant(block_m: int, block_n: int, block_k: int, stages: int) -> Variant:
-    from sglang.ledger.variants.experts import variants
-
-    found = next(v for v in variants("fused_moe") if v.key.startswith("gate_up"))
-    blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    tile = {**found.tile, **blocks, "num_stages": stages}
-    return dataclasses.replace(found, tile=tile, constexprs={**found.constexprs, **blocks})
+    found = variant_of("sm120", "fused_moe", "gate_up/bf16/even")
+    return found.with_tile(
+        found.tile | {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "num_stages": stages}
+    )
 
 
 @pytest.mark.parametrize("stages", [4, 2])
@@ -222,12 +220,9 @@ def test_the_check_bites_on_a_fused_moe_tile_of_the_published_size(stages: int) 
 
 def test_the_check_bites_on_the_mla_tile_of_the_published_crash() -> None:
     pytest.importorskip("triton")
-    from sglang.ledger.variants.attention import describe
-
     tile = {"BLOCK_M": 32, "BLOCK_N": 64, "num_warps": 8, "num_stages": 2}
-    result = compiling.compile_variant(
-        describe("extend_attention", (576, 512), "bfloat16", tile, "plain", ()), "sm_120"
-    )
+    found = variant_of("sm120", "extend_attention", "576x512/bfloat16/bfloat16/plain")
+    result = compiling.compile_variant(found.with_tile(tile), "sm_120")
     assert result[0] > arch_by_name("sm_120").smem_per_block
     assert list(ledger_rules.over_limit("sm120", {KEY: Row("x", {"3.9.0/sm_120": result})}))
 

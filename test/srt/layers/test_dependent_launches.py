@@ -20,11 +20,7 @@ from pairs import some_of
 
 import sglang
 from sglang.ledger.compile import Compiled, compile_for
-from sglang.ledger.variant import Variant
-from sglang.ledger.variants.attention import variants as attention_variants
-from sglang.ledger.variants.elementwise import variants
-from sglang.ledger.variants.experts import variants as moe_variants
-from sglang.ledger.variants.quantized import variants as quant_variants
+from sglang.ledger.measure import variant_of
 from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import SILU
 from sglang.srt.configs.quant_scheme import SCHEMES
@@ -36,7 +32,7 @@ from srt.layers.attention.reference import Problem
 from srt.layers.attention.test_attention_kernels import first_tile
 from srt.layers.moe.moe_harness import Case, make_case, tile_configs_of
 
-TARGET, FEATURES = "sm_120", ("cp_async",)
+LOCK, TARGET = "sm120", "sm_120"
 PLAN = {"work_ptr", "req_pool_indices_ptr"}
 DRAFT_TOKENS = PLAN | {"prefix_lens_ptr"}
 BEFORE_THE_WAIT = {
@@ -69,16 +65,9 @@ _REGISTER = re.compile(r"%\w+")
 _PARAMETER = re.compile(r"_param_(\d+)")
 
 
-def variant_of(op: str, key: str) -> Variant:
-    makers = {"decode_attention": attention_variants, "linear": quant_variants, "fused_moe": moe_variants}
-    if "skinny" in key:
-        makers.pop(op)
-    return next(v for v in makers.get(op, variants)(op, FEATURES) if v.key == key)
-
-
 @functools.cache
 def early(op: str, key: str) -> Compiled:
-    variant = variant_of(op, key)
+    variant = variant_of(LOCK, op, key)
     return compile_for(replace(variant, constexprs={**variant.constexprs, "PDL": True}), TARGET)
 
 
@@ -108,7 +97,7 @@ def read_from(ptx: str, names: list[str]) -> set[str]:
 
 @pytest.mark.parametrize(("op", "key"), some_of(BEFORE_THE_WAIT, [key for key in BEFORE_THE_WAIT if key not in ALIKE]))
 def test_what_is_read_before_the_wait(op: str, key: str) -> None:
-    variant = variant_of(op, key)
+    variant = variant_of(LOCK, op, key)
     before, wait, rest = early(op, key).ptx.partition("griddepcontrol.wait")
     names = [name for name, kind in variant.signature.items() if kind != "constexpr" and name not in variant.ones]
     pointers = {name for name in names if variant.signature[name].startswith("*")}
@@ -123,13 +112,15 @@ def test_what_is_read_before_the_wait(op: str, key: str) -> None:
 def test_weights_are_on_their_way_before_the_wait(op: str, key: str) -> None:
     """Those of every step that is loaded early, and they are not used before it: that would wait for them."""
     before = before_the_wait(op, key)
-    assert before.count("L1::evict_first") >= variant_of(op, key).constexprs["EARLY"] >= 8 and "e4m3x2" not in before
+    assert (
+        before.count("L1::evict_first") >= variant_of(LOCK, op, key).constexprs["EARLY"] >= 8 and "e4m3x2" not in before
+    )
 
 
 @pytest.mark.parametrize(("op", "key"), PREFETCHED)
 def test_lines_of_weights_are_asked_for_before_the_wait(op: str, key: str) -> None:
     """Each once, by one thread, and without a place to put it."""
-    plain = variant_of(op, key)
+    plain = variant_of(LOCK, op, key)
     lines = plain.constexprs["BLOCK_N"] * plain.constexprs["AHEAD"] * 2 // 128
     asked = before_the_wait(op, key).count("prefetch.global.L2 [")
     assert asked * 32 * plain.tile["num_warps"] == lines > 0
@@ -137,7 +128,7 @@ def test_lines_of_weights_are_asked_for_before_the_wait(op: str, key: str) -> No
 
 @pytest.mark.parametrize(("op", "key"), some_of([*WEIGHTS_AHEAD, *PREFETCHED], FEW_REGISTERS))
 def test_what_travels_early_takes_few_registers(op: str, key: str) -> None:
-    _, registers, spills, stack, _ = compile_for(variant_of(op, key), TARGET).measurement
+    _, registers, spills, stack, _ = compile_for(variant_of(LOCK, op, key), TARGET).measurement
     measured = early(op, key).measurement
     assert measured[1] <= registers + MARGIN and measured[2:4] == (spills, stack) == (0, 0)
 

@@ -8,7 +8,7 @@ import pytest
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.front import request_preparation
+from sglang.srt.managers.front import request_preparation, result_limits
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
@@ -269,7 +269,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized_as_a_whole(monkeypatch: pytest.
 
 def test_log_probabilities_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompts and outputs, for every prompt and sample. A length that nobody asked for shrinks to what may be."""
-    monkeypatch.setattr(request_preparation, "MAX_LOGPROBS", 60)
+    monkeypatch.setattr(result_limits, "MAX_LOGPROBS", 60)
     prompt = {"input_ids": [1, 2, 3, 4], "return_logprob": True}
     assert prepare(**prompt, sampling_params={"max_new_tokens": 28}).requests[0].sampling_params.max_new_tokens == 28
     wanted = {**prompt, "top_logprobs_num": 1, "token_ids_logprob": [5], "logprob_start_len": 0}
@@ -291,7 +291,7 @@ def test_log_probabilities_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_streams_that_repeat_log_probabilities_have_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_preparation, "MAX_REPEATED_LOGPROBS", 20)
+    monkeypatch.setattr(result_limits, "MAX_REPEATED_LOGPROBS", 20)
     wanted = {"input_ids": [1, 2, 3, 4], "return_logprob": True, "sampling_params": {"max_new_tokens": 21}}
     prepare(**wanted, stream=True)
     prepare(**wanted, repeats_output=True)
@@ -305,7 +305,7 @@ def test_hidden_states_of_a_call_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     hidden_size = ModelConfig.from_server_args(ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH)).hf_config[
         "hidden_size"
     ]
-    monkeypatch.setattr(request_preparation, "MAX_CALL_BYTES", 20 * hidden_size * 4)
+    monkeypatch.setattr(result_limits, "MAX_CALL_BYTES", 20 * hidden_size * 4)
     wanted = {"input_ids": [1, 2, 3, 4], "return_hidden_states": True}
     for given in (None, {"max_new_tokens": None}, {"max_new_tokens": 17}, {"min_new_tokens": 20}):
         (request,) = prepare(flags, **wanted, sampling_params=given).requests

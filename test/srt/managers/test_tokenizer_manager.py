@@ -17,7 +17,13 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints import output_formats
 from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest
 from sglang.srt.function_call.model_formats import ModelFormats
-from sglang.srt.managers.front import logprob_budget, request_preparation, text_encoder, tokenizer_manager
+from sglang.srt.managers.front import (
+    logprob_budget,
+    request_preparation,
+    result_limits,
+    text_encoder,
+    tokenizer_manager,
+)
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
@@ -300,7 +306,7 @@ def test_a_cancelled_reader_aborts() -> None:
 def test_log_probabilities_of_all_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that says its length has its room until it is closed; one that does not may end where room ends."""
     monkeypatch.setattr(logprob_budget, "MAX_ALL_LOGPROBS", 100)
-    monkeypatch.setattr(request_preparation, "ASSUMED_OUTPUT", 5)
+    monkeypatch.setattr(result_limits, "ASSUMED_OUTPUT", 5)
 
     def wanted(rid: str, **params: Any) -> GenerateRequest:
         return call(rid, return_logprob=True, top_logprobs_num=1, sampling_params=params, stream=True)

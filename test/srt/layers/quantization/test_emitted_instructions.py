@@ -8,8 +8,8 @@ import pytest
 from pairs import some
 
 from sglang.ledger.compile import compile_variant
+from sglang.ledger.measure import variant_of
 from sglang.ledger.rules import spill_budget
-from sglang.ledger.variants.quantized import variants
 from sglang.srt.configs.quant_scheme import SCHEMES, describe_dequantization
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.conditions import dequantized_in_registers
@@ -42,8 +42,7 @@ ALIKE = {"fp8_tensor", "int4_g32", "int4_g64", "nvfp4_a16"}
 @pytest.mark.parametrize("scheme", some(SCHEMES, SCHEMES.keys() - ALIKE))
 def test_sm120_multiplies_natively_or_says_that_it_widens(scheme: str) -> None:
     arch = arch_by_name("sm_120")
-    features = tuple(sorted(arch.features))
-    found = next(v for v in variants("linear", features) if v.key == f"tiles/{ROWS.get(scheme, scheme)}/split")
+    found = variant_of("sm120", "linear", f"tiles/{ROWS.get(scheme, scheme)}/split")
     smem, _, spills, _, mma = compile_variant(found, "sm_120")
     assert mma == (ON_SM120[scheme],)
     assert smem <= arch.smem_per_block and spills <= spill_budget("sm120", "linear", found.key)

@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.http_body import Body
 from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.openai.protocol import Int, Name, Positive
 from sglang.srt.entrypoints.unsupported_fields import EMBEDDINGS, NATIVE
-from sglang.srt.managers.front.request_preparation import MAX_TOKEN_IDS_LOGPROB
+from sglang.srt.managers.front.result_limits import MAX_TOKEN_IDS_LOGPROB
 
 MAX_INPUTS = 2_048
 """Texts, items or documents of one call."""

@@ -17,12 +17,12 @@ import numpy as np
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.checked_ids import checked_ids
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
-from sglang.srt.managers.front.logprob_budget import ASSUMED_OUTPUT
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
+from sglang.srt.managers.front.result_limits import ResultLimits
 from sglang.srt.managers.wire.io_struct import MediaItem, TokenizedGenerateReq
 from sglang.srt.managers.wire.token_ids import Ids
-from sglang.srt.sampling.hidden_states import MAX_CALL_BYTES, VALUE_BYTES, num_states
+from sglang.srt.sampling.hidden_states import VALUE_BYTES
 from sglang.srt.sampling.sampling_params import SamplingParams, merge
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.server_args import ServerArgs
@@ -41,15 +41,8 @@ MAX_CALL_PATTERN_CHARS = 1 << 16
 processes that serve all clients."""
 MAX_RID_LENGTH = 256
 MAX_CACHE_KEY = 1024
-MAX_TOP_LOGPROBS = 1024
-MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_KEPT_S = 86_400.0
 """Most seconds for which a prompt may stay cached before others."""
-MAX_LOGPROBS = 1 << 24
-"""Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
-MAX_REPEATED_LOGPROBS = 1 << 18
-"""Of a stream whose events contain everything so far: the last ones have nine megabytes, which take the event loop four
-milliseconds each."""
 MAX_PRIORITY = 1 << 31
 LONG_TEXT_CHARS_PER_TOKEN = 8
 MAX_UNCHECKED_CHARS = 1 << 22
@@ -99,8 +92,8 @@ class RequestPreparer:
         self._vocab_size = model_config.vocab_size
         self._encode = encode
         self._only_embeds = args.is_embedding
-        self._returns_hidden = args.enable_return_hidden_states
-        self._state_bytes = int(model_config.hf_config["hidden_size"]) * VALUE_BYTES
+        state_bytes = int(model_config.hf_config["hidden_size"]) * VALUE_BYTES
+        self._state_bytes = state_bytes if args.enable_return_hidden_states else None
         self._default_priority = args.default_priority_value
         self._refuse_priorities = args.abort_on_priority_when_disabled and not args.enable_priority_scheduling
         self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
@@ -157,8 +150,9 @@ class RequestPreparer:
         )
         requests: list[TokenizedGenerateReq] = []
         received = time.time()
-        num_tokens = num_chars = num_logprobs = num_reserved = num_hidden = 0
-        allowed_logprobs = MAX_REPEATED_LOGPROBS if req.stream and req.repeats_output else MAX_LOGPROBS
+        num_tokens = num_chars = 0
+        repeats = req.stream and req.repeats_output
+        results = ResultLimits(self._context_len, self._vocab_size, self._state_bytes, repeats)
         for prompt, sources, rid, (p, explicit_length), wanted in zip(
             prompts, media, rids, params, options, strict=True
         ):
@@ -193,17 +187,10 @@ class RequestPreparer:
                 keep_s=min(req.keep_s, MAX_KEPT_S),
                 media=items,
             )
-            self._check_logprobs(request)
-            room = (allowed_logprobs - num_logprobs) // num_samples
-            bound, reserved = self._bound_logprobs(request, explicit_length, room, allowed_logprobs)
-            num_logprobs += num_samples * bound
-            num_reserved += num_samples * reserved
-            if wanted[6]:
-                room = MAX_CALL_BYTES // self._state_bytes - num_hidden
-                num_hidden += num_samples * self._bound_hidden(request, explicit_length, room // num_samples)
+            results.add(request, num_samples, explicit_length, bool(wanted[6]))
             requests.extend(_samples(request))
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        return PreparedCall(rids, requests, texts, num_samples, placed_items, num_reserved)
+        return PreparedCall(rids, requests, texts, num_samples, placed_items, results.num_reserved)
 
     def _priority(self, given: int | None) -> int:
         if given is not None and self._refuse_priorities:
@@ -373,75 +360,6 @@ class RequestPreparer:
         longest = room if max_new_tokens is None else min(room, max_new_tokens)
         share = int(longest * req.thinking_share)
         return msgspec.structs.replace(req.thinking, tokens=min(req.thinking.tokens, share))
-
-    def _check_logprobs(self, request: TokenizedGenerateReq) -> None:
-        length, top, wanted = len(request.input_ids), request.top_logprobs_num, request.token_ids_logprob or []
-        if not -1 <= request.logprob_start_len < length:
-            raise RequestError(
-                f"logprob_start_len must be in [-1, {length - 1}] for a prompt of {length} tokens, got "
-                f"{request.logprob_start_len}."
-            )
-        maximum = min(self._vocab_size, MAX_TOP_LOGPROBS)
-        if not 0 <= top <= maximum:
-            raise RequestError(f"top_logprobs_num must be in [0, {maximum}], got {top}.")
-        if len(wanted) > MAX_TOKEN_IDS_LOGPROB:
-            raise RequestError(
-                f"token_ids_logprob must have at most {MAX_TOKEN_IDS_LOGPROB} token ids, got {len(wanted)}."
-            )
-        if set(map(type, wanted)) - {int}:
-            raise RequestError("token_ids_logprob must hold integers.")
-        bad = next((i for i in wanted if not 0 <= i < self._vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"token_ids_logprob must hold token ids in [0, {self._vocab_size - 1}], got {bad}.")
-
-    def _bound_logprobs(
-        self, request: TokenizedGenerateReq, explicit_length: bool, room: int, allowed: int
-    ) -> tuple[int, int]:
-        """Returns how many log probabilities a sample may produce, and for how many it needs room at first. Shrinks a
-        default output length until they are at most `room`, of the `allowed` ones of the call."""
-        if not request.return_logprob:
-            return 0, 0
-        width = 1 + request.top_logprobs_num + len(request.token_ids_logprob or ())
-        num_inputs = 0 if request.logprob_start_len < 0 else len(request.input_ids) - request.logprob_start_len
-        maximum = room // width - num_inputs
-        length = self._longest_output(request, explicit_length, maximum)
-        if length > maximum:
-            raise RequestError(
-                f"{num_inputs} tokens of the prompt and {length} of the output with {width} log probabilities each are "
-                f"more than a call may have, {allowed} for all its prompts and samples"
-                + ("; ask for fewer." if allowed == MAX_LOGPROBS else " in a stream that repeats them; ask for fewer.")
-            )
-        assumed = length if explicit_length else min(length, ASSUMED_OUTPUT)
-        return (num_inputs + length) * width, (num_inputs + assumed) * width
-
-    def _bound_hidden(self, request: TokenizedGenerateReq, explicit_length: bool, room: int) -> int:
-        """Returns how many hidden states a sample may produce. Shrinks a default output length until they are at most
-        `room`."""
-        if not self._returns_hidden:
-            raise RequestError(
-                "return_hidden_states needs a server that was started with --enable-return-hidden-states."
-            )
-        num_inputs = len(request.input_ids)
-        length = self._longest_output(request, explicit_length, room + 1 - num_inputs)
-        states = num_states(num_inputs, num_inputs + length)
-        if states > room:
-            raise RequestError(
-                f"{num_inputs} tokens of the prompt and {length} of the output with {self._state_bytes} bytes of "
-                f"hidden states each are more than a call may have, {MAX_CALL_BYTES} bytes for all its prompts and "
-                "samples; ask for fewer."
-            )
-        return states
-
-    def _longest_output(self, request: TokenizedGenerateReq, explicit_length: bool, maximum: int) -> int:
-        """Returns how many tokens the output may have. Shrinks a default length to `maximum`, if that is at least 1."""
-        params = request.sampling_params
-        length = self._context_len - len(request.input_ids)
-        length = length if params.max_new_tokens is None else min(length, params.max_new_tokens)
-        if length > maximum and not explicit_length and maximum > 0:
-            length = maximum
-            shorter = {"max_new_tokens": maximum, "min_new_tokens": min(maximum, params.min_new_tokens)}
-            request.sampling_params = msgspec.structs.replace(params, **shorter)
-        return length
 
 
 def pieces(text: str) -> Iterator[str]:

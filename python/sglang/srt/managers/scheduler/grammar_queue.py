@@ -84,10 +84,10 @@ class GrammarQueue:
                 building.entries = list(filter(self._waits, building.entries))
             self._building = {digest: building for digest, building in self._building.items() if building.entries}
         self._num_waiting = scheduler.num_compiling
-        found: list[int] = []
+        states: list[int] = []
         for building in self._building.values():
-            found += self._state_of(building), len(building.entries) - self._num_late(building)
-        agreed = iter(parallel_state.all_reduce_min(found))
+            states += self._state_of(building), len(building.entries) - self._num_late(building)
+        agreed = iter(parallel_state.all_reduce_min(states))
         for digest, building in list(self._building.items()):
             state, num_waiting = next(agreed), next(agreed)
             ending = building.entries
