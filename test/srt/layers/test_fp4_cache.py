@@ -13,12 +13,13 @@ from pairs import some_of
 from sglang.srt.blocks.gqa import reference as gqa_reference
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import AttentionTile, attention_tiles, fp4_head_dims
-from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
 from sglang.srt.layers.native_fp4 import dequantize_fp4_rows, quantize_fp4_rows
 from sglang.srt.layers.triton_ops import rope_store
 from sglang.srt.layers.triton_ops.fp4_rows import slot_stride
+from srt.layers.attention.decode_plans import plan_ahead
 from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 DEVICE = interpreter.DEVICE
@@ -62,7 +63,7 @@ def test_decode(dims: tuple[int, int], features: dict[str, float]) -> None:
     tile, sinks = tile_of("decode_attention", dims), torch.linspace(-2, 3, 6, device=DEVICE)
     out = torch.full((4, 6, dims[1]), float("nan"), device=DEVICE)
     workspace = DecodeWorkspace.allocate(7, 6, 2, dims[1], 8, tile, DEVICE)
-    plan = plan_decode(p.prefix + 1, workspace, tile)
+    plan = plan_ahead(p.prefix + 1, workspace, tile)
     decode_fp4_fwd(
         p.q, out, req_to_token=p.req_to_token, req_pool_indices=p.req_pool_indices, seq_lens=p.prefix + 1,
         plan=plan, scale=dims[0] ** -0.5, tile=tile, k_scale=p.k_scale, v_scale=p.v_scale,

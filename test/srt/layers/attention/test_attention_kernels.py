@@ -32,6 +32,7 @@ from sglang.srt.layers.attention.triton_ops.extend_attention import (
 )
 from sglang.srt.layers.attention.triton_ops.extend_biased import extend_biased_fwd
 from sglang.srt.layers.attention.triton_ops.prefill_attention import context_attention_fwd
+from srt.layers.attention.decode_plans import plan_ahead
 from srt.layers.attention.reference import Problem, reference_decode, reference_extend, relative_error
 
 BF16_BOUND = 2e-3
@@ -99,7 +100,7 @@ def run_decode(
     workspace.part_o.fill_(float("nan"))
     workspace.part_lse.fill_(float("nan"))
     seq_lens = p.prefix + 1
-    plan = plan_decode(seq_lens, workspace, tile)
+    plan = plan_ahead(seq_lens, workspace, tile)
     attend = decode_biased_fwd if "bias" in kwargs else decode_attention_fwd
     attend(
         p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, seq_lens, plan, scale=p.head_dim**-0.5,

@@ -15,7 +15,7 @@ from pairs import some_of
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENT, attention_tiles, fp4_head_dims
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_attention import decode_attention_fwd
 from sglang.srt.layers.attention.triton_ops.decode_biased import decode_biased_fwd
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.decode_workspace import DecodeWorkspace
@@ -23,6 +23,7 @@ from sglang.srt.layers.step_rows import ExtendRows, TokenSlots, VerifyRows
 from sglang.srt.plan.attention_memory import AttentionSizes, attention_bytes
 from sglang.srt.plan.step_widths import VERIFY_ROWS, StepWidths
 from srt.layers.attention.backend_harness import layer_of, new_slots, plan_of, store_new_tokens
+from srt.layers.attention.decode_plans import plan_ahead
 from srt.layers.attention.reference import Problem, attend, biases_of_keys, relative_error, visible_keys
 from srt.layers.test_fp4_cache import stored
 
@@ -49,7 +50,7 @@ def run(
     )
     workspace.part_o.fill_(float("nan"))
     workspace.part_lse.fill_(float("nan"))
-    plan = plan_decode(lens, workspace, tile)
+    plan = plan_ahead(lens, workspace, tile)
     out = torch.full((len(p.q), p.num_heads, p.v_head_dim), float("nan"), device=p.device)
     caches = fp4 or {"k_cache": p.k_cache, "v_cache": p.v_cache}
     usual = decode_biased_fwd if "bias" in features else decode_attention_fwd
@@ -179,7 +180,7 @@ def test_one_row_is_a_decoding_token() -> None:
     if interpreter.INTERPRETED:
         tile = attention_tiles("decode_attention", 64, 64, "bfloat16", arch_by_name("sm_120").features)[0]
     workspace = DecodeWorkspace.allocate(len(lens) + 2, 6, 2, 64, 8, tile, p.device)
-    plan = plan_decode(lens, workspace, tile)
+    plan = plan_ahead(lens, workspace, tile)
     out = torch.empty_like(drafted)
     decode_attention_fwd(
         p.q, out, p.k_cache, p.v_cache, p.req_to_token, p.req_pool_indices, lens, plan, scale=64**-0.5, tile=tile

@@ -19,8 +19,9 @@ from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import AttentionTile, attention_tiles
 from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.latent_chunks import cut_prefixes
-from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd, plan_decode
+from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, decode_attention_fwd
 from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention_fwd
+from srt.layers.attention.decode_plans import plan_ahead
 from srt.layers.attention.reference import relative_error
 
 DEVICE = interpreter.DEVICE
@@ -226,7 +227,7 @@ def decode(
     seq_lens = problem.prefix_lens + torch.tensor(NEW_LENS, dtype=torch.int32, device=DEVICE)
     workspace = DecodeWorkspace.allocate(len(q), q.shape[1], 1, RANK, num_sms, tile, DEVICE)
     out = torch.empty(len(q), q.shape[1], RANK, dtype=q.dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, workspace, tile)
+    plan = plan_ahead(seq_lens, workspace, tile)
     decode_attention_fwd(
         q, out, problem.cache, problem.cache[..., :RANK], problem.table, problem.rows, seq_lens, plan,
         scale=problem.softmax_scale, k_scale=problem.scale, v_scale=problem.scale, tile=tile, **features,
