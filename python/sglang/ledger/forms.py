@@ -56,8 +56,8 @@ def write_forms(lock: str, table: Mapping[RowKey, Variant], directory: Path = HE
                   next(iter(rows.values())) if parameter != _FALLBACK}  # fmt: skip
         lines = [f"  {json.dumps(_EVERY)}: {json.dumps(common)}"]
         for row, facts in rows.items():
-            own = {parameter: fact for parameter, fact in facts.items() if common.get(parameter) != fact}
-            lines.append(f"  {json.dumps(row)}: {json.dumps(own)}")
+            differing = {parameter: fact for parameter, fact in facts.items() if common.get(parameter) != fact}
+            lines.append(f"  {json.dumps(row)}: {json.dumps(differing)}")
         parts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
     (directory / f"{lock}.forms.json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
 

@@ -40,7 +40,7 @@ def recorded(lock: str, table: Mapping[RowKey, Variant], launches: Launches) -> 
     result = {key: variant for key, variant in current.items() if key in met}
     for (key, _), unmet in missing.items():
         forms = [form for form, _ in unmet] if lock in COMPLETE or key not in result else []
-        default = any(default for _, default in unmet)
+        default = table[key].default if key in table else any(default for _, default in unmet)
         while forms:
             widest, forms = _widest_of_some(forms, default)
             _add(result, key, widest.variant(key[0], key[1], default))
@@ -80,10 +80,10 @@ def _key_for(form: Form, name: RowName, table: Mapping[RowKey, Variant]) -> RowK
     constants = dict(form.constants)
     launch = {"num_warps": form.num_warps, "num_stages": form.num_stages}
     if not rows:
-        own = form.fn.fn.__name__.removesuffix("_kernel")
+        function = form.fn.fn.__name__.removesuffix("_kernel")
         blocks = {parameter: value for parameter, value in constants.items() if "BLOCK" in parameter}
-        key = [*name.pieces, "plain"] if name.tile else [own, *name.pieces] if name.pieces else ["all"]
-        return name.op or own, "/".join(key), name.tile or tile_key(blocks | launch)
+        words = [*name.pieces, "plain"] if name.tile else [function, *name.pieces] if name.pieces else ["all"]
+        return name.op or function, "/".join(words), name.tile or tile_key(blocks | launch)
     of_form = Launch(form)
 
     def distance(row: tuple[RowKey, Variant]) -> int:

@@ -26,6 +26,7 @@ from sglang.srt.blocks.engram.spec import Engram
 from sglang.srt.blocks.gated_delta.spec import GatedDelta
 from sglang.srt.blocks.gated_streams.kernels import gated_streams
 from sglang.srt.blocks.gated_streams.spec import GatedStreams
+from sglang.srt.blocks.gqa.kernels import whole_norm
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.hyper_connections.kernels import hyper_connection
 from sglang.srt.blocks.hyper_connections.spec import HyperConnections
@@ -107,7 +108,6 @@ from sglang.srt.layers.triton_ops import (
     rope_store,
     sampling,
     skinny_gemm,
-    whole_norm,
 )
 from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
 from sglang.srt.plan.attention_parts import ElementGate, HeadGate, PerHead, Whole

@@ -10,9 +10,9 @@ import pytest
 import torch
 from pairs import some_of
 
+from sglang.srt.blocks.gqa import reference as gqa_reference
 from sglang.srt.hardware.arch import arch_by_name, current_arch
 from sglang.srt.kernels.tiles import AttentionTile, attention_tiles, fp4_head_dims
-from sglang.srt.layers import native_ops
 from sglang.srt.layers.attention.triton_ops.decode_attention import DecodeWorkspace, plan_decode
 from sglang.srt.layers.attention.triton_ops.decode_fp4 import decode_fp4_fwd
 from sglang.srt.layers.attention.triton_ops.extend_fp4 import extend_fp4_fwd
@@ -143,7 +143,7 @@ def test_store_equals_the_definition(heads: int, dim: int, rot: int, monkeypatch
     caches = [torch.zeros(tokens + 5, kv_heads, dim // 2, dtype=torch.uint8, device=DEVICE) for _ in "kv"]
     scales = [torch.zeros(tokens + 5, kv_heads, dim // 16, dtype=torch.uint8, device=DEVICE) for _ in "kv"]
     rest = (q_heads, kv_heads, dim, *caches, slots, 0.7, 1.0, False, *scales)
-    expected = native_ops.qk_norm_rope_store(qkv.clone(), positions, cos_sin, weight, weight, 1e-6, *rest)
+    expected = gqa_reference.qk_norm_rope_store(qkv.clone(), positions, cos_sin, weight, weight, 1e-6, *rest)
     native = dequantize_fp4_rows(caches[0], scales[0], 0.7)
     for part in (*caches, *scales):
         part.zero_()

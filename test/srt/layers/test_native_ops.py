@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.blocks.gqa import reference as gqa_reference
 from sglang.srt.blocks.moe import reference as routing
 from sglang.srt.configs.activation import SILU
 from sglang.srt.layers import native_ops
@@ -67,7 +68,7 @@ def test_qk_norm_rope_store(is_neox_style: bool, rot_dim: int, norm: bool) -> No
     weights = (torch.rand(dim), torch.rand(dim)) if norm else (None, None)
     k_cache, v_cache = torch.full((20, kv_heads, dim), 7.0), torch.full((20, kv_heads, dim), 7.0)
     loc = torch.tensor([4, 19, 2, 11, 5, 7])
-    q, k, v = native_ops.qk_norm_rope_store(
+    q, k, v = gqa_reference.qk_norm_rope_store(
         qkv, positions, table, *weights, 1e-6, heads, kv_heads, dim, k_cache, v_cache, loc, is_neox_style=is_neox_style
     )
     want_q, want_k, want_v = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], dim=1)

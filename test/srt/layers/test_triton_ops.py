@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from pairs import some_of
 
+from sglang.srt.blocks.gqa import reference as gqa_reference
+from sglang.srt.blocks.gqa.kernels import whole_norm
 from sglang.srt.blocks.moe import reference as routing
 from sglang.srt.blocks.moe.kernels import topk
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, Activation
 from sglang.srt.layers import native_ops
-from sglang.srt.layers.triton_ops import activation, decode_inputs, embedding, norm, rope_store, whole_norm
+from sglang.srt.layers.triton_ops import activation, decode_inputs, embedding, norm, rope_store
 
 DEVICE = interpreter.DEVICE
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -143,7 +145,7 @@ def test_qk_whole_norm(num_q: int, num_k: int, dtype: torch.dtype) -> None:
         given = (q_weight, k_weight, 1e-6, (ranks * num_q, num_k), ranks, reduce)
         own, expected = qkv.clone(), qkv.clone()
         whole_norm.qk_whole_norm(own, *given)
-        native_ops.qk_whole_norm(expected, *given)
+        gqa_reference.qk_whole_norm(expected, *given)
         assert_close(own, expected)
         assert torch.equal(own[:, num_q + num_k :], qkv[:, num_q + num_k :])
     whole_norm.qk_whole_norm(qkv[:0], q_weight, k_weight, 1e-6, (num_q, num_k))
@@ -217,7 +219,7 @@ def check_rope_store(
         )
 
     expected_caches, actual_caches = caches(), caches()
-    expected = run(native_ops.qk_norm_rope_store, qkv.clone(), *expected_caches)
+    expected = run(gqa_reference.qk_norm_rope_store, qkv.clone(), *expected_caches)
     actual = run(rope_store.qk_norm_rope_store, qkv.clone(), *actual_caches)
     for got, want in zip(actual, expected, strict=True):
         assert got.shape == want.shape

@@ -85,7 +85,7 @@ class Machine:
         self.rows = np.full(self.sizes.state_rows, -1, np.int64)
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.hits = self.evictions = 0
+        self.hits = self.evictions = self.now = 0
 
     def prompt(self) -> list[int]:
         start = [self.random.randrange(3)] * self.random.randrange(1, 50)
@@ -162,6 +162,15 @@ class Machine:
         table = self.random.choice((self.kv.tree, *self.kv.windows))
         self.evictions += table.evict(self.random.randrange(1, 80)) > 0
 
+    def keep(self) -> None:
+        node = self.random.choice(self.running).node if self.running else None
+        if node is not None and node.depth:
+            self.kv.tree.keep(node, self.now + self.random.randrange(1, 9))
+
+    def expire(self) -> None:
+        self.now += self.random.randrange(4)
+        self.kv.tree.expire(self.now)
+
     def flush(self) -> None:
         if not self.running and self.random.random() < 0.2:
             self.kv.reset()
@@ -185,7 +194,9 @@ def test_every_group_is_accounted_after_every_operation(name: str) -> None:
     layers, page = MODELS[name]
     machine = Machine(group_caches(layers), page, seed=zlib.crc32(name.encode()))
     operations = (
-        [machine.admit] * 4 + [machine.advance] * 8 + [machine.end, machine.retract, machine.evict, machine.flush]
+        [machine.admit] * 4
+        + [machine.advance] * 8
+        + [machine.end, machine.retract, machine.evict, machine.flush, machine.keep, machine.expire]
     )
     for number in range(OPERATIONS):
         machine.kv.tree.max_path = number // 50 % 3  # chains are merged on every path, or on longer ones

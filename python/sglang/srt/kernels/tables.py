@@ -63,6 +63,7 @@ _TRITON = "sglang.srt.layers.triton_ops"
 _EXPERTS = "sglang.srt.layers.moe"
 _MOE = f"{_EXPERTS}.fused_moe_triton"
 _ROUTED = "sglang.srt.blocks.moe"
+_GQA = "sglang.srt.blocks.gqa"
 _MLA = "sglang.srt.blocks.mla"
 _COMPRESSED = "sglang.srt.blocks.compressed"
 _RECURRENT = "sglang.srt.blocks.recurrent_state"
@@ -282,11 +283,11 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
             "triton",
             refuse=all_of(no_e4m3_conversion, only_equal_head_dims),
         ),
-        KernelSpec("torch_native", f"{_NATIVE}:qk_norm_rope_store"),
+        KernelSpec("torch_native", f"{_GQA}.reference:qk_norm_rope_store"),
     ),
-    "qk_whole_norm": _elementwise("qk_whole_norm", "whole_norm"),
-    "q_norm_rope": (KernelSpec("torch_native", f"{_NATIVE}:q_norm_rope"),),
-    "value_norm": (KernelSpec("torch_native", f"{_NATIVE}:value_norm"),),
+    "qk_whole_norm": _elementwise("qk_whole_norm", "whole_norm", block=_GQA),
+    "q_norm_rope": (KernelSpec("torch_native", f"{_GQA}.reference:q_norm_rope"),),
+    "value_norm": (KernelSpec("torch_native", f"{_GQA}.reference:value_norm"),),
     "latent_norm_rope_store": _elementwise("latent_norm_rope_store", "latent_store", only_latent, block=_MLA),
     **{op: _elementwise(op, "part_rows") for op in ("pack_parts", "merge_parts")},
     "latent_absorb": (
@@ -297,7 +298,7 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     **{
         op: (
             KernelSpec("triton", f"{_RECURRENT}.kernels.gated_norm:{op}", CP_ASYNC, "triton", refuse=HALF),
-            KernelSpec("torch_native", f"{_NATIVE}:{op}", graph_safe=False),
+            KernelSpec("torch_native", f"{_GQA}.reference:{op}", graph_safe=False),
         )
         for op in ("attention_output_gate", "attention_head_gate")
     },

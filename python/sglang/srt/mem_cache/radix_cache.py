@@ -177,6 +177,7 @@ class RadixCache:
         edge = self._edge(tokens, parent, namespace)
         leaf = Node(tokens.copy(), indices.copy(), parent, edge, self._clock)
         leaf.windows = [np.zeros(tokens.size, np.int32) for _ in self.windows]
+        leaf.window_entries = [0] * len(self.windows)
         parent.children[edge] = leaf
         self._evictable += tokens.size
         self._queue(leaf)
@@ -203,6 +204,7 @@ class RadixCache:
         node.key, node.value, node.parent = compact(node.key[length:]), compact(node.value[length:]), upper
         upper.windows = [compact(w[:length]) for w in node.windows]
         node.windows = [compact(w[length:]) for w in node.windows]
+        upper.window_entries = [0] * len(self.windows)
         for window in self.windows:
             window.queue(upper)
         node.edge = node.key[: self.page_size].tobytes()

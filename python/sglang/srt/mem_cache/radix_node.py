@@ -40,6 +40,7 @@ class Node:
         "parent",
         "shrunk",
         "value",
+        "window_entries",
         "windows",
     )
 
@@ -57,6 +58,7 @@ class Node:
         self.windows: list[Slots] = []
         self.checkpoint = 0  # the row of the state at its end; 0: none
         self.in_window_heap = 0  # a bit for each window table
+        self.window_entries: list[int] = []  # for each, its entries in that table's heap, outdated ones included
         self.kept_until = 0.0  # kept before others until this time; 0: not kept
 
 

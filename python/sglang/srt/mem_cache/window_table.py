@@ -214,6 +214,7 @@ class WindowTable:
 
     def _push(self, node: Node, tier: int, queued_at: int) -> None:
         node.in_window_heap |= 1 << self.index
+        node.window_entries[self.index] += 1
         self._entries += 1
         heapq.heappush(self._heap, (tier, queued_at, self._entries, node))
 
@@ -221,12 +222,11 @@ class WindowTable:
         """Adds a second entry that comes before the first one, because the node's time of last use has become
         earlier."""
         if node.in_window_heap >> self.index & 1:
-            self._entries += 1
-            heapq.heappush(self._heap, (BEFORE_THE_WINDOW, node.last_access, self._entries, node))
+            self._push(node, BEFORE_THE_WINDOW, node.last_access)
 
     def forget(self, node: Node) -> None:
         """Notes that the node has left the tree. Where nothing is ever evicted, old entries would otherwise pile up."""
-        self._num_gone += node.in_window_heap >> self.index & 1
+        self._num_gone += node.window_entries[self.index]
         if 2 * self._num_gone > len(self._heap):
             self._heap = [entry for entry in self._heap if entry[3].parent is not None]
             heapq.heapify(self._heap)
@@ -245,9 +245,10 @@ class WindowTable:
         while freed < missing:
             tier, queued_at, _, node = heapq.heappop(self._heap)
             node.in_window_heap &= ~(1 << self.index)
+            node.window_entries[self.index] -= 1
             slots = node.windows[self.index]
             if node.parent is None:
-                self._num_gone = max(0, self._num_gone - 1)
+                self._num_gone -= 1
                 continue
             if not slots.any():
                 continue

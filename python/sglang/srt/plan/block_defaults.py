@@ -108,6 +108,11 @@ class MixerDefaults(Protocol):
 
     # --- attention and selection ---------------------------------------------------------------------------------
 
+    def attention_shape(self, tp_size: int) -> Any:
+        """Returns the heads with which decode attends to a cache; None: there is no such attention, or a selection for
+        each token."""
+        return None
+
     def attention_site(self, tp_size: int, dcp_size: int) -> Any:
         """Returns the attention site on one rank; None: no backend plans attention."""
         return None

@@ -121,9 +121,6 @@ class Mixer(MixerDefaults, Protocol):
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]: ...
 
-    def attention_shape(self, tp_size: int) -> AttentionShape | None:
-        """Returns the heads with which decode attends to a cache; None: the mixer has no such attention."""
-
     def weights(self, hidden_size: int, tp_size: int) -> Weights: ...
 
     def activation_elements(self, tp_size: int) -> int:
@@ -248,9 +245,6 @@ class Absent(MixerDefaults, FeedForwardDefaults):
 
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         return ()
-
-    def attention_shape(self, tp_size: int) -> None:
-        return None
 
     def weights(self, *sizes: object) -> Weights:
         return ()

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from sglang.srt.blocks.gqa import reference as gqa_reference
 from sglang.srt.blocks.recurrent_state import reference
 from sglang.srt.blocks.recurrent_state.kernels import causal_conv, gated_norm
-from sglang.srt.layers import native_ops
 
 DEVICE = interpreter.DEVICE
 WIDTH = 4
@@ -115,7 +115,7 @@ def test_gated_norm(tokens: int, groups: int, size: int, shared: bool, gate_firs
 @interpreter.kernel_test
 def test_output_gate() -> None:
     x, wide = randn(3, 1100, dtype=torch.bfloat16), randn(3, 1200, dtype=torch.bfloat16)
-    expected = native_ops.attention_output_gate(x, wide[:, 50:1150])
+    expected = gqa_reference.attention_output_gate(x, wide[:, 50:1150])
     close(gated_norm.attention_output_gate(x, wide[:, 50:1150]), expected)
 
 
@@ -123,7 +123,7 @@ def test_output_gate() -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(1, 128), (6, 24), (12, 128), (5, 256)])
 def test_head_gate(heads: int, dim: int) -> None:
     x, gate = randn(3, heads * dim, dtype=torch.bfloat16), randn(3, heads, dtype=torch.bfloat16)
-    expected = native_ops.attention_head_gate(x, gate)
+    expected = gqa_reference.attention_head_gate(x, gate)
     close(gated_norm.attention_head_gate(x, gate), expected)
     assert gated_norm.attention_head_gate(x[:0], gate[:0]).shape == (0, heads * dim)
 

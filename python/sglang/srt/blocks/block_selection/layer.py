@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.blocks.block_selection.reference import BLOCK_INDEXER
+from sglang.srt.blocks.gqa.reference import QK_NORM_ROPE_STORE
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear
-from sglang.srt.layers.ops import QK_NORM_ROPE_STORE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.plan.ranks import whole

@@ -117,10 +117,6 @@ class CompressedSparse(MixerDefaults):
         rows = CacheTensor("rows", (self.overlap * self.rate, 2, self.overlap * dim), "float32")
         return CacheSpec(name, (rows,), lifetime=PER_REQUEST)
 
-    def attention_shape(self, tp_size: int) -> None:
-        """Returns None: a selection is made for each token, so no backend plans the attention of a step."""
-        return None
-
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, groups = self.num_heads // tp_size, self.o_groups // tp_size
         low = groups * self.o_lora_rank

@@ -58,9 +58,6 @@ class GatedDelta(MixerDefaults):
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 2 * keys + values), parallel.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
-    def attention_shape(self, tp_size: int) -> None:
-        return None
-
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         keys, values = self._widths(tp_size)
         heads = self.value_heads // tp_size

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.block_selection.layer import BlockSelector
+from sglang.srt.blocks.gqa.reference import (
+    ATTENTION_HEAD_GATE,
+    ATTENTION_OUTPUT_GATE,
+    QK_NORM_ROPE_STORE,
+    QK_WHOLE_NORM,
+    VALUE_NORM,
+)
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.short_convolution.layer import ConvolvedRows, convolution_weight
 from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
@@ -17,13 +24,6 @@ from sglang.srt.layers.attention.temperature import growth_of_queries
 from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import (
-    ATTENTION_HEAD_GATE,
-    ATTENTION_OUTPUT_GATE,
-    QK_NORM_ROPE_STORE,
-    QK_WHOLE_NORM,
-    VALUE_NORM,
-)
 from sglang.srt.layers.parameter import Init, Scope, share_param
 from sglang.srt.layers.quantization.activations import Activations, values_of
 from sglang.srt.plan.attention_parts import (

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.blocks.gqa.reference import Q_NORM_ROPE
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.block import Site, SumsInOutput
 from sglang.srt.layers.layernorm import norm_weight
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
-from sglang.srt.layers.ops import Q_NORM_ROPE
 from sglang.srt.layers.parameter import Scope
 from sglang.srt.plan.attention_parts import CacheOfLayer, PerHead
 

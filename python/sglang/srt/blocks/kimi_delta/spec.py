@@ -53,9 +53,6 @@ class KimiDelta(MixerDefaults):
         convolved = CacheTensor("conv", (self.conv_kernel - 1, 3 * width), parallel.dtype)
         return (CacheSpec("state", (state, convolved), lifetime=PER_REQUEST),)
 
-    def attention_shape(self, tp_size: int) -> None:
-        return None
-
     def weights(self, hidden_size: int, tp_size: int) -> Weights:
         heads, width, rank = self.num_heads // tp_size, self.width(tp_size), self.head_dim
         return (

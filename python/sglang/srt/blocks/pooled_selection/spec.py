@@ -57,10 +57,6 @@ class PooledSelection(MixerDefaults, Generic[Heads]):
     def short_prefill_graphs(self) -> bool:
         return True
 
-    def attention_shape(self, tp_size: int) -> None:
-        """Returns None: a selection is made for each token, so no backend plans the attention of a step."""
-        return None
-
     def index_caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, CacheSpec]:
         """Returns two caches: one key for each run, and two vectors for each of a request's last tokens, of which the
         next run's key will be made."""

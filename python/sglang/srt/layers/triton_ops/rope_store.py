@@ -1,6 +1,7 @@
 """Head norms, rotary embedding and the store of keys and values into the pool, in one launch.
 
-Reference: `native_ops.qk_norm_rope_store`. Queries and keys are rewritten inside `qkv`; q, k, v are views of it.
+Reference: `blocks.gqa.reference.qk_norm_rope_store`. Queries and keys are rewritten inside `qkv`; q, k, v are views
+of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One RMSNorm over all heads of q and one over all of k, in place. Reference: `native_ops.qk_whole_norm`."""
+"""One RMSNorm over all heads of q and one over all of k, in place. Reference: `reference.qk_whole_norm`."""
 
 from __future__ import annotations
 
