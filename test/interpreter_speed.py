@@ -68,9 +68,13 @@ OPERATORS = {
     "ne": ("create_icmpNE", "create_icmpNE", "create_fcmpUNE"),
     "and": ("create_and", "create_and", ""),
     "or": ("create_or", "create_or", ""),
+    "floordiv": ("create_sdiv", "create_udiv", ""),
+    "mod": ("create_srem", "create_urem", ""),
+    "lshift": ("create_shl", "create_shl", ""),
+    "rshift": ("create_ashr", "create_lshr", ""),
 }
 """The builder's functions by operator: of signed integers, of unsigned ones and of floating-point numbers."""
-PLAIN = {"int32": np.int32, "int64": np.int64, "fp32": np.float32}
+PLAIN = {"int16": np.int16, "int32": np.int32, "int64": np.int64, "uint8": np.uint8, "fp32": np.float32}
 """Types that a number of Python takes when the other operand has them, by their names."""
 
 
@@ -126,7 +130,8 @@ def known_result(tensor: Any, other: Any, functions: tuple[str, str, str], resul
         moves = functions[0] == "create_add" and isinstance(other, tl.tensor) and other.dtype.is_int_signed()
         return ("create_addptr", result.type, None) if moves else unknown
     if isinstance(other, tl.tensor):
-        if other.dtype != dtype:
+        widened = dtype == tl.int64 and other.dtype == tl.int32  # by numpy
+        if other.dtype != dtype and not widened:
             return unknown
     elif isinstance(other, float) and other == 0:
         return unknown  # 0.0 and -0.0 are the same key

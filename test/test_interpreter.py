@@ -113,6 +113,36 @@ def test_bfloat16_arithmetic() -> None:
 
 
 @triton.jit
+def integers_kernel(x_ptr, y_ptr, out_ptr, wide_ptr, N: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr):
+    for row in range(ROWS):  # an operator's types are known from the second time on
+        offs = row * N + tl.arange(0, N)
+        x, y = tl.load(x_ptr + offs), tl.load(y_ptr + offs)
+        tl.store(out_ptr + offs, x // y)
+        tl.store(out_ptr + ROWS * N + offs, x % y)
+        tl.store(out_ptr + 2 * ROWS * N + offs, x << 2)
+        tl.store(out_ptr + 3 * ROWS * N + offs, x >> 1)
+        tl.store(out_ptr + 4 * ROWS * N + offs, x // 3 - x % 3)
+        wide = x.to(tl.int64)
+        tl.store(wide_ptr + offs, wide * y + (wide // y if SIGNED else 0))
+
+
+@interpreter.kernel_test
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
+def test_integers(dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    low = 0 if dtype == torch.uint8 else -32_000
+    x = torch.randint(low, 250 if dtype == torch.uint8 else 32_000, (3, 16)).to(dtype).to(interpreter.DEVICE)
+    y = (torch.arange(48).view(3, 16) % 7 + 1).to(dtype).to(interpreter.DEVICE)
+    y = y if dtype == torch.uint8 else y * torch.tensor([1, -1] * 8, dtype=dtype, device=y.device)
+    out, wide = torch.zeros(5, 3, 16, dtype=dtype, device=x.device), torch.zeros(3, 16, dtype=torch.int64).to(x.device)
+    integers_kernel[(1,)](x, y, out, wide, N=16, ROWS=3, SIGNED=low < 0)
+    quotient, third = torch.div(x, y, rounding_mode="trunc"), torch.div(x, 3, rounding_mode="trunc")
+    expected = torch.stack((quotient, torch.fmod(x, y), x << 2, x >> 1, third - torch.fmod(x, 3)))
+    assert torch.equal(out, expected.to(dtype))
+    assert torch.equal(wide, x.long() * y.long() + (quotient.long() if low < 0 else 0))
+
+
+@triton.jit
 def dot_scaled_kernel(
     a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, FORMAT: tl.constexpr,
