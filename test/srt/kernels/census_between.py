@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from sglang.ledger.shipped_products import shipped_products
 from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.kernels import gated_norm
@@ -36,6 +35,7 @@ from sglang.srt.mem_cache import page_kernel
 from sglang.srt.plan.layer_spec import AttentionShape
 from sglang.srt.plan.model_description import describe_model
 
+from ..layers.moe.shipped_products import shipped_products
 from . import census
 from .census import CONTEXT, REQUESTS, SLOTS, empty
 from .published import configs, described

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang.ledger.shipped_products import shipped_products
 from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import read_lock, tile_key
 from sglang.srt.kernels.spec import TileRecord
@@ -20,6 +19,7 @@ from sglang.srt.layers.moe.fused_moe_triton.config_files import PACKAGE_CONFIGS,
 from sglang.srt.layers.moe.fused_moe_triton.config_format import read_content
 from sglang.srt.layers.moe.fused_moe_triton.config_names import parse_name
 from sglang.tuning.search_space import BATCH_SIZES
+from srt.layers.moe.shipped_products import shipped_products
 
 sys.path.insert(0, str(Path(__file__).parents[4] / "lab" / "kernels" / "fused_moe_triton"))
 import model_configs
