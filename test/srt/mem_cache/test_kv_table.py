@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from sglang.srt.mem_cache import node_chains
 from sglang.srt.mem_cache.cache_tier import PinnedPrefix
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_node import Node
@@ -176,6 +177,33 @@ def test_windows_in_use_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> N
         kv.release(seq)
     assert window.evict(640) == 640 and kv.usage()["free"] < 10_000
     kv.check()
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_windows_of_nodes_that_must_stay_are_seldom_looked_at(branches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn's end has its window. Where it has another branch, too, nobody need look at the window."""
+    looked: list[Node] = []
+    content = node_chains._content
+
+    def counted(node: Node, window: WindowTable) -> int:
+        looked.append(node)
+        return content(node, window)
+
+    monkeypatch.setattr(node_chains, "_content", counted)
+    turns, step = 200, 16
+    kv = KVTable(PoolSizes(8192, step, 2, 4096, windows=(WindowSize(16, 8192),)))
+    for turn in range(1, turns + 1):
+        tokens = [7] * turn * step
+        for ends in [tokens + [9] * step, tokens] if branches else [tokens]:
+            seq = admit(kv, ends)
+            compute(kv, seq, len(ends))
+            kv.commit(seq)
+            kv.release(seq)
+    waiting = Sequence([7] * turns * step)
+    for _ in range(10):
+        kv.match(waiting)
+    assert waiting.node is not None and len(kv.tree.path(waiting.node)) > turns // 2
+    assert len(looked) <= (0 if branches else 2 * turns) and bool(looked) != branches
 
 
 def test_what_was_evicted_is_not_kept_for_the_eviction_of_windows() -> None:

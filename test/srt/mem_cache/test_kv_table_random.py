@@ -12,6 +12,7 @@ import pytest
 
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.memory_pool import CachePools
+from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.plan.cache_spec import PER_REQUEST, CacheSpec, CacheTensor, Window, key_value_cache, latent_cache
 from sglang.srt.plan.caches import CacheGroup, group_caches
@@ -189,6 +190,12 @@ class Machine:
                 assert kept <= window.max_prompt_tokens(CHUNK), "a request has more than its window and a chunk"
 
 
+def forget_attempts(tree: RadixCache) -> None:
+    """Lets the next use of each path try to merge its chains, however few nodes have been added."""
+    for node in tree.nodes():
+        node.tried = 0
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_group_is_accounted_after_every_operation(name: str) -> None:
     layers, page = MODELS[name]
@@ -200,6 +207,8 @@ def test_every_group_is_accounted_after_every_operation(name: str) -> None:
     )
     for number in range(OPERATIONS):
         machine.kv.tree.max_path = number // 50 % 3  # chains are merged on every path, or on longer ones
+        if number % 2:
+            forget_attempts(machine.kv.tree)
         machine.random.choice(operations)()
         machine.check()
     assert machine.hits > OPERATIONS // 100 and machine.evictions > OPERATIONS // 100, "nothing was tried"
@@ -222,6 +231,7 @@ def test_merged_chains_change_nothing_for_requests(name: str) -> None:
     for _ in range(OPERATIONS // 2):
         for i, machine in enumerate((plain, merging)):
             operations = [machine.admit, machine.advance, machine.advance, machine.end, machine.retract, machine.evict]
+            forget_attempts(machine.kv.tree)
             machine.random.choice(operations)()
             num_nodes[i] += sum(1 for _ in machine.kv.tree.nodes())
         assert plain.kv.usage() == merging.kv.usage()

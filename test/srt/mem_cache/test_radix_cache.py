@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from sglang.srt.mem_cache import radix_cache
 from sglang.srt.mem_cache.allocator import Slots, TokenAllocator
-from sglang.srt.mem_cache.node_chains import MAX_MERGED, MAX_PATH
+from sglang.srt.mem_cache.node_chains import MAX_MERGED, MAX_PATH, chains
 from sglang.srt.mem_cache.radix_cache import RadixCache, Tokens
 from sglang.srt.mem_cache.radix_node import Node
 
@@ -211,6 +214,9 @@ class RadixMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.check()
+        if self.cache.max_path == 0:  # every path is tried again, however few nodes have been added
+            for node in self.cache.nodes():
+                node.tried = 0
         held = {int(s) // self.page_size for r in self.running for s in r.indices[r.num_cached :]}
         held_count = sum(len({int(s) // self.page_size for s in r.indices[r.num_cached :]}) for r in self.running)
         assert len(held) == held_count
@@ -536,5 +542,38 @@ def test_ends_that_somebody_needs_stay(needed: str) -> None:
         cache.expire(5.0)
     else:
         cache.is_remembered = lambda n: False
-    assert [n.depth for n in cache.follow([1, 2, 3, 4])] == [4] and node.parent is None
+    for length in range(5, 8):  # until the path is twice as long
+        put(allocator, cache, list(range(1, length + 1)))
+    assert [n.depth for n in cache.follow([1, 2, 3, 4, 5, 6, 7])] == [7] and node.parent is None
+    cache.check()
+
+
+def test_nodes_that_must_stay_are_not_tried_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn leaves a branch that the next one leaves out, so the ends of all turns stay."""
+    allocator, cache = filled(1 << 13)
+    tried: list[int] = []
+
+    def counted(path: Sequence[Node], *rest: Any) -> Iterator[list[Node]]:
+        tried.append(len(path))
+        return chains(path, *rest)
+
+    monkeypatch.setattr(radix_cache, "chains", counted)
+    turns = 400
+    for turn in range(1, turns + 1):
+        put(allocator, cache, [7] * 2 * turn + [9])
+        put(allocator, cache, [7] * 2 * turn)
+        cache.match_prefix([7] * 2 * turn)
+    end = cache.match_prefix([7] * 2 * turns).node
+    assert len(cache.path(end)) == turns and max(tried) >= turns // 2
+    assert sum(tried) <= 2 * turns, "the sum of all attempts is linear in the nodes"
+    tried.clear()
+    for length in range(2, 2 * turns + 1, 2):
+        cache.match_prefix([7] * length)
+    cache.match_prefix([7] * 2 * turns, known=end)
+    assert not tried, "nothing has changed"
+    put(allocator, cache, [7] * 10 + [8])
+    new = [7] * 10 + [8] * 2
+    for _ in range(MAX_PATH):
+        put(allocator, cache, new := new + [8])
+    assert tried == [MAX_PATH + 1], "a new branch near the root has its own count"
     cache.check()

@@ -2,7 +2,9 @@
 
 Each prompt that continues a cached one adds a node, and each that ends within one splits it. Every request walks its
 path several times, so a conversation of thousands of turns would hold up all others. Paths are therefore shortened when
-they are walked and have become long: a merge costs about as much as the walk that finds its nodes.
+they are walked and have become long: a merge costs about as much as the walk that finds its nodes. A path whose nodes
+must stay is tried again only when it has twice as many (`Node.tried`), so all attempts together cost as much as the
+nodes that they find.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ def chains(
     must stay for another reason.
     """
     run: list[Node] = []
-    has: list[int] = []
-    """What the run has in each window table."""
+    has: list[int] | None = None
+    """What the run has in each window table; None until it is asked for, which costs more than all other questions."""
     for node in path:
-        parts = [_content(node, window) for window in windows]
-        joined = None
+        parts = joined = None
         if run and _is_passed(run[-1], node) and not is_needed(run[-1]):
+            has = _contents(run[0], windows) if has is None else has
+            parts = _contents(node, windows)
             joined = _joined(node.depth - run[0].depth + run[0].key.size, node, windows, has, parts)
         if joined is None:
             if len(run) > 1:
@@ -56,6 +59,10 @@ def _is_passed(node: Node, child: Node) -> bool:
         and not node.checkpoint
         and node.kept_until == child.kept_until
     )
+
+
+def _contents(node: Node, windows: Sequence[WindowTable]) -> list[int]:
+    return [_content(node, window) for window in windows]
 
 
 def _content(node: Node, window: WindowTable) -> int:

@@ -117,7 +117,8 @@ class RadixCache:
         deepest = node
         while node.parent is not None and not self._can_resume(node):
             node = node.parent
-        self._shorten(deepest, len(path) + len(passed), node)
+        if passed:
+            self._shorten(deepest, len(path) + len(passed), node)
         return Match(node.depth, node)
 
     def follow(self, token_ids: Tokens, namespace: str | None = None) -> list[Node]:
@@ -178,6 +179,7 @@ class RadixCache:
         leaf = Node(tokens.copy(), indices.copy(), parent, edge, self._clock)
         leaf.windows = [np.zeros(tokens.size, np.int32) for _ in self.windows]
         leaf.window_entries = [0] * len(self.windows)
+        leaf.tried = parent.tried
         parent.children[edge] = leaf
         self._evictable += tokens.size
         self._queue(leaf)
@@ -196,6 +198,7 @@ class RadixCache:
         parent = node.parent
         assert parent is not None
         upper = Node(compact(node.key[:length]), compact(node.value[:length]), parent, node.edge, node.last_access)
+        upper.tried = node.tried
         upper.kept_until = node.kept_until
         if upper.kept_until:
             self._kept_nodes.add(upper)
@@ -212,13 +215,16 @@ class RadixCache:
         return upper
 
     def _shorten(self, node: Node, length: int, end: Node) -> bool:
-        """Merges the chains of the path to `node` if that has become long (`length` nodes, all just used). The ends of
-        `node` and of `end`, which is on the path, stay. Returns whether anything has changed."""
-        if length <= self.max_path:
+        """Merges the chains of the path to `node` if that has become long (`length` nodes, all just used) and has twice
+        the nodes that the last attempt left. The ends of `node` and of `end`, which is on the path, stay. Returns
+        whether anything has changed."""
+        if length <= max(self.max_path, 2 * node.tried):
             return False
         runs = list(chains(self.path(node)[::-1], self.windows, lambda n: n is end or self.is_remembered(n)))
         for run in runs:
             self._merge(run)
+        for number, n in enumerate(self.path(node)[::-1], 1):
+            n.tried = number
         return bool(runs)
 
     def _merge(self, run: list[Node]) -> None:

@@ -39,6 +39,7 @@ class Node:
         "lock_ref",
         "parent",
         "shrunk",
+        "tried",
         "value",
         "window_entries",
         "windows",
@@ -55,6 +56,7 @@ class Node:
         self.last_access = last_access
         self.heap_entry = 0  # the number of its entry in the eviction heap; 0: it has none
         self.shrunk = False  # its last tokens were evicted
+        self.tried = 0  # nodes of its path that the last attempt to merge them left; a child begins with its parent's
         self.windows: list[Slots] = []
         self.checkpoint = 0  # the row of the state at its end; 0: none
         self.in_window_heap = 0  # a bit for each window table
