@@ -10,10 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.media_steps import MediaSteps
 from sglang.srt.managers.scheduler.prompt_media import PromptMedia
+from sglang.srt.managers.scheduler.running_batch import RunningBatch
+from sglang.srt.managers.scheduler.schedule_batch import Req
+from sglang.srt.managers.scheduler.schedule_policy import PrefillBudget
+from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.model_executor.media_features import MediaFeatures
 from sglang.srt.plan.media import MediaDescription
+from sglang.srt.plan.pool_sizes import PoolSizes
 from sglang.srt.utils.media_item import MediaItem
 from sglang.srt.utils.shared_array import SharedArray
 
@@ -115,3 +121,27 @@ def test_there_is_room_for_features_before_they_are_computed(steps: MediaSteps, 
         steps.end(request)
     assert steps.features is not None
     assert len(encoder.held) == 3 and max(encoder.held) <= steps.features.budget
+
+
+@pytest.mark.parametrize("page", [1, 64])
+def test_a_run_that_must_not_be_cut_is_computed_with_however_many_log_probabilities(page: int) -> None:
+    """A step that could take only a part of it would take nothing, and neither would any later one."""
+    run, length = 280, 400
+    tower: Any = SimpleNamespace(num_tokens=lambda grid: run, pooled_frames=1)
+    item: Any = SimpleNamespace(
+        spans=[(20, 20 + run)], grid=(1, run, 1), pixels=SimpleNamespace(shape=[run]), digest=b"d" * 32, kind="image"
+    )
+    description: Any = SimpleNamespace(tower=tower, num_tokens=lambda grid: run, both_ways=True, sections=False)
+    req: Any = SimpleNamespace(
+        tokens=[0] * length, limit=500, slot=0, media=PromptMedia([item], length, description), prompt_len=length,
+        logprob_start=0, prompt_logprobs_done=0, logprob_width=1024, wants_prompt_logprobs=True,
+    )  # fmt: skip
+    req.prompt_logprobs_in = lambda begin, count: Req.prompt_logprobs_in(req, begin, count)
+    kv = KVTable(PoolSizes(20_000 // page * page, page, 4, 4096))
+    begin, ends = 0, []
+    while begin < length and len(ends) < 20:
+        budget = PrefillBudget(kv, RunningBatch(Counters(5), 1, 0, 1), 0.5, 8192, 2048, 0)
+        begin = req.media.uncut_end(begin, begin + budget.take(req, begin))
+        req.prompt_logprobs_done = begin
+        ends.append(begin)
+    assert ends[-1] == length and 20 + run in ends

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,9 +11,10 @@ import pytest
 
 from sglang.srt.constrained.grammar import FOLLOW_BURST_S, FOLLOW_REFILL_S, Grammar
 from sglang.srt.constrained.mask_filler import MaskFiller
+from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.leader import LeaderDecision, SlowMask
 from sglang.srt.managers.scheduler.output import StopChecker
-from sglang.srt.managers.scheduler.running_batch import MAX_MASK_MS
+from sglang.srt.managers.scheduler.running_batch import MAX_MASK_MS, RunningBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.utils.allowance import Allowance
 from srt.managers.fake_runner import (
@@ -150,3 +153,33 @@ def test_the_leader_tells_all_ranks() -> None:
     assert told[-1] == SlowMask("slow", 0)
     world.scheduler.note_slow_mask("slow", 0)
     world.finish()
+
+
+def running_batch(num_requests: int, microbatches: int, slow: set[int]) -> RunningBatch:
+    counters = Counters(16)
+    batch = RunningBatch(counters, 1, 0, microbatches)
+    for slot in range(1, num_requests + 1):
+        counters.kv_len[slot] = counters.planned_len[slot] = 10
+        counters.mask_ms[slot] = 8 * (slot in slow)
+        req: Any = SimpleNamespace(slot=slot, limit=10_000, max_width=lambda most: 1, microbatch=0, rid=slot)
+        batch.add([req])
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "microbatches", "slow", "prompts_between"), [(2, 1, {1, 2}, True), (8, 2, {1, 3, 6, 8}, False)]
+)
+def test_everyone_has_turns(num_requests: int, microbatches: int, slow: set[int], prompts_between: bool) -> None:
+    """Also where steps of prompts alone come between, and in each microbatch."""
+    batch, tokens = running_batch(num_requests, microbatches, slow), Counter[int]()
+    for step in range(100):
+        batch.take_turns()
+        if prompts_between and step % 2:
+            continue
+        widths = batch.widths(1)
+        batch.counters.launched(batch.slots, widths, batch.reserved_lens, 0)
+        batch.counters.kv_len[batch.slots] -= widths
+        batch.counters.planned_len[batch.slots] -= widths
+        tokens.update(batch.slots[widths > 0].tolist())
+        batch.next_microbatch()
+    assert len({tokens[slot] for slot in slow}) == 1 and min(tokens[slot] for slot in slow) >= 20

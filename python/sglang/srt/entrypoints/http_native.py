@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, 
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import EventStream, Generated, until_disconnect
 from sglang.srt.entrypoints.long_outputs import written
-from sglang.srt.entrypoints.native_hidden_states import response_with_hidden_states, stream_with_json
+from sglang.srt.entrypoints.native_hidden_states import has_logprobs, response_with_hidden_states, stream_with_json
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
@@ -136,7 +136,8 @@ async def generate(request: Request) -> Response:
     )
     results = stream_with_json(results)
     first = await until_disconnect(request, _first(results))
-    return EventStream(_event(first), Generated(results), _event, request.url.path)
+    begin = await asyncio.to_thread(_event, first) if has_logprobs(first) else _event(first)
+    return EventStream(begin, Generated(results), _event, request.url.path, is_long=has_logprobs)
 
 
 async def _call(

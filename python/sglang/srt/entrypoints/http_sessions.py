@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import msgspec
@@ -19,7 +20,7 @@ from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.openai.protocol import Int, Positive
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.managers.front.media.expansion import moved, whole_items
-from sglang.srt.managers.front.native_output import native_stream
+from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.sessions import SessionStore, Turn
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.wire.io_struct import MediaItem
@@ -81,38 +82,52 @@ async def close_session(request: Request) -> Response:
     return Response(status_code=200)
 
 
-async def session_stream(
-    manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams, incremental: bool
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Streams like `native_stream`, for a request that continues one of the session's."""
+@asynccontextmanager
+async def _turn(
+    manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams
+) -> AsyncGenerator[Callable[[Any, list[int]], None], None]:
+    """Begins a turn of the session. Yields what keeps a result, with all of its output ids, if it is the last one; a
+    turn without one is forgotten."""
     turn = await begin_turn(manager, store, call, params)
     rolls_back = store.is_streaming(params.id)
-    output_ids: list[int] = []
+
+    def keep(result: Any, output_ids: list[int]) -> None:
+        if isinstance(result, list) or "index" in result:  # server or model defaults may set n > 1
+            raise RequestError("session_params needs a single sample: a request has one output to go on from.")
+        finish = result["meta_info"]["finish_reason"]
+        if finish is not None and not (rolls_back and finish["type"] == "abort"):
+            store.end(params.id, turn, output_ids)
+
     try:
-        async for result in native_stream(manager, call, incremental):
-            if "index" in result:  # server or model defaults may set n > 1
-                raise RequestError("session_params needs a single sample: a request has one output to go on from.")
-            new: list[int] = result["output_ids"]
-            if incremental:
-                output_ids.extend(new)
-            else:
-                output_ids = new
-            finish = result["meta_info"]["finish_reason"]
-            if finish is not None and not (rolls_back and finish["type"] == "abort"):
-                store.end(params.id, turn, output_ids)
-            yield result
+        yield keep
     finally:
         if not turn.ended:
             store.forget(params.id, turn.rid)
 
 
+async def session_stream(
+    manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams, incremental: bool
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Streams like `native_stream`, for a request that continues one of the session's."""
+    async with _turn(manager, store, call, params) as keep:
+        output_ids: list[int] = []
+        async for result in native_stream(manager, call, incremental):
+            if incremental:
+                output_ids.extend(result["output_ids"])
+            else:
+                output_ids = result["output_ids"]
+            keep(result, output_ids)
+            yield result
+
+
 async def session_result(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams
 ) -> dict[str, Any]:
-    """Returns the last dict of `session_stream`, which is complete."""
-    result: dict[str, Any] = {}
-    async for result in session_stream(manager, store, call, params, incremental=False):  # noqa: B007
-        pass
+    """Returns the complete result of a request that continues one of the session's."""
+    async with _turn(manager, store, call, params) as keep:
+        result = await native_results(manager, call)
+        keep(result, [] if isinstance(result, list) else result["output_ids"])
+    assert isinstance(result, dict)
     return result
 
 

@@ -27,7 +27,13 @@ async def response_with_hidden_states(work: Awaitable[Results]) -> Response:
         pieces = await _pieces(result)
         if pieces is not None:
             result["meta_info"]["hidden_states"] = long.part(pieces)
-    return long.response(results)
+    every = results if isinstance(results, list) else [results]
+    return await asyncio.to_thread(long.response, results) if any(map(has_logprobs, every)) else long.response(results)
+
+
+def has_logprobs(result: Result) -> bool:
+    """Returns whether a result has log probabilities, which may take long to write as JSON."""
+    return "output_token_logprobs" in result["meta_info"]
 
 
 async def stream_with_json(results: AsyncGenerator[Result, None]) -> AsyncGenerator[Result, None]:

@@ -158,8 +158,9 @@ class ResponseStore:
             return
         with self._lock:
             self._held[next(self._held_numbers)] = waiting
-            self._num_held_bytes += waiting.num_bytes
             waiting.on_drop = self._end_hold
+            num_bytes = waiting.num_bytes
+            self._num_held_bytes += num_bytes
             self._make_room()
 
     def _end_hold(self, num_bytes: int) -> None:
@@ -173,10 +174,11 @@ class ResponseStore:
             if ended is not None:
                 self._remove(ended)
                 continue
-            oldest = next(filter(lambda each: each.items is not None, self._held.values()), None)
+            number, oldest = next(iter(self._held.items()), (0, None))
             if oldest is None:
                 break
             oldest.drop()
+            del self._held[number]
 
     def discard(self, response_id: str) -> bool:
         """Removes a response and cancels its task, unless that is the caller. Returns False if there is none with this

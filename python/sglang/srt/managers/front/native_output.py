@@ -3,6 +3,7 @@ are float32 arrays."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -18,6 +19,8 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.sampling.thoughts import Thoughts
 
+FEW_LOGPROBS = 1 << 12
+"""Log probabilities of which dicts are made, and then JSON, in two milliseconds."""
 WEIGHT_VERSION = "default"
 """Value for the weights that the server was started with."""
 
@@ -28,7 +31,7 @@ async def native_results(manager: TokenizerManager, req: GenerateRequest) -> dic
     async with await manager.submit(req) as stream:
         outputs = await stream.collect()
     writer = ResultWriter(manager, req, stream)
-    results = [writer.result(output, output.text, output.new_ids, output.logprobs) for output in outputs]
+    results = [await _result(writer, output, output.text, output.new_ids, output.logprobs) for output in outputs]
     return results if is_list(stream) else results[0]
 
 
@@ -46,7 +49,7 @@ async def native_stream(
             text, ids, logprobs = output.text, output.new_ids, output.logprobs
             if not incremental:
                 text, ids, logprobs = so_far[output.index].add(output)
-            result = writer.result(output, text, ids, logprobs)
+            result = await _result(writer, output, text, ids, logprobs)
             if many:
                 result["index"] = output.index
             yield result
@@ -55,6 +58,15 @@ async def native_stream(
 def is_list(stream: GenerationStream) -> bool:
     """Returns whether results come as a list."""
     return stream.is_batch or stream.num_samples > 1
+
+
+async def _result(
+    writer: ResultWriter, output: GenerateOutput, text: str, ids: list[int], logprobs: OutputLogprobs | None
+) -> dict[str, Any]:
+    """Returns the result that `writer` makes, in a thread if it has many log probabilities."""
+    if logprobs is None or logprobs.num_values <= FEW_LOGPROBS:
+        return writer.result(output, text, ids, logprobs)
+    return await asyncio.to_thread(writer.result, output, text, ids, logprobs)
 
 
 class _SoFar:

@@ -27,6 +27,8 @@ class Counters:
         self.handling = np.zeros(max_requests + 1, np.int8)
         self.mask_ms = np.zeros(max_requests + 1, np.int32)
         """Milliseconds that a token's mask takes; 0: less than matters."""
+        self.last_turn, self._num_turns = np.zeros(max_requests + 1, np.int64), 0
+        """Number of the latest step that brought tokens, counted while any masks are slow."""
         self.drafts = np.zeros((max_requests + 1, 3), np.int32)
         """Steps, proposed and correct of `DraftCounts`."""
         self.draft_histogram = np.zeros((max_requests + 1, max_width), np.int32)
@@ -39,6 +41,9 @@ class Counters:
         self.slack[slots] += np.maximum(widths - 1, 0)
         self.reserved_len[slots] = reserved_lens
         self.num_speculative_tokens[slots[widths > 0]] = num_speculative_tokens
+        if self.mask_ms.any():
+            self._num_turns += 1
+            self.last_turn[slots[widths > 0]] = self._num_turns
 
     def verified(self, slots: Slots, widths: Lengths, counts: Lengths) -> None:
         """Counts a step's result: `counts` of the `widths` tokens were accepted."""

@@ -44,15 +44,15 @@ class PromptChoice:
         waiting: WaitingQueue,
         order: QueueOrder,
         ratio: NewTokenRatio,
-        single_group: bool,
+        num_groups: int,
     ) -> None:
-        """single_group: steps are not computed together with those of other attention groups."""
+        """num_groups: attention groups, whose steps are computed together."""
         self.runner, self.plan, self.kv, self.host_tier = runner, runner.plan, kv, host_tier
         self.running, self.waiting, self.order, self.ratio = running, waiting, order, ratio
         self.chunk = self.plan.chunked_prefill_size if self.plan.chunked_prefill_size > 0 else None
         """Tokens of a step with prompts; None: no limit but that of a step."""
         self.media = MediaSteps(runner.media, self._min_prompt_tokens, self.plan.page_size)
-        self._single_group = single_group
+        self._num_groups = num_groups
 
     def admit(self, budget: PrefillBudget, chunked: Sequence[Req], steps_run: bool) -> list[tuple[Req, int]]:
         """Returns the requests of a prefill step with the number of tokens that each computes. Admitted ones have a
@@ -80,7 +80,7 @@ class PromptChoice:
             if self.host_tier is not None:
                 has_room = partial(budget.has_room_to_load, req, prefix.length)
                 is_first, others_wait = (
-                    self._single_group and not chosen,
+                    self._num_groups == 1 and not chosen,
                     bool(self.running.reqs or steps_run),
                 )
                 admission = self.host_tier.admission(req, prefix.length, has_room, is_first, others_wait)
@@ -129,7 +129,7 @@ class PromptChoice:
     def budget(self, num_decodes: int) -> PrefillBudget:
         """Returns the tokens and slots that a step with `num_decodes` tokens of running requests has for prompts."""
         limits = self.plan.max_prefill_tokens, self.chunk, num_decodes
-        return PrefillBudget(self.kv, self.running, self.ratio.value, *limits)
+        return PrefillBudget(self.kv, self.running, self.ratio.value, *limits, self._num_groups)
 
     def fits(self, req: Req) -> bool:
         """Returns whether a waiting request could enter a step now."""

@@ -38,8 +38,6 @@ class RunningBatch:
         self._sits_out: npt.NDArray[np.bool_] | None = None
         """By slot, the requests that bring no token to the next step because others with slow masks do. None: all may
         bring some."""
-        self._last_turn = 0
-        """Slot of the request with a slow mask that came last."""
         self.clear()
 
     def __len__(self) -> int:
@@ -162,8 +160,9 @@ class RunningBatch:
         return widths if self._sits_out is None else widths * ~self._sits_out[self.slots]
 
     def take_turns(self) -> None:
-        """Chooses which of the requests with slow masks bring tokens to the next step: in turn, as many as take
-        MAX_MASK_MS together, and at least one. The others wait, instead of all who are in the step."""
+        """Chooses which of the requests with slow masks bring tokens to the next step: those that brought none for
+        longest, as many as take MAX_MASK_MS together, and at least one. The others wait, instead of all who are in the
+        step."""
         self._sits_out = None
         costs = self.counters.mask_ms
         if not costs.any():
@@ -171,9 +170,8 @@ class RunningBatch:
         slots = self.slots[(costs[self.slots] > 0) & (self.widths(1) > 0)]
         if costs[slots].sum() <= MAX_MASK_MS:
             return
-        slots = slots[np.argsort((slots - self._last_turn - 1) % len(costs))]
+        slots = slots[np.argsort(self.counters.last_turn[slots], kind="stable")]
         count = max(1, int(np.searchsorted(np.cumsum(costs[slots]), MAX_MASK_MS, "right")))
-        self._last_turn = int(slots[count - 1])
         self._sits_out = np.zeros(len(costs), np.bool_)
         self._sits_out[slots[count:]] = True
 

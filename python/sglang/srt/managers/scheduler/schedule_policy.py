@@ -119,8 +119,16 @@ class PrefillBudget:
     """The cache slots, new tokens and chunk that one prefill step may still take."""
 
     def __init__(
-        self, kv: KVTable, running: RunningBatch, ratio: float, max_tokens: int, chunk: int | None, used: int
+        self,
+        kv: KVTable,
+        running: RunningBatch,
+        ratio: float,
+        max_tokens: int,
+        chunk: int | None,
+        used: int,
+        num_groups: int = 1,
     ) -> None:
+        """num_groups: attention groups, which compute prompts in the same step."""
         self.kv = kv
         left = np.minimum(running.limits - running.seq_lens, ESTIMATED_NEW_TOKENS)
         page = kv.page_size
@@ -130,7 +138,7 @@ class PrefillBudget:
         self.chunk = chunk - used if chunk is not None else None
         self.alone = len(running) == 0
         self.lookahead_slots = running.lookahead_slots
-        self.logprobs = MAX_PROMPT_LOGPROBS
+        self.logprobs = MAX_PROMPT_LOGPROBS // num_groups
         self.first = True
         self.short = False
         """True if the last request got less than it could use."""
@@ -182,14 +190,17 @@ class PrefillBudget:
         return take
 
     def _take_of_logprobs(self, req: Req, prefix_len: int, take: int) -> int:
-        """Returns how many of `take` tokens have few enough log probabilities; for the first request at least a page,
-        and all where prompts must not be chunked."""
+        """Returns how many of `take` tokens have few enough log probabilities; for the first request at least a page or
+        a run of image tokens that must not be cut, and all where prompts must not be chunked."""
         wanted = req.prompt_logprobs_in(prefix_len, take)
         if self.chunk is None or len(wanted) * req.logprob_width <= self.logprobs:
             return take
         end = wanted.start + max(0, self.logprobs) // req.logprob_width - 1
         page = self.kv.page_size
-        return max(page if self.first else 0, (end - prefix_len) // page * page)
+        fewer = max(page if self.first else 0, (end - prefix_len) // page * page)
+        if self.first and req.media is not None and req.media.uncut_end(prefix_len, prefix_len + fewer) == prefix_len:
+            fewer = min(take, req.media.run_end(prefix_len) - prefix_len)
+        return fewer
 
     def _take_of_windows(self, req: Req, take: int) -> int:
         """Returns how many of `take` tokens every window table has room for beside the window; 0 if that is not enough

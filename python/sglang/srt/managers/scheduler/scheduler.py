@@ -103,7 +103,7 @@ class Scheduler:
         self.running = RunningBatch(counters, runner.tokens_per_step, runner.lookahead_slots, turns)
         self.masks = MaskFiller()
         self.choice = PromptChoice(
-            runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size == 1
+            runner, self.kv, self.host_tier, self.running, self.waiting, self.order, self.ratio, args.attn_dp_size
         )
         self.media = self.choice.media
         self.in_flight: deque[ScheduleBatch] = deque()
