@@ -84,7 +84,6 @@ from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, E
 from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton.config_files import find
-from sglang.srt.layers.moe.fused_moe_triton.config_format import ConfigFileError
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.quantization.activations import RowForm
@@ -1158,11 +1157,8 @@ def _experts(
     """Few pairs, many, groups of every size, and the tiles of a tuning file."""
     matrices, zeros = _expert_matrices(experts, hidden, inter, scheme, static, act, bias, arch)
     candidates = _candidates(scheme, arch)
-    try:
-        with patch.object(config_files, "files", _tuning_files):
-            tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
-    except ConfigFileError:
-        tuned = None  # of weights with other groups, in a file of the same name
+    with patch.object(config_files, "files", _tuning_files):
+        tuned = find(experts, inter, scheme.name if scheme else None, arch, hidden=hidden, bias=bias).tiles
     pairs = {str(pair): pair for pair in tuned.by_tokens.values()} if tuned else {}
     own = [(16, MoeTiles(float("inf"), pair.gate_up, pair.down)) for pair in pairs.values()]
     for each in filter(None, (matrices, zeros)):

@@ -92,6 +92,9 @@ def find(
     for name, path in candidates(num_experts, intermediate, scheme, arch, hidden):
         down = path.with_name(str(_companion(name)))
         content = read_content(path, down if down.exists() else None)
+        if namesake := _namesake(name, content, scheme):
+            rejected.append(f"{path}: its tiles are for {namesake}")
+            continue
         _check_about(path, name, content, scheme)
         layer = ProductTile("", scheme, hidden, intermediate, {}, bias)
         smem, unmeasured, problem = _capacity(content, layer, arch, cost)
@@ -154,6 +157,14 @@ def _version_distance(directory: str) -> float:
         installed = (99, 0, 0)  # then the newest comes first
     weights = (10_000, 100, 1)
     return abs(sum(w * (a - b) for w, a, b in zip(weights, version, installed, strict=False)))
+
+
+def _namesake(name: FileName, content: Content, scheme: str | None) -> str:
+    """Returns the other scheme for which the file says that it is and that its name also stands for; "" if there is
+    none. Upstream's names do not tell groups of int4 weights apart."""
+    said = content.about.get("scheme", "none")
+    is_other = said not in ("none", scheme) and name.scheme_rank(str(said)) is not None
+    return str(said) if is_other else ""
 
 
 def _check_about(path: Path, name: FileName, content: Content, scheme: str | None) -> None:
