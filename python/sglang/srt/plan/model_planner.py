@@ -92,7 +92,8 @@ class ModelPlanner:
         apart = why_shared_apart(args)
         if apart not in self.described:
             self.described[apart] = _described(args, self.model, apart)
-        model = with_tables(self.described[apart], args.ple_offload_embedding and self.arch.device != "cpu")
+        model = _with_shared_tower(args, self.described[apart])
+        model = with_tables(model, args.ple_offload_embedding and self.arch.device != "cpu")
         if self.served:
             model.require_served()
         check_layout(model, ranks)
@@ -164,11 +165,8 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
     source = str(Path(model.model_path) / "config.json")
     description = describe_model(model.hf_config, model.quantization, apart, source, model.text_keys)
     media = None if args.language_model_only else describe_media(model.media_config)
-    together = args.pp_size == args.attn_dp_size == 1  # else only some of the ranks encode at the same time
     if media is not None:
         check_placeholders(media, description.vocab_size, source)
-    if media is not None and together and not args.mm_enable_dp_encoder:
-        media = replace(media, tower=media.tower.shared_by(args.tp_size))
     layers = description.layers
     if media is not None and media.image_token is not None:
         token = media.image_token
@@ -179,10 +177,19 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
     return replace(description, media=media, layers=layers)
 
 
+def _with_shared_tower(args: ServerArgs, description: ModelDescription) -> ModelDescription:
+    """Returns the model with the share of its encoder that each rank has."""
+    media = description.media
+    together = args.pp_size == args.attn_dp_size == 1  # else only some of the ranks encode at the same time
+    if media is None or not together or args.mm_enable_dp_encoder:
+        return description
+    return replace(description, media=replace(media, tower=media.tower.shared_by(args.tp_size)))
+
+
 def describe_served_model(args: ServerArgs, model: ModelConfig) -> ModelDescription:
     """Describes the model to be served. Raises UserError for malformed configs, for what is not computed here, and for
     layouts that do not divide the model. Looks at the device only to give advice on layouts."""
-    description = _described(args, model, why_shared_apart(args))
+    description = _with_shared_tower(args, _described(args, model, why_shared_apart(args)))
     description.require_served()
     try:
         check_layout(description, asked_layout(args))
