@@ -23,11 +23,11 @@ _VALUES_AT_ONCE = 1 << 16
 async def response_with_hidden_states(work: Awaitable[Results]) -> Response:
     """Returns the response with the results of `work`, which may have hidden states."""
     results, long = await work, LongJSON()
-    for result in results if isinstance(results, list) else [results]:
+    every = results if isinstance(results, list) else [results]
+    for result in every:
         pieces = await _pieces(result)
         if pieces is not None:
             result["meta_info"]["hidden_states"] = long.part(pieces)
-    every = results if isinstance(results, list) else [results]
     return await asyncio.to_thread(long.response, results) if any(map(has_logprobs, every)) else long.response(results)
 
 
