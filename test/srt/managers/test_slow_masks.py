@@ -208,15 +208,24 @@ def test_the_leader_learns_what_masks_of_other_groups_cost(monkeypatch: pytest.M
     assert [grammar.allowance.exhausted for grammar in ranks[0]] == [False, True, False]
 
 
-def running_batch(num_requests: int, microbatches: int, slow: set[int]) -> RunningBatch:
+def running_batch(num_requests: int, microbatches: int, slow: set[int], tokens: int = 1) -> RunningBatch:
     counters = Counters(16)
-    batch = RunningBatch(counters, 1, 0, microbatches)
+    batch = RunningBatch(counters, tokens, 0, microbatches)
     for slot in range(1, num_requests + 1):
         counters.kv_len[slot] = counters.planned_len[slot] = 10
         counters.mask_ms[slot] = 8 * (slot in slow)
-        req: Any = SimpleNamespace(slot=slot, limit=10_000, max_width=lambda most: 1, microbatch=0, rid=slot)
+        req: Any = SimpleNamespace(slot=slot, limit=10_000, max_width=lambda most: most, microbatch=0, rid=slot)
         batch.add([req])
     return batch
+
+
+def test_each_draft_token_has_a_mask() -> None:
+    """So fewer requests with draft tokens have their turn in a step."""
+    batch = running_batch(8, 1, set(range(1, 9)), tokens=4)
+    batch.counters.mask_ms[:] //= 8
+    batch.counters.num_speculative_tokens[:] = 3
+    batch.take_turns()
+    assert np.count_nonzero(batch.widths(4)) == MAX_MASK_MS // 4
 
 
 @pytest.mark.parametrize(
