@@ -13,7 +13,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.sampling import logprobs, output_logprobs
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, prompt_logprobs
-from sglang.srt.sampling.output_logprobs import OWN_COLUMNS, OutputLogprobs
+from sglang.srt.sampling.output_logprobs import TOKEN_COLUMNS, OutputLogprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.sampling_table import SamplingTable
 from srt.sampling.packed_logprobs import Unpacked, packed, unpacked
@@ -137,7 +137,7 @@ def test_a_request_without_top_or_ids_has_no_such_lists() -> None:
 def test_more_top_tokens_than_the_vocabulary_has() -> None:
     built, smaller = LogprobRequest([VOCAB + 5], [[1]]), LogprobRequest([VOCAB], [[1]])
     rows = logprobs.token_logprobs(randn(1, VOCAB), torch.tensor([0]), built)
-    assert rows.shape == (1, OWN_COLUMNS + 2 * VOCAB + 1)
+    assert rows.shape == (1, TOKEN_COLUMNS + 2 * VOCAB + 1)
     [[(value, _)]] = of(LogprobResult(rows, smaller), 0, slice(0, 1)).named
     assert value == pytest.approx(torch.log_softmax(randn(1, VOCAB), -1)[0, 1].item(), abs=1e-5)
 
@@ -210,7 +210,7 @@ def test_blocks_are_all_rows_in_order(
         monkeypatch.setattr(output_logprobs, "VALUES_AT_ONCE", at_once)
         assert unpacked(logprobs) == Unpacked(own, top, named, **more)
         blocks = list(logprobs.output_blocks())
-        assert max(len(block.own) for block in blocks) == count and len(blocks) == -(-20 // count)
+        assert max(len(block.tokens) for block in blocks) == count and len(blocks) == -(-20 // count)
 
 
 def test_a_row_costs_no_object_for_each_value() -> None:

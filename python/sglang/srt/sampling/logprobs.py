@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sglang.srt.sampling.output_logprobs import OWN_COLUMNS
+from sglang.srt.sampling.output_logprobs import TOKEN_COLUMNS
 from sglang.srt.utils.device_arrays import send, to_device
 
 MAX_CHUNK_ELEMENTS = 1 << 26
@@ -62,7 +62,7 @@ class LogprobRequest:
 
     def width(self, vocab_size: int) -> int:
         """Returns the columns of packed results."""
-        return OWN_COLUMNS + 2 * min(self.num_top, vocab_size) + self.num_ids
+        return TOKEN_COLUMNS + 2 * min(self.num_top, vocab_size) + self.num_ids
 
     def rows_by_top(self, num_rows: int, vocab_size: int) -> list[tuple[int, np.ndarray]]:
         """Returns pairs of a number of top tokens and the rows, of `num_rows`, for which that many are computed. Each
@@ -99,12 +99,12 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobR
     packed = torch.zeros((rows, request.width(vocab_size)), dtype=torch.int32, device=logits.device)
     log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
     packed[:, 0] = tokens.int()
-    packed[:, 1:OWN_COLUMNS] = (logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)
+    packed[:, 1:TOKEN_COLUMNS] = (logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)
     for count, asking in request.rows_by_top(rows, vocab_size):
         part = slice(None) if len(asking) == rows else to_device(asking, logits.device)
         values, indices = logits[part].topk(count, dim=-1)
         pairs = torch.stack(((values - log_norm[part]).view(torch.int32), indices.int()), dim=-1)
-        packed[part, OWN_COLUMNS : OWN_COLUMNS + 2 * count] = pairs.flatten(1)
+        packed[part, TOKEN_COLUMNS : TOKEN_COLUMNS + 2 * count] = pairs.flatten(1)
     if request.num_ids:
         asking, ids = request.named_by_row(rows)
         part = to_device(asking, logits.device)
@@ -144,7 +144,7 @@ class LogprobResult:
 
     def add(self, packed: bytearray, request: int, rows: slice) -> None:
         """Appends the columns of `request` (of B) in these rows."""
-        end_top = OWN_COLUMNS + 2 * self.request.top_nums[request]
+        end_top = TOKEN_COLUMNS + 2 * self.request.top_nums[request]
         assert end_top <= self._first_named
         num_named = len(self.request.token_ids[request])
         part = self._rows[rows, :end_top]

@@ -17,7 +17,7 @@ import numpy as np
 TokenLogprob = tuple[float, int]
 """(log probability, token id)."""
 
-OWN_COLUMNS = 2
+TOKEN_COLUMNS = 2
 """Columns before those of the top tokens: the token's id and its log probability."""
 VALUES_AT_ONCE = 1 << 12
 """Log probabilities of which there are objects at a time. To write them holds the interpreter for a millisecond or two,
@@ -27,7 +27,7 @@ and garbage collections find nothing of the others."""
 class LogprobBlock(NamedTuple):
     """Log probabilities of some consecutive tokens. `top` and `named` are empty if none are wanted."""
 
-    own: list[tuple[float | None, int]]
+    tokens: list[tuple[float | None, int]]
     top: list[list[TokenLogprob] | None]
     named: list[list[TokenLogprob] | None]
 
@@ -53,7 +53,7 @@ class OutputLogprobs(msgspec.Struct, omit_defaults=True):
     def num_values(self) -> int:
         """Returns the number of log probabilities."""
         num_named = len(self.named) // 4
-        row_bytes = 4 * (OWN_COLUMNS + 2 * self.num_top + num_named)
+        row_bytes = 4 * (TOKEN_COLUMNS + 2 * self.num_top + num_named)
         rows = (len(self.input) + len(self.output)) // row_bytes
         return rows * (1 + self.num_top + num_named) + (self.first_token is not None)
 
@@ -69,16 +69,17 @@ class OutputLogprobs(msgspec.Struct, omit_defaults=True):
 
     def _blocks(self, packed: bytearray) -> Iterator[LogprobBlock]:
         ids = np.frombuffer(self.named, np.int32).tolist()
-        end_top = OWN_COLUMNS + 2 * self.num_top
+        end_top = TOKEN_COLUMNS + 2 * self.num_top
         rows = np.frombuffer(packed, np.int32).reshape(-1, end_top + len(ids))
         count = max(1, VALUES_AT_ONCE // (1 + self.num_top + len(ids)))
         for first in range(0, len(rows), count):
             ints = rows[first : first + count]
             floats = ints.view(np.float32)
-            values, tokens = floats[:, OWN_COLUMNS:end_top:2].tolist(), ints[:, OWN_COLUMNS + 1 : end_top : 2].tolist()
+            top_values, top_ids = floats[:, TOKEN_COLUMNS:end_top:2], ints[:, TOKEN_COLUMNS + 1 : end_top : 2]
+            tops = zip(top_values.tolist(), top_ids.tolist(), strict=True)
             named = floats[:, end_top:].tolist()
             yield LogprobBlock(
                 list(zip(floats[:, 1].tolist(), ints[:, 0].tolist(), strict=True)),
-                [list(zip(*pair, strict=True)) for pair in zip(values, tokens, strict=True)] if self.num_top else [],
+                [list(zip(*pair, strict=True)) for pair in tops] if self.num_top else [],
                 [list(zip(row, ids, strict=True)) for row in named] if ids else [],
             )

@@ -33,11 +33,11 @@ def chat_logprobs(tokens: TokenTexts, logprobs: OutputLogprobs) -> Pieces:
     """Returns `{"content": [{token, bytes, logprob, top_logprobs}]}` as JSON, one entry a token."""
     content = JSONList()
     for block in logprobs.output_blocks():
-        tops = block.top or [[] for _ in block.own]
+        tops = block.top or [[] for _ in block.tokens]
         content.extend(
             [
                 {**_entry(tokens, token), "top_logprobs": [_entry(tokens, candidate) for candidate in top or ()]}
-                for token, top in zip(block.own, tops, strict=True)
+                for token, top in zip(block.tokens, tops, strict=True)
             ]
         )
     return [b'{"content":[', *content.pieces, b"]}"]
@@ -66,16 +66,16 @@ class CompletionLogprobs:
         texts, values, tops, offsets = (JSONList() for _ in range(4))
         text = self._tokens.token_text
         for block in blocks:
-            own = [text(token) for _, token in block.own]
-            texts.extend(own)
-            values.extend([value for value, _ in block.own])
+            new_texts = [text(token) for _, token in block.tokens]
+            texts.extend(new_texts)
+            values.extend([value for value, _ in block.tokens])
             tops.extend(
                 [
                     {text(token): value for value, token in top} if top else None
-                    for top in block.top or [None] * len(own)
+                    for top in block.top or [None] * len(new_texts)
                 ]
             )
-            starts = list(accumulate(map(len, own), initial=self._offset))
+            starts = list(accumulate(map(len, new_texts), initial=self._offset))
             self._offset = starts.pop()
             offsets.extend(starts)
         fields = (b'{"tokens":[', texts), (b'],"token_logprobs":[', values), (b'],"top_logprobs":[', tops)

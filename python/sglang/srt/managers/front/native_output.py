@@ -130,7 +130,7 @@ class ResultWriter:
         yield "output_token_logprobs", []
         for part, blocks in (("output", logprobs.output_blocks()), ("input", logprobs.input_blocks())):
             for block in blocks:
-                yield f"{part}_token_logprobs", self._entries(block.own)
+                yield f"{part}_token_logprobs", self._entries(block.tokens)
                 if block.top:
                     yield f"{part}_top_logprobs", self._rows(block.top)
                 if block.named:
