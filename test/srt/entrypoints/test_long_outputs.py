@@ -46,7 +46,18 @@ def test_long_outputs_and_many_are_written_in_a_thread(each: GenerateOutput, lon
         return thread is not threading.main_thread()
 
     assert off_event_loop(1) is long and off_event_loop(FEW_OUTPUTS + 1)
-    assert off_event_loop(1, LONG_OUTPUT + 1) and off_event_loop(1, LONG_OUTPUT) is long
+    assert off_event_loop(1, LONG_OUTPUT + 1)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_outputs_are_long_together(long: bool) -> None:
+    half = output("a" * (LONG_OUTPUT // 2)), output(logprobs=values(LONG_OUTPUT // 2, 0, 0, "output"))
+
+    def off_event_loop(num_more: int) -> bool:
+        thread = asyncio.run(written(half, threading.current_thread, num_more))
+        return thread is not threading.main_thread()
+
+    assert off_event_loop(int(long)) is long
 
 
 def test_a_thread_ends_before_its_caller_is_cancelled() -> None:

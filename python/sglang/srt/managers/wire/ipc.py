@@ -34,8 +34,9 @@ SEND_TIMEOUT_S = 60.0
 LINGER_MS = 1_000
 _MEMORY_FILES = "/dev/shm"
 MIN_MEMORY_FILES = 1 << 30
-DRAIN_BATCH, DRAIN_BYTES = 256, 1 << 20
-"""Messages, and bytes of these, behind which the event loop may run other callbacks."""
+DRAIN_BATCH, DRAIN_BYTES = 256, 1 << 18
+"""Messages, and bytes of these, behind which the event loop may run other callbacks. Among these are the streams, which
+write as JSON what has come."""
 
 
 class ChannelFull(RuntimeError):
