@@ -186,6 +186,16 @@ def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
         yield f"--pp-size {pp_size}: tokens add inputs to every layer, and only the first stage embeds them"
 
 
+def _class_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
+    """Yields problems of layouts in which a class of transformers would have to be taken apart."""
+    if model.class_code is None:
+        return
+    if ranks.pp_size > 1:
+        yield f"--pp-size {ranks.pp_size} cuts between layers, and a class of transformers runs as a whole"
+    if ranks.attn_dp_size > 1:
+        yield f"--attn-dp-size {ranks.attn_dp_size} exchanges tokens between the blocks that transformers hides"
+
+
 def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     tp_size, ep_size, experts = ranks.tp_size, ranks.ep_size, model.experts
     if tp_size % ep_size:
@@ -197,6 +207,7 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     if tp_size % ranks.attn_dp_size:
         yield f"--attn-dp-size {ranks.attn_dp_size} does not divide --tp-size {tp_size}, whose ranks share out requests"
         return
+    yield from _class_problems(model, ranks)
     yield from _context_problems(model, ranks)
     yield from _stage_problems(model, ranks.pp_size)
     for i, layer in enumerate(model.layers):
