@@ -281,6 +281,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "product": arch.product,
         "features": sorted(arch.features),
         "model": model.architecture,
+        "model_impl": model.model_impl,
         "family_known": model.known,
         "not_implemented": explanation.not_implemented,
         "refused": explanation.refused,
@@ -334,7 +335,7 @@ def to_text(explanation: Explanation) -> str:
     """Returns the explanation as a table for people."""
     arch, model = explanation.arch, explanation.model
     lines = [
-        f"{model.architecture} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
+        f"{model.title} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
     ]
     if explanation.replicas > 1:
         each = explanation.parallel.ranks.world_size

@@ -91,6 +91,7 @@ def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, A
     return {
         "caveat": CAVEAT,
         "model": result.explanation.model.architecture,
+        "model_impl": result.explanation.model.model_impl,
         "not_implemented": result.explanation.not_implemented,
         "gpu": result.explanation.arch.product or result.explanation.arch.name,
         "gpus": result.gpus,
@@ -229,7 +230,7 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
     """Returns the report for people. `accept_length`: assumed for steps with drafts."""
     arch, load = result.explanation.arch, result.load
     lines = [
-        f"{result.explanation.model.architecture} on {result.gpus} x {arch.product or arch.name},"
+        f"{result.explanation.model.title} on {result.gpus} x {arch.product or arch.name},"
         f" {load.concurrency} requests of {load.length:,} tokens",
         *textwrap.wrap(CAVEAT, 116),
     ]

@@ -76,7 +76,7 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
-        plan.description.architecture,
+        plan.description.title,
         load_format,
         num_bytes / 1e9,
         time.perf_counter() - start,

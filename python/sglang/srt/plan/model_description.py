@@ -80,6 +80,16 @@ class ModelDescription:
     """Cache of `_quants_of_experts`."""
 
     @property
+    def title(self) -> str:
+        """The architecture, for people, with what computes it if that is no family of ours."""
+        return self.architecture if self.class_code is None else f"{self.architecture} by transformers"
+
+    @property
+    def model_impl(self) -> str:
+        """What computes the model, as --model-impl calls it."""
+        return "sglang" if self.class_code is None else "transformers"
+
+    @property
     def has_embedding(self) -> bool:
         """Returns whether the stage has the embedding. The last stage has a copy where the output head is tied."""
         return self.first_stage or (self.last_stage and self.tie_embeddings)

@@ -10,7 +10,8 @@ from sglang.srt.configs.hf_config import ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
 from sglang.srt.plan.class_code.causal_classes import causal_classes
-from sglang.srt.plan.class_code.description import facts_of, layers_of_class, names_of_class, request_of
+from sglang.srt.plan.class_code.asking import facts_of, request_of
+from sglang.srt.plan.class_code.description import layers_of_class, names_of_class
 from sglang.srt.plan.class_code.facts import ClassCode
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES
@@ -39,8 +40,7 @@ def describe_served(
 ) -> ModelDescription:
     """Describes the model of a config.json as `describe_model` does, by what --model-impl asks for. auto: a family of
     ours if there is one, else a class of transformers, which takes the config as it is `written` (None: as `config`
-    is). Raises UserError as `describe_model` does, and where only one
-    of them was asked for and it cannot serve the model."""
+    is). Raises UserError as `describe_model` does, and for a class that was asked for and cannot serve the model."""
     source = f"{directory}/config.json"
     architecture = architecture_of(ConfigReader(select_text_config(config), source))
     values = written or config
@@ -81,7 +81,7 @@ def class_description(code: ClassCode, quantization: QuantConfig | None) -> Mode
     """Returns the description that follows from a class's facts. Raises UserError for a config that contradicts
     them."""
     facts, values = code.facts, code.request.values
-    keys = ConfigReader(values, f"{code.request.directory}/config.json")
+    keys = ConfigReader(values, "config.json")
     if facts.vocab_size != keys.positive("vocab_size"):
         raise UserError(
             f"{keys.source}: vocab_size is {values['vocab_size']}, but the class has {facts.vocab_size} embeddings."

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
 def decoder_of(model: Any) -> Any:
     """Returns the decoder of a causal model: what is below the output head."""
-    return model.get_decoder() if hasattr(model, "get_decoder") else getattr(model, model.base_model_prefix)
+    decoder = model.get_decoder()
+    # A class may call something else so: that of ModernBERT is its output head.
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 class _Output(MoeModelOutputWithPast):

@@ -25,6 +25,10 @@ from sglang.srt.plan.class_code.facts import ClassFacts, ClassRequest, HeadFact
 from sglang.srt.utils.process_limits import die_with_parent, limit_memory, lower_limit
 
 _TRIAL = "sglang_trial"
+_LOOKS_AT_VALUES = (
+    "its class decides by the values of tensors how to go on, such as a loop over the chosen experts, so that a step"
+    " would wait for the device"
+)
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embeddings that are computed anew where a text is longer than those before it."""
 
@@ -37,10 +41,16 @@ def facts_of(request: ClassRequest) -> ClassFacts:
     except UserError as error:
         return ClassFacts(name, problems=(str(error),))
     except Refused as reason:
-        return ClassFacts(name, problems=(f"the architecture {name} is not supported: {reason}.",))
+        return ClassFacts(name, problems=(_refusal(name, str(reason)),))
     except Exception as error:  # the class is code that we did not write
+        if "meta" in str(error):
+            return ClassFacts(name, problems=(_refusal(name, _LOOKS_AT_VALUES),))
         said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         return ClassFacts(name, problems=(f"{name} cannot be run without weights ({said}).",))
+
+
+def _refusal(name: str, reason: str) -> str:
+    return f"the architecture {name} is not supported: {reason}."
 
 
 def _facts(name: str, request: ClassRequest) -> ClassFacts:

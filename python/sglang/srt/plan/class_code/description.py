@@ -1,15 +1,8 @@
-"""Describes a model whose code is a class of transformers. No torch: the facts come from a process of their own."""
+"""Describes layers and names of a model whose code is a class of transformers, from its facts. No torch."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any
-
-import msgspec
 
 from sglang.srt.blocks.class_layer.spec import (
     ClassExperts,
@@ -22,47 +15,11 @@ from sglang.srt.blocks.class_layer.spec import (
 from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.configs.activation import FUNCTIONS, Activation
 from sglang.srt.configs.rope import unrotated
-from sglang.srt.errors import UserError
-from sglang.srt.plan.class_code.facts import ClassFacts, ClassRequest, ExpertsFact, LayerFact
+from sglang.srt.plan.class_code.facts import ClassFacts, ExpertsFact, LayerFact
 from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
 from sglang.srt.plan.masks import windowed
 from sglang.srt.plan.weight_names import WeightMap
 from sglang.srt.plan.weight_spec import Elements
-
-SECONDS = 180
-"""Processor time of a trial; most take a few seconds, nearly all of it to import torch."""
-WORKING_BYTES = 16 << 30
-"""Address space of a trial beyond what its libraries take. A run without weights takes little."""
-
-
-def request_of(values: Mapping[str, Any], directory: str, trust_remote_code: bool) -> ClassRequest:
-    """Returns the request for the class of a config.json, without what is about its checkpoint."""
-    kept = {key: value for key, value in values.items() if key not in ("quantization_config", "compression_config")}
-    return ClassRequest(kept, directory, trust_remote_code)
-
-
-def facts_of(request: ClassRequest) -> ClassFacts:
-    """Returns the facts of a class, found in a process of its own. Asked once for each config."""
-    return _facts_of(msgspec.json.encode(request))
-
-
-@lru_cache(maxsize=64)
-def _facts_of(request: bytes) -> ClassFacts:
-    command = [sys.executable, "-m", "sglang.srt.models.class_code.trial", str(SECONDS), str(WORKING_BYTES)]
-    try:
-        ended = subprocess.run(command, input=request, capture_output=True, timeout=2 * SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        raise UserError(
-            f"the model's class in transformers did not run without weights within {2 * SECONDS} s."
-        ) from None
-    if ended.returncode != 0:
-        lines = ended.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(
-            "the model's class in transformers cannot be run without weights"
-            f" ({lines[-1][:300] if lines else f'its process ended with {ended.returncode}'})."
-        )
-    return msgspec.json.decode(ended.stdout, type=ClassFacts)
-
 
 def layers_of_class(facts: ClassFacts) -> list[LayerSpec]:
     """Returns the layers of a class as blocks."""
