@@ -52,6 +52,7 @@ HYBRID: Any = {**EVEN, "at_four": {"linear_num_key_heads": 4}}
 COMPRESSED: Any = {**EVEN, **OWN, "at_four": {"o_groups": 4}}
 KV_HEAD: Any = {**ALIKE, "changes": {"num_key_value_heads": 1}}
 EIGHT_HEADS: Any = {"kv_heads": 4, "changes": {"num_attention_heads": 8, "num_key_value_heads": 4}}
+WHOLE = "computed as a whole"
 STREAMS = "streams, experts, states, own sums"
 KINDS: Mapping[str, Kind] = {
     "dense": Kind("qwen3", "full", "plain"),
@@ -63,6 +64,7 @@ KINDS: Mapping[str, Kind] = {
     "tied embedding": Kind("qwen3_tied_bias", "full", "repeats, own sums", {"num_hidden_layers": 5}),
     "experts, 8 heads": Kind("qwen3_moe", "full", "repeats, experts", **EIGHT_HEADS),
     "windows alone": Kind("mistral_windows", "windows alone", "repeats", **OWN),
+    "class of transformers": Kind("cohere2", "windows", f"own sums, {WHOLE}", stages=1, **OWN),
     "windows, query scale": Kind("gemma3", "windows", "repeats, own sums"),
     "windows": Kind("qwen3_windows", "windows"),
     "windows, KV head": Kind("qwen3_windows", "windows", "one KV head, cut heads, for ranks", **KV_HEAD),
@@ -256,6 +258,8 @@ def why_not(kind: str, layout: str = "one rank", feature: str | None = None) -> 
         return f"{ranks.attn_tp_size} ranks cannot share its attention"
     if ranks.pp_size > model.stages:
         return f"it has {model.stages} stages at most"
+    if ranks.attn_dp_size > 1 and WHOLE in model.tags:
+        return "its blocks exchange no tokens"
     if ranks.ep_size > 1 and "experts" not in model.tags:
         return "it has no experts"
     if ranks.dcp_size > 1 and not (model.kv_heads and ranks.attn_tp_size >= model.kv_heads * ranks.dcp_size):
