@@ -64,7 +64,6 @@ KINDS: Mapping[str, Kind] = {
     "tied embedding": Kind("qwen3_tied_bias", "full", "repeats, own sums", {"num_hidden_layers": 5}),
     "experts, 8 heads": Kind("qwen3_moe", "full", "repeats, experts", **EIGHT_HEADS),
     "windows alone": Kind("mistral_windows", "windows alone", "repeats", **OWN),
-    "class of transformers": Kind("cohere2", "windows", f"own sums, {WHOLE}", stages=1, **OWN),
     "windows, query scale": Kind("gemma3", "windows", "repeats, own sums"),
     "windows": Kind("qwen3_windows", "windows"),
     "windows, KV head": Kind("qwen3_windows", "windows", "one KV head, cut heads, for ranks", **KV_HEAD),
@@ -74,6 +73,7 @@ KINDS: Mapping[str, Kind] = {
     "gated heads": Kind("laguna", "windows", "experts"),
     "two head counts": Kind("step3p7", "windows", "experts"),
     "normed embedding": Kind("muse_glimmer", "windows", "own sums"),
+    "class of transformers": Kind("cohere2", "windows", f"own sums, {WHOLE}", stages=1, **OWN),
     "chunks": Kind("llama4", "chunks", "experts"),
     "chunks, KV head": Kind("llama4", "chunks", "one KV head, cut heads, experts, for ranks", **KV_HEAD),
     "sinks": Kind("gpt_oss", "sinks", "experts, own sums"),
@@ -196,7 +196,7 @@ FEATURES: Mapping[str, Feature] = {
         },
     ),
     "host cache": Feature({"enable_hierarchical_cache": True, "hicache_ratio": 3.0}),
-    "two-batch overlap": Feature(TWO_BATCHES, needs="TP", refuses={"DCP": "its steps stay whole"}),
+    "two-batch overlap": Feature(TWO_BATCHES, needs="TP", refuses={"DCP": "its steps stay whole", WHOLE: "so are its steps"}),
     "quantized all-reduce": Feature(
         {"enable_quantized_all_reduce": "all", "quantized_all_reduce_min_bytes": 1}, needs="TP"
     ),
