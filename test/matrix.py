@@ -196,7 +196,9 @@ FEATURES: Mapping[str, Feature] = {
         },
     ),
     "host cache": Feature({"enable_hierarchical_cache": True, "hicache_ratio": 3.0}),
-    "two-batch overlap": Feature(TWO_BATCHES, needs="TP", refuses={"DCP": "its steps stay whole", WHOLE: "so are its steps"}),
+    "two-batch overlap": Feature(
+        TWO_BATCHES, needs="TP", refuses={"DCP": "its steps stay whole", WHOLE: "so are its steps"}
+    ),
     "quantized all-reduce": Feature(
         {"enable_quantized_all_reduce": "all", "quantized_all_reduce_min_bytes": 1}, needs="TP"
     ),

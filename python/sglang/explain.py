@@ -334,9 +334,7 @@ def _op_json(outcome: Choice | NoKernel, tile_configs: Mapping[str, OpTileConfig
 def to_text(explanation: Explanation) -> str:
     """Returns the explanation as a table for people."""
     arch, model = explanation.arch, explanation.model
-    lines = [
-        f"{model.title} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
-    ]
+    lines = [f"{model.title} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")]
     if explanation.replicas > 1:
         each = explanation.parallel.ranks.world_size
         lines.append(

@@ -85,9 +85,7 @@ def check(outcome: str, kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in SAMPLE)) for kind in causal_classes()]
 )
-def test_a_class_answers_as_transformers_does_or_is_refused(
-    kind: str, tmp_path: Path, in_this_process: None
-) -> None:
+def test_a_class_answers_as_transformers_does_or_is_refused(kind: str, tmp_path: Path, in_this_process: None) -> None:
     config = tiny_config(kind)
     facts = trial.facts_of(request_of(config_values(config, causal_classes()[kind]), str(tmp_path), False))
     if facts.problems:

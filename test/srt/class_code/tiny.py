@@ -46,13 +46,12 @@ _SIZES: dict[str, Any] = {
 }
 _MADE_ANEW = ("layer_types", "mlp_layer_types", "sliding_window_pattern_list", "no_rope_layers")
 """Lists by layer, which follow from the other keys."""
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _HEADS = {"head_dim": 16, "num_key_value_heads": 2}
 _OF_CLASS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "rope_parameters": dict.fromkeys(
-            ("sliding_attention", "full_attention"), {"rope_type": "default", "rope_theta": 10000.0}
-        ),
+        "rope_parameters": {"sliding_attention": _ROPE, "full_attention": _ROPE},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},

@@ -9,8 +9,8 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
-from sglang.srt.plan.class_code.causal_classes import causal_classes
 from sglang.srt.plan.class_code.asking import facts_of, request_of
+from sglang.srt.plan.class_code.causal_classes import causal_classes
 from sglang.srt.plan.class_code.description import layers_of_class, names_of_class
 from sglang.srt.plan.class_code.facts import ClassCode
 from sglang.srt.plan.equal_layers import interned

@@ -39,14 +39,17 @@ def class_of(request: ClassRequest) -> type[Any]:
     )
 
 
-def config_of(request: ClassRequest) -> Any:
-    """Returns the config as the class takes it. Raises UserError."""
-    kind = str(request.values.get("model_type") or "")
-    if kind in CONFIG_MAPPING:
-        return CONFIG_MAPPING[kind].from_dict(dict(request.values))
-    if _CONFIG in request.own_code:
+def config_of(request: ClassRequest, model: type[Any]) -> Any:
+    """Returns the config as the model class takes it. Raises UserError for one of another class."""
+    if _CONFIG in request.own_code and _CAUSAL in request.own_code and model.__name__ not in dir(transformers):
         return _own(request, _CONFIG).from_dict(dict(request.values))
-    raise UserError(f"transformers {transformers.__version__} has no config of the model type {kind!r}.")
+    kind, wanted = str(request.values.get("model_type") or ""), model.config_class
+    if kind not in CONFIG_MAPPING or not issubclass(CONFIG_MAPPING[kind], wanted):
+        raise UserError(
+            f"the architecture {request.architecture} is not supported with the model type {kind!r}: its class takes"
+            f" {wanted.model_type!r}."
+        )
+    return CONFIG_MAPPING[kind].from_dict(dict(request.values))
 
 
 def _own(request: ClassRequest, key: str) -> Any:

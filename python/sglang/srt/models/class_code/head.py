@@ -29,7 +29,8 @@ class _Identity(torch.nn.Module):
     """Stands for a decoder, and returns the embeddings that it is given."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> _Output:
-        return _Output(last_hidden_state=inputs_embeds)
+        given: Any = inputs_embeds
+        return _Output(last_hidden_state=given)
 
 
 class Given:

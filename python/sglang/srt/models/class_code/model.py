@@ -49,7 +49,7 @@ class ClassModel(CausalLM):
         self.description = description = plan.description
         code = description.class_code
         assert code is not None and code.facts.head is not None
-        self.facts = facts = code.facts
+        self.facts, head, facts = code.facts, code.facts.head, code.facts
         quantization = description.quantization
         quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
         scope = Scope(
@@ -70,13 +70,14 @@ class ClassModel(CausalLM):
         self.aux_layers, self.aux_keeps_streams = AuxLayers(), False
         self.step = CurrentStep()
         register(attend, compute_experts)
-        self.model = create(class_of(code.request), config_of(code.request), scope.dtype)
+        kind = class_of(code.request)
+        self.model = create(kind, config_of(code.request, kind), scope.dtype)
         self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
         tied_to = self.embed if description.tie_embeddings else None
         self.head = LMHead(scope.sub("lm_head"), facts.vocab_size, tied_to)
         head_bias = None
-        if facts.head.bias:
-            head_bias = scope.sub("lm_head").param("bias", (facts.head.rows,), init=Init.ZEROS)
+        if head.bias:
+            head_bias = scope.sub("lm_head").param("bias", (head.rows,), init=Init.ZEROS)
         rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         for i, layer in enumerate(description.layers):
             assert isinstance(layer.mixer, ClassLayer)
@@ -85,7 +86,7 @@ class ClassModel(CausalLM):
             self._take(scope.sub("outside"), "", tensor)
         embedding = self.model.get_submodule(facts.embedding)
         self._put(facts.embedding, ClassEmbedding(embedding, self.embed))
-        self._put(facts.head.name, HeadProduct(self.head, head_bias))
+        self._put(head.name, HeadProduct(self.head, head_bias))
         self._fill_buffers()
         self.decoder = decoder_of(self.model)
         self.logits_of = Given(self.model, self.decoder)

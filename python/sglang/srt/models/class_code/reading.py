@@ -95,7 +95,8 @@ class Reading:
 
     def _experts(self, number: int, call: ExpertsCall) -> ExpertsFact:
         """Reads how a class computes its experts. Refuses what our kernels do not compute."""
-        module, name = call.module, self._in_layer(number, call.module)
+        module: Any = call.module
+        name = self._in_layer(number, module)
         if not module.has_gate or type(module)._apply_gate is not _default_apply_gate:
             raise Refused("its experts have a function of their own")
         if not module.is_concatenated:

@@ -59,16 +59,20 @@ def _facts(name: str, request: ClassRequest) -> ClassFacts:
         raise Refused("its class in transformers computes attention itself")
     if kind._is_stateful:
         raise Refused("its class keeps states that are no keys and values")
-    config = config_of(request)
+    config = config_of(request, kind)
     _check(config)
     calls = Calls()
     register(calls.attend, calls.compute_experts, _TRIAL)
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(_TRIAL, calls.mask)
     with suppress(AttributeError):  # it reads positions, which have no values here; they are those of one text
-        masking_utils.find_packed_sequence_indices = lambda positions: None
+        masking_utils.find_packed_sequence_indices = _one_text
     model = create(kind, config, torch.bfloat16, _TRIAL)
     hidden = _run(model)
     return _read(name, model, hidden, Reading(model, calls))
+
+
+def _one_text(position_ids: torch.Tensor) -> None:
+    """Says that the tokens of a step are one text."""
 
 
 def _check(config: Any) -> None:

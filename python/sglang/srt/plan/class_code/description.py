@@ -16,10 +16,11 @@ from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.configs.activation import FUNCTIONS, Activation
 from sglang.srt.configs.rope import unrotated
 from sglang.srt.plan.class_code.facts import ClassFacts, ExpertsFact, LayerFact
-from sglang.srt.plan.layer_spec import ABSENT, LayerSpec
+from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec
 from sglang.srt.plan.masks import windowed
 from sglang.srt.plan.weight_names import WeightMap
 from sglang.srt.plan.weight_spec import Elements
+
 
 def layers_of_class(facts: ClassFacts) -> list[LayerSpec]:
     """Returns the layers of a class as blocks."""
@@ -47,7 +48,8 @@ def _layer(layer: LayerFact, stream: ClassStream) -> LayerSpec:
         linears=layer.linears,
         tensors=layer.tensors,
     )
-    return LayerSpec(mixer, ABSENT if experts is None else _experts(experts), stream)
+    block: FeedForward = ABSENT if experts is None else _experts(experts)
+    return LayerSpec(mixer, block, stream)
 
 
 def _experts(fact: ExpertsFact) -> ClassExperts:
