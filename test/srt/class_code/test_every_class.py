@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -75,11 +76,18 @@ def answers(scheduler: Scheduler, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def check(outcome: str, kind: str) -> None:
-    recorded = json.loads(OUTCOMES.read_text()) if OUTCOMES.is_file() else {}
+    recorded, name = json.loads(OUTCOMES.read_text()), causal_classes()[kind]
     if os.environ.get("UPDATE_GOLDEN"):
-        recorded[causal_classes()[kind]] = outcome
-        OUTCOMES.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
-    assert recorded.get(causal_classes()[kind]) == outcome
+        outcomes = dict(sorted({**recorded["outcomes"], name: outcome}.items()))
+        recorded = {"transformers": transformers.__version__, "outcomes": outcomes}
+        OUTCOMES.write_text(json.dumps(recorded, indent=1) + "\n")
+    assert recorded["outcomes"].get(name) == outcome
+
+
+def test_the_record_has_every_class() -> None:
+    recorded = json.loads(OUTCOMES.read_text())
+    assert recorded["outcomes"].keys() == set(causal_classes().values())
+    assert recorded["transformers"] == transformers.__version__
 
 
 @pytest.mark.parametrize(

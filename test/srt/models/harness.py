@@ -1034,6 +1034,7 @@ class NativePlan:
     aux_keeps_streams: bool = False
     merge_method: str = ALL_TO_ALL
     num_positions: int = 256
+    model_impl: str = "auto"
 
     @property
     def decode_rows(self) -> int:
@@ -1047,7 +1048,7 @@ class NativePlan:
     def description(self) -> ModelDescription:
         apart = "--ep-size" if self.ranks.ep_size > 1 else ""
         description = describe_served(
-            ServerArgs(model_path=self.model.model_path),
+            ServerArgs(model_path=self.model.model_path, model_impl=self.model_impl),
             self.model.hf_config,
             self.model.quantization,
             apart,
@@ -1088,7 +1089,8 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
     server_args = ServerArgs(model_path=str(folder), **args)
     model = ModelConfig.from_server_args(server_args)
     cache = kv_cache_dtype(server_args.kv_cache_dtype, model.dtype, model.quantization)
-    return NativePlan(model, kv_cache_dtype=cache, ranks=RankLayout(server_args.tp_size, server_args.ep_size))
+    ranks = RankLayout(server_args.tp_size, server_args.ep_size)
+    return NativePlan(model, kv_cache_dtype=cache, ranks=ranks, model_impl=server_args.model_impl)
 
 
 def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.blocks.gqa.spec import GQA
-from sglang.srt.blocks.mlp.spec import up_parts
+from sglang.srt.blocks.mlp.spec import Dense, up_parts
 from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import Softmax, Values
@@ -153,6 +153,9 @@ class ClassExperts(MoE):
     layer."""
 
     fact: ExpertsFact | None = None
+
+    def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> Self:
+        return self
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
