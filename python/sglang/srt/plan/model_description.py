@@ -66,8 +66,6 @@ class ModelDescription:
     """How the model reads images and videos; None: it reads text only, or media are not served."""
     class_code: ClassCode | None = None
     """The class of transformers that computes the model; None: a family of ours does."""
-    no_class: tuple[str, ...] = ()
-    """Why no class of transformers computes a model for which there is no family."""
     shared_apart: str | None = None
     """Why the shared expert is not held as one more routed expert; None if it is, or if there is none."""
     _quants: dict[tuple[int, str, tuple[str, ...], int], ModuleQuant | None] = field(
@@ -189,7 +187,7 @@ class ModelDescription:
         """Raises UserError that names what is not computed here, if anything is."""
         if self.class_code is None and self.architecture not in SERVED_ARCHITECTURES:
             served = ", ".join(SERVED_ARCHITECTURES)
-            why = "\n".join(self.no_class) or f"the architecture {self.architecture} is not supported."
+            why = self.unsupported[0] if self.unsupported else not_supported(self.architecture)
             raise UserError(f"{why} Supported: {served}.")
         if self.unsupported:
             raise UserError("\n".join(self.unsupported))
@@ -227,6 +225,11 @@ def describe_model(
     )
 
 
+def not_supported(architecture: str) -> str:
+    """Returns the message for an architecture of which there is no family."""
+    return f"the architecture {architecture} is not supported."
+
+
 def architecture_of(keys: ConfigReader) -> str:
     """Returns the first entry of "architectures", or "unknown"."""
     architectures = keys.default("architectures", list, [])
@@ -248,7 +251,7 @@ def describe_as(
     c = FamilyConfig(keys.values, keys.source, quantized=quantization is not None)
     hidden_size, vocab_size = c.positive("hidden_size"), c.positive("vocab_size")
     if c.architecture not in family.architectures:
-        c.problem(f"the architecture {c.architecture} is not supported.")
+        c.problem(not_supported(c.architecture))
     try:
         read = family.read(c)
     finally:

@@ -20,6 +20,7 @@ from sglang.srt.plan.model_description import (
     architecture_of,
     describe_model,
     dtype_of,
+    not_supported,
     with_scale_groups,
     without_drafts,
 )
@@ -54,13 +55,15 @@ def describe_served(
         problems = described
     if args.model_impl == TRANSFORMERS:
         raise UserError("\n".join(problems))
-    return replace(describe_model(config, quantization, keep_shared_apart, source, text_keys), no_class=problems)
+    model = describe_model(config, quantization, keep_shared_apart, source, text_keys)
+    others = (problem for problem in model.unsupported if problem != not_supported(architecture))
+    return replace(model, unsupported=(*problems, *others))
 
 
 def _missing_class(config: Mapping[str, Any], architecture: str) -> tuple[str, ...]:
     """Returns why no class needs to be tried; empty if there may be one."""
-    own = config.get("auto_map")
-    if architecture in causal_classes() or (isinstance(own, Mapping) and "AutoModelForCausalLM" in own):
+    classes = config.get("auto_map")
+    if architecture in causal_classes() or (isinstance(classes, Mapping) and "AutoModelForCausalLM" in classes):
         return ()
     return (
         f"the architecture {architecture} is not supported: there is no family of it here, and in transformers it is no"

@@ -20,7 +20,7 @@ TOKENS = 7
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A call of attention. mask: what the class passed; the number of its `Masks.made`, None without one, or -1 for a
+    """A call of attention. mask: what the class passed; the number of its `Calls.masks`, None without one, or -1 for a
     tensor of its own."""
 
     module: torch.nn.Module
@@ -57,8 +57,8 @@ class Calls:
         **arguments: Any,
     ) -> tuple[torch.Tensor, None]:
         """Returns an output [1, T, H, Dv] without values."""
-        made = [i for i, (mask, _) in enumerate(self.masks) if mask is attention_mask]
-        number = None if attention_mask is None else made[0] if made else -1
+        numbers = [i for i, (mask, _) in enumerate(self.masks) if mask is attention_mask]
+        number = None if attention_mask is None else numbers[0] if numbers else -1
         said = {name: argument for name, argument in arguments.items() if argument is not None}
         self.attention.append(AttentionCall(module, query.shape, key.shape, value.shape, number, said))
         batch, heads, tokens, _ = query.shape

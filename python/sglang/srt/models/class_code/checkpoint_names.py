@@ -28,7 +28,7 @@ def renamings(model: Any) -> tuple[tuple[str, str], ...]:
 def experts_of(model: Any) -> dict[str, tuple[str, ...]]:
     """Returns the parts (gate, up, down) under which checkpoints store each expert by itself, by the end of the name of
     the module that has them all; empty where they store all experts in one tensor."""
-    found: dict[str, dict[str, str]] = {}
+    by_stem: dict[str, dict[str, str]] = {}
     for each in _transforms(model):
         if not isinstance(each, WeightConverter) or not isinstance(each.operations[0], MergeModulelist):
             continue
@@ -36,9 +36,9 @@ def experts_of(model: Any) -> dict[str, tuple[str, ...]]:
         stem = parts[0].group("stem").replace("\\", "").strip(".") if parts else ""
         names = [match.group("part") for match in parts]
         roles = ("gate", "up") if len(names) == 2 else ("down",)
-        found.setdefault(stem, {}).update(zip(roles, names, strict=False))
+        by_stem.setdefault(stem, {}).update(zip(roles, names, strict=False))
     return {
         stem: (parts["gate"], parts["up"], parts["down"])
-        for stem, parts in found.items()
+        for stem, parts in by_stem.items()
         if parts.keys() == {"gate", "up", "down"}
     }

@@ -86,7 +86,7 @@ class ClassModel(CausalLM):
             self._take(scope.sub("outside"), "", tensor)
         embedding = self.model.get_submodule(facts.embedding)
         self._put(facts.embedding, ClassEmbedding(embedding, self.embed))
-        self._put(head.name, HeadProduct(self.head, head_bias))
+        self._put(head.name, HeadProduct(self.head, head_bias, self.embed.weight[:0]))
         self._fill_buffers()
         self.decoder = decoder_of(self.model)
         self.logits_of = Given(self.model, self.decoder)
@@ -119,8 +119,8 @@ class ClassModel(CausalLM):
         name = tensor.name if "." in tensor.name or not at else f"own.{tensor.name}"
         module, _, leaf = name.rpartition(".")
         dtype = torch.float32 if tensor.fp32 else None
-        held = (scope.sub(module) if module else scope).param(leaf, tensor.shape, init=_initial(tensor), dtype=dtype)
-        self._set(at + tensor.name, held)
+        inner = scope.sub(module) if module else scope
+        self._set(at + tensor.name, inner.param(leaf, tensor.shape, init=_initial(tensor), dtype=dtype))
 
     def _set(self, path: str, tensor: torch.Tensor | None) -> None:
         module, _, leaf = path.rpartition(".")
@@ -137,21 +137,21 @@ class ClassModel(CausalLM):
     def _fill_buffers(self) -> None:
         """Computes the buffers that no checkpoint has, such as rotary frequencies, by the class's own initialization.
         Raises UserError for one that it leaves without values."""
-        held = {id(param.tensor) for param in self.params.values()}
+        loaded = {id(param.tensor) for param in self.params.values()}
         for path, module in self.model.named_modules():
-            passing = [n for n, b in module._buffers.items() if b is not None and id(b) not in held and b.is_meta]
+            passing = [n for n, b in module._buffers.items() if b is not None and id(b) not in loaded and b.is_meta]
             if not passing or self.device.type == "meta":
                 continue
-            own = module._parameters
+            parameters = module._parameters
             module._parameters = {  # which are not to be initialized
                 name: None if p is None else torch.nn.Parameter(p.to("meta"), requires_grad=False)
-                for name, p in own.items()
+                for name, p in parameters.items()
             }
             with torch.no_grad():
                 for name in passing:
                     module._buffers[name] = torch.full_like(module._buffers[name], _UNSET, device="cpu")
                 self.model._init_weights(module)
-            module._parameters = own
+            module._parameters = parameters
             for name in passing:
                 buffer = module._buffers[name]
                 if bool((buffer == _UNSET).all()) and buffer.numel():
@@ -223,32 +223,32 @@ class ClassEmbedding(torch.nn.Module):
     """The embedding of a class, whose rows ranks divide. A class that does more than to look up rows does it with the
     rows of the step, of which it looks up each once."""
 
-    def __init__(self, own: torch.nn.Embedding, rows: VocabParallelEmbedding) -> None:
+    def __init__(self, embedding: torch.nn.Embedding, rows: VocabParallelEmbedding) -> None:
         super().__init__()
         self.rows = rows
-        self.own = own if type(own) is not torch.nn.Embedding else None
+        self.looked_up = embedding if type(embedding) is not torch.nn.Embedding else None
         self.weight = rows.weight
-        if self.own is not None:
-            self.own.padding_idx = None
+        if self.looked_up is not None:
+            self.looked_up.padding_idx = None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns [1, T, H] for ids [1, T]."""
         rows = self.rows(ids.flatten())
-        if self.own is None:
+        if self.looked_up is None:
             return rows.view(*ids.shape, rows.shape[-1])
-        self.own._parameters["weight"] = rows  # type: ignore[assignment]
-        out: torch.Tensor = self.own(torch.arange(len(rows), device=rows.device).view(ids.shape))
-        self.own._parameters["weight"] = None
+        self.looked_up._parameters["weight"] = rows  # type: ignore[assignment]
+        out: torch.Tensor = self.looked_up(torch.arange(len(rows), device=rows.device).view(ids.shape))
+        self.looked_up._parameters["weight"] = None
         return out
 
 
 class HeadProduct(torch.nn.Module):
     """The output head of a class: hidden [..., H] -> logits [..., V] fp32."""
 
-    def __init__(self, head: LMHead, bias: torch.Tensor | None) -> None:
+    def __init__(self, head: LMHead, bias: torch.Tensor | None, weight: torch.Tensor) -> None:
+        """weight: without elements; classes ask it for its dtype."""
         super().__init__()
-        self.head, self.bias = head, bias
-        self.weight = torch.empty(0)
+        self.head, self.bias, self.weight = head, bias, weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns logits without what the class does with them."""

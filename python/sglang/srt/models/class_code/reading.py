@@ -53,9 +53,9 @@ class Reading:
         in order."""
         if not self.calls.attention:
             raise Refused("its class does not call attention")
-        found = [_LAYER.fullmatch(self.names[id(call.module)]) for call in self.calls.attention]
-        places = Counter(match.group(1) if match else "" for match in found)
-        numbers = [int(match.group(2)) if match else -1 for match in found]
+        matches = [_LAYER.fullmatch(self.names[id(call.module)]) for call in self.calls.attention]
+        places = Counter(match.group(1) if match else "" for match in matches)
+        numbers = [int(match.group(2)) if match else -1 for match in matches]
         if len(places) > 1 or numbers != list(range(len(numbers))):
             raise Refused("its class does not attend once in each layer, one after the other")
         return f"{next(iter(places))}{_LAYER_NUMBER}."

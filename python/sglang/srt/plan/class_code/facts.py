@@ -137,8 +137,8 @@ class ClassRequest:
     @property
     def own_code(self) -> dict[str, str]:
         """The classes that the model's directory brings."""
-        own = self.values.get("auto_map")
-        return own if isinstance(own, dict) else {}
+        classes = self.values.get("auto_map")
+        return classes if isinstance(classes, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)
