@@ -91,7 +91,6 @@ def to_json(result: Survey, accept_length: float = ACCEPT_LENGTH) -> dict[str, A
     return {
         "caveat": CAVEAT,
         "model": result.explanation.model.architecture,
-        "model_impl": result.explanation.model.model_impl,
         "not_implemented": result.explanation.not_implemented,
         "gpu": result.explanation.arch.product or result.explanation.arch.name,
         "gpus": result.gpus,
