@@ -53,7 +53,8 @@ A class that a checkpoint brings as Python code runs only with `--trust-remote-c
   This was not tried on a GPU yet.
 
 Norms are not fused with what comes before them, and q, k and v are three products: expect less speed than from a
-family. Attention over latents (MLA) has its keys and values expanded in the cache: heads times their sizes a token.
+family. Predicted times leave out the cost of such norms.
+Attention over latents (MLA) has its keys and values expanded in the cache: heads times their sizes a token.
 
 """
 
