@@ -5,17 +5,20 @@ Families of our own are read both ways here, so that each is an oracle of the ot
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
+from transformers import dynamic_module_utils
 
 from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.plan.ranks import RankLayout
+from srt.class_code.tiny import save_tiny as save_class
 from srt.models.harness import TINY, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 from srt.models.quantized_checkpoints import FORMS, ZERO_POINT_FORMS, save_quantized
 from srt.models.test_quantized import TOLERANCE, steps, wanted
@@ -69,6 +72,38 @@ def test_tensors_that_are_missing_or_left_over_are_named(tmp_path: Path) -> None
     )
     with pytest.raises(UserError, match=r"weights that the model does not have: model.layers.1.gate.weight$"):
         TinyRunner(plan_for(tmp_path))
+
+
+OWN_CONFIG = """
+from transformers import Olmo3Config
+
+class OwnConfig(Olmo3Config):
+    model_type = "own"
+"""
+OWN_MODEL = """
+from transformers import Olmo3ForCausalLM
+from .configuration_own import OwnConfig
+
+class OwnForCausalLM(Olmo3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_trusted_code_of_a_checkpoint_computes_its_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model = save_class("olmo3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "model_type": "own"}
+    config |= {
+        "auto_map": {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "configuration_own.py").write_text(OWN_CONFIG)
+    (tmp_path / "modeling_own.py").write_text(OWN_MODEL)
+    with pytest.raises(UserError, match="If you trust it, pass --trust-remote-code"):
+        TinyRunner(plan_for(tmp_path))
+    (logits,) = TinyRunner(plan_for(tmp_path, trust_remote_code=True)).extend({1: TOKENS})
+    torch.testing.assert_close(logits, hf_logits(model, TOKENS), rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.thorough

@@ -24,6 +24,7 @@ from sglang.srt.plan.class_code.asking import request_of
 from sglang.srt.server_args import ServerArgs
 from srt.class_code.tiny import VOCAB, causal_classes, config_values, save_tiny, tiny_config
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.models.harness import TinyRunner, hf_logits, plan_for
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 NEW_TOKENS = 24
@@ -107,4 +108,9 @@ def test_a_class_answers_as_transformers_does_or_is_refused(kind: str, tmp_path:
     longer = [prompts[i] + first[i] + prompt(4 + i, 6) for i in (0, 2)]
     assert answers(served, longer) == [generated(model, ids) for ids in longer]
     assert served.stats._cached > 20, "the second prompts begin with cached ones"
+    plan = plan_for(tmp_path, model_impl="transformers")
+    runner = TinyRunner(plan)
+    (logits,) = runner.extend({1: prompts[0]})
+    torch.testing.assert_close(logits, hf_logits(model, prompts[0]), rtol=0.0, atol=1e-3)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
     check("", kind)

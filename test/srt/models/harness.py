@@ -1035,6 +1035,7 @@ class NativePlan:
     merge_method: str = ALL_TO_ALL
     num_positions: int = 256
     model_impl: str = "auto"
+    trust_remote_code: bool = False
 
     @property
     def decode_rows(self) -> int:
@@ -1048,7 +1049,11 @@ class NativePlan:
     def description(self) -> ModelDescription:
         apart = "--ep-size" if self.ranks.ep_size > 1 else ""
         description = describe_served(
-            ServerArgs(model_path=self.model.model_path, model_impl=self.model_impl),
+            ServerArgs(
+                model_path=self.model.model_path,
+                model_impl=self.model_impl,
+                trust_remote_code=self.trust_remote_code,
+            ),
             self.model.hf_config,
             self.model.quantization,
             apart,
@@ -1090,7 +1095,13 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
     model = ModelConfig.from_server_args(server_args)
     cache = kv_cache_dtype(server_args.kv_cache_dtype, model.dtype, model.quantization)
     ranks = RankLayout(server_args.tp_size, server_args.ep_size)
-    return NativePlan(model, kv_cache_dtype=cache, ranks=ranks, model_impl=server_args.model_impl)
+    return NativePlan(
+        model,
+        kv_cache_dtype=cache,
+        ranks=ranks,
+        model_impl=server_args.model_impl,
+        trust_remote_code=server_args.trust_remote_code,
+    )
 
 
 def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:
