@@ -1,7 +1,7 @@
-"""Claude Code, Codex, opencode and Cline edit a file and run a command in three turns, with a chat template of each kind.
-What the model says is a script; the rest is real.
+"""Claude Code, Codex, opencode and Cline edit a file and run a command in three turns, with a chat template of each
+kind. What the model says is a script; the rest is real.
 
-RECORD=NAME writes what an agent sends to test/scripted/recorded, which test/http/test_recorded_agents.py sends again."""
+RECORD=NAME writes what one of them sends to test/scripted/recorded, and test_recorded_agents.py sends it again."""
 
 from __future__ import annotations
 
