@@ -21,6 +21,7 @@ from sglang.srt.model_executor.step import PromptLaunches, StepInput
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
+from srt.sampling.packed_logprobs import unpacked
 
 VOCAB = 97
 EOS = 0
@@ -115,8 +116,9 @@ class FakeRunner:
 
     def forward(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
-            assert len(np.unique(step.table_update.index)) == len(step.table_update.index)
             self.tables.reshape(-1)[step.table_update.index] = step.table_update.value
+            written = self.tables.reshape(-1)[step.table_update.index]
+            assert (written == step.table_update.value).all(), "an entry is written twice, with other values"
             if self.states is not None:
                 assert len(np.unique(step.table_update.state_targets)) == len(step.table_update.state_targets)
                 self.states[step.table_update.state_targets] = self.states[step.table_update.state_sources]
@@ -238,7 +240,8 @@ class Collector:
                     self.finish[rid] = finish
             for rid, out in zip(message.rids, message.logprobs, strict=True):
                 if out is not None:
-                    entries = zip_longest(out.output, out.output_top, out.output_token_ids, fillvalue=())
+                    got = unpacked(out)
+                    entries = zip_longest(got.output, got.top, got.named, fillvalue=())
                     values = [own for one, top, named in entries for own, _ in (one, *top, *named)]
                     self.logprobs.setdefault(rid, []).extend(values)
 
