@@ -25,6 +25,7 @@ from sglang.srt.entrypoints.http_middleware import RequestGate
 from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES, bind, without_query
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
@@ -324,7 +325,9 @@ def test_long_outputs_are_written_in_a_thread() -> None:
         threads.append(threading.current_thread())
         return output
 
-    response = EventStream(b"a", Generated(source.events()), write, "/generate", is_long=lambda each: len(each) > 1)
+    response = EventStream(
+        b"a", Generated(source.events()), write, "/generate", length=lambda each: len(each) * LONG_OUTPUT
+    )
     asyncio.run(response(scope(), exchange.receive, exchange.send))
     assert exchange.body == b"abLONGcLONGdata: [DONE]\n\n" and source.closed
     assert [thread is threading.main_thread() for thread in threads] == [True, False, True, False]
