@@ -142,7 +142,9 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
         raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
-        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}")
+        only_head = all(name.endswith("lm_head.weight") for name in missing)
+        advice = "; models of embeddings have no such output head: serve one with --is-embedding" if only_head else ""
+        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}{advice}")
     refuse_not_finite(model.params, wanted, model_path)
 
 
