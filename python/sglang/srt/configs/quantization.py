@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.gguf.quantization import read_gguf
+from sglang.srt.configs.gguf.tensors import METHOD as GGUF
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
 from sglang.srt.configs.quant_formats import (
     INT4_GROUPS,
@@ -41,6 +43,7 @@ READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
     "auto-round": read_auto_round,
     "auto_round": read_auto_round,
     "intel/auto-round": read_auto_round,
+    GGUF: read_gguf,
 }
 """Readers of a quantization config by `quant_method`."""
 
