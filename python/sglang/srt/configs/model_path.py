@@ -30,7 +30,9 @@ def resolve_model_path(
         return _unpacked(local)
     if local.is_file():
         if local.suffix.lower() != SUFFIX:
-            raise UserError(f"{flag} {model_path} is a file; give the directory that holds config.json, or a .gguf file.")
+            raise UserError(
+                f"{flag} {model_path} is a file; give the directory that holds config.json, or a .gguf file."
+            )
         return unpack(local)
     repo, _, wanted = model_path.partition(":")
     if not _is_hub_id(repo):
@@ -75,9 +77,7 @@ def _is_hub_id(text: str) -> bool:
     return not text.startswith((".", "/", "~"))
 
 
-def _download(
-    repo_id: str, revision: str | None, download_dir: str | None, patterns: Sequence[str], flag: str
-) -> Path:
+def _download(repo_id: str, revision: str | None, download_dir: str | None, patterns: Sequence[str], flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -23,8 +23,9 @@ def dequantized(blocks: torch.Tensor, kind: TensorType, dtype: torch.dtype) -> t
     step = max(1, CHUNK // cols)
     number = gguf.GGMLQuantizationType(kind.number)
     for begin in range(0, rows, step):
-        piece = blocks[begin : begin + step].numpy()
-        out[begin : begin + step] = torch.from_numpy(np.ascontiguousarray(gguf.dequantize(piece, number)))
+        with np.errstate(all="ignore"):  # scales that are NaN are refused once the weights are loaded
+            values = gguf.dequantize(blocks[begin : begin + step].numpy(), number)
+        out[begin : begin + step] = torch.from_numpy(np.ascontiguousarray(values))
     return out
 
 

@@ -145,8 +145,10 @@ class _Tensor:
         return codes.view(torch.int32) if self.part.dtype == "I32" else codes
 
     def _changed(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        change = CHANGES.get(self.entry.change)
+        change, heads = CHANGES.get(self.entry.change), self._row_heads()
         tensor = tensors[0] if change is None else change(tensors)
+        if heads is not None and tensor.dim() == 1:  # of a matrix only the rows in question were read
+            tensor = tensor[rows_of_halves(len(tensor), heads)]
         # 16-bit experts in one tensor have their columns first.
         return tensor.transpose(1, 2) if self.wide and tensor.dim() == 3 else tensor
 
@@ -174,6 +176,10 @@ class _Tensor:
             return self.checkpoint.blocks(source, slice(first + start, first + stop)), (stop - start,)
         if len(shape) == 3:
             return self.checkpoint.blocks(source, slice(start * shape[1], stop * shape[1])), (stop - start, shape[1])
-        heads = row_orders(self.checkpoint.index).get(self.entry.change)
+        heads = self._row_heads()
         rows = slice(start, stop) if heads is None else rows_of_halves(shape[0], heads)[start:stop]
         return self.checkpoint.blocks(source, rows), (stop - start,)
+
+    def _row_heads(self) -> int | None:
+        """Returns the number of heads if rows of heads are in another order in the file; None: they are not."""
+        return row_orders(self.checkpoint.index).get(self.entry.change)

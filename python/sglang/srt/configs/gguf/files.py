@@ -82,5 +82,7 @@ def read_model(files: Sequence[Path]) -> GGUFModel:
     if len(model.tensors()) < total:
         raise UserError(f"{files[0]}: parts of the model hold the same tensor.")
     if len(headers) > 1 and first.get("split.tensors.count", total) != total:
-        raise UserError(f"{files[0]}: split.tensors.count is {first['split.tensors.count']}, but the parts hold {total}.")
+        raise UserError(
+            f"{files[0]}: split.tensors.count is {first['split.tensors.count']}, but the parts hold {total}."
+        )
     return model

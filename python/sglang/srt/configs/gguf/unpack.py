@@ -94,7 +94,9 @@ def _quantization(index: Index, model_type: str) -> dict[str, Any]:
     kept = kept_modules(index)
     if not kept:
         return {}
-    storage = "mxfp4" if model_type == "gpt_oss" else "compressed-tensors"  # the form of its experts, which are one tensor
+    storage = (
+        "mxfp4" if model_type == "gpt_oss" else "compressed-tensors"
+    )  # the form of its experts, which are one tensor
     return {"quantization_config": {"quant_method": METHOD, "storage": storage, "modules": kept}}
 
 

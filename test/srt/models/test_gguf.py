@@ -1,0 +1,95 @@
+"""Models in GGUF are those from which the files were made: the same description, the same weights."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.model_loader.checkpoint import find_checkpoint
+from sglang.srt.model_loader.loader import filled_model
+
+from ..configs.gguf_files import convert
+from .harness import TinyRunner, plan_for, random_tokens, save_tiny
+
+GREEDY = {"topk_method": "greedy", "n_group": None, "topk_group": None}
+SAME_MSCALE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "gemma3": ("gemma3_capped", {"query_pre_attn_scalar": 32}),
+    "gpt_oss": ("gpt_oss", {}),
+    "glm4": ("glm4", {}),
+    "deepseek_v2": ("deepseek_v2_lite", {"rope_parameters": SAME_MSCALE}),
+    "deepseek_v3": ("deepseek_v3", {"num_nextn_predict_layers": 0, "rope_parameters": SAME_MSCALE}),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_the_model_it_was_made_of(family: str, tmp_path: Path) -> None:
+    name, more = FAMILIES[family]
+    save_tiny(name, tmp_path / "saved", **more)
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf")
+    want, got = plan_for(tmp_path / "saved", dtype="float32"), plan_for(file, dtype="float32")
+    assert replace(got.description, dtype="float32") == want.description  # a file does not say what it was trained in
+    made, loaded = filled_model(want), filled_model(got)
+    assert loaded.params.keys() == made.params.keys()
+    for param in made.params:
+        assert torch.equal(loaded.params[param].tensor, made.params[param].tensor), param
+
+
+def _as_16_bits(file: Path, saved: Path, folder: Path) -> None:
+    """Writes the file's weights, dequantized, as a checkpoint of safetensors."""
+    made = resolve_model_path(str(file))
+    checkpoint = find_checkpoint(str(made))
+    tensors = {name: opened.get_tensor(name).contiguous().clone() for name, _, opened in checkpoint.tensors()}
+    shutil.copytree(saved, folder)
+    save_file(tensors, folder / "model.safetensors")
+
+
+KEPT = {
+    "llama, Q4_0": ("llama_wide", "Q4_0"),
+    "qwen3_moe, Q4_0": ("qwen3_moe_wide", "Q4_0"),
+    "qwen3_moe, MXFP4": ("qwen3_moe_wide", "MXFP4"),
+    "gpt_oss, MXFP4": ("gpt_oss_wide", "MXFP4"),
+    "deepseek_v3, Q4_0": ("deepseek_v3", "Q4_0"),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_weights_that_stay_in_four_bits_answer_as_those_in_16(case: str, tmp_path: Path) -> None:
+    family, kind = KEPT[case]
+    more = FAMILIES[family][1] if family in FAMILIES else {}
+    save_tiny(family, tmp_path / "saved", **more)
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: kind if _is_product(name) else "F32")
+    plan = plan_for(file, dtype="float32")
+    assert plan.model.quantization is not None
+    assert plan.model.quantization.schemes() == {"int4_g32" if kind == "Q4_0" else "mxfp4"}
+    _as_16_bits(file, tmp_path / "saved", tmp_path / "wide")
+    tokens = random_tokens(12, seed=1)
+    got = TinyRunner(plan).extend({0: tokens})[0]
+    want = TinyRunner(plan_for(tmp_path / "wide", dtype="float32")).extend({0: tokens})[0]
+    assert (got - want).norm() < 0.02 * want.norm()  # scales of Q4_0 are rounded to bfloat16
+
+
+def _is_product(name: str) -> bool:
+    """Tensors that quantizers of such files leave alone: norms, biases, routers."""
+    return name.endswith(".weight") and not any(word in name for word in ("norm", "inp", "sinks", "token_embd"))
