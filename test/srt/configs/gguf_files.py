@@ -1,4 +1,4 @@
-"""Writes models in GGUF with the `gguf` package: its names of tensors and keys, and the changes that its converters make."""
+"""Writes models in GGUF with the `gguf` package, and changes tensors as converters do."""
 
 from __future__ import annotations
 
@@ -61,6 +61,37 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
+def write(path: Path, more: Callable[[Any], None], rows: int = 2048) -> Path:
+    """A model with nothing but an embedding, and the metadata that `more` adds."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for add in ("block_count", "context_length", "embedding_length", "feed_forward_length", "head_count"):
+        getattr(writer, f"add_{add}")({"block_count": 1, "context_length": 64, "head_count": 1}.get(add, 32))
+    writer.add_layer_norm_rms_eps(1e-5)
+    more(writer)
+    add_tensor(writer, "token_embd.weight", torch.zeros(rows, 32), "F32")
+    return finish(writer, path)
+
+
+def split(path: Path, stem: Path, count: int) -> list[Path]:
+    """Writes the model of a file as `count` parts."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    source = gguf.GGUFReader(path)
+    parts = []
+    for i in range(count):
+        parts.append(stem.with_name(f"{stem.name}-{i + 1:05}-of-{count:05}.gguf"))
+        writer = gguf.GGUFWriter(parts[-1], "llama")
+        for key, field in source.fields.items() if i == 0 else ():
+            if key.startswith(("llama.", "tokenizer.")):
+                writer.add_key_value(key, field.contents(), field.types[0], *field.types[1:2])
+        writer.add_uint16("split.no", i)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(source.tensors))
+        for tensor in source.tensors[i::count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        finish(writer, parts[-1])
+    return parts
+
+
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor, kind: str) -> None:
     values = tensor.float().contiguous().numpy()
     if kind == "F32" or values.shape[-1] % gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]:
@@ -76,7 +107,10 @@ def blocks_of(values: np.ndarray, kind: str) -> np.ndarray:
     """Quantizes values; random blocks of types that the package cannot write."""
     number = gguf.GGMLQuantizationType[kind]
     try:
-        return gguf.quantize(values, number)
+        blocks = gguf.quantize(values, number)
+        if kind == "Q4_0":
+            blocks[..., ::18] &= 0xF8  # scales that are the same in bfloat16
+        return blocks
     except NotImplementedError:
         return random_blocks(kind, values.shape)
 

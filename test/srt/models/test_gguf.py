@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.errors import UserError
 from sglang.srt.model_loader.checkpoint import find_checkpoint
 from sglang.srt.model_loader.loader import filled_model
 
-from ..configs.gguf_files import convert
-from .harness import TinyRunner, plan_for, random_tokens, save_tiny
+from ..configs.gguf_files import add_tensor, convert
+from .harness import LLAMA3_ROPE, TinyRunner, plan_for, random_tokens, save_tiny
 
 GREEDY = {"topk_method": "greedy", "n_group": None, "topk_group": None}
 SAME_MSCALE = {
@@ -87,7 +90,75 @@ def test_weights_that_stay_in_four_bits_answer_as_those_in_16(case: str, tmp_pat
     tokens = random_tokens(12, seed=1)
     got = TinyRunner(plan).extend({0: tokens})[0]
     want = TinyRunner(plan_for(tmp_path / "wide", dtype="float32")).extend({0: tokens})[0]
-    assert (got - want).norm() < 0.02 * want.norm()  # scales of Q4_0 are rounded to bfloat16
+    assert (got - want).norm() < 1e-4 * want.norm()
+
+
+def test_a_file_in_four_bits_may_be_quantized_anew(tmp_path: Path) -> None:
+    save_tiny("llama_wide", tmp_path / "saved")
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: "Q4_0" if _is_product(name) else "F32")
+    plan = plan_for(file, dtype="float32", quantization="fp8")
+    assert plan.model.quantization is not None
+    assert plan.model.quantization.schemes() == {"fp8_channel"}
+    _as_16_bits(file, tmp_path / "saved", tmp_path / "wide")
+    got = filled_model(plan)
+    want = filled_model(plan_for(tmp_path / "wide", dtype="float32", quantization="fp8"))
+    for name, param in want.params.items():
+        assert torch.equal(got.params[name].tensor, param.tensor), name
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_the_flag_of_upstream_names_what_is_there(kind: str, tmp_path: Path) -> None:
+    save_tiny("llama_wide", tmp_path / "saved")
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: kind if _is_product(name) else "F32")
+    quantization = plan_for(file, quantization="gguf", load_format="gguf").model.quantization
+    assert (quantization is None) == (kind == "Q8_0")
+    with pytest.raises(UserError, match="--quantization gguf, but the checkpoint .* is not quantized"):
+        plan_for(tmp_path / "saved", quantization="gguf")
+    with pytest.raises(UserError, match="--quantization awq"):
+        plan_for(file, quantization="awq")
+
+
+def test_modules_of_one_product_may_have_several_types(tmp_path: Path) -> None:
+    save_tiny("llama_wide", tmp_path / "saved")
+
+    def mixed(name: str) -> str:
+        if not _is_product(name):
+            return "F32"
+        return "Q8_0" if "attn_v" in name or "ffn_down" in name else "Q4_0"
+
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf", mixed)
+    _as_16_bits(file, tmp_path / "saved", tmp_path / "wide")
+    tokens = random_tokens(12, seed=1)
+    got = TinyRunner(plan_for(file, dtype="float32")).extend({0: tokens})[0]
+    want = TinyRunner(plan_for(tmp_path / "wide", dtype="float32")).extend({0: tokens})[0]
+    assert (got - want).norm() < 1e-4 * want.norm()
+
+
+def test_llama_3_is_scaled_as_its_table_says(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "saved", rope_parameters=LLAMA3_ROPE)
+
+    def add_table(writer: Any) -> None:
+        divisors = _frequencies({"rope_type": "default"}) / _frequencies(LLAMA3_ROPE)
+        add_tensor(writer, "rope_freqs.weight", divisors, "F32")
+
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf", more=add_table)
+    want, got = plan_for(tmp_path / "saved", dtype="float32"), plan_for(file, dtype="float32")
+    assert replace(got.description, dtype="float32") == want.description
+
+    file = convert(
+        tmp_path / "saved",
+        tmp_path / "other.gguf",
+        more=lambda writer: add_tensor(writer, "rope_freqs.weight", torch.linspace(1, 3, 8), "F32"),
+    )
+    with pytest.raises(UserError, match="rope_freqs.weight is not the table of a Llama 3"):
+        plan_for(file)
+
+
+def _frequencies(rope: dict[str, Any]) -> torch.Tensor:
+    """Those of transformers, for heads of 16."""
+    rope = {"rope_theta": 10000.0, **rope}
+    config = transformers.LlamaConfig(head_dim=16, max_position_embeddings=256, rope_parameters=rope)
+    return LlamaRotaryEmbedding(config).inv_freq
 
 
 def _is_product(name: str) -> bool:

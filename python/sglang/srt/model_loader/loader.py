@@ -1,4 +1,4 @@
-"""Builds a model and fills its parameters from safetensors, tensor by tensor, or with random numbers."""
+"""Builds a model and fills its parameters from safetensors or GGUF, tensor by tensor, or with random numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 class Loadable(Protocol):
@@ -56,8 +56,8 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
 def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
     """Builds the planned model with this rank's share of the weights on the plan's device.
 
-    `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
-    UserError if the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
+    `load_format`: auto, safetensors and gguf read the model directory; dummy fills with random numbers from `seed`.
+    Raises UserError if the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
     """
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")

@@ -6,6 +6,7 @@ or allocated. Source: the GGUF specification (versions 2 and 3, little-endian).
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Mapping
@@ -174,10 +175,10 @@ class _Reader:
     def _check_overlaps(self, tensors: tuple[TensorInfo, ...]) -> None:
         if len({tensor.name for tensor in tensors}) < len(tensors):
             names = sorted(tensor.name for tensor in tensors)
-            twice = next(name for name, following in zip(names, names[1:], strict=False) if name == following)
+            twice = next(name for name, following in itertools.pairwise(names) if name == following)
             raise self._damaged(f"the tensor {twice} is there twice")
         ordered = sorted(tensors, key=lambda tensor: tensor.offset)
-        for tensor, following in zip(ordered, ordered[1:], strict=False):
+        for tensor, following in itertools.pairwise(ordered):
             if tensor.offset + tensor.num_bytes > following.offset:
                 raise self._damaged(f"the tensors {tensor.name} and {following.name} overlap")
 

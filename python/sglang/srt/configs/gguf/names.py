@@ -1,4 +1,4 @@
-"""What the tensors of a GGUF file are called in checkpoints of the same model, and what its converter changed. No torch.
+"""What the tensors of a GGUF file are called in checkpoints of the model, and what its converter changed. No torch.
 
 A row says which modules a tensor becomes and how its values are changed back. Names end in `.weight` or `.bias` on both
 sides unless a row says otherwise.
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A module of the checkpoint. `{layer}` in the name is the number of the layer and `{expert}` that of the expert, of
-    a tensor that holds all of them.
+    """A module of the checkpoint. `{layer}` in the name is the number of the layer. `{expert}` is that of
+    the expert, of a tensor that holds all of them.
 
     change: what is done to the values, a key of `CHANGES` in `model_loader/gguf_changes.py`; "" for nothing
     sources: the tensors it is made of, if they are several

@@ -23,6 +23,8 @@ from sglang.srt.errors import UserError
 INDEX_NAME = "gguf.index.json"
 METHOD = "gguf"
 """quant_method of models in GGUF with weights that stay in four bits."""
+WHY_UNREAD = "gguf_tokenizer_unread"
+"""Key of tokenizer_config.json with the reason why a file's tokenizer is not read."""
 LAYER = "{layer}"
 EXPERT = "{expert}"
 

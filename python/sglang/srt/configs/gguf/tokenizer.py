@@ -103,17 +103,20 @@ def tokenizer_json(vocab: Vocabulary) -> dict[str, Any]:
     model = vocab.meta.general(_KEY + "model", str)
     makers = {"gpt2": _byte_level, "llama": _sentence_piece}
     if model not in makers:
-        raise _unread(vocab, f"{_KEY}model {model!r} is not read (has {', '.join(makers)})")
+        raise UnreadTokenizerError(vocab, f"{_KEY}model {model!r} is not read (has {', '.join(makers)})")
     parts = makers[model](vocab)
     usual = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None}
     return {**usual, "added_tokens": _added(vocab), "post_processor": None, **parts}
 
 
-def _unread(vocab: Vocabulary, reason: str) -> UserError:
-    return UserError(
-        f"{vocab.meta.path}: {reason}. Give the directory of the model's tokenizer with --tokenizer-path, or serve token"
-        " ids with --skip-tokenizer-init."
-    )
+class UnreadTokenizerError(UserError):
+    """Raised for a tokenizer that is not read. The model may be served with another one, or without."""
+
+    def __init__(self, vocab: Vocabulary, reason: str) -> None:
+        super().__init__(
+            f"{vocab.meta.path}: {reason}. Give the directory of the model's tokenizer with --tokenizer-path, or serve"
+            " token ids with --skip-tokenizer-init."
+        )
 
 
 def _added(vocab: Vocabulary) -> list[dict[str, Any]]:
@@ -181,7 +184,9 @@ def _byte_level(vocab: Vocabulary) -> dict[str, Any]:
     pre = vocab.meta.general(_KEY + "pre", str, "")
     rule = WORD_RULES.get(pre)
     if rule is None:
-        raise _unread(vocab, f"{_KEY}pre {pre!r} names no rule for words that is known (has {', '.join(WORD_RULES)})")
+        raise UnreadTokenizerError(
+            vocab, f"{_KEY}pre {pre!r} names no rule for words that is known (has {', '.join(WORD_RULES)})"
+        )
     merges = [merge.split(" ") for merge in _strings(vocab.meta, "merges")]
     if not all(len(merge) == 2 for merge in merges):
         raise UserError(f"{vocab.meta.path}: {_KEY}merges must be pairs of tokens.")

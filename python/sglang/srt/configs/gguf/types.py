@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A type: `number` in the file; each `elements` neighbours of a row are a block of `size` bytes. `wide`: its name in
-    safetensors, if it is a plain number of that type."""
+    """A type: `number` in the file; each `elements` neighbours of a row are a block of `size` bytes. `wide`: its name
+    in safetensors, if it is a plain number of that type."""
 
     name: str
     number: int

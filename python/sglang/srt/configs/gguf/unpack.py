@@ -19,8 +19,15 @@ from typing import Any
 
 from sglang.srt.configs.gguf.families import Description, config_of
 from sglang.srt.configs.gguf.files import GGUFModel, model_files, read_model
-from sglang.srt.configs.gguf.tensors import INDEX_NAME, METHOD, Index, index_bytes, kept_modules, make_index
-from sglang.srt.configs.gguf.tokenizer import end_ids, tokenizer_config, tokenizer_json, vocabulary
+from sglang.srt.configs.gguf.tensors import INDEX_NAME, METHOD, WHY_UNREAD, Index, index_bytes, kept_modules, make_index
+from sglang.srt.configs.gguf.tokenizer import (
+    UnreadTokenizerError,
+    Vocabulary,
+    end_ids,
+    tokenizer_config,
+    tokenizer_json,
+    vocabulary,
+)
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 
@@ -34,7 +41,7 @@ def unpack(path: Path) -> Path:
     """Returns the model directory of the GGUF model of which `path` is a file. Raises UserError for one that is damaged
     or not read, or if the cache cannot be written."""
     files = model_files(path)
-    folder = envs.SGLANG_CACHE_DIR / "gguf" / f"{path.stem[:64]}-{_digest(files)}"
+    folder = envs.SGLANG_CACHE_DIR / "gguf" / f"{files[0].stem[:64]}-{_digest(files)}"
     if (folder / INDEX_NAME).is_file():
         return folder
     content = _content(read_model(files))
@@ -49,8 +56,8 @@ def unpack(path: Path) -> Path:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
         raise UserError(
-            f"The config and tokenizer of {path} cannot be written to {folder} ({error.strerror}). Name a directory that"
-            " can be written with SGLANG_CACHE_DIR."
+            f"The config and tokenizer of {path} cannot be written to {folder} ({error.strerror}). Name a directory"
+            " that can be written with SGLANG_CACHE_DIR."
         ) from None
     if not (folder / INDEX_NAME).is_file():
         raise UserError(f"{folder} cannot be made: something else has this name.")
@@ -83,10 +90,19 @@ def _content(model: GGUFModel) -> dict[str, bytes]:
         begin = vocab.token_id("bos_token_id")
         config |= {"eos_token_id": ends} if ends else {}
         config |= {} if begin is None else {"bos_token_id": begin}
-        files["tokenizer.json"], files["tokenizer_config.json"] = tokenizer_json(vocab), tokenizer_config(vocab)
+        files |= _tokenizer_files(vocab)
     files["config.json"] = config | _quantization(index, config["model_type"])
     texts = {name: json.dumps(value, ensure_ascii=False).encode() for name, value in files.items()}
     return {**texts, INDEX_NAME: index_bytes(index)}
+
+
+def _tokenizer_files(vocab: Vocabulary) -> dict[str, Mapping[str, Any]]:
+    """Returns the tokenizer's files; in place of one that is not read, why: another one may be given."""
+    config = tokenizer_config(vocab)
+    try:
+        return {"tokenizer.json": tokenizer_json(vocab), "tokenizer_config.json": config}
+    except UnreadTokenizerError as error:
+        return {"tokenizer_config.json": {**config, WHY_UNREAD: str(error)}}
 
 
 def _quantization(index: Index, model_type: str) -> dict[str, Any]:
