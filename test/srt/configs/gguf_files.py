@@ -11,8 +11,12 @@ from typing import Any
 
 import gguf
 import numpy as np
+import tokenizers
 import torch
 from safetensors.torch import load_file
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from sglang.srt.configs.gguf.word_rules import WORD_RULES
 
 Tensors = dict[str, torch.Tensor]
 TypeOf = Callable[[str], str]
@@ -249,3 +253,57 @@ def _gpt_oss_experts(name: str, tensor: torch.Tensor) -> Tensors:
 def _in_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Moves the two dims of a head that rotate together next to each other."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+# --- tokenizers ------------------------------------------------------------------------------------------------------
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""Types of tokens."""
+TEXTS = [
+    "Hello world, it's 2026!\n  The end.",
+    "  two  spaces\tand\ttabs \r\n\r\n",
+    "naïve café 日本語 🙂 e\u0301",
+    "I'LL DON'T we'Ve 12345678 3.14",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "x = {'a': [1, 2]}  # comment/path/*.py",
+    "",
+    " ",
+    "\n\n\n",
+]
+
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+OTHERS = ["<think>", "</think>"]
+
+
+def trained(pre: str) -> tokenizers.Tokenizer:
+    """A small byte-level tokenizer with the rule `pre`, as checkpoints have one."""
+    rule = WORD_RULES[pre]
+    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.ignores_merges))
+    if rule.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in rule.patterns]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in OTHERS])
+    return tokenizer
+
+
+def add_byte_level(writer: Any, tokenizer: tokenizers.Tokenizer, pre: str) -> None:
+    size = tokenizer.get_vocab_size()
+    tokens = [tokenizer.id_to_token(i) for i in range(size)]
+    types = [CONTROL if token in SPECIAL else USER_DEFINED if token in OTHERS else NORMAL for token in tokens]
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_bos_token_id(tokenizer.token_to_id("<|im_start|>"))
+    writer.add_eos_token_id(tokenizer.token_to_id("<|im_end|>"))

@@ -13,7 +13,6 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from sglang.srt.configs.gguf.metadata import Metadata
 from sglang.srt.configs.gguf.tokenizer import Vocabulary, end_ids, tokenizer_json
@@ -23,20 +22,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
-from .gguf_files import write
-
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-TEXTS = [
-    "Hello world, it's 2026!\n  The end.",
-    "  two  spaces\tand\ttabs \r\n\r\n",
-    "naïve café 日本語 🙂 e\u0301",
-    "I'LL DON'T we'Ve 12345678 3.14",
-    "<|im_start|>user\nhi<|im_end|>\n",
-    "x = {'a': [1, 2]}  # comment/path/*.py",
-    "",
-    " ",
-    "\n\n\n",
-]
+from .gguf_files import BYTE, CONTROL, NORMAL, TEXTS, UNKNOWN, USER_DEFINED, add_byte_level, trained, write
 
 
 @pytest.fixture(autouse=True)
@@ -46,43 +32,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _args(path: Path, **more: Any) -> ServerArgs:
     return ServerArgs(model_path=str(path), **more)
-
-
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-OTHERS = ["<think>", "</think>"]
-
-
-def trained(pre: str) -> tokenizers.Tokenizer:
-    """A small byte-level tokenizer with the rule `pre`, as checkpoints have one."""
-    rule = WORD_RULES[pre]
-    tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=rule.ignores_merges))
-    if rule.composes:
-        tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in rule.patterns]
-    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, level])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS * 3, trainer)
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in OTHERS])
-    return tokenizer
-
-
-def add_byte_level(writer: Any, tokenizer: tokenizers.Tokenizer, pre: str) -> None:
-    size = tokenizer.get_vocab_size()
-    tokens = [tokenizer.id_to_token(i) for i in range(size)]
-    types = [CONTROL if token in SPECIAL else USER_DEFINED if token in OTHERS else NORMAL for token in tokens]
-    merges = json.loads(tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    writer.add_bos_token_id(tokenizer.token_to_id("<|im_start|>"))
-    writer.add_eos_token_id(tokenizer.token_to_id("<|im_end|>"))
 
 
 @pytest.mark.parametrize("pre", WORD_RULES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sglang.srt.configs.model_path import resolve_model_path
@@ -57,6 +58,20 @@ def test_a_file_is_the_model_it_was_made_of(family: str, tmp_path: Path) -> None
     assert loaded.params.keys() == made.params.keys()
     for param in made.params:
         assert torch.equal(loaded.params[param].tensor, made.params[param].tensor), param
+
+
+@pytest.mark.parametrize("family", ["llama tied", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3"])
+def test_transformers_reads_the_same_tensors(family: str, tmp_path: Path) -> None:
+    name, more = FAMILIES[family]
+    model = save_tiny(name, tmp_path / "saved", **more)
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf")
+    theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
+    checkpoint = find_checkpoint(str(resolve_model_path(str(file))))
+    ours = {name: opened.get_tensor(name) for name, _, opened in checkpoint.tensors()}
+    common = theirs.keys() & ours.keys()  # they stack experts
+    assert len(common) > 20
+    for name in common:
+        assert torch.equal(ours[name], theirs[name].float()), name
 
 
 def _as_16_bits(file: Path, saved: Path, folder: Path) -> None:

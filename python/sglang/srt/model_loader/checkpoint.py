@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -42,11 +42,15 @@ class Checkpoint:
                     yield name, file.get_slice(name), file
 
 
+Weights: TypeAlias = Checkpoint | GGUFCheckpoint
+"""The weights of a model directory: their size, and an iterator over tensors that are read when they are indexed."""
+
+
 def find_checkpoint(
     model_path: str,
     dtype: torch.dtype = torch.float32,
     wanted: Callable[[str], bool] = lambda name: True,
-) -> Checkpoint | GGUFCheckpoint:
+) -> Weights:
     """Returns the files of a model directory: those of the index, or one model.safetensors, or a model in GGUF, of
     which `dtype` and `wanted` say how it is read. Raises UserError."""
     folder = Path(model_path)
