@@ -20,7 +20,9 @@ def test_directory_is_itself(tmp_path: Path) -> None:
     assert resolve_model_path(str(tmp_path)) == tmp_path
 
 
-@pytest.mark.parametrize("path", ["/no/such/model", "./no-such-model", "~/no-such-model", "a/b/c", "has space"])
+@pytest.mark.parametrize(
+    "path", ["/no/such/model", "./no-such-model", "~/no-such-model", "a/b/c", "has space", "no-such.gguf"]
+)
 def test_missing_directory(path: str) -> None:
     with pytest.raises(UserError, match="does not exist. Give a local directory or a Hugging Face id"):
         resolve_model_path(path)

@@ -168,6 +168,15 @@ def test_llama_3_is_scaled_as_its_table_says(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rope_freqs.weight is not the table of a Llama 3"):
         plan_for(file)
 
+    save_tiny("qwen3", tmp_path / "qwen3")
+    file = convert(
+        tmp_path / "qwen3",
+        tmp_path / "qwen3.gguf",
+        more=lambda writer: add_tensor(writer, "rope_freqs.weight", torch.ones(16), "F32"),
+    )
+    with pytest.raises(UserError, match="no layer of qwen3 has the tensor rope_freqs.weight"):
+        plan_for(file)
+
 
 def _frequencies(rope: dict[str, Any]) -> torch.Tensor:
     """Those of transformers, for heads of 16."""

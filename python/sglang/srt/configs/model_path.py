@@ -35,7 +35,7 @@ def resolve_model_path(
             )
         return unpack(local)
     repo, _, wanted = model_path.partition(":")
-    if not _is_hub_id(repo):
+    if not _is_hub_id(repo) or repo.lower().endswith(SUFFIX):
         raise UserError(f"{flag} {model_path} does not exist. Give a local directory or a Hugging Face id.")
     if wanted:
         return unpack(_download_gguf(repo, wanted, revision, download_dir, flag))
@@ -59,11 +59,11 @@ def _download_gguf(repo: str, wanted: str, revision: str | None, download_dir: s
     folder = _download(repo, revision, download_dir, [f"{part['stem']}-*{SUFFIX}" if part else name], flag)
     if (folder / name).is_file():
         return folder / name
-    found = sorted(path for path in folder.rglob(f"*{SUFFIX}") if wanted in path.name and "mmproj" not in path.name)
-    if not found or len({model_of(path) for path in found}) > 1:
-        names = ", ".join(str(path.relative_to(folder)) for path in found[:8]) or "none"
+    paths = sorted(path for path in folder.rglob(f"*{SUFFIX}") if wanted in path.name and "mmproj" not in path.name)
+    if not paths or len({model_of(path) for path in paths}) > 1:
+        names = ", ".join(str(path.relative_to(folder)) for path in paths[:8]) or "none"
         raise UserError(f"{flag} {repo}:{wanted} must name one model in GGUF of {repo}; there are: {names}.")
-    return found[0]
+    return paths[0]
 
 
 def _is_hub_id(text: str) -> bool:

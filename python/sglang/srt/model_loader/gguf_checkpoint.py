@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.checkpoint_header import inside
-from sglang.srt.configs.gguf.tensors import INDEX_NAME, INT4, Entry, Index, Source, StoredPart, parts_of
+from sglang.srt.configs.gguf.tensors import INDEX_NAME, INT4, TensorEntry, Index, Source, StoredPart, parts_of
 from sglang.srt.configs.gguf.types import BY_NAME
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.gguf_blocks import dequantized, mxfp4, q4_0
@@ -46,8 +46,8 @@ class GGUFCheckpoint:
     def tensors(self) -> Iterator[tuple[str, Any, Any]]:
         """Yields (name, slice, file) as `Checkpoint.tensors` does. Tensors that can stay in four bits are there in 16
         if their name in 16 bits is wanted."""
-        widened = [entry for entry in self.index.entries if not _is_plain(entry) and self._is_wide(entry)]
-        self._say(widened)
+        entries = [entry for entry in self.index.entries if not _is_plain(entry) and self._is_wide(entry)]
+        self._say(entries)
         for entry in self.index.entries:
             wide = self._is_wide(entry)
             for expert, name in enumerate(entry.names()):
@@ -55,21 +55,21 @@ class GGUFCheckpoint:
                     tensor = _Tensor(self, entry, part, wide, expert if entry.num_experts else None)
                     yield part.name, tensor, tensor
 
-    def _is_wide(self, entry: Entry) -> bool:
+    def _is_wide(self, entry: TensorEntry) -> bool:
         return not entry.kept or self.wanted(next(entry.names()))
 
-    def _say(self, widened: Sequence[Entry]) -> None:
+    def _say(self, entries: Sequence[TensorEntry]) -> None:
         """Logs what reading weights in 16 bits costs."""
-        if not widened:
+        if not entries:
             return
-        sources = [source for entry in widened for source in entry.sources]
+        sources = [source for entry in entries for source in entry.sources]
         logger.info(
             "%s: %d tensors of types %s are read as %s, %.2f GB instead of the %.2f GB in the file",
             self.index.files[0],
             len(sources),
             ", ".join(sorted({source.type for source in sources})),
             str(self.dtype).removeprefix("torch."),
-            sum(map(_elements, widened)) * self.dtype.itemsize / 1e9,
+            sum(map(_elements, entries)) * self.dtype.itemsize / 1e9,
             sum(map(_stored_bytes, sources)) / 1e9,
         )
 
@@ -91,7 +91,7 @@ class GGUFCheckpoint:
         return self.maps[file]
 
 
-def _elements(entry: Entry) -> int:
+def _elements(entry: TensorEntry) -> int:
     return math.prod(entry.shape) * (entry.num_experts or 1)
 
 
@@ -100,7 +100,7 @@ def _stored_bytes(source: Source) -> int:
     return math.prod(source.shape) // kind.elements * kind.size
 
 
-def _is_plain(entry: Entry) -> bool:
+def _is_plain(entry: TensorEntry) -> bool:
     """Returns whether the file has the values in 16 or 32 bits."""
     return all(BY_NAME[source.type].wide for source in entry.sources)
 
@@ -110,7 +110,7 @@ class _Tensor:
     the tensor is whole."""
 
     def __init__(
-        self, checkpoint: GGUFCheckpoint, entry: Entry, part: StoredPart, wide: bool, expert: int | None
+        self, checkpoint: GGUFCheckpoint, entry: TensorEntry, part: StoredPart, wide: bool, expert: int | None
     ) -> None:
         self.checkpoint, self.entry, self.part, self.wide, self.expert = checkpoint, entry, part, wide, expert
 

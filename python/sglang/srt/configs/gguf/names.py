@@ -18,6 +18,8 @@ class Target:
     change: what is done to the values, a key of `CHANGES` in `model_loader/gguf_changes.py`; "" for nothing
     sources: the tensors it is made of, if they are several
     whole: the name is that of a tensor, without `.weight`
+
+    Without a name it is a tensor of which the config says everything.
     """
 
     name: str
@@ -67,6 +69,8 @@ LLAMA: Mapping[str, Target] = {
     **MLP,
     "attn_q": _layer("self_attn.q_proj", "pairs_to_halves"),
     "attn_k": _layer("self_attn.k_proj", "pairs_to_halves_kv"),
+    "rope_freqs": Target(""),
+    "attn_rot_embd": Target(""),
 }
 QWEN2: Mapping[str, Target] = {**MODEL, **ATTENTION, **MLP}
 QWEN3: Mapping[str, Target] = {**QWEN2, **QK_NORMS}

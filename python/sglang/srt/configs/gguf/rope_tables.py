@@ -30,8 +30,8 @@ def llama3_scaling(model: GGUFModel, head_dim: int, theta: float) -> Mapping[str
         raise UserError(f"{path}: {TABLE} must be divisors of frequencies from 1 on; got {table[:8]}.")
     factor = float(f"{max(table):.4g}")
     for original in _LENGTHS:
-        made = llama3_divisors(head_dim, theta, factor, original)
-        if all(abs(ours - theirs) <= _TOLERANCE * theirs for ours, theirs in zip(made, table, strict=True)):
+        divisors = llama3_divisors(head_dim, theta, factor, original)
+        if all(abs(ours - theirs) <= _TOLERANCE * theirs for ours, theirs in zip(divisors, table, strict=True)):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

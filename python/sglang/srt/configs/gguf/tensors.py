@@ -34,8 +34,6 @@ KEPT: Mapping[str, str] = {"Q4_0": INT4, "MXFP4": FP4}
 _FP4_EXPERTS_ONLY = re.compile(r".*\.experts\..*")
 _NEVER_KEPT = re.compile(r".*(embed_tokens|lm_head|norm|\.gate|\.router|shared_expert_gate)")
 """Modules whose weights are 16 bits wide in every checkpoint."""
-_DROPPED = re.compile(r"rope_freqs|rope_factors_(long|short)|blk\.\d+\.attn_rot_embd")
-"""Tables of rotary frequencies: what they say is in the config."""
 _IN_LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)")
 
 
@@ -48,7 +46,7 @@ class Source(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint.
 
     name: without `.weight` for `kept` ones; with "{expert}" it stands for a tensor of each expert, which are one in the
@@ -81,7 +79,7 @@ class Index(msgspec.Struct, frozen=True):
     """The tensors of a model, the files that hold them, and the numbers of heads that changes of rows need."""
 
     files: tuple[str, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorEntry, ...]
     num_heads: int
     num_kv_heads: int
 
@@ -92,22 +90,22 @@ def make_index(
     """Returns the index of a model. Raises UserError for tensors that the family does not have."""
     tensors, entries = model.tensors(), []
     for name in tensors:
-        if _DROPPED.match(name):
-            continue
         layer, stem, leaf = _split(name)
         if layer is not None and layer >= num_layers:  # layers that only drafts use
             continue
         target = targets.get(stem)
+        if target is not None and not target.name:  # what it says is in the config
+            continue
         if target is None:
             target = next((each for each in targets.values() if stem in each.sources), None)
             if target is None or target.sources[0] == stem:
                 raise UserError(f"{model.path}: no layer of {_arch(model)} has the tensor {name}.")
             continue  # its first source makes the entry
-        made_of = [name] if not target.sources else [_name(layer, source, leaf) for source in target.sources]
-        missing = [each for each in made_of if each not in tensors]
+        sources = [name] if not target.sources else [_name(layer, source, leaf) for source in target.sources]
+        missing = [each for each in sources if each not in tensors]
         if missing:
             raise UserError(f"{model.path} has the tensor {name}, but not {', '.join(missing)}.")
-        entries.append(_entry(target, layer, leaf, [tensors[each] for each in made_of], num_heads))
+        entries.append(_entry(target, layer, leaf, [tensors[each] for each in sources], num_heads))
     names = tuple(header.path.name for header in model.headers)
     return Index(names, tuple(_alike_experts(entries)), num_heads, num_kv_heads)
 
@@ -127,7 +125,9 @@ def _name(layer: int | None, stem: str, leaf: str) -> str:
     return f"{stem}.{leaf}" if layer is None else f"blk.{layer}.{stem}.{leaf}"
 
 
-def _entry(target: Target, layer: int | None, leaf: str, infos: list[tuple[int, TensorInfo]], num_heads: int) -> Entry:
+def _entry(
+    target: Target, layer: int | None, leaf: str, infos: list[tuple[int, TensorInfo]], num_heads: int
+) -> TensorEntry:
     sources = tuple(Source(file, info.offset, info.type.name, info.shape) for file, info in infos)
     name = target.name.replace(LAYER, str(layer))
     kinds = {source.type for source in sources}
@@ -142,7 +142,7 @@ def _entry(target: Target, layer: int | None, leaf: str, infos: list[tuple[int, 
     shape = _shape(target, leaf, sources, num_heads)
     if EXPERT in name:
         shape = shape[1:]
-    return Entry(name, shape, sources, target.change, kept)
+    return TensorEntry(name, shape, sources, target.change, kept)
 
 
 def _in_experts(name: str) -> bool:
@@ -164,7 +164,7 @@ def _shape(target: Target, leaf: str, sources: tuple[Source, ...], num_heads: in
     return shape
 
 
-def _alike_experts(entries: list[Entry]) -> Iterator[Entry]:
+def _alike_experts(entries: list[TensorEntry]) -> Iterator[TensorEntry]:
     """Yields the entries; experts stay in four bits only where all matrices of the layer have the same scheme."""
     kept: dict[str, set[str]] = {}
     for entry in entries:
@@ -198,7 +198,7 @@ class StoredPart:
     shape: tuple[int, ...]
 
 
-def parts_of(entry: Entry, name: str, wide: bool) -> tuple[StoredPart, ...]:
+def parts_of(entry: TensorEntry, name: str, wide: bool) -> tuple[StoredPart, ...]:
     """Returns the tensors of the entry's tensor `name`: one of 16 bits (`wide`, or if its scheme is not kept), or codes
     and scales as compressed-tensors has them, or as GPT-OSS's checkpoints have experts."""
     if wide or not entry.kept:

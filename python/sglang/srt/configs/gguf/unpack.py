@@ -47,13 +47,13 @@ def unpack(path: Path) -> Path:
     content = _content(read_model(files))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+        partial = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
         try:
-            _write(made, files, content)
+            _write(partial, files, content)
             with suppress(OSError):  # another process was faster
-                made.rename(folder)
+                partial.rename(folder)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise UserError(
             f"The config and tokenizer of {path} cannot be written to {folder} ({error.strerror}). Name a directory"
