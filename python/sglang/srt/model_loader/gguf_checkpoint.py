@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.checkpoint_header import inside
-from sglang.srt.configs.gguf.tensors import INDEX_NAME, INT4, TensorEntry, Index, Source, StoredPart, parts_of
+from sglang.srt.configs.gguf.tensors import INDEX_NAME, INT4, Index, Source, StoredPart, TensorEntry, parts_of
 from sglang.srt.configs.gguf.types import BY_NAME
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.gguf_blocks import dequantized, mxfp4, q4_0
