@@ -240,7 +240,32 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
         _model(WHOLE[0], _kv("embedding_length", 64), *WHOLE[2:]),
         "embedding_length is 64",
     ),
-    "no heads": (_model(*WHOLE[:2], _kv("attention.head_count", 0), *WHOLE[3:]), "head_count is 0"),
+    "no heads": (
+        _model(*WHOLE[:2], _kv("attention.head_count", 0), *WHOLE[3:]),
+        "head_count must be at least 1; got 0",
+    ),
+    "a number that is none": (
+        _model(*WHOLE, pair("llama.rope.freq_base", F32, struct.pack("<f", float("nan")))),
+        "'llama.rope.freq_base' must be a number; got nan",
+    ),
+    "a negative scaling": (
+        _model(
+            *WHOLE,
+            pair("llama.rope.scaling.type", STRING, text("yarn")),
+            pair("llama.rope.scaling.factor", F32, struct.pack("<f", -2.0)),
+        ),
+        "rope.scaling.factor must be positive",
+    ),
+    "heads of no size": (_model(*WHOLE, _kv("attention.key_length", 0)), "key_length must be at least 1"),
+    "a piece of a thousand characters": (
+        _model(
+            *WHOLE,
+            array("tokenizer.ggml.tokens", STRING, 1, text("a" * 1000)),
+            pair("tokenizer.ggml.model", STRING, text("llama")),
+            array("tokenizer.ggml.scores", F32, 1, bytes(4)),
+        ),
+        "a token has 1000 characters, more than",
+    ),
     "a key that nobody reads": (_model(*WHOLE, _kv("attention.clamp", 3)), "llama.attention.clamp = 3: not supported"),
     "heads that differ by layer": (
         _model(*WHOLE, array("llama.attention.head_count_kv", U32, 2, struct.pack("<II", 1, 2))),

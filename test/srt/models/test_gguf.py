@@ -87,6 +87,9 @@ KEPT = {
     "llama, Q4_0": ("llama_wide", "Q4_0"),
     "qwen3_moe, Q4_0": ("qwen3_moe_wide", "Q4_0"),
     "qwen3_moe, MXFP4": ("qwen3_moe_wide", "MXFP4"),
+    "gemma3, Q4_0": ("gemma3", "Q4_0"),
+    "glm4, Q4_0": ("glm4", "Q4_0"),
+    "qwen2_moe, Q4_0": ("qwen2_moe", "Q4_0"),
     "gpt_oss, MXFP4": ("gpt_oss_wide", "MXFP4"),
     "deepseek_v3, Q4_0": ("deepseek_v3", "Q4_0"),
 }
@@ -95,7 +98,7 @@ KEPT = {
 @pytest.mark.parametrize("case", KEPT)
 def test_weights_that_stay_in_four_bits_answer_as_those_in_16(case: str, tmp_path: Path) -> None:
     family, kind = KEPT[case]
-    more = FAMILIES[family][1] if family in FAMILIES else {}
+    family, more = FAMILIES.get(family, (family, {}))
     save_tiny(family, tmp_path / "saved", **more)
     file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: kind if _is_product(name) else "F32")
     plan = plan_for(file, dtype="float32")
@@ -147,6 +150,19 @@ def test_modules_of_one_product_may_have_several_types(tmp_path: Path) -> None:
     got = TinyRunner(plan_for(file, dtype="float32")).extend({0: tokens})[0]
     want = TinyRunner(plan_for(tmp_path / "wide", dtype="float32")).extend({0: tokens})[0]
     assert (got - want).norm() < 1e-4 * want.norm()
+
+
+def test_parameters_of_sampling_come_with_the_file(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "saved")
+
+    def recommend(writer: Any) -> None:
+        writer.add_sampling_temp(0.6)
+        writer.add_sampling_top_k(20)
+        writer.add_sampling_top_p(0.95)
+        writer.add_sampling_penalty_repeat(1.05)
+
+    model = plan_for(convert(tmp_path / "saved", tmp_path / "model.gguf", more=recommend)).model
+    assert model.default_sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
 
 
 def test_llama_3_is_scaled_as_its_table_says(tmp_path: Path) -> None:

@@ -80,12 +80,10 @@ def config_of(d: Description) -> tuple[Values, Architecture]:
 
 def _usual(d: Description) -> Values:
     meta = d.meta
-    hidden, heads = meta.count("embedding_length"), meta.count("attention.head_count")
+    hidden, heads = meta.positive("embedding_length"), meta.positive("attention.head_count")
     rows, width = (*d.tensor("token_embd.weight").shape, 0)[:2]
     if width != hidden:
         raise UserError(f"{d.model.path}: token_embd.weight has rows of {width}, but embedding_length is {hidden}.")
-    if not heads:
-        raise UserError(f"{d.model.path}: attention.head_count is 0.")
     return {
         "vocab_size": rows,
         "hidden_size": hidden,
@@ -114,6 +112,8 @@ def _scaling(d: Description) -> Values | None:
         raise UserError(f"{d.model.path}: a rope.scaling.yarn_ext_factor other than 1 is not supported.")
     if kind == "none" or not factor:
         return None
+    if factor < 0:
+        raise UserError(f"{d.model.path}: rope.scaling.factor must be positive; got {factor}.")
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
@@ -136,8 +136,8 @@ def _scaling(d: Description) -> Values | None:
 def _head_dim(d: Description) -> Values:
     """Returns the size of the heads, all of which rotates. Raises UserError if keys and values differ."""
     meta = d.meta
-    usual = meta.count("embedding_length") // meta.count("attention.head_count")
-    keys = meta.count("attention.key_length", usual)
+    usual = meta.positive("embedding_length") // meta.positive("attention.head_count")
+    keys = meta.positive("attention.key_length", usual)
     values, rotated = meta.count("attention.value_length", keys), meta.count("rope.dimension_count", keys)
     if not keys == values == rotated:
         raise UserError(
@@ -192,7 +192,7 @@ def _gemma3(d: Description) -> Values:
     values, meta = _head_dim(d), d.meta
     scalar = values["head_dim"]
     if d.num_layers == _GEMMA3_27B_LAYERS:
-        scalar = meta.count("embedding_length") // meta.count("attention.head_count")
+        scalar = meta.positive("embedding_length") // meta.positive("attention.head_count")
     return values | {
         "query_pre_attn_scalar": scalar,
         "hidden_activation": "gelu_pytorch_tanh",
@@ -221,8 +221,8 @@ def _gpt_oss(d: Description) -> Values:
 
 def _glm4(d: Description) -> Values:
     meta = d.meta
-    heads = meta.count("attention.head_count")
-    head_dim = meta.count("attention.key_length", meta.count("embedding_length") // heads)
+    heads = meta.positive("attention.head_count")
+    head_dim = meta.positive("attention.key_length", meta.positive("embedding_length") // heads)
     if meta.count("attention.value_length", head_dim) != head_dim:
         raise UserError(f"{d.model.path}: heads whose keys and values differ are not supported for glm4.")
     rotated = meta.count("rope.dimension_count", head_dim)
@@ -242,7 +242,7 @@ def _deepseek2(d: Description) -> Values:
     key = meta.count("attention.key_length_mla", 0) or meta.count("attention.key_length")
     value = meta.count("attention.value_length_mla", 0) or meta.count("attention.value_length")
     meta.has("attention.key_length"), meta.has("attention.value_length")
-    heads = meta.count("attention.head_count")
+    heads = meta.positive("attention.head_count")
     groups = meta.count("expert_group_count", 1)
     values = _experts(d)
     values["n_routed_experts"] = values.pop("num_experts")

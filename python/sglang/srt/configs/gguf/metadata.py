@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -42,8 +43,17 @@ class Metadata:
 
     def number(self, key: str, default: float | None = None) -> float:
         """Returns a number that the file has in fp32, as the shortest decimal fraction that is it: 1e-05 instead of
-        9.99999974e-06."""
-        return shortest(self.get(key, float, default))
+        9.99999974e-06. Raises UserError for NaN and infinity."""
+        return self._shortest(f"{self.arch}.{key}", self.get(key, float, default))
+
+    def general_number(self, key: str) -> float | None:
+        """Returns the number at a whole key as `number` does, None if there is none."""
+        return self._shortest(key, self.general(key, float)) if key in self.values else None
+
+    def _shortest(self, key: str, value: float) -> float:
+        if not math.isfinite(value):
+            raise UserError(f"{self.path}: {key!r} must be a number; got {value}.")
+        return shortest(value)
 
     def count(self, key: str, default: int | None = None) -> int:
         """Returns a whole number; where the file has one for each layer, all must be equal. Raises UserError."""
@@ -54,6 +64,13 @@ class Metadata:
         if len(set(value)) != 1 or type(value[0]) is not int:
             raise UserError(f"{self.path}: {self.arch}.{key} differs by layer, which is not supported.")
         return value[0]
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """Returns a whole number of at least 1, as `count` does."""
+        value = self.count(key, default)
+        if value < 1:
+            raise UserError(f"{self.path}: {self.arch}.{key} must be at least 1; got {value}.")
+        return value
 
     def check_read(self, harmless: Collection[str]) -> None:
         """Raises UserError for a key of the architecture that nobody read and that is not `harmless`."""

@@ -244,10 +244,14 @@ def merges_of_scores(vocab: Vocabulary) -> list[list[str]]:
     longest = max(map(len, ids), default=0)
     if longest > _LONGEST_PIECE:
         raise UserError(f"{vocab.meta.path}: a token has {longest} characters, more than {_LONGEST_PIECE}.")
+    if sum(map(len, ids)) > _MOST_CHARACTERS:
+        raise UserError(f"{vocab.meta.path}: the tokens have more than {_MOST_CHARACTERS:,} characters.")
     merges = itertools.chain.from_iterable(_pairs(piece, ids) for piece in sorted(ids, key=lambda p: -scores[ids[p]]))
     return list(merges)
 
 
+_MOST_CHARACTERS = 1 << 24
+"""Characters of all pieces; Gemma's 262,144 have 1.8 million."""
 _LONGEST_PIECE = 512
 """Characters of a piece: all its splits are tried. Published ones have up to 96 (runs of spaces)."""
 

@@ -33,6 +33,8 @@ from sglang.srt.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+_SAMPLING = "general.sampling."
+_NUMBERS = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
 _FORMAT = 1
 """Number of the form of these directories: a change of what is in them needs another one."""
 
@@ -83,7 +85,7 @@ def _content(model: GGUFModel) -> dict[str, bytes]:
     config, architecture = config_of(description)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     index = make_index(model, architecture.targets, description.num_layers, heads, kv_heads)
-    files: dict[str, Mapping[str, Any]] = {"generation_config.json": {}}
+    files: dict[str, Mapping[str, Any]] = {"generation_config.json": _sampling(description)}
     vocab = vocabulary(description.meta, config["vocab_size"])
     if vocab is not None:
         ends = end_ids(vocab)
@@ -94,6 +96,15 @@ def _content(model: GGUFModel) -> dict[str, bytes]:
     files["config.json"] = config | _quantization(index, config["model_type"])
     texts = {name: json.dumps(value, ensure_ascii=False).encode() for name, value in files.items()}
     return {**texts, INDEX_NAME: index_bytes(index)}
+
+
+def _sampling(description: Description) -> dict[str, Any]:
+    """Returns the parameters of sampling that the file recommends."""
+    meta = description.meta
+    values: dict[str, Any] = {key: meta.general_number(f"{_SAMPLING}{name}") for key, name in _NUMBERS.items()}
+    if f"{_SAMPLING}top_k" in meta.values:
+        values["top_k"] = meta.general(f"{_SAMPLING}top_k", int)
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _tokenizer_files(vocab: Vocabulary) -> dict[str, Mapping[str, Any]]:
