@@ -54,6 +54,13 @@ def test_blocks_have_the_values_of_the_package(kind: str) -> None:
     assert torch.equal(dequantized(torch.from_numpy(blocks), BY_NAME[kind], torch.bfloat16), got.bfloat16())
 
 
+def test_every_exponent_of_mxfp4_has_the_value_of_the_package() -> None:
+    blocks = np.zeros((256, 17), np.uint8)
+    blocks[:, 0] = np.arange(256)
+    blocks[:, 1:] = np.arange(16) * 17
+    assert torch.equal(dequantized(torch.from_numpy(blocks), BY_NAME["MXFP4"], torch.float32), oracle(blocks, "MXFP4"))
+
+
 def test_codes_and_scales_of_q4_0_are_its_values() -> None:
     blocks = random_blocks("Q4_0", (5, 96))
     codes, scales = q4_0(torch.from_numpy(blocks))
