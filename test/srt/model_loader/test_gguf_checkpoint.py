@@ -30,7 +30,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def oracle(blocks: np.ndarray, kind: str) -> torch.Tensor:
-    return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]).copy())
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind]).copy())
 
 
 def test_the_table_of_types_is_that_of_the_package() -> None:
@@ -49,7 +50,7 @@ QUANTIZED = [kind.name for kind in TYPES.values() if not kind.wide]
 def test_blocks_have_the_values_of_the_package(kind: str) -> None:
     blocks = random_blocks(kind, (37, 512))
     got = dequantized(torch.from_numpy(blocks), BY_NAME[kind], torch.float32)
-    assert torch.equal(got, oracle(blocks, kind))
+    assert torch.equal(got.view(torch.int32), oracle(blocks, kind).view(torch.int32))
     assert got.isfinite().all()
     assert torch.equal(dequantized(torch.from_numpy(blocks), BY_NAME[kind], torch.bfloat16), got.bfloat16())
 
