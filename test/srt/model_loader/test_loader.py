@@ -196,7 +196,7 @@ def test_files_that_are_no_safetensors_are_refused(copy: Path) -> None:
     with pytest.raises(UserError, match="not a readable safetensors file"):
         load_model(plan_for(copy))
     path.rename(copy / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"it has pytorch_model\.bin\. Only safetensors"):
+    with pytest.raises(UserError, match=r"it has pytorch_model\.bin\. Only weights in safetensors or GGUF"):
         load_model(plan_for(copy))
 
 
@@ -216,8 +216,8 @@ def test_dummy_weights_need_no_files_and_stay_finite(copy: Path) -> None:
 
 
 def test_an_unknown_load_format_is_refused(saved: Path) -> None:
-    with pytest.raises(UserError, match="'gguf' is not supported; supported: auto, safetensors, dummy"):
-        load_model(plan_for(saved), "gguf")
+    with pytest.raises(UserError, match="'pt' is not supported; supported: auto, safetensors, gguf, dummy"):
+        load_model(plan_for(saved), "pt")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
