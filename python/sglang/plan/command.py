@@ -231,7 +231,7 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
     """Returns the report for people. `accept_length`: assumed for steps with drafts."""
     arch, load = result.explanation.arch, result.load
     lines = [
-        f"{result.explanation.model.architecture} on {result.gpus} x {arch.product or arch.name},"
+        f"{result.explanation.model.title} on {result.gpus} x {arch.product or arch.name},"
         f" {load.concurrency} requests of {load.length:,} tokens",
         *textwrap.wrap(CAVEAT, 116),
     ]

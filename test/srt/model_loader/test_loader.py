@@ -86,6 +86,7 @@ def test_known_tensors_that_are_no_weights_are_passed_over(tmp_path: Path) -> No
     reference = save_tiny("qwen3_tied_bias", tmp_path)
     extra = {
         "lm_head.weight": torch.full((251, 64), 9.0),
+        "lm_head.weight_scale": torch.ones(251, 1),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
     }
     _edit(tmp_path, lambda tensors: tensors.update(extra))

@@ -26,7 +26,14 @@ class ModelArgs:
     context_length: int | None = option(
         None, MODEL, "Longest sequence, prompt and output together, if shorter than the model's.", minimum=1, size=True
     )
-    trust_remote_code: bool = option(False, MODEL, "Allow a tokenizer that brings its own Python code.")
+    trust_remote_code: bool = option(False, MODEL, "Allow a tokenizer or a model that brings its own Python code.")
+    model_impl: str = option(
+        "auto",
+        MODEL,
+        "What computes the model. sglang: a family of this server; transformers: the model's class in transformers, "
+        "over this server's attention, cache and products; auto: a family if there is one, else the class.",
+        choices=("auto", "sglang", "transformers"),
+    )
     dtype: str = option(
         "auto", MODEL, "Type of weights and activations.", choices=("auto", "bfloat16", "float16", "float32")
     )

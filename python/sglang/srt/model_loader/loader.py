@@ -17,6 +17,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
 from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.weight_check import refuse_not_finite
+from sglang.srt.models.build import build_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
 from sglang.srt.towers.base.encoder import VisionEncoder
@@ -63,7 +64,7 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
     start = time.perf_counter()
     with torch.inference_mode():
-        model = CausalLM(plan)
+        model = build_model(plan)
         if load_format == "dummy":
             fill_random(model.params, seed)
         else:
@@ -75,7 +76,7 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
-        plan.description.architecture,
+        plan.description.title,
         load_format,
         num_bytes / 1e9,
         time.perf_counter() - start,
@@ -142,7 +143,9 @@ def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch
         raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
-        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}")
+        only_head = all(name.endswith("lm_head.weight") for name in missing)
+        advice = "; models of embeddings have no such output head: serve one with --is-embedding" if only_head else ""
+        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}{advice}")
     refuse_not_finite(model.params, wanted, model_path)
 
 
