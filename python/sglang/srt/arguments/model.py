@@ -13,7 +13,12 @@ from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 class ModelArgs:
     """Options of the model: its files, formats and dtypes."""
 
-    model_path: str = option(MISSING, MODEL, "Local directory or Hugging Face id of the model.", "--model")
+    model_path: str = option(
+        MISSING,
+        MODEL,
+        "Local directory or GGUF file of the model, or its Hugging Face id, where ID:FILE is a GGUF file there.",
+        "--model",
+    )
     tokenizer_path: str | None = option(None, MODEL, "Where the tokenizer is, if not with the model.")
     served_model_name: str | None = option(None, MODEL, "Name shown by /v1/models, if not the model path.")
     revision: str | None = option(None, MODEL, "Branch, tag or commit of a Hugging Face model.")
@@ -35,8 +40,8 @@ class ModelArgs:
     load_format: str = option(
         "auto",
         MODEL,
-        "auto and safetensors read the checkpoint, dummy fills random weights.",
-        choices=("auto", "safetensors", "dummy"),
+        "auto, safetensors and gguf read the checkpoint in the form that it has, dummy fills random weights.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     json_model_override_args: str = option(
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"

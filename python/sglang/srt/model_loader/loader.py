@@ -1,4 +1,4 @@
-"""Builds a model and fills its parameters from safetensors, tensor by tensor, or with random numbers."""
+"""Builds a model and fills its parameters from safetensors or GGUF, tensor by tensor, or with random numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 class Loadable(Protocol):
@@ -57,8 +57,8 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
 def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
     """Builds the planned model with this rank's share of the weights on the plan's device.
 
-    `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
-    UserError if the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
+    `load_format`: auto, safetensors and gguf read the model directory; dummy fills with random numbers from `seed`.
+    Raises UserError if the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
     """
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
@@ -68,7 +68,7 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
         if load_format == "dummy":
             fill_random(model.params, seed)
         else:
-            load_checkpoint(model, plan.model.model_path)
+            load_checkpoint(model, plan.model.model_path, getattr(torch, plan.dtype))
         for step in model.finish:
             step()
     # The collectives that follow have a time limit, and files come at different speeds.
@@ -101,16 +101,17 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
         if load_format == "dummy":
             fill_random(tower.params, seed)
         else:
-            load_checkpoint(tower, plan.model.model_path)
+            load_checkpoint(tower, plan.model.model_path, getattr(torch, plan.dtype))
     return tower
 
 
-def load_checkpoint(model: Loadable, model_path: str) -> None:
-    """Streams the directory's tensors into the parameters; each is read once, and only this rank's slice. Raises
-    UserError for missing, unexpected or unfit tensors."""
+def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch.float32) -> None:
+    """Streams the directory's tensors into the parameters; each is read once, and only this rank's slice. `dtype`: of
+    weights that are dequantized while they are read (GGUF). Raises UserError for missing, unexpected or unfit
+    tensors."""
     prefix = model.base_prefix
-    checkpoint = find_checkpoint(model_path)
     wanted = index_parts(model.weights, model.params.values())
+    checkpoint = find_checkpoint(model_path, dtype, lambda name: model.weights.canonical(name) in wanted)
     absent = {p.name: p for parts in wanted.values() if _optional(parts) for p, _ in parts}
     fill_random(absent, seed=0)  # until the checkpoint says otherwise: constants
     unknown: list[str] = []
@@ -118,7 +119,7 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
     tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, which outlives this one
     with tqdm(
         total=checkpoint.total_bytes(),
-        desc="Loading safetensors",
+        desc="Loading weights",
         unit="B",
         unit_scale=True,
         disable=not parallel_state.is_leader(),
@@ -142,7 +143,9 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
         raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
-        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}")
+        only_head = all(name.endswith("lm_head.weight") for name in missing)
+        advice = "; models of embeddings have no such output head: serve one with --is-embedding" if only_head else ""
+        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}{advice}")
     refuse_not_finite(model.params, wanted, model_path)
 
 

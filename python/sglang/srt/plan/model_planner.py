@@ -179,7 +179,10 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
             replace(layer, ffn=layer.ffn.with_image_token(token), ngrams=layer.ngrams.with_image_token(token))
             for layer in layers
         )
-    return replace(description, media=media, layers=layers)
+    # Embedding models are published without an output head. Nobody asks for logits, and the start-up checks, which
+    # compute some, do so with the embedding's rows.
+    tied = description.tie_embeddings or args.is_embedding
+    return replace(description, media=media, layers=layers, tie_embeddings=tied)
 
 
 def _with_shared_tower(args: ServerArgs, description: ModelDescription) -> ModelDescription:
