@@ -47,6 +47,18 @@ def plain(scheme: str, scale: str, shape: str = "") -> Write:
     return write
 
 
+def spread(write: Write, scale: str) -> Write:
+    """With the scales of blocks [N, 1, K, 1] in bfloat16."""
+
+    def write_spread(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, _ = write(weight)
+        scales = tensors[scale].bfloat16()
+        made = reference.Quantized(tensors["weight"], scales.float())
+        return tensors | {scale: scales[:, None, :, None]}, reference.dequantize(made, SCHEMES["fp8_block"])
+
+    return write_spread
+
+
 def static(write: Write, leaf: str = "input_scale") -> Write:
     def with_input(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         tensors, stands_for = write(weight)
@@ -229,6 +241,10 @@ FORMS: dict[str, Form] = {
     "compressed_mxfp4": Form(packed_mxfp4, compressed("mxfp4-pack-quantized", _values("float", 4, "group", 32), None)),
     "modelopt_fp8": Form(static(plain("fp8_tensor", "weight_scale")), modelopt=_modelopt("FP8")),
     "modelopt_nvfp4": Form(nvfp4_modelopt, modelopt=_modelopt("NVFP4", group_size=16)),
+    "modelopt_fp8_block": Form(
+        spread(plain("fp8_block", "weight_scale"), "weight_scale"),
+        modelopt=_modelopt("FP8_BLOCK_SCALES", group_size=128),
+    ),
     "modelopt_mxfp8": Form(plain("mxfp8", "weight_scale"), modelopt=_modelopt("MXFP8", group_size=32)),
     "gptq_g64": Form(gptq(64), {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}),
     "gptq_g128": Form(

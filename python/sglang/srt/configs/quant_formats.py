@@ -273,7 +273,10 @@ _MODELOPT: Mapping[str, ModuleQuant] = {
     "NVFP4_AWQ": ModuleQuant("nvfp4", "modelopt", True),
     "W4A16_NVFP4": ModuleQuant("nvfp4_a16", "modelopt"),
     "MXFP8": ModuleQuant("mxfp8", "modelopt"),
+    "FP8_BLOCK_SCALES": ModuleQuant("fp8_block", "modelopt"),
 }
+_MODELOPT_GROUPS: Mapping[str, int] = {"nvfp4": 16, "nvfp4_a16": 16, "fp8_block": 128}
+"""Columns that share a scale, which an export may state, by scheme."""
 
 
 def read_modelopt(config: Config, source: str) -> QuantConfig:
@@ -288,7 +291,8 @@ def read_modelopt(config: Config, source: str) -> QuantConfig:
         layers = config.get("quantized_layers")
         if not isinstance(layers, Mapping) or not layers:
             raise UserError(f"{source}: MIXED_PRECISION needs quantized_layers; got {layers!r}.")
-        rules += _by_layer(layers, f"{source} quantized_layers")
+        # Names of modules come before patterns: an export may exclude "mtp*" and quantize the experts in there.
+        rules = [*_by_layer(layers, f"{source} quantized_layers"), *rules]
     else:
         rules.append(Rule(EVERY_MODULE, _modelopt_quant(config, source)))
     return QuantConfig(f"modelopt {algorithm}", source, tuple(rules), modelopt_cache(config, source))
@@ -313,9 +317,11 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
     algorithm = str(config.get("quant_algo") or "").upper()
     if algorithm not in _MODELOPT:
         raise unsupported(source, f"quant_algo {config.get('quant_algo')!r} (has {', '.join(_MODELOPT)})")
-    if "NVFP4" in algorithm and config.get("group_size", 16) != 16:
-        raise unsupported(source, f"{algorithm} with group_size {config['group_size']}")
-    return _MODELOPT[algorithm]
+    quant = _MODELOPT[algorithm]
+    group, stated = _MODELOPT_GROUPS.get(quant.scheme), config.get("group_size")
+    if None not in (group, stated) and group != stated:
+        raise unsupported(source, f"{algorithm} with group_size {stated}")
+    return quant
 
 
 def modelopt_cache(config: Config, source: str) -> str | None:

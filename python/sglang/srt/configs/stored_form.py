@@ -23,6 +23,8 @@ _EXPERTS = ".experts."
 _STACKED = ("gate_up_proj", "down_proj")
 """Names of tensors that hold all experts and are stored without `.weight`."""
 _STACKED_SCALES = f"{_EXPERTS}gate_up_proj_scale_inv"
+_BLOCK_SCALES = ".weight_scale_inv"
+"""How names of the scales of FP8 blocks end in DeepSeek's checkpoints, and in some of ModelOpt's."""
 STACKED_FP8 = "fp8_stacked"
 """Storage of FP8 experts in one tensor for all of them, as transformers writes them."""
 _SCALES = frozenset(
@@ -42,7 +44,7 @@ def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | N
         stored = {**stored, **(stored_dtypes(folder, unclear.__contains__) or {})}
     if stored and not _scaled(stored):
         logger.warning("%s states quantized weights, but none has scales: they are loaded as they are", folder)
-    return with_stacked_experts(stored_wide(quantization, stored), stored)
+    return with_stacked_experts(with_block_scales(stored_wide(quantization, stored), stored), stored)
 
 
 def _unclear(quantization: QuantConfig, stored: Mapping[str, str]) -> frozenset[str]:
@@ -75,6 +77,18 @@ def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | No
     layers = {name.partition(_EXPERTS)[0] for name in narrow if _EXPERTS in name}
     kept |= {group for group in experts if group.removesuffix(_EXPERTS[:-1]) not in layers}
     return replace(quantization, wide=quantization.wide | set(map(without_decoder, kept))) if kept else quantization
+
+
+def with_block_scales(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
+    """Returns the rules with the storage "fp8" for ModelOpt's FP8 blocks whose scales are called as DeepSeek's."""
+    if quantization is None or not any(name.endswith(_BLOCK_SCALES) for name in stored or ()):
+        return quantization
+    blocks = ModuleQuant("fp8_block", "modelopt")
+    rules = (
+        replace(rule, quant=replace(blocks, storage="fp8")) if rule.quant == blocks else rule
+        for rule in quantization.rules
+    )
+    return replace(quantization, rules=tuple(rules))
 
 
 def with_stacked_experts(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:

@@ -78,7 +78,8 @@ def rows_of_tiles(exponents: torch.Tensor) -> torch.Tensor:
 class Leaf:
     """One tensor of a matrix: the last part of its name, its possible dtypes, and the conversion to our format.
 
-    One stored element holds `columns`, or `rows`, of the matrix. With `transposed` it is stored [K, N].
+    One stored element holds `columns`, or `rows`, of the matrix. With `transposed` it is stored [K, N], with `spread`
+    [N, 1, K, 1].
     """
 
     name: str
@@ -87,6 +88,7 @@ class Leaf:
     columns: int = 1
     rows: int = 1
     transposed: bool = False
+    spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,8 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("compressed-tensors", "mxfp4_mxfp8"): Layout(Leaf("weight_packed", ("U8",), columns=2), _EXPONENTS),
     ("modelopt", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
     ("modelopt", "fp8_channel"): Layout(_E4M3, _SCALE),
+    # Where the scales are called as in DeepSeek's checkpoints: `stored_form`.
+    ("modelopt", "fp8_block"): Layout(_E4M3, replace(_BLOCKS, name="weight_scale", spread=True)),
     ("modelopt", "nvfp4"): Layout(
         replace(_FP4, dtypes=("U8",)), Leaf("weight_scale", ("F8_E4M3",)), Leaf("weight_scale_2"), _INPUT
     ),
