@@ -54,7 +54,7 @@ from sglang.srt.blocks.short_convolution.kernels import short_convolution
 from sglang.srt.blocks.short_convolution.spec import ShortConvolution
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, SILU, Activation
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme, expert_share, wants_planes
+from sglang.srt.configs.quant_scheme import SCHEMES, Scheme, expert_share, wants_planes
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import MIXED_ROWS
@@ -1023,9 +1023,9 @@ def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> Linear
 
 def _quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
     """Logits are fp32."""
-    for name in HEAD_SCHEMES:
+    for scheme in SCHEMES.values():
         for part in (_products, _tall_products):
-            part(vocab, hidden, False, SCHEMES[name], False, arch, torch.float32)
+            part(vocab, hidden, False, scheme, scheme.activation == "nvfp4", arch, torch.float32)
 
 
 def _of_a_weight(launch: Callable[..., None]) -> Callable[..., None]:

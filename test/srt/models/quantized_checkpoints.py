@@ -297,11 +297,17 @@ def _saved_once(name: str, more: str) -> tuple[tempfile.TemporaryDirectory[str],
 
 
 def save_quantized(
-    name: str, form: Form, folder: Path, keep: tuple[str, ...] = (), experts_apart: bool = False, **more: Any
+    name: str,
+    form: Form,
+    folder: Path,
+    keep: tuple[str, ...] = (),
+    experts_apart: bool = False,
+    quantized: tuple[str, ...] = PROJECTIONS,
+    **more: Any,
 ) -> Path:
     """The tiny model `name` in `form` in `folder`/quantized, and what it stands for in `folder`/reference, which is
-    returned. Modules whose names contain one of `keep` stay as they are. `experts_apart`: they are one tensor in the
-    reference, and quantized one by one. `more`: as of `save_tiny`."""
+    returned. Modules of other last names than `quantized`, or whose names contain one of `keep`, stay as they are.
+    `experts_apart`: they are one tensor in the reference, and quantized one by one. `more`: as of `save_tiny`."""
     saved, whole = _saved_once(name, json.dumps(more, sort_keys=True))
     shutil.copytree(saved.name, folder / "reference", ignore=lambda *_: ["model.safetensors"], dirs_exist_ok=True)
     tensors = dict(whole)
@@ -311,7 +317,7 @@ def save_quantized(
     stored: Tensors = {}
     for key, tensor in list(tensors.items()):
         module, _, leaf = key.rpartition(".")
-        if leaf != "weight" or module.rpartition(".")[2] not in PROJECTIONS or any(part in module for part in keep):
+        if leaf != "weight" or module.rpartition(".")[2] not in quantized or any(part in module for part in keep):
             stored[key] = tensor
             continue
         made, stands_for = form.write(tensor)

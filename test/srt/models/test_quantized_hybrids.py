@@ -20,7 +20,7 @@ from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
-from .quantized_checkpoints import Tensors, Write, gptq, nvfp4_modelopt, plain, static
+from .quantized_checkpoints import Tensors, Write, gptq, nvfp4_compressed, nvfp4_modelopt, plain, static
 from .ranks_alike import assert_ranks_alike
 
 TOKENS = random_tokens(19, seed=1)
@@ -41,6 +41,13 @@ def of_one_largest(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return nvfp4_modelopt(weight)
 
 
+def of_rows(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """FP8 with scales of rows in bfloat16, which divide."""
+    scale = (weight.abs().amax(-1, keepdim=True) / 448).bfloat16()
+    codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
+
+
 WRITERS: Mapping[str, Write] = {
     "NVFP4 of one scale": of_one_largest,
     "FP8": static(plain("fp8_tensor", "weight_scale")),
@@ -48,6 +55,8 @@ WRITERS: Mapping[str, Write] = {
     "NVFP4": nvfp4_modelopt,
     "blocks": plain("fp8_block", "weight_scale_inv"),
     "GPTQ": gptq(128),
+    "FP8 of rows": of_rows,
+    "packed NVFP4": nvfp4_compressed,
 }
 RECURRENT = r".*\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
 ATTENTION = r".*\.self_attn\.[qkvo]_proj"
@@ -133,6 +142,32 @@ def blocks(modules: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def mixed_groups(modules: dict[str, str]) -> dict[str, Any]:
+    """Unsloth's Qwen3.6-27B-NVFP4: modules of the last MLPs are in both groups, and the first one counts."""
+    eight = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    four = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    targets = ["re:.*self_attn\\.(q|k|v|o)_proj$", "re:.*linear_attn\\.(in_proj_qkv|in_proj_z|out_proj)$", "lm_head"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {
+                "format": "float-quantized",
+                "targets": [*targets, "re:.*layers\\.3\\.mlp\\.(gate|up|down)_proj$"],
+                "weights": eight,
+                "input_activations": eight | {"strategy": "token", "dynamic": True},
+            },
+            "group_1": {
+                "format": "nvfp4-pack-quantized",
+                "targets": ["re:.*mlp\\.(gate|up|down)_proj$"],
+                "weights": four,
+                "input_activations": four | {"dynamic": "local"},
+            },
+        },
+        "ignore": ["re:.*visual.*", "re:mtp.*"],
+    }
+
+
 def gptq_of_experts(modules: dict[str, str]) -> dict[str, Any]:
     """GPTQModel's list of exceptions: patterns for the beginning of a name."""
     kept = ("attn", "shared_expert", "mtp", "visual")
@@ -156,6 +191,21 @@ PUBLISHED: Mapping[str, Published] = {
         ((RECURRENT, "FP8"), (ATTENTION, "FP8"), (r".*\.mlp\..*_proj|lm_head", "W4A16_NVFP4")),
         mixed,
         wrapped=True,
+    ),
+    "Qwen3.6-27B-NVFP4 of Unsloth": Published(
+        "qwen3_5",
+        (
+            (rf"{RECURRENT}|{ATTENTION}|.*\.layers\.3\.mlp\..*_proj|lm_head", "FP8 of rows"),
+            (r".*\.mlp\..*_proj", "packed NVFP4"),
+        ),
+        mixed_groups,
+        wrapped=True,
+    ),
+    "Qwen3.8-27B-NVFP4": Published(  # activations of the head in four bits
+        "qwen3_5", ((f"{RECURRENT}|{ATTENTION}", "FP8"), (r".*\.mlp\..*_proj|lm_head", "NVFP4")), mixed, wrapped=True
+    ),
+    "a head in FP8 of one scale": Published(
+        "qwen3_5", ((rf"{RECURRENT}|lm_head", "FP8"), (r".*\.mlp\..*_proj", "NVFP4")), mixed, wrapped=True
     ),
     "Qwen3.6-35B-A3B-NVFP4": Published(
         "qwen3_5_moe",
@@ -352,14 +402,3 @@ def test_wrong_tensors_are_named(name: str, change: Callable[[Tensors], None], m
     save_file(tensors, tmp_path / "quantized" / "model.safetensors")
     with pytest.raises(UserError, match=message):
         load_model(plan_for(tmp_path / "quantized"))
-
-
-def test_an_output_head_in_a_scheme_that_no_head_has(tmp_path: Path) -> None:
-    publish(PUBLISHED["Qwen3.6-27B-NVFP4"], tmp_path)
-    path = tmp_path / "quantized" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["quantized_layers"]["lm_head"] = {"quant_algo": "FP8"}
-    path.write_text(json.dumps(config))
-    plan = plan_for(tmp_path / "quantized")
-    with pytest.raises(UserError, match=r"an output head in fp8_tensor is not supported \(has nvfp4_a16\)"):
-        plan.weight_bytes()

@@ -67,10 +67,6 @@ SCHEMES: Mapping[str, Scheme] = {
     )
 }
 
-HEAD_SCHEMES = ("nvfp4_a16",)
-"""Schemes that the weights of an output head may have."""
-
-
 PLANE_COLUMNS = 128
 """Number to whose multiples the columns of weights in planes (layers/moe/expert_weights.py) are padded with zeros."""
 

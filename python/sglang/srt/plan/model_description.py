@@ -18,7 +18,6 @@ from sglang.srt.blocks.moe.spec import MoE, why_apart
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
-from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
@@ -132,17 +131,10 @@ class ModelDescription:
 
     @property
     def head_quant(self) -> ModuleQuant | None:
-        """Quantization of the output head in the checkpoint; None: 16 bits. Raises UserError for a scheme that the
-        head's product does not read."""
+        """Quantization of the output head in the checkpoint; None: 16 bits."""
         if self.quantization is None or self.tie_embeddings:
             return None
-        quant = self.quantization.named(self.names.model["lm_head"])
-        if quant is not None and quant.scheme not in HEAD_SCHEMES:
-            raise UserError(
-                f"{self.quantization.source}: an output head in {quant.scheme} is not supported (has"
-                f" {', '.join(HEAD_SCHEMES)})."
-            )
-        return quant
+        return self.quantization.named(self.names.model["lm_head"])
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
         """Returns the quantization with which a layer's matrix is held; None: 16 bits, also where its parts are stored
