@@ -1054,7 +1054,7 @@ def _products(
     tiles = _linear_tiles(weight)
     for tokens in tiles:
         quant_linear.many_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
-    last_resort = linear_tiles.last_resort(weight.product.kind)
+    last_resort = linear_tiles.last_resort(linear_tiles.table_of(weight.product))
     quant_linear.many_rows(empty(min(tiles), sizes[1]), weight, last_resort, bias, out)
 
 
@@ -1064,7 +1064,7 @@ def _tall_products(
 ) -> None:
     """With every tile, stepped down to, for many rows of x: so many that columns are not split."""
     with patch.object(quant_linear, "operand", each_once(quant_linear.operand)):
-        for tile in (*_linear_tiles(weight).values(), linear_tiles.last_resort(weight.product.kind)):
+        for tile in (*_linear_tiles(weight).values(), linear_tiles.last_resort(linear_tiles.table_of(weight.product))):
             quant_linear.many_rows(empty(MANY, sizes[1]), weight, tile, bias, out)
 
 
@@ -1076,7 +1076,7 @@ def _packed(weight: LinearWeight, arch: ArchTraits) -> quant_linear.PackedWeight
 
 def _linear_tiles(weight: quant_linear.PackedWeight) -> dict[int, Tile]:
     """By the most rows of x that the table has them for."""
-    rows = linear_tiles.tile_rows(weight.product.kind, weight.arch.features)
+    rows = linear_tiles.tile_rows(linear_tiles.table_of(weight.product), weight.arch.features)
     return {int(min(row.max_rows, MANY)): row.tile for row in rows}
 
 

@@ -20,7 +20,18 @@ from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
-from .quantized_checkpoints import Tensors, Write, gptq, nvfp4_compressed, nvfp4_modelopt, plain, static
+from .quantized_checkpoints import (
+    Tensors,
+    Write,
+    gptq,
+    gptq_int8,
+    nvfp4_compressed,
+    nvfp4_modelopt,
+    plain,
+    signed_int4,
+    static,
+    unpacked_mxfp4,
+)
 from .ranks_alike import assert_ranks_alike
 
 TOKENS = random_tokens(19, seed=1)
@@ -57,6 +68,11 @@ WRITERS: Mapping[str, Write] = {
     "GPTQ": gptq(128),
     "FP8 of rows": of_rows,
     "packed NVFP4": nvfp4_compressed,
+    "W4AFP8": signed_int4(128),
+    "MXFP4 of MiMo": unpacked_mxfp4("weight_scale"),
+    "MXFP4 of Ling": unpacked_mxfp4("weight_scale_inv"),
+    "GPTQ of 8 bits": gptq_int8(128),
+    "GPTQ in groups of 32": gptq(32),
 }
 RECURRENT = r".*\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
 ATTENTION = r".*\.self_attn\.[qkvo]_proj"
@@ -183,6 +199,31 @@ def gptq_of_experts(modules: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def auto_round_mixed(modules: dict[str, str]) -> dict[str, Any]:
+    """Intel's int4-mixed: attention in 8 bits by a pattern, others by name, the routers in 16."""
+    eight = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
+    extra: dict[str, Any] = {r".*self_attn\.[qkv]_proj": eight}
+    named = (
+        name for name, way in modules.items() if way == "GPTQ of 8 bits" and not name.endswith(("q_proj", "k_proj"))
+    )
+    extra |= dict.fromkeys(named, eight) | {"model.language_model.layers.0.mlp.gate": {"bits": 16, "data_type": "fp"}}
+    extra[r".*shared_expert\."] = {"group_size": 32}
+    return {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": extra,
+    }
+
+
+def beside_blocks(**keys: Any) -> Callable[[dict[str, str]], dict[str, Any]]:
+    """Experts of another kind beside blocks of FP8."""
+    return lambda modules: blocks(modules) | keys
+
+
 NEMOTRON_EXPERTS = r"backbone\.layers\.\d+\.mixer\.(shared_experts|experts\.\d+)\.(up|down)_proj"
 NEMOTRON_MLP = r"backbone\.layers\.4\.mixer\.(up|down)_proj"
 PUBLISHED: Mapping[str, Published] = {
@@ -236,6 +277,30 @@ PUBLISHED: Mapping[str, Published] = {
     ),
     "Qwen3.5-35B-A3B-FP8": Published(
         "qwen3_5_moe_wide", ((f"{RECURRENT}|{ATTENTION}|{EXPERTS}|{SHARED}", "blocks"),), blocks, wrapped=True
+    ),
+    "W4AFP8": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "W4AFP8"), (f"{RECURRENT}|{ATTENTION}|{SHARED}", "blocks")),
+        beside_blocks(quant_method="w4afp8", group_size=128),
+        wrapped=True,
+    ),
+    "MiMo-V2.6": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "MXFP4 of MiMo"), (f"{RECURRENT}|{ATTENTION}|{SHARED}", "blocks")),
+        beside_blocks(store_dtype="mxfp4", mxfp4_block_size=32),
+        wrapped=True,
+    ),
+    "Ling-3.0-flash": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "MXFP4 of Ling"), (f"{RECURRENT}|{ATTENTION}|{SHARED}", "blocks")),
+        beside_blocks(routed_experts_quant_method="mxfp4", scale_fmt="ue8m0"),
+        wrapped=True,
+    ),
+    "Qwen3.6-35B-A3B-int4-mixed": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "GPTQ"), (SHARED, "GPTQ in groups of 32"), (f"{ATTENTION}|{RECURRENT}|lm_head", "GPTQ of 8 bits")),
+        auto_round_mixed,
+        wrapped=True,
     ),
     "Qwen3.5-35B-A3B-GPTQ-Int4": Published("qwen3_5_moe_wide", ((EXPERTS, "GPTQ"),), gptq_of_experts, wrapped=True),
     "Qwen3-Next-80B-A3B-FP8": Published(

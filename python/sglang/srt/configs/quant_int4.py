@@ -1,4 +1,5 @@
-"""Readers of the published forms of int4: GPTQ, AWQ, and AutoRound, which packs like either of them. No torch.
+"""Readers of the published forms of int4, and of int8 beside 16-bit activations: GPTQ, AWQ, and AutoRound, which packs
+like either of them. No torch.
 
 They raise UserError as those of `quant_formats` do.
 """
@@ -9,20 +10,20 @@ import re
 from collections.abc import Mapping
 
 from sglang.srt.configs.quant_formats import INT4_GROUPS, Config, kept_modules, unsupported
-from sglang.srt.configs.quant_rules import EVERY_MODULE, ModuleQuant, QuantConfig, Rule, from_regex
+from sglang.srt.configs.quant_rules import EVERY_MODULE, ModuleQuant, QuantConfig, Rule, component, from_regex
 from sglang.srt.errors import UserError
 
+_BITS = (4, 8)
 _WIDE_BITS = 16
 
 
 def read_gptq(config: Config, source: str) -> QuantConfig:
-    """Reads GPTQ's form: symmetric 4-bit groups of 32, 64 or 128 in natural order, the same numbers as ours in another
-    packing. Raises UserError for other forms."""
+    """Reads GPTQ's form: symmetric groups of 32, 64 or 128 with 4 or 8 bits in natural order, the same numbers as ours
+    in another packing. Raises UserError for other forms."""
     form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     quant = _gptq_quant(config, source, "" if form == "gptq" else f", checkpoint_format {form}")
-    if config.get("lm_head"):
-        raise unsupported(source, "gptq with a quantized lm_head")
-    rules = (*kept_modules(config, source), *_dynamic(config, source), Rule(EVERY_MODULE, quant))
+    head = (Rule((component("lm_head", source),), quant),) if config.get("lm_head") else ()
+    rules = (*kept_modules(config, source), *_dynamic(config, source), *head, Rule(EVERY_MODULE, quant))
     return QuantConfig("gptq", source, rules)
 
 
@@ -30,10 +31,10 @@ def _gptq_quant(config: Config, source: str, more: str = "") -> ModuleQuant:
     bits, size = config.get("bits"), config.get("group_size")
     # A checkpoint without `sym` is symmetric; one that leaves `desc_act` out is in natural order.
     plain = config.get("sym", True) is True and not config.get("desc_act")
-    if bits != 4 or size not in INT4_GROUPS or not plain or more:
+    if bits not in _BITS or size not in INT4_GROUPS or not plain or more:
         described = f"gptq with bits {bits}, group_size {size}, sym {config.get('sym')}, desc_act"
         raise unsupported(source, f"{described} {config.get('desc_act')}{more}")
-    return ModuleQuant(f"int4_g{size}", "gptq")
+    return ModuleQuant(f"int{bits}_g{size}", "gptq")
 
 
 def _dynamic(config: Config, source: str) -> list[Rule]:
@@ -69,12 +70,14 @@ _PACKINGS: Mapping[str, tuple[str, bool]] = {
     "auto_round:gptq": ("gptq", False),
     "auto_round:auto_awq": ("awq", True),
     "auto_round:awq": ("awq", True),
+    "auto_round:llm_compressor": ("compressed-tensors", False),
 }
 """(storage, whether groups have zero points of their own) by AutoRound's name of the packing."""
 
 
 def read_auto_round(config: Config, source: str) -> QuantConfig:
-    """Reads AutoRound's form: int4 packed as GPTQ or AWQ does, with exceptions by name in `extra_config`."""
+    """Reads AutoRound's form: int4 packed as GPTQ or AWQ does, or as compressed-tensors, with exceptions by name in
+    `extra_config`, also of 8 bits."""
     modules: dict[ModuleQuant | None, set[str]] = {}
     by_pattern: list[Rule] = []
     extra = config.get("extra_config") or {}
@@ -96,7 +99,8 @@ def _auto_round_quant(config: Config, source: str) -> ModuleQuant:
     bits, size, packing = config.get("bits"), config.get("group_size"), str(config.get("packing_format"))
     kind, symmetric = config.get("data_type", "int"), config.get("sym", True)
     storage, zero_points = _PACKINGS.get(packing, ("", False))
-    if bits != 4 or size not in INT4_GROUPS or kind != "int" or not storage or not (symmetric or zero_points):
+    wrong = bits not in _BITS or (bits == 8 and zero_points)
+    if wrong or size not in INT4_GROUPS or kind != "int" or not storage or not (symmetric or zero_points):
         described = f"auto-round with bits {bits}, group_size {size}, sym {symmetric}, data_type {kind}"
         raise unsupported(source, f"{described}, packing_format {packing}")
-    return ModuleQuant(f"int4_g{size}", storage, zero_points=zero_points)
+    return ModuleQuant(f"int{bits}_g{size}", storage, zero_points=zero_points)

@@ -1,0 +1,10 @@
+"""The kernel of `linear_kernels` for many rows and weights of 8 bits beside activations of 16 bits. Few rows take the
+same as others. Reference: `LinearWeight.dequantized`."""
+
+from __future__ import annotations
+
+from sglang.srt.layers.triton_ops import linear_kernels
+from sglang.srt.layers.triton_ops.kernel_variant import with_functions
+from sglang.srt.layers.triton_ops.widened_dot import multiply
+
+tiles_kernel = with_functions(linear_kernels.tiles_kernel, __name__, multiply=multiply)
