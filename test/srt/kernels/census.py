@@ -97,12 +97,12 @@ from sglang.srt.layers.triton_ops import (
     index_rope,
     index_store,
     keep_last,
+    linear_products,
     linear_tiles,
     ngram,
     norm,
     norm_quantize,
     part_rows,
-    quant_linear,
     quantized_sums,
     rope_store,
     sampling,
@@ -1045,36 +1045,36 @@ def _of_a_weight(launch: Callable[..., None]) -> Callable[..., None]:
 
 @_of_a_weight
 def _products(
-    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
+    weight: linear_products.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     """For as many rows of x as a row of the table is for."""
     configs = linear_tiles.tile_configs_of(weight.weight.scheme, sizes, weight.arch)
     for tokens in (1, linear_tiles.FEW_ROWS):
-        quant_linear.few_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
+        linear_products.few_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
     tiles = _linear_tiles(weight)
     for tokens in tiles:
-        quant_linear.many_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
+        linear_products.many_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
     last_resort = linear_tiles.last_resort(linear_tiles.table_of(weight.product))
-    quant_linear.many_rows(empty(min(tiles), sizes[1]), weight, last_resort, bias, out)
+    linear_products.many_rows(empty(min(tiles), sizes[1]), weight, last_resort, bias, out)
 
 
 @_of_a_weight
 def _tall_products(
-    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
+    weight: linear_products.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     """With every tile, stepped down to, for many rows of x: so many that columns are not split."""
-    with patch.object(quant_linear, "operand", each_once(quant_linear.operand)):
+    with patch.object(linear_products, "operand", each_once(linear_products.operand)):
         for tile in (*_linear_tiles(weight).values(), linear_tiles.last_resort(linear_tiles.table_of(weight.product))):
-            quant_linear.many_rows(empty(MANY, sizes[1]), weight, tile, bias, out)
+            linear_products.many_rows(empty(MANY, sizes[1]), weight, tile, bias, out)
 
 
-def _packed(weight: LinearWeight, arch: ArchTraits) -> quant_linear.PackedWeight:
+def _packed(weight: LinearWeight, arch: ArchTraits) -> linear_products.PackedWeight:
     # Weights without values need no order: torch takes a millisecond for each step of that.
     with patch(f"{ExpertWeights.__module__}._to_planes", lambda packed, scheme: packed):
-        return quant_linear.pack(weight, arch)
+        return linear_products.pack(weight, arch)
 
 
-def _linear_tiles(weight: quant_linear.PackedWeight) -> dict[int, Tile]:
+def _linear_tiles(weight: linear_products.PackedWeight) -> dict[int, Tile]:
     """By the most rows of x that the table has them for."""
     rows = linear_tiles.tile_rows(linear_tiles.table_of(weight.product), weight.arch.features)
     return {int(min(row.max_rows, MANY)): row.tile for row in rows}

@@ -27,8 +27,8 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.triton_ops import (
     activation,
     keep_last,
+    linear_products,
     linear_tiles,
-    quant_linear,
     quantize,
 )
 from sglang.srt.mem_cache import page_kernel
@@ -138,10 +138,10 @@ def _products(arch: ArchTraits) -> None:
 
 @census._of_a_weight
 def _few_rows(
-    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
+    weight: linear_products.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     few = linear_tiles.tile_configs_of(weight.weight.scheme, sizes, weight.arch)[0]
-    quant_linear.few_rows(empty(1, sizes[1]), weight, few.tiles[0], bias, out)
+    linear_products.few_rows(empty(1, sizes[1]), weight, few.tiles[0], bias, out)
 
 
 def _dequantized_products(other: ArchTraits) -> None:

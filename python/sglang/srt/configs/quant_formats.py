@@ -366,6 +366,9 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
     algorithm = str(config.get("quant_algo") or "").upper()
     if algorithm not in _MODELOPT:
         raise unsupported(source, f"quant_algo {config.get('quant_algo')!r} (has {', '.join(_MODELOPT)})")
+    encoding = config.get("weight_scale_encoding")
+    if encoding not in (None, "csf"):
+        raise unsupported(source, f"weight_scale_encoding {encoding!r}")
     quant = _MODELOPT[algorithm]
     group, stated = _MODELOPT_GROUPS.get(quant.scheme), config.get("group_size")
     if None not in (group, stated) and group != stated:

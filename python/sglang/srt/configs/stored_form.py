@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from sglang.srt.configs.checkpoint_header import stored_dtypes, stored_names
+from sglang.srt.configs.checkpoint_header import expanded_name, stored_dtypes, stored_names
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component, without_decoder
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | N
     if quantization is None or not any(stored_narrow(rule.quant) for rule in quantization.rules):
         return quantization
     stored = stored_names(folder)
+    if stored is not None:
+        stored = {expanded_name(name): dtype for name, dtype in stored.items()}
     unclear = _unclear(quantization, stored or {})
     if stored is not None and unclear:
         stored = {**stored, **(stored_dtypes(folder, unclear.__contains__) or {})}

@@ -22,8 +22,8 @@ from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.dense import shifted
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct, held_scheme
-from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
-from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack, quantized_linear
+from sglang.srt.layers.triton_ops import linear_products, linear_tiles
+from sglang.srt.layers.triton_ops.linear_products import PackedWeight, few_rows, many_rows, pack, quantized_linear
 from sglang.srt.layers.triton_ops.scaled_dot import E4M3_OF_E2M1, _e4m3_of_e2m1
 
 DEVICE = interpreter.DEVICE
@@ -192,7 +192,7 @@ def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.Monkey
     weight = weight_of(name, (96,), 1280)
     held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
     x = activations(19, 1280)
-    monkeypatch.setattr(quant_linear, "num_splits", lambda *sizes: 5)  # more than are loaded at once
+    monkeypatch.setattr(linear_products, "num_splits", lambda *sizes: 5)  # more than are loaded at once
     first = many_rows(x, held, SMALL)
     assert_close(first, expected(x, weight, held, rounded=True))
     assert torch.equal(many_rows(x, held, SMALL), first) and not held.arrivals.any()
