@@ -77,8 +77,8 @@ def scaled_product(
 
 
 def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> Apply:
-    """Returns a linear layer like `linear_products.quantized_linear`; its Triton kernels compute the steps that the tile
-    configs do not assign to torch, and outputs in another dtype than x's."""
+    """Returns a linear layer like `linear_products.quantized_linear`; its Triton kernels compute the steps that the
+    tile configs do not assign to torch, and outputs in another dtype than x's."""
     matrix = pack(weight, arch)
     by_triton = packed_linear(matrix, tuple(config for config in configs if config.variant != LIBRARY))
     if configs[-1].variant != LIBRARY:

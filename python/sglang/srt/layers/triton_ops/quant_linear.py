@@ -1,5 +1,5 @@
-"""The kernels of `linear_products`, y = x @ w^T (+ bias) with a quantized weight: by tiles, and for few rows. Reference:
-`LinearWeight.dequantized` and `reference.round_activation`."""
+"""The kernels of `linear_products`, y = x @ w^T (+ bias) with a quantized weight: by tiles, and for few rows.
+Reference: `LinearWeight.dequantized` and `reference.round_activation`."""
 
 from __future__ import annotations
 
