@@ -187,6 +187,7 @@ def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | Non
     name = tile_key(tile)
     pieces = op.cols % 16 != 0
     packed = "block_scaled_mma" in arch.features
+    variants: tuple[tuple[bool, bool], ...]
     variants = ((False, pieces), (False, False)) if packed else ((True, False), (False, pieces))
     if op.scheme in SAME_LAUNCHES:
         variants = ((True, False), *variants)
