@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "test")]
 
-from srt.kernels import census, census_between  # noqa: E402
+from srt.kernels import census  # noqa: E402
+from srt.kernels.census import between  # noqa: E402
 
 from sglang.ledger.forms import facts_of, read_forms, write_forms  # noqa: E402
 from sglang.ledger.launch_form import recording  # noqa: E402
@@ -29,7 +30,7 @@ def main() -> None:
         arch, done = arch_by_name(gpu), set[object]()
         with recording(arch.name) as launches:
             census.launch_published(arch, done)
-            census_between.launch_between(arch, done)
+            between.launch_between(arch, done)
         before = read_forms(lock)
         table = recorded(lock, before, launches)
         for sign, rows, others in (("-", before, table), ("+", table, before)):

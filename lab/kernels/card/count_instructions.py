@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[3] / "test"))
 import machine_code
-from srt.kernels.census import grouped_product
+from srt.kernels.census.moe import grouped_product
 
 from sglang.ledger.compile import compile_for
 from sglang.ledger.measure import variant_of

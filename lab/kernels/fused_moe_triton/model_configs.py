@@ -156,7 +156,7 @@ def code_of(product: ProductTile) -> str:
 
 def _variant(product: ProductTile) -> Variant:
     """As the server launches it. Imports Triton."""
-    from srt.kernels.census import grouped_product
+    from srt.kernels.census.moe import grouped_product
 
     scheme = SCHEMES[product.scheme] if product.scheme else None
     sizes = product.hidden, product.intermediate

@@ -44,7 +44,10 @@ from sglang.srt.managers import launch
 from sglang.srt.managers.scheduler import scheduler_process
 from sglang.srt.managers.wire.ipc import Ports
 from sglang.srt.server_args import ServerArgs
-from srt.kernels import census, census_between
+from srt.kernels import census
+from srt.kernels.census import between
+from srt.kernels.census.inputs import empty
+from srt.kernels.census.moe import expert_weights
 from srt.layers.moe.moe_harness import tile_configs_of
 
 ARCH = arch_by_name("rtx-pro-6000-server")
@@ -57,7 +60,7 @@ def forms() -> Launches:
     done: set[object] = set()
     with recording("sm_120") as found:
         census.launch_published(ARCH, done)
-        census_between.launch_between(ARCH, done)
+        between.launch_between(ARCH, done)
     return found
 
 
@@ -97,7 +100,7 @@ def test_sizes_that_are_alike_launch_the_same(forms: Launches) -> None:
     with recording("sm_120") as found:
         for model, tp_size in census.models():
             census.launch_all(model, tp_size, ARCH, done, alike=lambda size: size)
-        census_between.launch_between(ARCH, done)
+        between.launch_between(ARCH, done)
     assert found.keys() == forms.keys()
 
 
@@ -178,12 +181,12 @@ def compiling_version() -> str:
 
 
 def test_forms_tell_types_alignment_and_ones_apart() -> None:
-    weight = census.empty(5120)
+    weight = empty(5120)
     with recording("sm_120") as found:
-        norm.rmsnorm(census.empty(4, 5120), weight, 1e-6)
-        norm.rmsnorm(census.empty(9, 5120), weight, 1e-6)  # the same form
-        norm.rmsnorm(census.empty(4, 5121)[:, 1:], weight, 1e-6)
-        norm.rmsnorm(census.empty(4, 5120).half(), weight.half(), 1e-6)
+        norm.rmsnorm(empty(4, 5120), weight, 1e-6)
+        norm.rmsnorm(empty(9, 5120), weight, 1e-6)  # the same form
+        norm.rmsnorm(empty(4, 5121)[:, 1:], weight, 1e-6)
+        norm.rmsnorm(empty(4, 5120).half(), weight.half(), 1e-6)
     aligned, shifted, half = found
     assert aligned.multiples - shifted.multiples == {"x", "row_stride"}
     assert dict(half.types)["x"] == "*fp16" and dict(aligned.types)["x"] == "*bf16"
@@ -191,17 +194,17 @@ def test_forms_tell_types_alignment_and_ones_apart() -> None:
 
 
 def test_a_recording_notes_what_an_earlier_one_noted() -> None:
-    weight = census.empty(5120)
+    weight = empty(5120)
     noted = []
     for _ in range(2):
         with recording("sm_120") as found:
-            norm.rmsnorm(census.empty(4, 5120), weight, 1e-6)
+            norm.rmsnorm(empty(4, 5120), weight, 1e-6)
         noted.append(set(found))
     assert noted[0] == noted[1] and len(noted[0]) == 1
 
 
 def test_tensors_have_addresses_of_their_own() -> None:
-    one, other = census.empty(8, 16), census.empty(8, 16)
+    one, other = empty(8, 16), empty(8, 16)
     with recording("sm_120"):
         assert one.data_ptr() != other.data_ptr() and one.data_ptr() % 256 == 0
         assert one[1:].data_ptr() - one.data_ptr() == 32
@@ -226,10 +229,10 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("watched")
 def test_a_server_that_checks_refuses_a_launch_without_a_row() -> None:
-    weight = census.empty(5120)
-    norm.rmsnorm(census.empty(4, 5120), weight, 1e-6)
+    weight = empty(5120)
+    norm.rmsnorm(empty(4, 5120), weight, 1e-6)
     with pytest.raises(UncoveredLaunch, match="norm.rmsnorm_kernel.*row_stride is not a multiple of 16"):
-        norm.rmsnorm(census.empty(4, 5121)[:, 1:], weight, 1e-6)
+        norm.rmsnorm(empty(4, 5121)[:, 1:], weight, 1e-6)
 
 
 def test_a_checked_server_compares_in_each_scheduler_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +259,7 @@ def test_where_rows_are_not_complete_it_only_warns(
         check_launches(ARCH)
         compare = runtime.jit_cache_hook
         monkeypatch.setattr(runtime, "jit_cache_hook", lambda **launch: compare(**launch) or True)
-        norm.rmsnorm(census.empty(4, 5121)[:, 1:], census.empty(5120), 1e-6)
+        norm.rmsnorm(empty(4, 5121)[:, 1:], empty(5120), 1e-6)
     assert "row_stride is not a multiple of 16" in caplog.text
 
 
@@ -315,11 +318,11 @@ def test_defect_a_missing_kernel() -> None:
 def test_defect_an_unaligned_dimension() -> None:
     """Weights of 1,000 columns, which 16 does not divide."""
     with recording("sm_120") as found:
-        x, ids = census.empty(1, 1000), census.empty(1, 8, dtype=torch.int32)
-        w13 = census.expert_weights(128, 512, 1000, None, False, False, ARCH)
-        w2 = census.expert_weights(128, 1000, 256, None, False, False, ARCH)
+        x, ids = empty(1, 1000), empty(1, 8, dtype=torch.int32)
+        w13 = expert_weights(128, 512, 1000, None, False, False, ARCH)
+        w2 = expert_weights(128, 1000, 256, None, False, False, ARCH)
         configs = tile_configs_of(w13, w2, ids, ARCH.features)
-        moe.fused_moe(x, w13, w2, census.empty(1, 8, dtype=torch.float32), ids, SILU, configs, ARCH.features)
+        moe.fused_moe(x, w13, w2, empty(1, 8, dtype=torch.float32), ids, SILU, configs, ARCH.features)
     problems = coverage("sm120").uncovered(found)
     assert len(problems) == 2
     assert "gate_up_pairs_kernel" in problems[0] and "hidden is not a multiple of 16" in problems[0]

@@ -24,7 +24,10 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.ledger_file import RowKey, read_lock
 from sglang.srt.layers.triton_ops import activation
 from sglang.srt.plan.layer_spec import AttentionShape
-from srt.kernels import census
+from srt.kernels.census.every_model import launch_embedding_rows
+from srt.kernels.census.gqa import launch_attention
+from srt.kernels.census.mlp import launch_activation
+from srt.kernels.census.products import launch_products
 
 ARCH = arch_by_name("rtx-pro-6000-server")
 Table = dict[RowKey, Variant]
@@ -45,13 +48,13 @@ def attention() -> Launches:
     """Of one token and of draft tokens, with a cap and sinks and without."""
     shape = AttentionShape(8, 2, 128, 128)
     layers = ((0.0, False), (30.0, False), (30.0, True))
-    return launched(*(partial(census._attention, shape, 0, *layer, ARCH) for layer in layers))
+    return launched(*(partial(launch_attention, shape, 0, *layer, ARCH) for layer in layers))
 
 
 def test_another_block_is_another_row_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which was never measured, and takes the place of the one that nobody launches."""
     monkeypatch.setattr(activation, "SMALL_BLOCK", activation.SMALL_BLOCK | {"BLOCK": 4096})
-    table = recorded("sm120", rows("silu_and_mul"), launched(lambda: census._gate(SILU, 4096)))
+    table = recorded("sm120", rows("silu_and_mul"), launched(lambda: launch_activation(SILU, 4096)))
     of_small = [tile for _, key, tile in table if key == "small"]
     assert of_small == ["w4 s3 BLOCK4096"]
     problems = rules.missing("sm120", read_lock("sm120"), table)
@@ -63,7 +66,7 @@ def test_parameters_that_changed_are_taken_from_launches() -> None:
     before = rows("silu_and_mul")
     fewer = {key: {name: kind for name, kind in row.signature.items() if name != "size"} for key, row in before.items()}
     old = {key: replace(row, signature=fewer[key], default=False) for key, row in before.items()}
-    table = recorded("sm120", old, launched(lambda: census._gate(SILU, 4096)))
+    table = recorded("sm120", old, launched(lambda: launch_activation(SILU, 4096)))
     assert table and {key: facts_of(row) for key, row in table.items()} == {
         key: facts_of(replace(row, default=False)) for key, row in before.items() if not key[1].endswith("/odd")
     }
@@ -86,20 +89,20 @@ def test_a_row_has_all_features_that_cost_no_form_of_their_own() -> None:
 def test_a_format_of_weights_gets_rows_of_its_own() -> None:
     """Though another format's products are the same."""
     scheme = SCHEMES["fp8_tensor"]
-    found = launched(lambda: census._products(4096, 4096, True, scheme, False, ARCH))
+    found = launched(lambda: launch_products(4096, 4096, True, scheme, False, ARCH))
     table = recorded("sm120", rows("linear", "fp8_channel") | rows("quantize_activation"), found)
     pieces = [key[1].split("/") for key in table if key[0] == "linear"]
     assert {piece[0] for piece in pieces} == {"few", "tiles"} and {piece[1] for piece in pieces} == {"fp8_tensor"}
 
 
 def test_a_kernel_without_rows_gets_them() -> None:
-    table = recorded("sm120", {}, launched(lambda: census._embedding_rows(1000, 4096)))
+    table = recorded("sm120", {}, launched(lambda: launch_embedding_rows(1000, 4096)))
     assert list(table) == [("embedding_rows", "all", "w4 s3 BLOCK1024")]
 
 
 def test_a_row_says_how_it_differs_from_one_that_has_its_name() -> None:
     known = rows("embedding_rows")
-    found = launched(*(partial(census._embedding_rows, 1000, hidden) for hidden in (4096, 1001)))
+    found = launched(*(partial(launch_embedding_rows, 1000, hidden) for hidden in (4096, 1001)))
     (name,) = known
     assert list(recorded("sm120", known, found)) == [name, (name[0], "all/size i32", name[2])]
     assert list(recorded("sm90", known, found)) == [name], "where not every launch has a row"

@@ -115,8 +115,9 @@ class FakeRunner:
 
     def forward(self, step: StepInput) -> LateResult:
         if step.table_update is not None:
-            assert len(np.unique(step.table_update.index)) == len(step.table_update.index)
             self.tables.reshape(-1)[step.table_update.index] = step.table_update.value
+            written = self.tables.reshape(-1)[step.table_update.index]
+            assert (written == step.table_update.value).all(), "an entry is written twice, with other values"
             if self.states is not None:
                 assert len(np.unique(step.table_update.state_targets)) == len(step.table_update.state_targets)
                 self.states[step.table_update.state_targets] = self.states[step.table_update.state_sources]

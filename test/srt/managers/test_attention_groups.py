@@ -20,6 +20,7 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import embedding
 from sglang.srt.managers.scheduler import storage_control
 from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
+from sglang.srt.managers.scheduler.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.wire.io_struct import StorageStats
 from sglang.srt.mem_cache import host_tier
@@ -58,12 +59,20 @@ QUICK = ("DP2", "latents")
 
 
 def _play_without_agreement(scheduler: Scheduler | AttentionGroups) -> Outcome:
-    """The schedule; beside what layers exchange, and the tokens, no rank tells another anything."""
+    """The schedule; beside what layers exchange, the tokens, and what masks have cost, no rank tells another
+    anything."""
+    agree, share = parallel_state.all_reduce_min, AttentionGroups._share_mask_times
 
     def refuse(*_: object) -> None:
         raise AssertionError("ranks agree on a step by a message of its own")
 
+    def share_mask_times(groups: AttentionGroups, batches: list[ScheduleBatch | None]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(parallel_state, "all_reduce_min", agree)
+            share(groups, batches)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionGroups, "_share_mask_times", share_mask_times)
         for name in ("broadcast_bytes", "min_over_ranks", "all_reduce_min", "all_ranks_agree", "wait_for_all_ranks"):
             patch.setattr(parallel_state, name, refuse)
         return play(scheduler)

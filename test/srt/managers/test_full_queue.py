@@ -27,6 +27,7 @@ from sglang.srt.managers.scheduler.waiting_queue import WaitingQueue
 from sglang.srt.mem_cache.allocator import TokenAllocator
 from sglang.srt.mem_cache.kv_table import KVTable
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.model_executor.step import StepInput
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 from srt.managers.drafting_runner import DraftingRunner
 from srt.managers.fake_runner import (
@@ -34,6 +35,7 @@ from srt.managers.fake_runner import (
     VOCAB,
     Collector,
     FakeRunner,
+    LateResult,
     add,
     assert_clean,
     expected_output,
@@ -329,3 +331,23 @@ def test_a_step_without_failed_loads_asks_no_request_for_its_load() -> None:
             batch.stale = Stale()
         scheduler.step()
     assert runner.steps[-4:] == ["verify"] * 4 and not Stale.times
+
+
+def test_few_long_prefixes_enter_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of a long prompt wait until it is cached and could then all enter at once, each with its place."""
+    monkeypatch.setattr("sglang.srt.managers.scheduler.prompt_choice.MAX_PLACED", 1000)
+    runner = FakeRunner(4096, 16, 512, 16, 512)
+    scheduler, collector = make_scheduler(runner), Collector()
+    written: list[int] = []
+    forward = runner.forward
+
+    def counted(step: StepInput) -> LateResult:
+        written.append(0 if step.table_update is None else len(step.table_update.index))
+        return forward(step)
+
+    runner.forward = counted  # type: ignore[method-assign]
+    for number in range(9):
+        add(scheduler, request(str(number), [*range(400), number], 4))
+    run_to_end(scheduler, collector)
+    assert max(written) <= 1000 + 400 + 9 * 16 and len(collector.finish) == 9
+    assert_clean(scheduler)

@@ -11,6 +11,8 @@ import pytest
 
 from sglang.srt.constrained.grammar import FOLLOW_BURST_S, FOLLOW_REFILL_S, Grammar
 from sglang.srt.constrained.mask_filler import MaskFiller
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers.scheduler.attention_groups import AttentionGroups
 from sglang.srt.managers.scheduler.counters import Counters
 from sglang.srt.managers.scheduler.leader import LeaderDecision, SlowMask
 from sglang.srt.managers.scheduler.output import StopChecker
@@ -72,9 +74,10 @@ class AllAtOnce:
 class World:
     """A scheduler whose grammars take a time of their own."""
 
-    def __init__(self, tell: Any = None, **options: Any) -> None:
+    def __init__(self, tell: Any = None, max_running: int = 32, **options: Any) -> None:
         self.time = Time()
-        self.scheduler: Scheduler = make_scheduler(FakeRunner(4096, 1, 128, 32, 256), **options)
+        runner = FakeRunner(128 * max_running, 1, 128, max_running, 8 * max_running)
+        self.scheduler: Scheduler = make_scheduler(runner, **options)
         self.scheduler.stop_checker = StopChecker(object(), tell)  # type: ignore[arg-type]
         self.scheduler.masks = MaskFiller(1, self.time)
         self.collector = Collector()
@@ -155,15 +158,74 @@ def test_the_leader_tells_all_ranks() -> None:
     world.finish()
 
 
-def running_batch(num_requests: int, microbatches: int, slow: set[int]) -> RunningBatch:
+def test_a_grammar_that_has_become_quick_no_longer_waits_for_its_turn() -> None:
+    """Also where masks are filled in one call: a step has few of those that wait for their turns."""
+    world, names = World(max_running=150), [str(i) for i in range(150)]
+    for name in names:
+        world.add(name, 0.002)
+    for _ in range(4):
+        world.step()
+    reqs = world.scheduler.reqs
+    assert all(reqs[name].mask_ms for name in names)
+    for name in names:
+        world.matchers[name].mask_s = 0.00002
+    for _ in range(90):
+        world.step()
+    assert not any(req.mask_ms for req in reqs.values())
+    world.finish()
+
+
+def test_the_leader_learns_what_masks_of_other_groups_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank fills the masks of its own group. Afterwards all know the same of slow grammars."""
+    time = Time()
+    ranks: list[list[Grammar]] = []
+    for group in range(2):
+        copies = []
+        for owner, mask_s in ((0, 0.001), (1, 0.03), (1, 0.00001)):
+            grammar = Grammar(AllAtOnce(), Following(time, mask_s))  # type: ignore[arg-type]
+            grammar.allowance = Allowance(FOLLOW_BURST_S, FOLLOW_REFILL_S, time)
+            for _ in range(9 if owner == group else 0):
+                grammar.fill_mask(np.zeros(1, np.int32))
+            copies.append(grammar)
+        ranks.append(copies)
+    told: list[list[int]] = []
+    for values in (None, told):  # as all ranks tell, then as all hear
+        for group, copies in enumerate(ranks):
+            groups: Any = SimpleNamespace(group=group)
+            batches: Any = [
+                SimpleNamespace(needs_mask=True, limited=[SimpleNamespace(grammar=grammar) for grammar in part])
+                for part in (copies[:1], copies[1:])
+            ]
+            if values is None:
+                monkeypatch.setattr(parallel_state, "all_reduce_min", lambda own: (told.append(own), own)[1])
+            else:
+                agreed = [min(both) for both in zip(*told[:2], strict=True)]
+                monkeypatch.setattr(parallel_state, "all_reduce_min", lambda own, agreed=agreed: agreed)
+            AttentionGroups._share_mask_times(groups, batches)
+    for one, other in zip(*ranks, strict=True):
+        assert one.mask_s == pytest.approx(other.mask_s, abs=1e-8)
+        assert one.allowance.left_s == pytest.approx(other.allowance.left_s, abs=1e-8)
+    assert [grammar.allowance.exhausted for grammar in ranks[0]] == [False, True, False]
+
+
+def running_batch(num_requests: int, microbatches: int, slow: set[int], tokens: int = 1) -> RunningBatch:
     counters = Counters(16)
-    batch = RunningBatch(counters, 1, 0, microbatches)
+    batch = RunningBatch(counters, tokens, 0, microbatches)
     for slot in range(1, num_requests + 1):
         counters.kv_len[slot] = counters.planned_len[slot] = 10
         counters.mask_ms[slot] = 8 * (slot in slow)
-        req: Any = SimpleNamespace(slot=slot, limit=10_000, max_width=lambda most: 1, microbatch=0, rid=slot)
+        req: Any = SimpleNamespace(slot=slot, limit=10_000, max_width=lambda most: most, microbatch=0, rid=slot)
         batch.add([req])
     return batch
+
+
+def test_each_draft_token_has_a_mask() -> None:
+    """So fewer requests with draft tokens have their turn in a step."""
+    batch = running_batch(8, 1, set(range(1, 9)), tokens=4)
+    batch.counters.mask_ms[:] //= 8
+    batch.counters.num_speculative_tokens[:] = 3
+    batch.take_turns()
+    assert np.count_nonzero(batch.widths(4)) == MAX_MASK_MS // 4
 
 
 @pytest.mark.parametrize(

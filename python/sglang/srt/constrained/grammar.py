@@ -120,6 +120,10 @@ class Grammar:
                 self._matcher.fill_mask(row)
             self._fill_s = left_s - self.allowance.left_s
 
+    def note_mask_time(self, seconds: float) -> None:
+        """Notes how long its mask took, where it was filled with those of others or by another process."""
+        self._fill_s = seconds
+
     def accept(self, token_id: int) -> bool:
         """Advances by a token. Returns False, and changes nothing, if the grammar forbids it or has terminated."""
         self.allowance.refill()
@@ -131,8 +135,13 @@ class Grammar:
 
     @property
     def token_s(self) -> float:
-        """Returns the processor time of its latest token: of the mask that was last filled alone, and of accepting."""
+        """Returns the processor time of its latest token: of the mask, and of accepting."""
         return self._fill_s + self._accept_s
+
+    @property
+    def mask_s(self) -> float:
+        """Returns the processor time of its latest mask."""
+        return self._fill_s
 
     @property
     def matcher(self) -> Matcher:

@@ -53,8 +53,8 @@ class CachedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TableUpdate:
-    """Writes on the device before the next step: entries of `req_to_token` as flat indices into all its tables, and
-    copies of state rows, which are all made at once."""
+    """Writes on the device before the next step: entries of `req_to_token` as flat indices into all its tables (equal
+    ones have equal values), and copies of state rows, which are all made at once."""
 
     index: npt.NDArray[np.int64]  # [N]
     value: npt.NDArray[np.int32]  # [N]
@@ -85,8 +85,8 @@ class KVTable:
         self.checkpoints = CheckpointTable(sizes.max_requests + 1, sizes.checkpoints) if sizes.has_states else None
         self.tree = RadixCache(self.allocator, sizes.page_size, prefix_caching, self.windows, self.checkpoints)
         self._free_rows = list(range(sizes.max_requests, 0, -1))
-        self._index: list[npt.NDArray[np.int64]] = []
-        self._value: list[Slots] = []
+        self._written: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(1 + len(self.windows))]
+        """Entries of `rows` and of each window's rows, as flat indices, that the device's tables lack."""
 
     # --- sizes in tokens ----------------------------------------------------------------------------------------------
 
@@ -267,11 +267,10 @@ class KVTable:
     def _write(self, slot: int, start: int, locs: Slots, window: WindowTable | None = None) -> None:
         if not len(locs):
             return
-        rows, offset = self._rows_of(window)
+        rows, written = self._rows_of(window)
         rows[slot, start : start + len(locs)] = locs
-        first = offset + slot * rows.shape[1] + start
-        self._index.append(np.arange(first, first + len(locs), dtype=np.int64))
-        self._value.append(locs)
+        first = slot * rows.shape[1] + start
+        written.append(np.arange(first, first + len(locs), dtype=np.int64))
 
     def _write_tokens(
         self,
@@ -283,27 +282,30 @@ class KVTable:
     ) -> None:
         if not len(locs):
             return
-        rows, offset = self._rows_of(window)
+        rows, written = self._rows_of(window)
         row = np.repeat(slots, counts)
         position = np.arange(len(locs)) - np.repeat(np.cumsum(counts) - counts - start, counts)
         rows[row, position] = locs
-        self._index.append(offset + row * rows.shape[1] + position)
-        self._value.append(locs)
+        written.append(row * rows.shape[1] + position)
 
-    def _rows_of(self, window: WindowTable | None) -> tuple[Slots, int]:
-        """Returns a table, and its offset on the device."""
-        return (self.rows, 0) if window is None else (window.rows, (1 + window.index) * self.rows.size)
+    def _rows_of(self, window: WindowTable | None) -> tuple[Slots, list[npt.NDArray[np.int64]]]:
+        """Returns a table, and the list of its entries that were written."""
+        return (self.rows, self._written[0]) if window is None else (window.rows, self._written[1 + window.index])
 
     def take_update(self) -> TableUpdate | None:
-        """Returns the writes that the next step must make on the device. The last write of an entry counts."""
+        """Returns the writes that the next step must make on the device. An entry may come twice, with equal values:
+        those that the tables have now."""
         sources, targets = (NO_SLOTS, NO_SLOTS) if self.checkpoints is None else self.checkpoints.take_copies()
-        if not self._index:
+        index, value = [], []
+        for number, rows in enumerate((self.rows, *(window.rows for window in self.windows))):
+            if written := self._written[number]:
+                entries = np.concatenate(written)
+                index.append(entries + number * rows.size)
+                value.append(rows.reshape(-1)[entries])
+                written.clear()
+        if not index:
             return TableUpdate(NO_SLOTS, EMPTY, sources, targets) if len(targets) else None
-        index, value = np.concatenate(self._index), np.concatenate(self._value)
-        self._index, self._value = [], []
-        # An indexed write on the device has no order among equal indices: keep the last of each.
-        unique, last = np.unique(index[::-1], return_index=True)
-        return TableUpdate(unique, value[::-1][last].astype(np.int32), sources, targets)
+        return TableUpdate(np.concatenate(index), np.concatenate(value), sources, targets)
 
     # --- invariants ---------------------------------------------------------------------------------------------------
 

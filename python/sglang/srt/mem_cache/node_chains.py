@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from sglang.srt.mem_cache.radix_node import Node
 from sglang.srt.mem_cache.window_table import WindowTable
 
@@ -76,14 +78,15 @@ def _joined(
     """Returns what a run and `child` have together in each window table, or None if they must stay apart. size: their
     tokens.
 
-    Nobody can go on from the end of a run that has nothing. One that has everything is as useful with `child` as alone
-    if `child` has everything too and all of it lies in the last window, which is evicted last.
+    Nobody can go on from the end of a run that has nothing, unless a token there sees none before it (chunked windows).
+    One that has everything is as useful with `child` as alone if `child` has everything too and all of it lies in the
+    last window, which is evicted last.
     """
     if size > MAX_MERGED:
         return None
     joined = []
     for window, above, below in zip(windows, has, parts, strict=True):
-        if above == NOTHING:
+        if above == NOTHING and window.seen_before(np.array(child.depth - child.key.size, np.int32)):
             joined.append(min(below, SOME))
         elif above == below == ALL and size <= window.num_kept(child.depth):
             joined.append(ALL)

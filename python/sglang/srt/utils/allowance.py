@@ -26,6 +26,10 @@ class Allowance:
         """Returns the seconds that are left; negative if more were spent."""
         return self._left_s
 
+    @left_s.setter
+    def left_s(self, seconds: float) -> None:
+        self._left_s = seconds
+
     @property
     def spent_s(self) -> float:
         """Returns the seconds that are missing from the burst."""

@@ -11,7 +11,7 @@ from sglang.srt.hardware.arch import arch_by_name
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe.fused_moe_triton.tiles import tile
-from srt.kernels.census import grouped_product
+from srt.kernels.census.moe import grouped_product
 
 SM120, SM90 = arch_by_name("sm_120").features, arch_by_name("sm_90").features
 SMALL = tile(16, 64, 128, 1, 4, 3)

@@ -150,3 +150,16 @@ def test_several_threads(tmp_path: Path) -> None:
         for _ in range(5):
             assert list(threads.map(lambda text: prefixes.encode(text, False), texts)) == wanted
     assert prefixes.num_tokens == sum(map(len, prefixes._pieces.values()))
+
+
+def test_marks_are_found_wherever_a_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is searched in parts, so that no search holds up other threads for long."""
+    known = PrefixTokens(load(tmp_path))
+    rng = random.Random(5)
+    pieces = ["<", "</", "<|im", END, "a", "</think>", "<think>", "</tool_call>"]
+    texts = ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(50)]
+    for size in (1, 2, 7, 30):
+        monkeypatch.setattr(prefix_tokens, "SEARCHED_CHARS", size)
+        for text in texts:
+            whole = [match.span() for match in known._pattern.finditer(text)]
+            assert [match.span() for match in known._matches(text)] == whole

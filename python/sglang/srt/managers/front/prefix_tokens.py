@@ -12,6 +12,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ MAX_KEPT_TOKENS = 1 << 23
 """Most tokens of all kept pieces, four bytes each."""
 MIN_PIECE_CHARS = 1024
 MAX_MARKS = 64
+SEARCHED_CHARS = 1 << 14
+"""Characters in which marks are searched at a time: a search holds the interpreter, at worst for 0.6 us a character."""
 
 
 class _Cut(NamedTuple):
@@ -74,11 +77,24 @@ class PrefixTokens:
 
     def _cuts(self, text: str) -> list[_Cut]:
         cuts, minimum = [], MIN_PIECE_CHARS
-        for match in self._pattern.finditer(text):
+        for match in self._matches(text):
             if match.end() >= minimum:
                 cuts.append(_Cut(*match.span()))
                 minimum = match.end() + MIN_PIECE_CHARS
         return cuts
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Yields what `finditer` does, searching a part of the text at a time."""
+        overlap = max(map(len, self._marks), default=1) - 1
+        start = 0
+        while start < len(text):
+            end = start + SEARCHED_CHARS
+            for match in self._pattern.finditer(text, start, end + overlap):
+                if match.start() >= end:
+                    break
+                yield match
+                start = match.end()
+            start = max(start, end)
 
     def _known(self, keys: list[bytes]) -> list[array[int]]:
         """Returns the pieces of the longest known beginning."""

@@ -67,7 +67,9 @@ def usage_of(turns: Iterable[Turn]) -> Usage:
     """Returns what these turns hold together."""
     usage = Usage()
     for turn in turns:
-        usage.add(Usage(len(turn.tokens), 1, media_bytes(turn.media)))
+        usage.tokens += len(turn.tokens)
+        usage.turns += 1
+        usage.media_bytes += media_bytes(turn.media) if turn.media else 0
     return usage
 
 
@@ -167,8 +169,7 @@ class SessionStore:
 
     def close(self, session_id: str) -> None:
         """Closes a session. Raises RequestError if there is none of this id."""
-        for rid in list(self._session(session_id).turns):
-            self.forget(session_id, rid)
+        self.forget(session_id, *self._session(session_id).turns)
         del self._sessions[session_id]
 
     def is_streaming(self, session_id: str) -> bool:
@@ -212,8 +213,7 @@ class SessionStore:
 
     def _drop(self, session_id: str, session: Session, dropped: list[str]) -> list[str]:
         running = [rid for rid in dropped if not session.turns[rid].ended]
-        for rid in dropped:
-            self.forget(session_id, rid)
+        self.forget(session_id, *dropped)
         return running
 
     def begin(self, session_id: str, turn: Turn, replaces: bool = False) -> list[str]:
@@ -275,19 +275,20 @@ class SessionStore:
         session.num_running -= 1
         self._count(session, Usage(tokens=len(output_ids)))
         if session.streaming:
-            for rid in session.turns.keys() - {turn.rid}:
-                self.forget(session_id, rid)
+            self.forget(session_id, *(session.turns.keys() - {turn.rid}))
         self._make_room(session_id)
 
-    def forget(self, session_id: str, rid: str) -> None:
-        """Removes a turn, if it exists."""
+    def forget(self, session_id: str, *rids: str) -> None:
+        """Removes those turns that exist."""
         session = self._sessions.get(session_id)
-        turn = None if session is None else session.pop(rid)
-        if session is not None and turn is not None:
-            for counted in (session.usage, self._usage):
-                counted.subtract(usage_of([turn]))
-            if self.media_files is not None:
-                self.media_files.release(turn.media)
+        if session is None:
+            return
+        turns = [turn for turn in map(session.pop, rids) if turn is not None]
+        gone = usage_of(turns)
+        for counted in (session.usage, self._usage):
+            counted.subtract(gone)
+        if self.media_files is not None:
+            self.media_files.release([item for turn in turns for item in turn.media])
 
     def _close_overdue(self) -> None:
         now = self._clock()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sglang.srt.distributed import parallel_state
 from sglang.srt.managers.front.replica_router import ReplicaLoad, ReplicaRouter
 from sglang.srt.managers.scheduler.batch_builder import vocab_mask
 from sglang.srt.managers.scheduler.intake import MAX_QUEUED_REQUESTS, RequestTotals
@@ -190,11 +191,30 @@ class AttentionGroups:
             scheduler.sync(set(batch.limited))
             if group == self.group:
                 mask = vocab_mask(batch, self.plan.model.vocab_size, scheduler.masks)
+        self._share_mask_times(batches)
         results = self.runner.sample_groups(forward, mask)
         for scheduler, batch, result in zip(self.schedulers, batches, results, strict=True):
             if batch is not None:
                 batch.result = result
                 scheduler.in_flight.append(batch)
+
+    def _share_mask_times(self, batches: list[ScheduleBatch | None]) -> None:
+        """Tells all ranks what the masks of the step have cost the ranks that filled them: the leader, which decides
+        about slow grammars, fills those of its own group alone. A collective if any group has grammars."""
+        grammars = [
+            (req.grammar, group == self.group)
+            for group, batch in enumerate(batches)
+            if batch is not None and batch.needs_mask
+            for req in batch.limited
+            if req.grammar is not None
+        ]
+        spent = [int(grammar.mask_s * 1e9) if is_own else 0 for grammar, is_own in grammars]
+        left = [int(grammar.allowance.left_s * 1e9) if is_own else 1 << 62 for grammar, is_own in grammars]
+        agreed = parallel_state.all_reduce_min([*(-each for each in spent), *left])
+        for (grammar, is_own), negated, left_ns in zip(grammars, agreed, agreed[len(spent) :], strict=False):
+            if not is_own:
+                grammar.note_mask_time(-negated / 1e9)
+                grammar.allowance.left_s = left_ns / 1e9
 
     def sync(self) -> None:
         for scheduler in self.schedulers:

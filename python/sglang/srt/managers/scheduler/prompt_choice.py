@@ -30,6 +30,9 @@ and finds the first one's KV in the cache. If a model has states, it waits only 
 first computes, because there is a state only at its end."""
 MAX_EXAMINED = 128
 """Queued requests that a step examines, as some may wait for others, for their images or for a prefix."""
+MAX_PLACED = 1 << 19
+"""Tokens of cached prefixes beyond which no more requests enter a step: each gets its place in the tables, so many
+samples of one long prompt would hold up all others."""
 
 
 class PromptChoice:
@@ -67,6 +70,7 @@ class PromptChoice:
                 return chosen
             chosen.append((req, take))
         entered: list[Req] = []
+        placed = 0
         leave: defaultdict[tuple[str | None, bytes], list[np.ndarray]] = defaultdict(list)
         """Prefixes that requests which enter now leave in the cache for others, by namespace and first keys."""
         for req in islice(self.queue(), MAX_EXAMINED):
@@ -103,7 +107,8 @@ class PromptChoice:
             self._place(req, prefix.node)
             chosen.append((req, take))
             entered.append(req)
-            if budget.short:
+            placed += prefix.length
+            if budget.short or placed >= MAX_PLACED:
                 break
         self.waiting.remove(entered)
         return chosen

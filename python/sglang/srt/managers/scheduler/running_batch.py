@@ -164,16 +164,16 @@ class RunningBatch:
         longest, as many as take MAX_MASK_MS together, and at least one. The others wait, instead of all who are in the
         step."""
         self._sits_out = None
-        costs = self.counters.mask_ms
-        if not costs.any():
+        if not self.counters.mask_ms.any():
             return
-        slots = self.slots[(costs[self.slots] > 0) & (self.widths(1) > 0)]
-        if costs[slots].sum() <= MAX_MASK_MS:
+        costs = self.counters.mask_ms[self.slots] * self.widths(self.tokens_per_step)  # each of its tokens has a mask
+        slow = np.flatnonzero(costs)
+        if costs.sum() <= MAX_MASK_MS:
             return
-        slots = slots[np.argsort(self.counters.last_turn[slots], kind="stable")]
-        count = max(1, int(np.searchsorted(np.cumsum(costs[slots]), MAX_MASK_MS, "right")))
-        self._sits_out = np.zeros(len(costs), np.bool_)
-        self._sits_out[slots[count:]] = True
+        slow = slow[np.argsort(self.counters.last_turn[self.slots[slow]], kind="stable")]
+        count = max(1, int(np.searchsorted(np.cumsum(costs[slow]), MAX_MASK_MS, "right")))
+        self._sits_out = np.zeros(len(self.counters.mask_ms), np.bool_)
+        self._sits_out[self.slots[slow[count:]]] = True
 
     def reserved_by(self, widths: Lengths) -> Lengths:
         """Returns the positions that have a cache slot after a step with `widths` tokens of each request."""

@@ -191,16 +191,16 @@ class PrefillBudget:
 
     def _take_of_logprobs(self, req: Req, prefix_len: int, take: int) -> int:
         """Returns how many of `take` tokens have few enough log probabilities; for the first request at least a page or
-        a run of image tokens that must not be cut, and all where prompts must not be chunked."""
+        a run of image tokens that must not be cut, and all where prompts must not be chunked or none are wanted."""
         wanted = req.prompt_logprobs_in(prefix_len, take)
-        if self.chunk is None or len(wanted) * req.logprob_width <= self.logprobs:
+        if self.chunk is None or not wanted or len(wanted) * req.logprob_width <= self.logprobs:
             return take
         end = wanted.start + max(0, self.logprobs) // req.logprob_width - 1
         page = self.kv.page_size
         fewer = max(page if self.first else 0, (end - prefix_len) // page * page)
         if self.first and req.media is not None and req.media.uncut_end(prefix_len, prefix_len + fewer) == prefix_len:
-            fewer = min(take, req.media.run_end(prefix_len) - prefix_len)
-        return fewer
+            fewer = req.media.run_end(prefix_len) - prefix_len
+        return min(take, fewer)  # less than a page may be left of the prompt
 
     def _take_of_windows(self, req: Req, take: int) -> int:
         """Returns how many of `take` tokens every window table has room for beside the window; 0 if that is not enough

@@ -35,10 +35,16 @@ from sglang.srt.mem_cache import page_kernel
 from sglang.srt.plan.layer_spec import AttentionShape
 from sglang.srt.plan.model_description import describe_model
 
-from ..layers.moe.shipped_products import shipped_products
-from . import census
-from .census import CONTEXT, REQUESTS, SLOTS, empty
-from .published import configs, described
+from ...layers.moe.shipped_products import shipped_products
+from ..published import configs, described
+from . import launch_all
+from .every_model import launch_norms
+from .gqa import launch_attention, launch_rope_stores
+from .inputs import CONTEXT, REQUESTS, SLOTS, empty, tiles_of
+from .mla import launch_part_exchange
+from .moe import expert_matrices, launch_expert_tiles, launch_experts, launch_fused_moe, launch_routing
+from .pooled_sparse import launch_pooled_sparse
+from .products import launch_products, launch_tall_products, with_weight
 
 COLUMNS = (1024, 1536, 768, 384, 192, 128, 96, 64, 11_552)
 """Columns of weights, by the largest power of two that divides them: what the tiles of few rows are cut by."""
@@ -59,7 +65,7 @@ def launch_between(arch: ArchTraits, done: set[object]) -> None:
     others += [mixtral | {"num_local_experts": experts} for experts in (2, 4, 16, 32)]
     others.append(llama | {"vocab_size": 128_258})
     for config in others:
-        census.launch_all(describe_model(config, None, False), 1, arch, done)
+        launch_all(describe_model(config, None, False), 1, arch, done)
     _pooled_sparse_of_128(arch)
     _attention(arch)
     _rotations()
@@ -79,12 +85,12 @@ def _attention(arch: ArchTraits) -> None:
         latent = dims in MLA_LATENTS
         shape = AttentionShape(8, 1 if latent else 2, *dims)
         for window, cap, sinks in ((0, 0.0, False), (0, 30.0, True), (128, 30.0, True)):
-            census._attention(shape, window, cap, sinks, arch, latent=latent)
+            launch_attention(shape, window, cap, sinks, arch, latent=latent)
         if dims[1] % 16 == 0:
-            census._parts_of_ranks(8, dims[1], 2)
+            launch_part_exchange(8, dims[1], 2)
         q, k, v, out = (empty(100, 8, dim) for dim in (dims[0], dims[0], dims[1], dims[1]))
         v = k[..., : dims[1]] if latent else v
-        for tile in census.tiles_of("prefill_attention", *dims, "bfloat16", arch):
+        for tile in tiles_of("prefill_attention", *dims, "bfloat16", arch):
             for causal in (True, False):
                 context_attention_fwd(q, k, v, out, empty(9, dtype=torch.int32), is_causal=causal, tile=tile)
 
@@ -94,18 +100,18 @@ def _pooled_sparse_of_128(arch: ArchTraits) -> None:
     layers = itertools.chain.from_iterable(model.layers for _, model in described())
     mixer = next(layer.mixer for layer in layers if isinstance(layer.mixer, PooledSparse))
     heads = replace(mixer.heads, head_dim=128, values=replace(mixer.heads.values, dim=128))
-    census._pooled_sparse(replace(mixer, heads=heads), 1, arch)
+    launch_pooled_sparse(replace(mixer, heads=heads), 1, arch)
 
 
 def _rotations() -> None:
     """Heads of 256 dims of which 64 rotate, with norms in 16 bits, and four-bit slots of an odd number of heads."""
     for shape, rot in ((AttentionShape(8, 2, 256, 256), 64), (AttentionShape(8, 1, 80, 80), 80)):
-        census.rope_stores(shape, rot, empty(shape.head_dim), True)
+        launch_rope_stores(shape, rot, empty(shape.head_dim), True)
 
 
 def _norms() -> None:
     for hidden in (1024, 16_384):
-        census._norms(hidden, True)
+        launch_norms(hidden, True)
     for groups, size, tokens in itertools.product((1, 8), (128, 512, 1024, 2048), (1, 4096)):
         x, width = empty(tokens, groups, size), groups * size
         apart = empty(tokens, width + 8)[:, :width]
@@ -123,20 +129,20 @@ def _products(arch: ArchTraits) -> None:
         for cols in ODD_COLUMNS if scheme.group[1] == 0 else ():
             _few_rows(1024, cols, True, scheme, static, arch)
         for cols in COLUMNS:
-            census._products(1024, cols, True, scheme, static, arch)
-            census._products(1024, cols, False, scheme, static, arch, torch.float32)
+            launch_products(1024, cols, True, scheme, static, arch)
+            launch_products(1024, cols, False, scheme, static, arch, torch.float32)
     for scheme, hidden in itertools.product((None, *SCHEMES.values()), HIDDEN_SIZES):
         static = scheme is not None and scheme.activation == "nvfp4"
         for inter in (1024, 11_552):
             if not (scheme and scheme.group[1] and inter % scheme.group[1]):
-                census._experts(EXPERTS, 8, hidden, inter, scheme, static, SILU, False, arch)
-    matrices, _ = census._expert_matrices(EXPERTS, 4096, 96, SCHEMES["fp8_block"], False, SILU, False, arch)
-    census._launch(matrices, 8, [(1, None)], SILU, arch)
+                launch_experts(EXPERTS, 8, hidden, inter, scheme, static, SILU, False, arch)
+    matrices, _ = expert_matrices(EXPERTS, 4096, 96, SCHEMES["fp8_block"], False, SILU, False, arch)
+    launch_fused_moe(matrices, 8, [(1, None)], SILU, arch)
     for inter in (2880, 768, 384):
-        census._experts(EXPERTS, 4, 2880, inter, None, False, GPT_OSS_SWIGLU, True, arch)
+        launch_experts(EXPERTS, 4, 2880, inter, None, False, GPT_OSS_SWIGLU, True, arch)
 
 
-@census._of_a_weight
+@with_weight
 def _few_rows(
     weight: linear_products.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
@@ -148,12 +154,12 @@ def _dequantized_products(other: ArchTraits) -> None:
     """On GPUs without packed instructions, which are judged by these rows."""
     for scheme in (SCHEMES["mxfp4_mxfp8"], SCHEMES["nvfp4"]):
         for cols in COLUMNS:
-            census._products(1024, cols, True, scheme, False, other)
-            census._tall_products(1024, cols, True, scheme, False, other)
+            launch_products(1024, cols, True, scheme, False, other)
+            launch_tall_products(1024, cols, True, scheme, False, other)
         for inter, hidden in itertools.product((*COLUMNS, 2880), HIDDEN_SIZES):
             if inter % scheme.group[1] == 0:
-                census._experts(EXPERTS, 8, hidden, inter, scheme, False, SILU, False, other)
-                census._expert_tiles(2, hidden, inter, scheme, False, SILU, False, other)
+                launch_experts(EXPERTS, 8, hidden, inter, scheme, False, SILU, False, other)
+                launch_expert_tiles(2, hidden, inter, scheme, False, SILU, False, other)
 
 
 def _shipped_tiles(arch: ArchTraits) -> None:
@@ -166,16 +172,16 @@ def _shipped_tiles(arch: ArchTraits) -> None:
         for bias, hidden in {(up.bias, up.hidden), (False, 4096 if up.bias else up.hidden)}:
             act = GPT_OSS_SWIGLU if bias else SILU
             sizes = hidden, up.intermediate
-            matrices, _ = census._expert_matrices(128, *sizes, scheme, static, act, bias, arch)
-            census._launch(matrices, 8, [(16, MoeTiles(float("inf"), up.tile, down.tile))], act, arch)
+            matrices, _ = expert_matrices(128, *sizes, scheme, static, act, bias, arch)
+            launch_fused_moe(matrices, 8, [(16, MoeTiles(float("inf"), up.tile, down.tile))], act, arch)
 
 
 def _routers() -> None:
     router = Router(top_k=8)
     for experts, top_k in ((2, 2), (4, 2), (8, 2), (16, 4), (32, 4), (60, 4), (64, 6), (128, 8), (256, 8), (512, 10)):
         for renormalize in (True, False):
-            census._routing(replace(router, top_k=top_k, renormalize=renormalize), experts, True, 32_000)
-    census._routing(replace(router, top_k=6, num_groups=8, top_groups=3), 160, True, 32_000)
+            launch_routing(replace(router, top_k=top_k, renormalize=renormalize), experts, True, 32_000)
+    launch_routing(replace(router, top_k=6, num_groups=8, top_groups=3), 160, True, 32_000)
 
 
 def _pages() -> None:

@@ -1,0 +1,82 @@
+"""Launches of blocks/mla."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from sglang.srt.blocks.mla.kernels import latent_pack, latent_prompt, latent_store
+from sglang.srt.blocks.mla.spec import MLA, Indexer
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.layers.attention.latent_chunks import LatentChunk
+from sglang.srt.layers.attention.triton_ops.sparse_packed import PACKED_BYTES
+from sglang.srt.layers.triton_ops import index_rope, norm, part_rows
+from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+
+from .gqa import launch_attention
+from .inputs import BF16, CACHES, CONTEXT, SLOTS, empty, tiles_of
+from .selection import launch_indexer, launch_selected_attention, selected
+
+
+def launch_mla(mixer: MLA, tp_size: int, arch: ArchTraits) -> None:
+    """Absorbed attention, the store, and prompts over the prefixes of two requests in two chunks each."""
+    shape = mixer.attention_shape(tp_size)
+    launch_attention(shape, 0, 0.0, False, arch, latent=True)
+    if mixer.sparse:
+        for dtype, width, stored in (("bfloat16", shape.head_dim, BF16), ("fp8_e4m3", PACKED_BYTES, torch.uint8)):
+            cache = empty(SLOTS, 1, width, dtype=stored)
+            launch_selected_attention(shape, [(cache, selected(2048))], False, dtype, arch)
+        latent_pack.latent_pack_store(empty(100, shape.head_dim), cache, empty(100, dtype=torch.int64))
+    if mixer.indexer is not None:
+        launch_indexer(mixer.indexer, 1, arch)
+        _index_rows(mixer.indexer, mixer.rope_dim)
+    heads, dim, rank, rot = shape.num_heads, mixer.latent_dim, mixer.kv_lora_rank, mixer.rope_dim
+    head_dim, v_dim = prompt = (mixer.qk_dim, mixer.v_dim)
+    # The latent is a part of the product that makes q's latent too, or queries.
+    before = mixer.q_lora_rank or heads * head_dim
+    if mixer.q_lora_rank:
+        for tokens in (1, 100):
+            norm.rmsnorm(empty(tokens, before + dim)[:, :before], empty(before), 1e-6)
+    w_uk, w_uv = empty(heads, head_dim - rot, rank), empty(heads, rank, v_dim)
+    cos_sin = empty(CONTEXT, rot, dtype=torch.float32)
+    bounds = empty(3, dtype=torch.int32)
+    for dtype, is_neox_style in itertools.product(CACHES, (False, True)):
+        cache = empty(SLOTS, 1, dim, dtype=STORAGE_DTYPES[dtype])
+        for tokens, absorbed in ((1, 1), (100, None), (300, 16)):
+            latents, positions = empty(tokens, before + dim)[:, before:], empty(tokens, dtype=torch.int64)
+            queries = empty(tokens, heads, head_dim)
+            if not mixer.q_lora_rank:
+                queries = empty(tokens, before + dim)[:, :before].unflatten(-1, (heads, head_dim))
+            entries = latent_store.latent_norm_rope_store(
+                queries, latents, None if absorbed is None else empty(absorbed, heads, dim), positions, cos_sin,
+                empty(rank), 1e-6, cache, positions, 1.0, is_neox_style,
+            )  # fmt: skip
+        chunks = [LatentChunk(empty(64, dtype=torch.int64), bounds)] * 2
+        for tile in tiles_of("latent_prompt_attention", *prompt, "bfloat16", arch):
+            for prefix in ([], chunks):
+                out = empty(tokens, heads, v_dim)
+                latent_prompt.latent_prompt_attention(
+                    queries, entries, w_uk, w_uv, out, bounds, cache, prefix, scale=0.1, tile=tile
+                )
+
+
+def launch_part_exchange(heads: int, v_head_dim: int, ranks: int) -> None:
+    """What ranks that share out tokens exchange, merged with sinks and without."""
+    for tokens in (1, 100) if ranks > 1 else ():
+        parts = empty(tokens, ranks * heads, v_head_dim)
+        received = part_rows.pack_parts(parts, empty(tokens, ranks * heads, dtype=torch.float32), ranks)
+        for sinks in (None, empty(heads, dtype=torch.float32)):
+            part_rows.merge_parts(received, sinks, empty(tokens, heads, v_head_dim))
+
+
+def _index_rows(indexer: Indexer, rot: int) -> None:
+    """Keys with and without queries, of few tokens and of many."""
+    dim, cos_sin = indexer.head_dim, empty(CONTEXT, rot, dtype=torch.float32)
+    norm_row = empty(dim, dtype=torch.float32)
+    for tokens, first, queries in ((1, 0, 1), (20, 4, 16), (100, 0, 100), (300, 0, 0), (300, 0, 300)):
+        q = empty(queries, indexer.num_heads, dim) if queries else None
+        positions = empty(tokens, dtype=torch.int64)
+        index_rope.index_norm_rope(
+            empty(tokens, dim), q, first, positions, cos_sin, norm_row, norm_row, 1e-6, indexer.is_neox_style
+        )

@@ -1,0 +1,58 @@
+"""Launches of indexers and of attention to selected entries, which several blocks have."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from sglang.srt.blocks.mla.spec import Indexer
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.layers.attention.selection import EntryRows, Selection
+from sglang.srt.layers.attention.triton_ops.index_logits import index_logits
+from sglang.srt.layers.attention.triton_ops.select_entries import select_entries
+from sglang.srt.layers.attention.triton_ops.sparse_attention import sparse_attention_fwd
+from sglang.srt.layers.triton_ops import index_store
+from sglang.srt.mem_cache.memory_pool import STORAGE_DTYPES
+from sglang.srt.plan.layer_spec import AttentionShape
+
+from .inputs import BF16, CONTEXT, REQUESTS, SLOTS, empty, tiles_of
+
+
+def selected(width: int, tokens: int = 100) -> Selection:
+    return Selection(empty(tokens, width, dtype=torch.int32), empty(tokens, dtype=torch.int32))
+
+
+def launch_selected_attention(
+    shape: AttentionShape, caches: list[tuple[torch.Tensor, Selection]], sinks: bool, dtype: str, arch: ArchTraits
+) -> None:
+    """Of prompts, and of batches of every size that is cut into shares."""
+    sink = empty(shape.num_heads, dtype=torch.float32) if sinks else None
+    for tile in tiles_of("sparse_attention", shape.head_dim, shape.v_head_dim, dtype, arch):
+        for tokens in (1, 4, 8, 60, 1000):
+            q, out = empty(tokens, shape.num_heads, shape.head_dim), empty(tokens, shape.num_heads, shape.v_head_dim)
+            for lse in (None, empty(tokens, shape.num_heads, dtype=torch.float32)):
+                sources = [(cache, selected(entries.slots.shape[1], tokens)) for cache, entries in caches]
+                sparse_attention_fwd(q, sources, out, scale=0.1, tile=tile, num_sms=arch.num_sms, sinks=sink, lse=lse)
+
+
+def launch_indexer(indexer: Indexer, rate: int, arch: ArchTraits) -> None:
+    """Its keys in both types, over caches with an entry for each `rate` tokens, of steps of one token and of many."""
+    heads, dim = indexer.num_heads, indexer.head_dim
+    for name, tokens in itertools.product(("bfloat16", "fp8_e4m3"), (1, 100)):
+        dtype = STORAGE_DTYPES[name]
+        cache = empty(SLOTS, 1, dim, dtype=dtype)
+        scales = empty(SLOTS, 1, dtype=torch.float32) if name == "fp8_e4m3" else None
+        index_store.index_key_store(empty(tokens, dim), cache, scales, empty(tokens, dtype=torch.int64))
+        for kind in (BF16, torch.float32):
+            q, weights = index_store.index_queries(
+                empty(tokens, heads, dim), empty(tokens, heads, dtype=kind), 0.1, dtype
+            )
+        table, counts = empty(REQUESTS + 1, CONTEXT, dtype=torch.int32), empty(tokens, dtype=torch.int32)
+        slots = empty(tokens, indexer.top_k, dtype=torch.int32)
+        for run in (1, 2, 4, 1000):
+            rows = EntryRows(table, empty(tokens, dtype=torch.int64), counts, CONTEXT // rate, rate, run)
+            logits = empty(tokens, rows.max_count, dtype=torch.float32)
+            for tile in tiles_of("sparse_indexer", dim, dim, name, arch):
+                index_logits(q, weights, cache, scales, rows, indexer.top_k, logits, tile=tile, num_sms=arch.num_sms)
+            select_entries(logits, rows, indexer.top_k, slots, counts)
