@@ -352,7 +352,8 @@ def _weights(**change: Any) -> dict[str, Any]:
         (AWQ | {"version": "gemv"}, "version gemv"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act True is not supported"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128, "sym": True}, "gptq with bits 3"),
-        ({"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True}, "gptq with bits 8, group_size -1"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 64, "sym": True}, "gptq with bits 8, group_size 64"),
+        ({"quant_method": "gptq", "bits": "8", "group_size": 128}, "gptq with bits 8, group_size 128"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 2}}},
             r"dynamic \+:.*down.*: gptq with bits 2, group_size 128",

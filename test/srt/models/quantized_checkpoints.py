@@ -328,7 +328,7 @@ FORMS: dict[str, Form] = {
     "gptq_g128": Form(
         gptq(128), {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     ),
-    "gptq_int8_g64": Form(gptq_int8(64), {"quant_method": "gptq", "bits": 8, "group_size": 64, "sym": True}),
+    "gptq_int8_g128": Form(gptq_int8(128), {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}),
     "gptq_g32": Form(gptq(32), {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
 }
 

@@ -26,8 +26,8 @@ from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
 FP8_KV, FP4_KV = "fp8_e4m3", "fp4_e2m1"
-INT4_GROUPS = (32, 64, 128)
-"""Columns of int4 weights that may share a scale, and of int8 ones beside activations of 16 bits."""
+INT_GROUPS: Mapping[int, Sequence[int]] = {4: (32, 64, 128), 8: (32, 128)}
+"""Columns that may share a scale, by the bits of integers beside activations of 16 bits."""
 
 
 def unsupported(source: str, what: str) -> UserError:
@@ -85,7 +85,7 @@ def _fp4_experts(config: Config, source: str) -> Sequence[Rule]:
 def read_w4afp8(config: Config, source: str) -> QuantConfig:
     """Reads W4AFP8: routed experts in int4 beside FP8 activations, other weights in blocks of FP8."""
     size, block = config.get("group_size", 128), config.get("weight_block_size", [128, 128])
-    if size not in INT4_GROUPS or block != [128, 128]:
+    if size not in INT_GROUPS[4] or block != [128, 128]:
         raise unsupported(source, f"w4afp8 with group_size {size}, weight_block_size {block!r}")
     _say_16_bits(source)
     experts = Rule((component("experts", source),), ModuleQuant(f"int4_g{size}", "w4afp8"))
@@ -288,10 +288,10 @@ _COMPRESSED_SCHEMES: tuple[tuple[Match, str], ...] = (
     (_is("float", 8, "tensor", None), "fp8_tensor_a16"),
     (_is("float", 8, "block", None), "fp8_block_a16"),
     (_is("int", 8, "channel", ("int", 8, "token")), "int8_channel"),
-    *((_is("int", 8, "group", None, size), f"int8_g{size}") for size in INT4_GROUPS),
+    *((_is("int", 8, "group", None, size), f"int8_g{size}") for size in INT_GROUPS[8]),
     *(
         (_is("int", 4, "group", inputs, size, "pack-quantized"), f"int4_g{size}")
-        for size in INT4_GROUPS
+        for size in INT_GROUPS[4]
         for inputs in (None, _TOKEN_FP8, ("float", 8, "tensor"))
     ),
     (_is("float", 4, "tensor_group", ("float", 4, "tensor_group"), 16), "nvfp4"),

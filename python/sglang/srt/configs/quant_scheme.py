@@ -64,7 +64,6 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme("int4_g64", "int4", (1, 64), "bfloat16", None),
         Scheme("int4_g128", "int4", (1, 128), "bfloat16", None),
         Scheme("int8_g32", "int8", (1, 32), "float16", None),
-        Scheme("int8_g64", "int8", (1, 64), "float16", None),
         Scheme("int8_g128", "int8", (1, 128), "float16", None),
         Scheme("mxfp4", "e2m1", (1, 32), "e8m0", None),
         Scheme("mxfp4_mxfp8", "e2m1", (1, 32), "e8m0", "mxfp8"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
 from sglang.srt.configs.quant_formats import (
-    INT4_GROUPS,
+    INT_GROUPS,
     as_deepseek_v4,
     modelopt_cache,
     read_compressed_tensors,
@@ -47,7 +47,7 @@ READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
 """Readers of a quantization config by `quant_method`."""
 
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
-_WEIGHT_ONLY = frozenset(f"int{bits}_g{size}" for size in INT4_GROUPS for bits in (4, 8))
+_WEIGHT_ONLY = frozenset(f"int{bits}_g{size}" for bits, sizes in INT_GROUPS.items() for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
+from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import config_for
@@ -17,7 +17,7 @@ from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_sche
 from sglang.srt.layers.triton_ops import gemv, linear_products, linear_tiles, skinny_gemm
 from sglang.srt.plan.weight_spec import Matrix
 
-from .inputs import BF16, MANY, each_once, empty, of_scheme
+from .inputs import BF16, LAUNCHED, MANY, each_once, empty, few_as_rounded, of_scheme
 
 
 def launch_matrix(
@@ -28,7 +28,7 @@ def launch_matrix(
     if matrix.name == "moe.router":
         once(launch_gemv, matrix.rows, matrix.cols, matrix.bias, torch.float32)
     if matrix.quantized:
-        for scheme in SCHEMES.values():
+        for scheme in LAUNCHED:
             if cut and scheme.group[1] and matrix.cols % scheme.group[1]:
                 continue  # refused: a rank would have a part of what has one scale
             for static in (False, True) if scheme.activation == "tensor" else (scheme.activation == "nvfp4",):
@@ -69,11 +69,14 @@ def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> Linear
     )
 
 
-def launch_quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
+def launch_quantized_head(
+    once: Callable[..., None], vocab: int, hidden: int, arch: ArchTraits, alike: Callable[[int], int]
+) -> None:
     """Logits are fp32."""
-    for scheme in SCHEMES.values():
-        for part in (launch_products, launch_tall_products):
-            part(vocab, hidden, False, scheme, scheme.activation == "nvfp4", arch, torch.float32)
+    for scheme in LAUNCHED:
+        more = (False, scheme, scheme.activation == "nvfp4", arch, torch.float32)
+        once(launch_products, _coarse(vocab), hidden, *more)
+        once(launch_tall_products, 2048 + vocab % 16, alike(hidden), *more)
 
 
 def with_weight(launch: Callable[..., None]) -> Callable[..., None]:
@@ -97,7 +100,7 @@ def launch_products(
 ) -> None:
     """For as many rows of x as a row of the table is for."""
     configs = linear_tiles.tile_configs_of(weight.weight.scheme, sizes, weight.arch)
-    for tokens in (1, linear_tiles.FEW_ROWS):
+    for tokens in () if few_as_rounded(weight.product) else (1, linear_tiles.FEW_ROWS):
         linear_products.few_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
     tiles = _linear_tiles(weight)
     for tokens in tiles:

@@ -187,7 +187,7 @@ def test_weights_loaded_early_change_no_bit(name: str, cols: int, monkeypatch: p
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("name", ["fp8_block", "int8_channel", "nvfp4", "int8_g64"])
+@pytest.mark.parametrize("name", ["fp8_block", "int8_channel", "nvfp4", "int8_g128"])
 def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(name, (96,), 1280)
     held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
