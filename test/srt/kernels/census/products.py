@@ -75,7 +75,7 @@ def launch_quantized_head(
     """Logits are fp32."""
     for scheme in LAUNCHED:
         more = (False, scheme, scheme.activation == "nvfp4", arch, torch.float32)
-        once(launch_products, _coarse(vocab), hidden, *more)
+        once(launch_products, vocab, hidden, *more)
         once(launch_tall_products, 2048 + vocab % 16, alike(hidden), *more)
 
 
