@@ -19,6 +19,7 @@ from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
@@ -201,11 +202,14 @@ def save_with_head(form: str, folder: Path, **more: Any) -> Path:
 
 @pytest.mark.parametrize("form", EVERY_FORM)
 def test_an_output_head_is_a_linear_layer(form: str, tmp_path: Path) -> None:
-    """In every form, though most configs name it nowhere."""
+    """In every form, though most configs name it nowhere. Those without a kernel are held in 16 bits."""
     reference = save_with_head(form, tmp_path)
     plan = plan_for(tmp_path / "quantized")
     runner = TinyRunner(plan)
-    assert runner.model.head is not None and isinstance(runner.model.head.product, QuantizedLinear)
+    assert runner.model.head is not None and plan.model.quantization is not None
+    quant = plan.model.quantization.named("lm_head")
+    assert quant is not None, "the tensors say that it is quantized"
+    assert isinstance(runner.model.head.product, QuantizedLinear) == (quant.scheme in HEAD_SCHEMES)
     got = steps(runner)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, wanted(reference), **TOLERANCE)
@@ -287,17 +291,18 @@ def test_ranks_hold_parts_of_weights_and_scales(size: int, forms: tuple[str, ...
             torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda text, form=form: f"{form}: {text}")
 
 
-SPLIT_HEADS = ("fp8_block", "compressed_fp8_channel", "modelopt_fp8", "modelopt_nvfp4", "awq_g32")
+SPLIT_HEADS = ("fp8_block", "compressed_fp8_channel", "modelopt_fp8", "modelopt_nvfp4", "gptq_int8_g128")
 
 
 def test_ranks_share_the_vocabulary_of_a_quantized_head(tmp_path: Path) -> None:
+    """Three ranks: their 86 rows are no whole blocks."""
     for form in SPLIT_HEADS:
         (tmp_path / form).mkdir()
         save_with_head(form, tmp_path / form)
-    run_ranks(_rank, (2, tmp_path, SPLIT_HEADS), 2)
+    run_ranks(_rank, (3, tmp_path, SPLIT_HEADS), 3)
     for form in SPLIT_HEADS:
         want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
-        for rank in range(2):
+        for rank in range(3):
             got = torch.load(tmp_path / f"{form}{rank}.pt")
             torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda text, form=form: f"{form}: {text}")
 
@@ -351,15 +356,14 @@ def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytes
         CausalLM(plan, device="meta")
 
 
-def test_a_share_of_a_head_that_cuts_a_block_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_with_head("fp8_block", tmp_path)
-    groups = groups_of(RankLayout(4), 1)
+def test_a_share_of_a_head_that_cuts_a_word_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_with_head("awq_g32", tmp_path)
+    groups = groups_of(RankLayout(3), 1)
     monkeypatch.setattr(parallel_state, "groups", lambda: groups)
-    with pytest.raises(
-        UserError,
-        match=r"lm_head: 128 rows have one scale .* a rank holds rows 64 to 128 of 256; choose a smaller --tp",
-    ):
-        CausalLM(plan_for(tmp_path / "quantized", tp_size=4), device="meta")
+    plan = plan_for(tmp_path / "quantized", tp_size=3)
+    message = r"lm_head: 8 rows have one scale or word, .* holds rows 86 to 172 of 256; choose a smaller --tp-size"
+    with pytest.raises(UserError, match=message):
+        CausalLM(plan, device="meta")
 
 
 @pytest.mark.parametrize("scale", [-0.01, 4.0])

@@ -72,6 +72,12 @@ SCHEMES: Mapping[str, Scheme] = {
     )
 }
 
+HEAD_SCHEMES = frozenset(
+    {"fp8_channel", "fp8_tensor", "nvfp4", "nvfp4_a16", "int4_g32", "int4_g64", "int4_g128", "int8_g32", "int8_g128"}
+)
+"""Schemes of output heads that have kernels with fp32 results. Heads in others are held in 16 bits."""
+
+
 PLANE_COLUMNS = 128
 """Number to whose multiples the columns of weights in planes (layers/moe/expert_weights.py) are padded with zeros."""
 

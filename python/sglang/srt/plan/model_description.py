@@ -18,6 +18,7 @@ from sglang.srt.blocks.moe.spec import MoE, why_apart
 from sglang.srt.blocks.per_layer_embedding.spec import PerLayerEmbedding
 from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
@@ -131,10 +132,11 @@ class ModelDescription:
 
     @property
     def head_quant(self) -> ModuleQuant | None:
-        """Quantization of the output head in the checkpoint; None: 16 bits."""
+        """Quantization with which the output head is held; None: 16 bits."""
         if self.quantization is None or self.tie_embeddings:
             return None
-        return self.quantization.named(self.names.model["lm_head"])
+        quant = self.quantization.named(self.names.model["lm_head"])
+        return quant if quant is not None and quant.scheme in HEAD_SCHEMES else None
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
         """Returns the quantization with which a layer's matrix is held; None: 16 bits, also where its parts are stored

@@ -16,7 +16,7 @@ from sglang.srt.blocks.pooled_sparse.spec import PooledSparse
 from sglang.srt.blocks.recurrent_state.kernels import gated_norm
 from sglang.srt.blocks.short_convolution.kernels import short_convolution
 from sglang.srt.configs.activation import GPT_OSS_SWIGLU, RELU2, SILU
-from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.tiles import HEAD_DIMS, MLA_LATENTS
 from sglang.srt.layers.attention.selection import EntryRows
@@ -130,7 +130,8 @@ def _products(arch: ArchTraits) -> None:
             _few_rows(1024, cols, True, scheme, static, arch)
         for cols in COLUMNS:
             launch_products(1024, cols, True, scheme, static, arch)
-            launch_products(1024, cols, False, scheme, static, arch, torch.float32)
+            if scheme.name in HEAD_SCHEMES:
+                launch_products(1024, cols, False, scheme, static, arch, torch.float32)
     for scheme, hidden in itertools.product((None, *LAUNCHED), HIDDEN_SIZES):
         static = scheme is not None and scheme.activation == "nvfp4"
         for inter in (1024, 11_552):

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant
-from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import config_for
@@ -73,7 +73,7 @@ def launch_quantized_head(
     once: Callable[..., None], vocab: int, hidden: int, arch: ArchTraits, alike: Callable[[int], int]
 ) -> None:
     """Logits are fp32."""
-    for scheme in LAUNCHED:
+    for scheme in map(SCHEMES.__getitem__, sorted(HEAD_SCHEMES)):
         more = (False, scheme, scheme.activation == "nvfp4", arch, torch.float32)
         once(launch_products, vocab, hidden, *more)
         once(launch_tall_products, 2048 + vocab % 16, alike(hidden), *more)

@@ -66,7 +66,7 @@ TILES: Mapping[str, tuple[LinearTile, ...]] = {
     "widened": (
         LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
         LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
-        LinearTile(128, _tile(64, 64, 128, 8, 4, 3)),
+        LinearTile(128, _tile(64, 64, 128, 8, 8, 3)),
         LinearTile(512, _tile(64, 128, 64, 8, 8, 3)),
         LinearTile(ANY, _tile(128, 128, 64, 8, 8, 3)),
     ),
