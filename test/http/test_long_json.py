@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +13,19 @@ import numpy as np
 import pytest
 from starlette.responses import Response
 
+from sglang.srt.entrypoints import http_stream
 from sglang.srt.entrypoints.embeddings import serving_embeddings
 from sglang.srt.entrypoints.embeddings.protocol import EmbeddingRequest, EncodeBody
+from sglang.srt.entrypoints.http_stream import EventStream, Generated
 from sglang.srt.entrypoints.long_json import LongJSON
-from sglang.srt.entrypoints.native_hidden_states import response_with_hidden_states
+from sglang.srt.entrypoints.long_outputs import is_long
+from sglang.srt.entrypoints.native_answer import whole_answer
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
+from sglang.srt.managers.front.generation_stream import GenerationStream
+from sglang.srt.managers.front.native_events import NativeEvents
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq, TokenMeta
+from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 VECTORS = np.random.default_rng(0).standard_normal((64, 4096)).astype(np.float32)
 MIB = 1 << 20
@@ -32,7 +43,7 @@ def sent(response: Response) -> tuple[Any, list[bytes]]:
 
     asyncio.run(response({"type": "http"}, receive, send))
     head, *bodies = messages
-    assert [body["more_body"] for body in bodies] == [True] * (len(bodies) - 1) + [False]
+    assert [body.get("more_body", False) for body in bodies] == [True] * (len(bodies) - 1) + [False]
     body = b"".join(body["body"] for body in bodies)
     headers = dict(head["headers"])
     assert headers[b"content-length"] == str(len(body)).encode() and headers[b"content-type"] == b"application/json"
@@ -69,18 +80,98 @@ def test_no_piece_has_all_vectors(route: str, monkeypatch: pytest.MonkeyPatch) -
     assert sum(map(len, pieces)) > 4 * MIB and max(map(len, pieces)) < 1.5 * MIB
 
 
-def test_hidden_states_of_an_answer_are_sent_in_pieces() -> None:
-    states = [VECTORS[:40], VECTORS[40], VECTORS[41]]
+def native(num_top: int = 0) -> tuple[Any, GenerateRequest, TokenizedGenerateReq, GenerateOutput]:
+    """A front without a tokenizer, a call, its request, and an output with 42 hidden states, or many log
+    probabilities."""
+    front: Any = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(hf_config={"hidden_size": 4096}))
+    request = TokenizedGenerateReq(
+        rid="r", input_ids=np.zeros(40, np.int32), sampling_params=SamplingParams(), hidden_start=-1 if num_top else 0
+    )
+    logprobs = OutputLogprobs(num_top)
+    logprobs.output += np.zeros((300, 2 + 2 * num_top), np.int32).tobytes()
+    hidden = b"" if num_top else VECTORS[:42].tobytes()
+    values = logprobs if num_top else None
+    output = GenerateOutput(0, "", [1, 2, 3], FinishReason("stop"), TokenMeta(40, 3), values, hidden)
+    return front, GenerateRequest(input_ids=[0]), request, output
 
-    async def work() -> list[dict[str, Any]]:
-        return [{"text": "\0", "meta_info": {"hidden_states": states}}, {"text": "b", "meta_info": {}}]
 
-    (first, second), pieces = sent(asyncio.run(response_with_hidden_states(work())))
-    assert first["text"] == "\0" and second == {"text": "b", "meta_info": {}}
-    for found, expected in zip(first["meta_info"]["hidden_states"], states, strict=True):
-        np.testing.assert_array_equal(np.array(found, np.float32), expected)
-    assert max(map(len, pieces)) < 2.5 * MIB < sum(map(len, pieces))
+def check(result: Any, num_top: int) -> None:
+    info = result["meta_info"]
+    if num_top:
+        assert info["output_top_logprobs"] == [[[0.0, 0, None]] * num_top] * 300
+        return
+    prompt, *outputs = info["hidden_states"]
+    np.testing.assert_array_equal(np.array(prompt, np.float32), VECTORS[:40])
+    np.testing.assert_array_equal(np.array(outputs, np.float32), VECTORS[40:42])
+
+
+@pytest.mark.parametrize("num_top", [0, 1000])
+def test_an_answer_is_sent_in_pieces(num_top: int) -> None:
+    """Hidden states, and log probabilities."""
+    front, call, request, output = native(num_top)
+
+    async def submit(_: GenerateRequest) -> GenerationStream:
+        stream = GenerationStream([request], [None], 1, lambda _: None)
+        stream.push(output)
+        return stream
+
+    front.submit = submit
+    result, pieces = sent(asyncio.run(whole_answer(front, call)))
+    check(result, num_top)
+    assert max(map(len, pieces)) < 1.5 * MIB < sum(map(len, pieces))
+
+
+class SlowClient:
+    """Reads after `pause` seconds each time, and notes what it is sent."""
+
+    def __init__(self, pause: float) -> None:
+        self.sent: list[bytes] = []
+        self.pause = pause
+
+    def write(self, body: bytes) -> bool:
+        self.sent.append(body)
+        return False
+
+    async def drain(self) -> None:
+        await asyncio.sleep(self.pause)
+
+
+@pytest.mark.parametrize("num_top", [0, 1000])
+@pytest.mark.parametrize("comes", ["first", "later"])
+def test_an_event_is_sent_in_pieces(num_top: int, comes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing between them, though a slow client makes pauses in which a connection is kept alive."""
+    monkeypatch.setattr(http_stream.envs, "SGLANG_SSE_KEEP_ALIVE", 0.005)
+    front, call, request, output = native(num_top)
+    events = NativeEvents(front, call, GenerationStream([request], [None], 1, lambda _: None), incremental=True)
+    early = replace(output, finish=None, logprobs=None, hidden=b"")
+    client = SlowClient(0.02)
+
+    async def outputs() -> AsyncGenerator[GenerateOutput, None]:
+        yield early if comes == "later" else output
+        yield output if comes == "later" else early
+
+    async def main() -> None:
+        source = outputs()
+        first = events.write(await anext(source))
+        response = EventStream(first, Generated(source), events.write, "/generate", is_long=is_long)
+
+        async def send(message: Any) -> None:
+            client.sent.append(message.get("body", b""))
+
+        scope = {"type": "http", http_stream.BODY_WRITER: client}
+        await response(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]  # the client stays
+
+    asyncio.run(main())
+    kept_alive = b"".join(client.sent).count(http_stream.SSE.keep_alive)
+    stream = b"".join(client.sent).replace(http_stream.SSE.keep_alive, b"")
+    lines = [line.removeprefix(b"data: ") for line in stream.split(b"\n\n") if line]
+    check(json.loads(lines[0 if comes == "first" else 1]), num_top)
+    assert lines[2:] == [b"[DONE]"] and kept_alive < len(client.sent)
+    assert max(map(len, client.sent)) < 1.5 * MIB < sum(map(len, client.sent))
+    inside = [body for body in client.sent if body != http_stream.SSE.keep_alive]
+    at = client.sent.index(next(body for body in inside if len(body) > MIB))
+    assert len(client.sent[at + 1]) > 1000, "no keep-alive between the pieces"
 
 
 def test_an_answer_without_long_parts() -> None:
-    assert sent(LongJSON().response({"a": [1]})) == ({"a": [1]}, [b'{"a":[1]}', b""])
+    assert sent(LongJSON().response({"a": [1]})) == ({"a": [1]}, [b'{"a":[1]}'])

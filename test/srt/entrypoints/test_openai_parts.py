@@ -7,6 +7,8 @@ import re
 import tracemalloc
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 from sglang.srt.entrypoints.http_body import parse_body
@@ -23,9 +25,11 @@ from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.function_call.parser import parse
 from sglang.srt.function_call.registry import REASONING_FORMATS
 from sglang.srt.managers.wire.io_struct import TokenMeta
+from sglang.srt.sampling import output_logprobs
 from sglang.srt.sampling.limits import MAX_GRAMMAR_LENGTH
-from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.utils import json_list
 from sglang.srt.utils.json_nesting import MAX_JSON_NESTING
+from srt.sampling.packed_logprobs import packed
 
 USER = [{"role": "user", "content": "hi"}]
 AWKWARD = 'quote " backslash \\ newline \n emoji 🙂 separator \u2028 null \x00'
@@ -175,8 +179,8 @@ class Tokens:
 
 
 def test_chat_logprobs_have_the_true_bytes() -> None:
-    found = chat_logprobs(Tokens(), OutputLogprobs(output=[(-0.5, 0)], output_top=[[(-0.5, 0), (-1.0, 1)]]))
-    assert found == {
+    found = chat_logprobs(Tokens(), packed([(-0.5, 0)], [[(-0.5, 0), (-1.0, 1)]]))
+    assert msgspec.json.decode(b"".join(found)) == {
         "content": [
             {
                 "token": "\ufffd",
@@ -193,13 +197,62 @@ def test_chat_logprobs_have_the_true_bytes() -> None:
 
 def test_completion_logprobs_continue_their_offsets() -> None:
     writer = CompletionLogprobs(Tokens())
-    first = writer.prompt_and_output(OutputLogprobs(output=[(-0.5, 1)], input=[(None, 2), (-2.0, 1)]))
+    first = msgspec.json.decode(b"".join(writer.prompt_and_output(packed([(-0.5, 1)], input=[(None, 2), (-2.0, 1)]))))
     assert first["tokens"] == [" c", "ab", "ab"]
     assert first["token_logprobs"] == [None, -2.0, -0.5]
     assert first["text_offset"] == [0, 2, 4]
-    second = writer.output(OutputLogprobs(output=[(-0.1, 2)], output_top=[[(-0.1, 2), (-3.0, 1)]]))
+    second = msgspec.json.decode(b"".join(writer.output(packed([(-0.5, 2)], [[(-0.5, 2), (-3.0, 1)]]))))
     assert second["text_offset"] == [6]
-    assert second["top_logprobs"] == [{" c": -0.1, "ab": -3.0}]
+    assert second["top_logprobs"] == [{" c": -0.5, "ab": -3.0}]
+
+
+def num_numbers(value: Any) -> int:
+    """Log probabilities in nested lists and dicts."""
+    if isinstance(value, dict):
+        return sum(map(num_numbers, value.values()))
+    return sum(map(num_numbers, value)) if isinstance(value, list) else isinstance(value, float)
+
+
+@pytest.mark.parametrize("at_once", [1, 10, 1 << 12])
+@pytest.mark.parametrize("num_top", [0, 3])
+def test_logprobs_are_written_a_few_at_a_time(at_once: int, num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte by byte what one dict of all of them is, but no list or dict has many."""
+    own = [(-0.1 * i, i % 3) for i in range(20)]
+    top = [[(-0.3 * i, (i + at) % 3) for at in range(num_top)] for i in range(20)] if num_top else []
+    prompt: Any = [(None, 1), *own[3:]]
+    prompt_top: Any = [None, *top[3:]] if num_top else []
+    logprobs, tokens = packed(own, top, input=prompt, input_top=prompt_top), Tokens()
+    rounded = [(float(np.float32(value)), token) for value, token in own]
+    rounded_top = [[(float(np.float32(value)), token) for value, token in row] for row in top]
+    encoded = list[int]()
+
+    def encode(value: Any) -> bytes:
+        encoded.append(num_numbers(value))
+        return msgspec.json.encode(value)
+
+    monkeypatch.setattr(output_logprobs, "VALUES_AT_ONCE", at_once)
+    monkeypatch.setattr(json_list, "encode", encode)
+
+    def entry(value: float, token: int) -> dict[str, Any]:
+        return {"token": tokens.token_text(token), "bytes": list(tokens.token_bytes(token)), "logprob": value}
+
+    content = [
+        {**entry(*one), "top_logprobs": [entry(*each) for each in best]}
+        for one, best in zip(rounded, rounded_top or [[]] * 20, strict=True)
+    ]
+    assert b"".join(chat_logprobs(tokens, logprobs)) == msgspec.json.encode({"content": content})
+
+    rows: Any = [(None, 1), *rounded[3:], *rounded]
+    bests: Any = [None, *rounded_top[3:], *rounded_top] if num_top else [None] * len(rows)
+    texts = [tokens.token_text(token) for _, token in rows]
+    whole = {
+        "tokens": texts,
+        "token_logprobs": [value for value, _ in rows],
+        "top_logprobs": [best and {tokens.token_text(token): value for value, token in best} for best in bests],
+        "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+    }
+    assert b"".join(CompletionLogprobs(tokens).prompt_and_output(logprobs)) == msgspec.json.encode(whole)
+    assert max(encoded) <= max(1 + num_top, at_once)
 
 
 def chat(**fields: Any) -> ChatCompletionRequest:

@@ -16,7 +16,7 @@ from sglang.srt.entrypoints.embeddings.protocol import RerankRequest
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
-from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from srt.sampling.packed_logprobs import packed
 
 LINE = '{{ "\\n" }}'
 """A line break that is not trimmed."""
@@ -42,17 +42,17 @@ class Service:
 def rank(monkeypatch: pytest.MonkeyPatch, service: Service, **fields: Any) -> tuple[list[Any], GenerateRequest]:
     calls = []
 
-    async def collect(_service: Any, _request: Any, call: GenerateRequest) -> Any:
+    async def answered(_service: Any, _request: Any, call: GenerateRequest, write: Any, num_more: Any) -> Any:
         calls.append(call)
         assert isinstance(call.text, list)
         outputs = []
         for index, text in enumerate(call.text):
             yes = next(value for word, value in YES.items() if f"<Document>: {word}<" in text)
-            logprobs = OutputLogprobs(output_token_ids=[[(math.log(yes), 9), (math.log(0.25), 4)]])
+            logprobs = packed([(-1.0, 9)], named=[[(math.log(yes), 9), (math.log(0.25), 4)]])
             outputs.append(GenerateOutput(index, "", [9], FinishReason("length"), TokenMeta(3, 1), logprobs))
-        return SimpleNamespace(requests=[SimpleNamespace(rid=str(i)) for i in range(len(outputs))]), outputs
+        return write(SimpleNamespace(requests=[SimpleNamespace(rid=str(i)) for i in range(len(outputs))]), outputs)
 
-    monkeypatch.setattr(serving_scores, "collect_complete", collect)
+    monkeypatch.setattr(serving_scores, "answered", answered)
     body = RerankRequest(query="colour?", documents=list(YES), **fields)
     client = SimpleNamespace(receive=asyncio.Event().wait)  # stays
     reply = asyncio.run(serving_scores.rerank(service, body, client))  # type: ignore[arg-type]

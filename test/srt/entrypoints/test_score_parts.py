@@ -14,12 +14,12 @@ import pytest
 from sglang.srt.entrypoints.embeddings import serving_scores
 from sglang.srt.entrypoints.embeddings.protocol import RerankRequest, ScoreRequest
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.long_outputs import FEW_OUTPUTS
+from sglang.srt.entrypoints.long_outputs import FEW_OUTPUTS, written
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.request_preparation import MAX_CALL_TOKENS
 from sglang.srt.managers.front.text_encoder import TextEncoder
 from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
-from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from srt.sampling.packed_logprobs import packed
 
 LABELS = [7, 8]
 
@@ -34,7 +34,7 @@ class Engine:
         self.service: Any = SimpleNamespace(
             model_name="m", manager=SimpleNamespace(text=self.text, args=SimpleNamespace(is_embedding=is_embedding))
         )
-        monkeypatch.setattr(serving_scores, "collect_complete", self.collect)
+        monkeypatch.setattr(serving_scores, "answered", self.answered)
         for name in ("_probabilities", "normalized", "_joined", "json_response"):
             monkeypatch.setattr(serving_scores, name, self._noted(name, getattr(serving_scores, name)))
 
@@ -46,17 +46,20 @@ class Engine:
 
         return noted
 
-    async def collect(self, _service: Any, _request: Any, call: GenerateRequest) -> Any:
+    async def answered(
+        self, _service: Any, _request: Any, call: GenerateRequest, write: Any, num_more: Any = lambda _: 0
+    ) -> Any:
         self.calls.append(call)
         prompts: Any = call.text or call.input_ids
         row = [(math.log(0.25), LABELS[0]), (math.log(0.75), LABELS[1])]
         outputs = [
             GenerateOutput(
-                i, "", [9], FinishReason("length"), TokenMeta(3, 1), OutputLogprobs(output_token_ids=[row]), b"\0" * 16
+                i, "", [9], FinishReason("length"), TokenMeta(3, 1), packed([(-1.0, 9)], named=[row]), b"\0" * 16
             )
             for i in range(len(prompts))
         ]
-        return SimpleNamespace(requests=[SimpleNamespace(rid=str(i)) for i in range(len(prompts))]), outputs
+        stream = SimpleNamespace(requests=[SimpleNamespace(rid=str(i)) for i in range(len(prompts))])
+        return await written(outputs, lambda: write(stream, outputs), num_more(stream))
 
     def score(self, **fields: Any) -> Any:
         body = ScoreRequest(label_token_ids=LABELS, **fields)
@@ -69,7 +72,7 @@ def test_many_scores_are_written_in_a_thread(num_items: int, monkeypatch: pytest
     engine = Engine(monkeypatch)
     answer = engine.score(query="a", items=["b"] * num_items)
     assert answer["scores"] == [pytest.approx([0.25, 0.75])] * num_items
-    assert set(engine.on_event_loop) - {"_joined"} == ({"_probabilities", "json_response"} if num_items == 1 else set())
+    assert set(engine.on_event_loop) - {"_joined"} == ({"_probabilities"} if num_items == 1 else set())
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from sglang.srt.model_executor.step import PromptLaunches, StepInput
 from sglang.srt.plan.decode_interval import NEVER, IntervalRule
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.sampling.sampling_params import NO_TOKEN, SamplingParams
+from srt.sampling.packed_logprobs import unpacked
 
 VOCAB = 97
 EOS = 0
@@ -239,7 +240,8 @@ class Collector:
                     self.finish[rid] = finish
             for rid, out in zip(message.rids, message.logprobs, strict=True):
                 if out is not None:
-                    entries = zip_longest(out.output, out.output_top, out.output_token_ids, fillvalue=())
+                    got = unpacked(out)
+                    entries = zip_longest(got.output, got.top, got.named, fillvalue=())
                     values = [own for one, top, named in entries for own, _ in (one, *top, *named)]
                     self.logprobs.setdefault(rid, []).extend(values)
 

@@ -25,8 +25,8 @@ from sglang.srt.managers.wire.io_struct import (
     TokenizedGenerateReq,
     TokenMeta,
 )
-from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.server_args import ServerArgs
+from srt.sampling.packed_logprobs import packed
 
 STEP_S = 0.001
 
@@ -90,9 +90,9 @@ def _append(
     out.options.append(DecodeOptions(skip_special_tokens=p.skip_special_tokens, stop=p.stop) if first else None)
     logprobs = None
     if req.return_logprob:
-        logprobs = OutputLogprobs(output=[(-0.5, i) for i in ids])
-        if first and req.logprob_start_len >= 0:
-            logprobs.input = [(None if i == 0 else -1.0, t) for i, t in enumerate(req.input_ids.tolist())]
+        prompt = req.input_ids.tolist() if first and req.logprob_start_len >= 0 else []
+        values = [(None if i == 0 else -1.0, t) for i, t in enumerate(prompt)]
+        logprobs = packed([(-0.5, i) for i in ids], input=values)
     out.logprobs.append(logprobs)
 
 

@@ -19,6 +19,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import add, request
 from srt.models.harness import VOCAB
+from srt.sampling.packed_logprobs import unpacked
 
 NEW_TOKENS = 24
 PROMPT_LENS = tuple(10 + 17 * i for i in range(6))
@@ -51,8 +52,7 @@ def greedy_logprobs(scheduler: Scheduler, prompts: list[list[int]]) -> list[list
         scheduler.step()
         for message in scheduler.outbox:
             for rid, logprobs in zip(message.rids, message.logprobs, strict=True):
-                assert logprobs is not None
-                chosen.setdefault(rid, []).extend(logprobs.output)
+                chosen.setdefault(rid, []).extend(unpacked(logprobs).output)
         scheduler.outbox.clear()
     return [chosen[f"r{i}"] for i in range(len(prompts))]
 

@@ -18,8 +18,10 @@ from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_events import NativeEvents, results_json
 from sglang.srt.managers.front.native_output import ResultWriter, native_stream
 from sglang.srt.managers.wire.io_struct import DraftCounts, FinishReason, TokenizedGenerateReq, TokenMeta
-from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.sampling import output_logprobs
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils import json_list
+from srt.sampling.packed_logprobs import packed
 
 END = FinishReason("stop", matched="x")
 
@@ -143,9 +145,9 @@ def outputs_of(num: int, logprobs: bool) -> list[GenerateOutput]:
     for at, text in enumerate(PIECES):
         for index in range(num):
             end = at == len(PIECES) - 1
-            values = OutputLogprobs(output=[(-0.5, at), (-1e-9, 7)], output_top=[[(-0.5, at)], None])
+            values = packed([(-0.5, at), (-1e-9, 7)], [[(-0.5, at)], [(-0.25, 9)]])
             if at == 0:
-                values.input = [(None, 1), (-2.5, 2)]
+                values = packed([(-0.5, 8)], [[(-0.1, 8)]], input=[(None, 1), (-2.5, 2)], input_top=[None, [(-1.0, 3)]])
             meta = TokenMeta(2, 2 * at + 2, host_tokens=1 if at > 2 else None)
             meta.drafts = DraftCounts(4, 9, 5, [1, 3]) if at > 3 else None
             each = output(text, END if end else None, index, meta=meta, logprobs=values if logprobs else None)
@@ -186,7 +188,7 @@ def test_native_events_are_the_dicts(
 
     wanted = asyncio.run(dicts())
     events = NativeEvents(manager, req, new_stream(count, count), incremental)
-    assert [events.write(copy.deepcopy(each)) for each in outputs_of(count, logprobs)] == wanted
+    assert [b"".join(events.write(copy.deepcopy(each))) for each in outputs_of(count, logprobs)] == wanted
     assert len(wanted) == count * len(PIECES) and events.end() == b""
 
 
@@ -194,18 +196,54 @@ def front(tokenizer: Any = None) -> Any:
     return SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(hf_config={"hidden_size": 8}))
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 3, 64])
-@pytest.mark.parametrize("many", [False, True])
-def test_a_whole_answer_is_the_dicts(many: bool, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+STATES = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
+"""Of a prompt of two tokens and an output of four."""
+
+
+@pytest.mark.parametrize("at_once", [1, 30, 1 << 12])
+@pytest.mark.parametrize(("many", "num_states"), [(False, 5), (True, 5), (False, 2), (False, 0)])
+def test_a_whole_answer_is_the_dicts(
+    many: bool, num_states: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Byte by byte, however few values are written at a time."""
     monkeypatch.setattr(native_output, "time", SimpleNamespace(monotonic=lambda: 7.25))
-    monkeypatch.setattr(native_events, "ROWS_AT_ONCE", rows_at_once)
     manager, req, stream = front(object()), GenerateRequest(input_ids=[1, 2]), new_stream(2, 2)
-    values = OutputLogprobs([(-0.5, 7)] * 5, [[(-0.5, 7)]] * 5, [], [(None, 1), (-2.5, 2)], [None, [(-1.0, 3)]])
-    outputs = [output("He", END, index, logprobs=values if index else None) for index in range(2 if many else 1)]
+    stream.requests[0].hidden_start = 0
+    hidden = STATES[:num_states].tobytes()
+    values = packed(
+        [(-0.1 * i, i) for i in range(50)], [[(-0.3, i), (-2.5, 7)] for i in range(50)],
+        [[(-0.7 * i, 4)] for i in range(50)],
+        [(None, 1), (-2.5, 2)], [None, [(-1.0, 3), (-1.5, 4)]], [None, [(-1e-7, 4)]],
+    )  # fmt: skip
+    outputs = [
+        output("He", END, index, logprobs=values if index == many else None, hidden=b"" if index else hidden)
+        for index in range(2 if many else 1)
+    ]
     dicts = ResultWriter(manager, req, stream)
     wanted = [dicts.result(each, each.text, each.new_ids, each.logprobs) for each in copy.deepcopy(outputs)]
-    result = results_json(NativeEvents(manager, req, stream, incremental=True), outputs, many)
-    assert result == msgspec.json.encode(wanted if many else wanted[0])
+    for result in wanted:
+        states = result["meta_info"].get("hidden_states")
+        if states is not None:
+            assert [each.shape for each in states] == ([(2, 8)] + [(8,)] * (num_states - 2) if num_states else [])
+            result["meta_info"]["hidden_states"] = [each.tolist() for each in states]
+    encoded = list[int]()
+
+    def encode(value: Any) -> bytes:
+        encoded.append(num_floats(value))
+        return msgspec.json.encode(value)
+
+    for module, name in ((output_logprobs, "VALUES_AT_ONCE"), (json_list, "ARRAY_VALUES")):
+        monkeypatch.setattr(module, name, at_once)
+    monkeypatch.setattr(json_list, "encode", encode)
+    monkeypatch.setattr(json_list, "PIECE_BYTES", at_once)
+    pieces = results_json(NativeEvents(manager, req, stream, incremental=True), outputs, many)
+    assert b"".join(pieces) == msgspec.json.encode(wanted if many else wanted[0])
+    assert max(encoded) <= max(8, at_once)
+
+
+def num_floats(value: Any) -> int:
+    """In nested lists."""
+    return sum(map(num_floats, value)) if isinstance(value, list) else isinstance(value, float)
 
 
 def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +255,10 @@ def test_log_probabilities_are_encoded_once(monkeypatch: pytest.MonkeyPatch) -> 
         return msgspec.json.encode(value)
 
     monkeypatch.setattr(native_events, "_encode", encode)
+    monkeypatch.setattr(json_list, "encode", encode)
     events = NativeEvents(front(), GenerateRequest(input_ids=[1, 2]), new_stream(), incremental=False)
     for _ in range(50):
-        last = events.write(output("", logprobs=OutputLogprobs([(-0.5, 1), (-0.25, 2)])))
+        last = b"".join(events.write(output("", logprobs=packed([(-0.5, 1), (-0.25, 2)]))))
     info = msgspec.json.decode(last.removeprefix(b"data: "))["meta_info"]
     assert len(info["output_token_logprobs"]) == 100 and max(encoded) < 20
 

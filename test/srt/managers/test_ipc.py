@@ -141,6 +141,27 @@ def test_event_loop_delivery(ports: ipc.Ports) -> None:
     outbox.close()
 
 
+def test_the_event_loop_reads_few_bytes_at_once(ports: ipc.Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "DRAIN_BYTES", 3500)
+    inbox, outbox = ipc.scheduler_inbox(ports), ipc.tokenizer_outbox(ports)
+    turn, turns = 0, list[int]()
+
+    async def main() -> None:
+        nonlocal turn
+        for _ in range(20):
+            outbox.send(AbortReq(["r" * 1000]))
+        assert inbox.poll(20)
+        inbox.attach(lambda _: turns.append(turn))
+        while len(turns) < 20:
+            turn += 1
+            await asyncio.sleep(0)
+        inbox.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert max(map(turns.count, turns)) <= 4
+    outbox.close()
+
+
 def test_channels_between_machines_need_the_key_of_the_replica(ports: ipc.Ports) -> None:
     """Over TCP, both ways, whoever comes first; who does not know the key is not heard."""
     front, keys = ports.with_tcp_addresses("127.0.0.1", ipc.free_ports("127.0.0.1", 2))

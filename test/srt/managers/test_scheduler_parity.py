@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from sglang.srt.managers.scheduler import schedule_batch
+from sglang.srt.managers.scheduler import output, schedule_batch
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.models.harness import VOCAB, save_tiny
+from srt.sampling.packed_logprobs import unpacked
 
 NEW_TOKENS = 17
 
@@ -131,16 +132,16 @@ def test_log_probabilities(reference: Reference, chunk: int, each: int, monkeypa
         while scheduler.reqs:
             scheduler.step()
             for message in scheduler.outbox:
-                got = message.logprobs[0]
-                assert got is not None and len(got.output) == len(message.new_ids[0])
-                assert sum(map(len, (got.output, *got.output_top, *got.output_token_ids))) < each + 5
+                got = unpacked(message.logprobs[0])
+                assert len(got.output) == len(message.new_ids[0])
+                assert sum(map(len, (got.output, *got.top, *got.named))) < each + 5
                 taken += message.new_ids[0]
                 seen["output"] += got.output
-                seen["top"] += got.output_top
-                seen["ids"] += got.output_token_ids
-                seen["input"] += got.input or []
-                seen["input_top"] += got.input_top or []
-                seen["input_ids"] += got.input_token_ids or []
+                seen["top"] += got.top
+                seen["ids"] += got.named
+                seen["input"] += got.input
+                seen["input_top"] += got.input_top
+                seen["input_ids"] += got.input_named
             scheduler.outbox.clear()
         scheduler.sync()
         full = ids + reference.greedy(ids)
@@ -193,7 +194,7 @@ def test_log_probability_of_the_first_token_is_none(reference: Reference) -> Non
     inputs = []
     while scheduler.reqs:
         scheduler.step()
-        inputs += [m.logprobs[0].input for m in scheduler.outbox if m.logprobs[0] and m.logprobs[0].input]
+        inputs += [got for m in scheduler.outbox if (got := unpacked(m.logprobs[0]).input)]
         run.take(scheduler)
     assert inputs == [[(None, 5)]]
 
@@ -216,6 +217,25 @@ def test_a_token_that_makes_nan_harms_its_request_only(reference: Reference) -> 
     assert unharmed and all(collector.tokens[f"r{i}"] == outputs[i] for i in unharmed)
     assert collector.finish["r4"].status_code == 500 and not collector.tokens["r4"]
     assert_clean(scheduler)
+
+
+def test_a_message_has_few_log_probabilities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever number of requests reach it in one step: samples of a call begin and end together."""
+    monkeypatch.setattr(output, "MESSAGE_BYTES", 300)
+    reference = Reference("qwen3", tmp_path)
+    scheduler, collector, sizes = reference.scheduler(), Collector(), list[int]()
+    for number in range(7):
+        msg = request(f"r{number}", prompt(1), 4, temperature=0.0, ignore_eos=True)
+        msg.return_logprob, msg.top_logprobs_num = number < 6, 5
+        add(scheduler, msg)
+    while not scheduler.idle:
+        scheduler.step()
+        for message in scheduler.outbox:
+            sizes.append(sum(len(each.output) for each in message.logprobs if each is not None))
+        collector.take(scheduler)
+    each = 4 * 4 * (2 + 2 * 5)
+    assert sum(sizes) == 6 * each and max(sizes) == 2 * each
+    assert collector.tokens == {f"r{number}": reference.greedy(prompt(1))[:4] for number in range(7)}
 
 
 @pytest.mark.parametrize("name", ["qwen3_windows", "qwen3_windows_only"])

@@ -7,15 +7,18 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import Response
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.entrypoints import output_formats
 from sglang.srt.entrypoints.openai.protocol import ParseCallsRequest
+from sglang.srt.entrypoints.openai.serving import answered
 from sglang.srt.function_call.model_formats import ModelFormats
 from sglang.srt.managers.front import (
     logprob_budget,
@@ -24,7 +27,8 @@ from sglang.srt.managers.front import (
     text_encoder,
     tokenizer_manager,
 )
-from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import native_results, native_stream
 from sglang.srt.managers.front.tokenizer_manager import ServerStatus, TokenizerManager
 from sglang.srt.managers.wire import ipc
@@ -44,6 +48,7 @@ from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
+from srt.sampling.packed_logprobs import packed
 
 LENGTH = FinishReason("length", length=2)
 ABORTED = FinishReason("abort", message="Aborted", status_code=499)
@@ -173,13 +178,13 @@ def test_a_slow_reader_gets_merged_outputs() -> None:
         async with await bench.manager.submit(call()) as stream:
             await bench.request()
             for i in range(5):
-                logprobs = OutputLogprobs(output=[(-1.0, i)], input=[(None, 1)] if i == 0 else None)
+                logprobs = packed([(-1.0, i)], input=[(None, 1)] if i == 0 else [])
                 bench.send("r", str(i), [i], LENGTH if i == 4 else None, logprobs)
             await bench.sync()
             outputs = [output async for output in stream]
         (whole,) = outputs
         assert (whole.text, whole.new_ids, whole.finish) == ("01234", [0, 1, 2, 3, 4], LENGTH)
-        assert whole.logprobs == OutputLogprobs(output=[(-1.0, i) for i in range(5)], input=[(None, 1)])
+        assert whole.logprobs == packed([(-1.0, i) for i in range(5)], input=[(None, 1)])
 
     play(test)
 
@@ -191,7 +196,7 @@ def test_batch_results_in_prompt_order() -> None:
         assert [(await bench.request()).rid for _ in range(2)] == ["a", "b"]
         bench.send("b", "B1", [5])
         bench.send("a", "A1", [6], FinishReason("stop", matched="x"))
-        bench.send("b", "B2", [64], LENGTH, OutputLogprobs(output=[(-0.5, 64)]))
+        bench.send("b", "B2", [64], LENGTH, packed([(-0.5, 64)]))
         results = await work
         assert isinstance(results, list)
         assert [r["text"] for r in results] == ["A1", "B1B2"]
@@ -312,7 +317,7 @@ def test_log_probabilities_of_all_calls_are_bounded(monkeypatch: pytest.MonkeyPa
         return call(rid, return_logprob=True, top_logprobs_num=1, sampling_params=params, stream=True)
 
     def values(count: int) -> OutputLogprobs:
-        return OutputLogprobs(output=[(-0.5, 7)] * count, output_top=[[(-0.5, 7)]] * count)
+        return packed([(-0.5, 7)] * count, top=[[(-0.5, 7)]] * count)
 
     async def test(bench: Bench) -> None:
         said = await bench.manager.submit(wanted("said", max_new_tokens=40))
@@ -343,6 +348,26 @@ def test_log_probabilities_of_all_calls_are_bounded(monkeypatch: pytest.MonkeyPa
     play(test)
 
 
+def test_log_probabilities_have_their_room_until_they_are_written() -> None:
+    reserved: list[int] = []
+
+    async def test(bench: Bench) -> None:
+        def write(_: GenerationStream, outputs: list[GenerateOutput]) -> Response:
+            reserved.append(bench.manager._logprobs._reserved)
+            return Response(outputs[0].text)
+
+        service: Any = SimpleNamespace(manager=bench.manager)
+        client: Any = SimpleNamespace(receive=asyncio.Event().wait, scope={})  # stays
+        wanted = call(return_logprob=True, sampling_params={"max_new_tokens": 2})
+        work = asyncio.ensure_future(answered(service, client, wanted, write))
+        await bench.request()
+        bench.send("r", "a", [1, 2], LENGTH, packed([(-0.5, 1), (-0.5, 2)]))
+        assert (await work).body == b"a"
+        assert reserved == [2] and not bench.manager._logprobs._reserved
+
+    play(test)
+
+
 def test_log_probabilities_of_a_prompt_come_with_its_first_token() -> None:
     """Though the scheduler sends parts of them before."""
 
@@ -350,16 +375,15 @@ def test_log_probabilities_of_a_prompt_come_with_its_first_token() -> None:
         stream = await bench.manager.submit(call(return_logprob=True, logprob_start_len=0, stream=True))
         await bench.request()
         for part in ([(None, 1)], [(-0.1, 2)]):
-            bench.send("r", logprobs=OutputLogprobs(input=part, input_top=[None] if part[0][0] is None else [[]]))
+            bench.send("r", logprobs=packed(input=part))
         await bench.sync()
-        bench.send("r", "a", [7], logprobs=OutputLogprobs(output=[(-0.2, 7)], input=[(-0.3, 3)], input_top=[[]]))
+        bench.send("r", "a", [7], logprobs=packed([(-0.2, 7)], input=[(-0.3, 3)]))
         first = await anext(stream)
-        bench.send("r", "b", [8], LENGTH, logprobs=OutputLogprobs(output=[(-0.4, 8)]))
+        bench.send("r", "b", [8], LENGTH, logprobs=packed([(-0.4, 8)]))
         (second,) = [output async for output in stream]
-        assert first.text == "a" and first.new_ids == [7] and first.logprobs is not None
-        assert first.logprobs.input == [(None, 1), (-0.1, 2), (-0.3, 3)] and first.logprobs.input_top == [None, [], []]
-        assert first.logprobs.output == [(-0.2, 7)] and first.logprobs.input_token_ids is None
-        assert second.logprobs is not None and second.logprobs.input is None
+        assert first.text == "a" and first.new_ids == [7]
+        assert first.logprobs == packed([(-0.2, 7)], input=[(None, 1), (-0.1, 2), (-0.3, 3)])
+        assert second.logprobs == packed([(-0.4, 8)])
         await stream.aclose()
 
     play(test)

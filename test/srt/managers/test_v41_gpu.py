@@ -19,6 +19,7 @@ from srt.managers.gpu_parity import error_over_bf16, gpu_scheduler
 from srt.models.v41_drafts import save_v41_draft
 from srt.models.v41_images import Picture, Pictured, V41Seeing, pictured, save_v41_seeing, texts
 from srt.models.v41_reference import V41
+from srt.sampling.packed_logprobs import unpacked
 
 pytestmark = pytest.mark.gpu
 
@@ -92,7 +93,7 @@ def prompt_logprobs(scheduler: Scheduler, prompt: Pictured, folder: Path) -> tor
         for message in scheduler.outbox:
             for rid, given in zip(message.rids, message.logprobs or [], strict=False):
                 if rid == "seen" and given is not None:
-                    values += [value for value, _ in given.input or [] if value is not None]
+                    values += [value for value, _ in unpacked(given).input if value is not None]
         scheduler.outbox.clear()
     return torch.tensor(values)
 

@@ -36,6 +36,7 @@ from srt.managers.fake_runner import Collector, add, assert_clean, request, run_
 from srt.model_executor.graph_stand_ins import DeviceLengths, in_graphs, with_attention
 from srt.model_executor.known_texts import KnownTexts, verifying_scheduler
 from srt.models.harness import VOCAB, save_tiny
+from srt.sampling.packed_logprobs import unpacked
 
 NEW_TOKENS = 15
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "top_k": 20}
@@ -295,17 +296,17 @@ def test_log_probabilities_of_several_tokens(tmp_path: Path) -> None:
         msg = request("a", ids, 20, ignore_eos=True, temperature=0.0)
         msg.return_logprob, msg.logprob_start_len, msg.top_logprobs_num, msg.token_ids_logprob = True, 0, 2, [5, 9]
         add(scheduler, msg)
-        seen: dict[str, list[Any]] = {"output": [], "output_top": [], "output_token_ids": [], "input": []}
+        seen: dict[str, list[Any]] = {"output": [], "top": [], "named": [], "input": []}
         while not scheduler.idle:
             scheduler.step()
             for message in scheduler.outbox:
                 for name in seen:
-                    seen[name] += getattr(message.logprobs[0], name) or []
+                    seen[name] += getattr(unpacked(message.logprobs[0]), name)
             scheduler.outbox.clear()
         results.append(seen)
     plain, *drafted = results
     for seen in drafted:
-        for name in ("output", "output_top", "output_token_ids"):
+        for name in ("output", "top", "named"):
             ours, theirs = (torch.tensor(r[name]).reshape(-1, 2) for r in (seen, plain))
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
         assert len(seen["output"]) == 20 and len(seen["input"]) == len(ids)

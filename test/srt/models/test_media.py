@@ -34,6 +34,7 @@ from sglang.srt.model_executor.media_pace import LayerTimes, MediaPace
 from sglang.srt.plan.memory import feature_row_bytes
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.sampling.packed_logprobs import unpacked
 
 from .media_draft_layers import add_mtp
 from .media_harness import (
@@ -152,8 +153,7 @@ def prompt_logprobs(scheduler: Scheduler, msg: TokenizedGenerateReq) -> tuple[li
     while scheduler.reqs:
         scheduler.step()
         for message in scheduler.outbox:
-            assert message.logprobs[0] is not None
-            inputs += message.logprobs[0].input or []
+            inputs += unpacked(message.logprobs[0]).input
         scheduler.outbox.clear()
     scheduler.sync()
     return [value for value, _ in inputs[1:] if value is not None], [token for _, token in inputs]

@@ -16,6 +16,7 @@ from sglang.srt.plan.plan import Plan
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.towers.base.patch_places import Grid
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
+from srt.sampling.packed_logprobs import unpacked
 
 from .media_harness import MERGE, SECTIONS, Prompt, media_request, save_seeing
 
@@ -58,7 +59,7 @@ def logprobs(scheduler: Scheduler, prompt: Prompt, folder: Path) -> torch.Tensor
         for message in scheduler.outbox:
             for rid, given in zip(message.rids, message.logprobs or [], strict=False):
                 if rid == "seen" and given is not None:
-                    values += given.input or []
+                    values += unpacked(given).input
         scheduler.outbox.clear()
     run_to_end(scheduler, Collector())
     assert_clean(scheduler)

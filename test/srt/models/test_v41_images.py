@@ -31,6 +31,7 @@ from sglang.srt.towers.base.encoder import VisionEncoder
 from sglang.srt.towers.base.patch_places import Grid
 from sglang.srt.towers.base.pieces import Cuts, pieces_of
 from srt.managers.fake_runner import Collector, add, assert_clean, run_to_end
+from srt.sampling.packed_logprobs import unpacked
 
 from .harness import TinyRunner, plan_for
 from .media_harness import again_in_graphs, args_of, seeing_scheduler
@@ -116,8 +117,7 @@ def prompt_logprobs(scheduler: Scheduler, small: Small, prompt: Pictured) -> tor
     while scheduler.reqs:
         scheduler.step()
         for message in scheduler.outbox:
-            assert message.logprobs[0] is not None
-            values += [value for value, _ in message.logprobs[0].input or [] if value is not None]
+            values += [value for value, _ in unpacked(message.logprobs[0]).input if value is not None]
         scheduler.outbox.clear()
     scheduler.sync()
     return torch.tensor(values)

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Literal
 
-import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -16,11 +15,10 @@ from sglang.srt.entrypoints.held_body import body_bytes, releases_body
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body, read_optional_body
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request, json_response
 from sglang.srt.entrypoints.http_request_id import PREFIX
-from sglang.srt.entrypoints.http_sessions import SessionParams, session_result, session_stream
+from sglang.srt.entrypoints.http_sessions import SessionParams, session_answer, session_events
 from sglang.srt.entrypoints.http_state import engine_of, state_of
-from sglang.srt.entrypoints.http_stream import EventStream, Generated, until_disconnect
-from sglang.srt.entrypoints.long_outputs import written
-from sglang.srt.entrypoints.native_hidden_states import has_logprobs, response_with_hidden_states, stream_with_json
+from sglang.srt.entrypoints.http_stream import Events, EventStream, Generated, until_disconnect
+from sglang.srt.entrypoints.native_answer import whole_answer
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
 from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
@@ -28,8 +26,8 @@ from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.entrypoints.unsupported_fields import NATIVE, PROFILE
 from sglang.srt.managers.front.generate_request import GenerateRequest
 from sglang.srt.managers.front.media.native_media import NativeMedia, native_media
-from sglang.srt.managers.front.native_events import NativeEvents, results_json
-from sglang.srt.managers.front.native_output import WEIGHT_VERSION, is_list, native_results, native_stream
+from sglang.srt.managers.front.native_events import NativeEvents
+from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.version import __version__
 
@@ -119,25 +117,17 @@ async def generate(request: Request) -> Response:
     call, session = await _call(engine, await read_body(request, GenerateBody), body_bytes(request))
     call.repeats_output = not incremental
     releases_body(request, call)
-    if not call.stream and session is None and not _wants_hidden_states(call):
-        return Response(await until_disconnect(request, _whole_json(manager, call)), media_type="application/json")
     if not call.stream:
-        work = native_results(manager, call) if session is None else session_result(manager, sessions, call, session)
-        return await until_disconnect(request, response_with_hidden_states(work))
-    if session is None and not _wants_hidden_states(call):
+        whole = whole_answer(manager, call) if session is None else session_answer(manager, sessions, call, session)
+        return await until_disconnect(request, whole)
+    if session is None:
         return await stream_events(
             manager, request, call, lambda stream: NativeEvents(manager, call, stream, incremental),
             begins_with_output=True,
         )  # fmt: skip
-    results = (
-        native_stream(manager, call, incremental)
-        if session is None
-        else session_stream(manager, sessions, call, session, incremental)
-    )
-    results = stream_with_json(results)
-    first = await until_disconnect(request, _first(results))
-    begin = await asyncio.to_thread(_event, first) if has_logprobs(first) else _event(first)
-    return EventStream(begin, Generated(results), _event, request.url.path, is_long=has_logprobs)
+    events = session_events(manager, sessions, call, session, incremental)
+    first = await until_disconnect(request, _first(events))
+    return EventStream(first, Generated(events), _itself, request.url.path, is_long=_is_in_pieces)
 
 
 async def _call(
@@ -150,25 +140,16 @@ async def _call(
     return call, body.session_params if body.session_params and body.session_params.id else None
 
 
-async def _whole_json(manager: TokenizerManager, call: GenerateRequest) -> bytes:
-    """Returns the JSON of the whole answer."""
-    async with await manager.submit(call) as stream:
-        outputs = await stream.collect()
-    writer = NativeEvents(manager, call, stream, incremental=True)
-    return await written(outputs, lambda: results_json(writer, outputs, is_list(stream)))
+async def _first(events: AsyncIterator[Events]) -> Events:
+    return await anext(events)
 
 
-def _wants_hidden_states(call: GenerateRequest) -> bool:
-    wanted = call.return_hidden_states
-    return any(wanted) if isinstance(wanted, list) else wanted
+def _itself(events: Events) -> Events:
+    return events
 
 
-async def _first(results: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
-    return await anext(results)
-
-
-def _event(result: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(result) + b"\n\n"
+def _is_in_pieces(events: Events) -> bool:
+    return isinstance(events, list)
 
 
 # --- what the server is -----------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -17,10 +18,15 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.http_body import Body, body_schema, read_body
 from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.http_state import engine_of, state_of
+from sglang.srt.entrypoints.http_stream import Events
+from sglang.srt.entrypoints.long_outputs import is_long, written
+from sglang.srt.entrypoints.native_answer import Keep, whole_answer
 from sglang.srt.entrypoints.openai.protocol import Int, Positive
-from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, RequestError
+from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.media.expansion import moved, whole_items
-from sglang.srt.managers.front.native_output import native_results, native_stream
+from sglang.srt.managers.front.native_events import NativeEvents
+from sglang.srt.managers.front.native_output import is_list
 from sglang.srt.managers.front.sessions import SessionStore, Turn
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.wire.io_struct import MediaItem
@@ -85,17 +91,17 @@ async def close_session(request: Request) -> Response:
 @asynccontextmanager
 async def _turn(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams
-) -> AsyncGenerator[Callable[[Any, list[int]], None], None]:
-    """Begins a turn of the session. Yields what keeps a result, with all of its output ids, if it is the last one; a
-    turn without one is forgotten."""
+) -> AsyncGenerator[Keep, None]:
+    """Begins a turn of the session. Yields what keeps the output ids with the last output; a turn without one is
+    forgotten."""
     turn = await begin_turn(manager, store, call, params)
     rolls_back = store.is_streaming(params.id)
 
-    def keep(result: Any, output_ids: list[int]) -> None:
-        if isinstance(result, list) or "index" in result:  # server or model defaults may set n > 1
+    def keep(stream: GenerationStream, output: GenerateOutput, output_ids: list[int]) -> None:
+        if is_list(stream):  # server or model defaults may set n > 1
             raise RequestError("session_params needs a single sample: a request has one output to go on from.")
-        finish = result["meta_info"]["finish_reason"]
-        if finish is not None and not (rolls_back and finish["type"] == "abort"):
+        finish = output.finish
+        if finish is not None and not (rolls_back and finish.type == "abort"):
             store.end(params.id, turn, output_ids)
 
     try:
@@ -105,30 +111,25 @@ async def _turn(
             store.forget(params.id, turn.rid)
 
 
-async def session_stream(
+async def session_events(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams, incremental: bool
-) -> AsyncGenerator[dict[str, Any], None]:
-    """Streams like `native_stream`, for a request that continues one of the session's."""
-    async with _turn(manager, store, call, params) as keep:
-        output_ids: list[int] = []
-        async for result in native_stream(manager, call, incremental):
-            if incremental:
-                output_ids.extend(result["output_ids"])
-            else:
-                output_ids = result["output_ids"]
-            keep(result, output_ids)
-            yield result
+) -> AsyncGenerator[Events, None]:
+    """Yields the events of a request that continues one of the session's, in pieces where they are long."""
+    async with _turn(manager, store, call, params) as keep, await manager.submit(call) as stream:
+        events, output_ids = NativeEvents(manager, call, stream, incremental), list[int]()
+        async for output in stream:
+            output_ids.extend(output.new_ids)
+            keep(stream, output, output_ids)
+            pieces = await written([output], partial(events.write, output))
+            yield pieces if is_long(output) else b"".join(pieces)
 
 
-async def session_result(
+async def session_answer(
     manager: TokenizerManager, store: SessionStore, call: GenerateRequest, params: SessionParams
-) -> dict[str, Any]:
-    """Returns the complete result of a request that continues one of the session's."""
+) -> Response:
+    """Returns the whole answer to a request that continues one of the session's."""
     async with _turn(manager, store, call, params) as keep:
-        result = await native_results(manager, call)
-        keep(result, [] if isinstance(result, list) else result["output_ids"])
-    assert isinstance(result, dict)
-    return result
+        return await whole_answer(manager, call, keep)
 
 
 async def begin_turn(

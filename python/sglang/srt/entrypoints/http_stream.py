@@ -18,8 +18,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, error_event
+from sglang.srt.entrypoints.long_json import chunks
+from sglang.srt.entrypoints.long_outputs import in_thread
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.utils.json_list import Pieces
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,9 @@ BODY_WRITER = "sglang.body_writer"
 """Scope key of the connection's own BodyWriter, which saves chunks the way through all middleware, and awaits."""
 
 DONE = b"data: [DONE]\n\n"
+
+Events = bytes | Pieces
+"""Complete events, possibly none."""
 
 
 class StreamForm(NamedTuple):
@@ -135,17 +141,17 @@ def _never(_: object) -> bool:
 class EventStream(Response, Generic[T]):
     """A response that is sent as it is produced, as server-sent events unless `form` says otherwise.
 
-    `first` holds events that exist already. `outputs` yields the rest, `write` turns each into complete events
-    (possibly none), in a thread where `is_long`, and `end` returns the events before `done`, which closes every stream.
-    `outputs` is closed at the end, also when the client disconnects. An error of it becomes an error event, which
-    `fail` writes: by default in the shape of the route `path`.
+    `first` holds events that exist already. `outputs` yields the rest, and `write` turns each into complete events: in
+    a thread where `is_long`, and then they are sent in pieces. `end` returns the events before `done`, which closes
+    every stream. `outputs` is closed at the end, also when the client disconnects. An error of it becomes an error
+    event, which `fail` writes: by default in the shape of the route `path`.
     """
 
     def __init__(
         self,
-        first: bytes,
+        first: Events,
         outputs: Outputs[T],
-        write: Callable[[T], bytes],
+        write: Callable[[T], Events],
         path: str,
         end: Callable[[], bytes] = bytes,
         done: bytes = DONE,
@@ -158,6 +164,8 @@ class EventStream(Response, Generic[T]):
         self.raw_headers = [(b"content-type", form.media_type), *no_store]
         self._form = form
         self._num_sent = 0
+        self._inside_event = False
+        """Whether a part of an event was written and the rest will be."""
         self._first = first
         self._outputs = outputs
         self._write = write
@@ -189,8 +197,9 @@ class EventStream(Response, Generic[T]):
             await asyncio.sleep(envs.SGLANG_SSE_KEEP_ALIVE)
             if num_sent == self._num_sent and num_sent:
                 await writer.drain()
-                writer.write(self._form.keep_alive)
-                await writer.drain()
+                if not self._inside_event:
+                    writer.write(self._form.keep_alive)
+                    await writer.drain()
             num_sent = self._num_sent
 
     async def _pump(self, send: Send, writer: BodyWriter) -> None:
@@ -206,19 +215,27 @@ class EventStream(Response, Generic[T]):
             if self._is_long(output):
                 waiting.append(output)
                 return False
-            return send_on(self._write(output))
+            events = self._write(output)
+            return send_on(events if isinstance(events, bytes) else b"".join(events))
+
+        async def send_pieces(events: Events) -> None:
+            self._inside_event = True
+            for chunk in chunks([events] if isinstance(events, bytes) else events):
+                send_on(chunk)
+                await writer.drain()
+                await asyncio.sleep(0)  # a client that reads at once leaves nothing to wait for
+            self._inside_event = False
 
         async with aclosing(self._outputs) as outputs:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             self._num_sent = 1
             try:
                 if self._first:
-                    writer.write(self._first)
-                    await writer.drain()
+                    await send_pieces(self._first)
                 while not await outputs.forward(take):
-                    if waiting:
-                        send_on(await asyncio.to_thread(self._write, waiting.pop()))
                     await writer.drain()
+                    if waiting:
+                        await send_pieces(await in_thread(partial(self._write, waiting.pop())))
                 last = self._end()
             except RequestError as error:
                 last = self._fail(ApiError(error.status_code, error.message))

@@ -1,4 +1,4 @@
-"""Responses whose JSON has long parts, such as vectors: they are sent one after the other and never joined.
+"""JSON with long parts, such as vectors: it is sent a part after the other and never joined.
 
 long = LongJSON()
 content = {"data": [{"embedding": long.part([vector_as_json])} for ...]}       # in the order of the JSON
@@ -8,11 +8,13 @@ return long.response(content)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from sglang.srt.utils.json_list import Pieces
 
 _GAP = b"\0"
 """Stands for a long part; JSON has no such byte."""
@@ -24,42 +26,41 @@ class LongJSON:
     """Collects the long parts of a response."""
 
     def __init__(self) -> None:
-        self._parts: list[list[bytes]] = []
+        self._parts: list[Sequence[bytes | bytearray]] = []
 
-    def part(self, pieces: list[bytes]) -> msgspec.Raw:
+    def part(self, pieces: Sequence[bytes | bytearray]) -> msgspec.Raw:
         """Returns what stands in the content for a value, whose JSON is `pieces` together. Call it in the order in
         which the values come in the JSON."""
+        return msgspec.Raw(self.gap(pieces))
+
+    def gap(self, pieces: Sequence[bytes | bytearray]) -> bytes:
+        """Returns what `part` does, for JSON that is written by hand."""
         self._parts.append(pieces)
-        return msgspec.Raw(_GAP)
+        return _GAP
+
+    def pieces(self, encoded: bytes) -> Pieces:
+        """Returns JSON with the long parts in their places."""
+        first, *others = encoded.split(_GAP)
+        pieces: Pieces = [first]
+        for part, other in zip(self._parts, others, strict=True):
+            pieces += (*part, other)
+        return pieces
 
     def response(self, content: object) -> Response:
         """Returns the response with `content` as JSON."""
-        first, *others = msgspec.json.encode(content).split(_GAP)
-        pieces = [first]
-        for part, other in zip(self._parts, others, strict=True):
-            pieces += (*part, other)
-        return _PiecesResponse(pieces)
+        return response_of(self.pieces(msgspec.json.encode(content)))
 
 
-class _PiecesResponse(Response):
-    """A response of known length whose body is sent in pieces."""
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        super().__init__(media_type="application/json")
-        self._pieces = pieces
-        self.headers["content-length"] = str(sum(map(len, pieces)))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for chunk in _chunks(self._pieces):
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+def response_of(pieces: Pieces) -> Response:
+    """Returns the response with this JSON, which is sent in pieces if it is long."""
+    if sum(map(len, pieces)) <= _SENT_AT_ONCE:
+        return Response(b"".join(pieces), media_type="application/json")
+    return _PiecesResponse(pieces)
 
 
-def _chunks(pieces: list[bytes]) -> Iterator[bytes]:
+def chunks(pieces: Pieces) -> Iterator[bytes]:
     """Yields the pieces, several short ones together."""
-    waiting, size = list[bytes](), 0
+    waiting, size = Pieces(), 0
     for piece in pieces:
         waiting.append(piece)
         size += len(piece)
@@ -67,3 +68,19 @@ def _chunks(pieces: list[bytes]) -> Iterator[bytes]:
             yield b"".join(waiting)
             waiting, size = [], 0
     yield b"".join(waiting)
+
+
+class _PiecesResponse(Response):
+    """A response of known length whose body is sent in pieces."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__(media_type="application/json")
+        self._pieces = pieces
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for chunk in chunks(self._pieces):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from sglang.srt.managers.front.generate_request import GenerateOutput
+from sglang.srt.sampling.hidden_states import VALUE_BYTES
 
 T = TypeVar("T")
 
 LONG_OUTPUT = 1 << 14
-"""Characters or log probabilities that take about 20 ms to parse and to write."""
+"""Characters, log probabilities or numbers of hidden states that take about 20 ms to parse and to write."""
 BYTES_COPIED = 64
 """Bytes of JSON that is there already, which are copied in the time in which a character is parsed and written."""
 FEW_OUTPUTS = 16
@@ -22,18 +23,29 @@ def copied(num_bytes: int) -> int:
     return num_bytes // BYTES_COPIED
 
 
-def has_many_logprobs(output: GenerateOutput) -> bool:
-    """Returns whether the output has log probabilities that take long to write."""
-    return output.logprobs is not None and output.logprobs.num_values > LONG_OUTPUT
-
-
 def is_long(output: GenerateOutput) -> bool:
     """Returns whether writing an output would block the event loop noticeably."""
-    return len(output.text) > LONG_OUTPUT or has_many_logprobs(output)
+    return _length(output) > LONG_OUTPUT
+
+
+def _length(output: GenerateOutput) -> int:
+    num_logprobs = 0 if output.logprobs is None else output.logprobs.num_values
+    return len(output.text) + num_logprobs + len(output.hidden) // VALUE_BYTES
 
 
 async def written(outputs: Sequence[GenerateOutput], write: Callable[[], T], num_more: int = 0) -> T:
     """Returns the result of `write()` for all outputs of a call, computed in a thread if they are long. num_more:
     characters that it writes besides them."""
-    is_quick = len(outputs) <= FEW_OUTPUTS and num_more <= LONG_OUTPUT and not any(map(is_long, outputs))
-    return write() if is_quick else await asyncio.to_thread(write)
+    is_quick = len(outputs) <= FEW_OUTPUTS and sum(map(_length, outputs)) + num_more <= LONG_OUTPUT
+    return write() if is_quick else await in_thread(write)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Returns the result of `work()`, computed in a thread. When cancelled, waits for the thread, which still uses what
+    the caller would release."""
+    running = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.gather(running, return_exceptions=True)
+        raise

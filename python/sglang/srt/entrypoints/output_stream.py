@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
-from sglang.srt.entrypoints.http_stream import DONE, SSE, EventStream, StreamForm, until_disconnect
-from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, is_long
+from sglang.srt.entrypoints.http_stream import DONE, SSE, Events, EventStream, StreamForm, until_disconnect
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, in_thread, is_long
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -31,8 +31,8 @@ async def _first_output(stream: GenerationStream, limit_s: float | None) -> Gene
 class StreamWriter(Protocol):
     """Turns the outputs of one call into events."""
 
-    def write(self, output: GenerateOutput) -> bytes:
-        """Returns the events for one output, possibly none (empty)."""
+    def write(self, output: GenerateOutput) -> Events:
+        """Returns the events for one output."""
         ...
 
     def num_held(self, index: int) -> int:
@@ -67,13 +67,13 @@ async def stream_events(
     releases_body(request, call)
     limit_s = envs.SGLANG_SSE_KEEP_ALIVE if form.keep_alive and not begins_with_output else None
 
-    async def start() -> tuple[GenerationStream, StreamWriter, bytes]:
+    async def start() -> tuple[GenerationStream, StreamWriter, Events]:
         stream = await manager.submit(call)
         try:
             writer = make_writer(stream)
             output = await _first_output(stream, limit_s)
             if output is not None and takes_long(writer, output):
-                return stream, writer, await asyncio.to_thread(writer.write, output)
+                return stream, writer, await in_thread(partial(writer.write, output))
             return stream, writer, b"" if output is None else writer.write(output)
         except BaseException:
             await stream.aclose()

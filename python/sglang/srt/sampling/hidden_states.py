@@ -37,6 +37,11 @@ class HiddenStates:
         self._row_bytes = rows[0].nbytes
         self._bytes += rows.data
 
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of the collected states."""
+        return len(self._bytes)
+
     def states_before(self, end: int) -> bytes:
         """Returns the collected states of positions below `end`, [N, H] float32."""
-        return bytes(self._bytes[: (end - self.start) * self._row_bytes])
+        return bytes(memoryview(self._bytes)[: (end - self.start) * self._row_bytes])

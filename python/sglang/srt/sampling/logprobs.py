@@ -5,24 +5,22 @@ request can therefore compare them with any other evaluation of the model, whate
 
 On the device the results of R rows are one packed int32 tensor, so that one copy brings them to the host:
 
-    [ log prob of the token | K log probs | K token ids | M log probs ]      W = 1 + 2 K + M columns, floats as bits
+    [ token id | its log prob | K x (log prob, token id) | M log probs ]     W = 2 + 2 K + M columns, floats as bits
 
-K is the largest `top_logprobs_num` of the batch, M the longest `token_ids_logprob`.
+K is the largest `top_logprobs_num` of the batch, M the longest `token_ids_logprob`. The columns of a request, which are
+the first of each part, are what is sent (`output_logprobs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 
-from sglang.srt.sampling.output_logprobs import OutputLogprobs, TokenLogprob
+from sglang.srt.sampling.output_logprobs import TOKEN_COLUMNS
 from sglang.srt.utils.device_arrays import send, to_device
-
-LogprobEntry = TypeVar("LogprobEntry")
 
 MAX_CHUNK_ELEMENTS = 1 << 26
 """Largest [rows, vocab] fp32 block of prompt logits at a time (256 MiB)."""
@@ -63,8 +61,8 @@ class LogprobRequest:
         return max(map(len, self.token_ids))
 
     def width(self, vocab_size: int) -> int:
-        """Returns the columns of packed results: the token's own value, and ids and values of top and named tokens."""
-        return 1 + 2 * min(self.num_top, vocab_size) + self.num_ids
+        """Returns the columns of packed results."""
+        return TOKEN_COLUMNS + 2 * min(self.num_top, vocab_size) + self.num_ids
 
     def rows_by_top(self, num_rows: int, vocab_size: int) -> list[tuple[int, np.ndarray]]:
         """Returns pairs of a number of top tokens and the rows, of `num_rows`, for which that many are computed. Each
@@ -98,20 +96,20 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, request: LogprobR
     """Computes packed [R, W] int32 results from raw fp32 logits [R, V] and tokens [R] int64. Top and named tokens are
     those of the rows whose requests ask; elsewhere these columns are 0."""
     rows, vocab_size = len(tokens), logits.shape[1]
-    num_top = min(request.num_top, vocab_size)
     packed = torch.zeros((rows, request.width(vocab_size)), dtype=torch.int32, device=logits.device)
     log_norm = torch.logsumexp(logits, dim=-1, keepdim=True)
-    packed[:, :1] = (logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)
+    packed[:, 0] = tokens.int()
+    packed[:, 1:TOKEN_COLUMNS] = (logits.gather(1, tokens[:, None]) - log_norm).view(torch.int32)
     for count, asking in request.rows_by_top(rows, vocab_size):
         part = slice(None) if len(asking) == rows else to_device(asking, logits.device)
         values, indices = logits[part].topk(count, dim=-1)
-        packed[part, 1 : 1 + count] = (values - log_norm[part]).view(torch.int32)
-        packed[part, 1 + num_top : 1 + num_top + count] = indices.int()
+        pairs = torch.stack(((values - log_norm[part]).view(torch.int32), indices.int()), dim=-1)
+        packed[part, TOKEN_COLUMNS : TOKEN_COLUMNS + 2 * count] = pairs.flatten(1)
     if request.num_ids:
         asking, ids = request.named_by_row(rows)
         part = to_device(asking, logits.device)
         named = logits[part[:, None], to_device(ids, logits.device)] - log_norm[part]
-        packed[part, 1 + 2 * num_top :] = named.view(torch.int32)
+        packed[part, -request.num_ids :] = named.view(torch.int32)
     return packed
 
 
@@ -138,51 +136,18 @@ class LogprobResult:
     """Packed rows on their way to the host; do not read them before the step is over."""
 
     def __init__(self, packed: torch.Tensor, request: LogprobRequest, num_ids: int | None = None) -> None:
-        """packed: [R, W] int32, contiguous, in host memory. num_ids: M of its columns, if the rows were packed together
-        with those of other requests; by default the request's own."""
+        """packed: [R, W] int32, in host memory. num_ids: M of its columns, if the rows were packed together with those
+        of other requests; by default the request's own."""
         self.request = request
-        self._ints = packed.numpy()
-        self._floats = self._ints.view(np.float32)
-        num_ids = request.num_ids if num_ids is None else num_ids
-        self._num_top = (packed.shape[1] - 1 - num_ids) // 2  # fewer if the vocabulary is smaller
+        self._rows = packed.numpy()
+        self._first_named = packed.shape[1] - (request.num_ids if num_ids is None else num_ids)
 
-    def token(self, row: int) -> float:
-        """Returns the log probability of the row's token."""
-        return float(self._floats[row, 0])
-
-    def top(self, row: int, count: int) -> list[TokenLogprob]:
-        """Returns the `count` most probable tokens of a row."""
-        count = min(count, self._num_top)
-        values = self._floats[row, 1 : 1 + count].tolist()
-        return list(zip(values, self._ints[row, 1 + self._num_top : 1 + self._num_top + count].tolist(), strict=True))
-
-    def named(self, row: int, ids: list[int]) -> list[TokenLogprob]:
-        """Returns the log probabilities of the tokens `ids`, which must be the ones that the row's request names."""
-        start = 1 + 2 * self._num_top
-        return list(zip(self._floats[row, start : start + len(ids)].tolist(), ids, strict=True))
-
-    def add_output(self, out: OutputLogprobs, request: int, row: int, token: int) -> None:
-        """Appends the entries of the token that was sampled in `row` for `request` (of B)."""
-        out.output.append((self.token(row), token))
-        if self.request.top_nums[request]:
-            out.output_top.append(self.top(row, self.request.top_nums[request]))
-        ids = self.request.token_ids[request]
-        if ids:
-            out.output_token_ids.append(self.named(row, ids))
-
-    def add_input(self, out: OutputLogprobs, request: int, rows: range, tokens: Sequence[int]) -> None:
-        """Appends the entries of prompt `tokens` of `request` (of B), predicted by `rows`. `Req` adds the entry of a
-        text's first token, which has no prediction."""
-        top_num, ids = self.request.top_nums[request], self.request.token_ids[request]
-        for row, token in zip(rows, tokens, strict=True):
-            out.input = _appended(out.input, (self.token(row), token))
-            if top_num:
-                out.input_top = _appended(out.input_top, self.top(row, top_num))
-            if ids:
-                out.input_token_ids = _appended(out.input_token_ids, self.named(row, ids))
-
-
-def _appended(entries: list[LogprobEntry] | None, entry: LogprobEntry) -> list[LogprobEntry]:
-    entries = [] if entries is None else entries
-    entries.append(entry)
-    return entries
+    def add(self, packed: bytearray, request: int, rows: slice) -> None:
+        """Appends the columns of `request` (of B) in these rows."""
+        end_top = TOKEN_COLUMNS + 2 * self.request.top_nums[request]
+        assert end_top <= self._first_named
+        num_named = len(self.request.token_ids[request])
+        part = self._rows[rows, :end_top]
+        if num_named:
+            part = np.concatenate((part, self._rows[rows, self._first_named : self._first_named + num_named]), axis=1)
+        packed += part.tobytes()

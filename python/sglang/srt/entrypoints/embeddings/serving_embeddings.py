@@ -51,10 +51,15 @@ async def collect_complete(
     """Collects outputs like `collect`, for callers that cannot use incomplete ones. Raises RequestError 503 if one was
     aborted."""
     stream, outputs = await collect(service, request, call)
+    refuse_incomplete(outputs)
+    return stream, outputs
+
+
+def refuse_incomplete(outputs: list[GenerateOutput]) -> None:
+    """Raises RequestError 503 if an output was aborted."""
     for output in outputs:
         assert output.finish is not None
         refuse_aborted(output.finish)
-    return stream, outputs
 
 
 async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | None, as_base64: bool) -> list[bytes]:

@@ -12,17 +12,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.embeddings.protocol import RerankRequest, ScoreRequest
-from sglang.srt.entrypoints.embeddings.serving_embeddings import collect_complete, normalized, usage
+from sglang.srt.entrypoints.embeddings.serving_embeddings import normalized, refuse_incomplete, usage
 from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.http_stream import until_disconnect
-from sglang.srt.entrypoints.long_outputs import written
+from sglang.srt.entrypoints.long_json import LongJSON
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-from sglang.srt.entrypoints.openai.serving import OpenAIService, off_event_loop
+from sglang.srt.entrypoints.openai.serving import OpenAIService, answered, off_event_loop
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import request_info
 from sglang.srt.managers.front.request_preparation import MAX_CALL_TOKENS
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.json_list import JSONList
 
 _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
@@ -47,13 +48,16 @@ async def score(service: OpenAIService, body: ScoreRequest, request: Request) ->
     call = _next_tokens(prompts, body.label_token_ids)
     among_labels, model = bool(body.apply_softmax), body.model or service.model_name
     del body, items, prompts  # the answer needs no more of it
-    _, outputs = await collect_complete(service, request, call)
 
-    def answer() -> Response:
-        scores = [_probabilities(output, among_labels) for output in outputs]
-        return json_response({"object": "scoring", "scores": scores, "model": model, "usage": usage(outputs)})
+    def answer(_: GenerationStream, outputs: list[GenerateOutput]) -> Response:
+        refuse_incomplete(outputs)
+        scores, long = JSONList(), LongJSON()
+        for output in outputs:
+            scores.extend([_probabilities(output, among_labels)])
+        part = long.part([b"[", *scores.pieces, b"]"])
+        return long.response({"object": "scoring", "scores": part, "model": model, "usage": usage(outputs)})
 
-    return await written(outputs, answer)
+    return await answered(service, request, call, answer)
 
 
 def _joined(query: Any, items: Sequence[Any], item_first: bool) -> list[Any]:
@@ -89,7 +93,8 @@ def _next_tokens(prompts: list[Any], labels: list[int], rendered: bool = False) 
 
 def _probabilities(output: GenerateOutput, among_labels: bool) -> list[float]:
     assert output.logprobs is not None
-    logprobs = [logprob for logprob, _ in output.logprobs.output_token_ids[0]]
+    block = next(output.logprobs.output_blocks())
+    logprobs = [logprob for logprob, _ in block.named[0] or ()]
     if not among_labels:
         return [math.exp(logprob) for logprob in logprobs]
     largest = max(logprobs)
@@ -154,12 +159,12 @@ async def _answered(
 ) -> Response:
     """Returns the response with the JSON of `answer(entries)`: an entry for each document, the best first."""
     by_embeddings = service.manager.args.is_embedding
-    stream, outputs = await collect_complete(service, request, ranking.call)
 
-    def write() -> Response:
+    def write(stream: GenerationStream, outputs: list[GenerateOutput]) -> Response:
+        refuse_incomplete(outputs)
         return json_response(answer(_ranked(ranking, stream, outputs, by_embeddings)))
 
-    return await written(outputs, write, ranking.call.kept_bytes)
+    return await answered(service, request, ranking.call, write, lambda _: ranking.call.kept_bytes)
 
 
 def _ranked(

@@ -1,10 +1,13 @@
-"""Log probabilities in the two forms of the OpenAI API."""
+"""Log probabilities in the two forms of the OpenAI API, as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
-from sglang.srt.sampling.output_logprobs import OutputLogprobs, TokenLogprob
+from sglang.srt.sampling.output_logprobs import LogprobBlock, OutputLogprobs
+from sglang.srt.utils.json_list import JSONList, Pieces
 
 
 class TokenTexts(Protocol):
@@ -17,7 +20,7 @@ class TokenTexts(Protocol):
         """Returns the bytes of a token, which may be a part of a character."""
 
 
-def _entry(tokens: TokenTexts, token: TokenLogprob) -> dict[str, Any]:
+def _entry(tokens: TokenTexts, token: tuple[float | None, int]) -> dict[str, Any]:
     logprob, token_id = token
     return {
         "token": tokens.token_text(token_id),
@@ -26,18 +29,22 @@ def _entry(tokens: TokenTexts, token: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(tokens: TokenTexts, logprobs: OutputLogprobs) -> dict[str, Any]:
-    """Returns `{"content": [{token, bytes, logprob, top_logprobs}]}`, one entry a token."""
-    tops = logprobs.output_top or [[] for _ in logprobs.output]
-    content = [
-        {**_entry(tokens, token), "top_logprobs": [_entry(tokens, candidate) for candidate in top]}
-        for token, top in zip(logprobs.output, tops, strict=True)
-    ]
-    return {"content": content}
+def chat_logprobs(tokens: TokenTexts, logprobs: OutputLogprobs) -> Pieces:
+    """Returns `{"content": [{token, bytes, logprob, top_logprobs}]}` as JSON, one entry a token."""
+    content = JSONList()
+    for block in logprobs.output_blocks():
+        tops = block.top or [[] for _ in block.tokens]
+        content.extend(
+            [
+                {**_entry(tokens, token), "top_logprobs": [_entry(tokens, candidate) for candidate in top or ()]}
+                for token, top in zip(block.tokens, tops, strict=True)
+            ]
+        )
+    return [b'{"content":[', *content.pieces, b"]}"]
 
 
 class CompletionLogprobs:
-    """Writes `{tokens, token_logprobs, top_logprobs, text_offset}` of one choice, in the pieces of its stream.
+    """Writes `{tokens, token_logprobs, top_logprobs, text_offset}` of one choice as JSON, in the parts of its stream.
 
     Offsets count characters of the tokens' own texts from the start of the choice.
     """
@@ -46,28 +53,31 @@ class CompletionLogprobs:
         self._tokens = tokens
         self._offset = 0
 
-    def output(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+    def output(self, logprobs: OutputLogprobs) -> Pieces:
         """Returns the `logprobs` object of new tokens."""
-        tops: list[list[TokenLogprob]] = logprobs.output_top or [[] for _ in logprobs.output]
-        return self._piece(list(logprobs.output), list(tops))
+        return self._object(logprobs.output_blocks())
 
-    def prompt_and_output(self, logprobs: OutputLogprobs) -> dict[str, Any]:
+    def prompt_and_output(self, logprobs: OutputLogprobs) -> Pieces:
         """Returns log probabilities of the prompt's tokens and then of the output's (`echo`); the first token has
         none."""
-        prompt = list(logprobs.input or [])
-        prompt_tops = list(logprobs.input_top or [None] * len(prompt))
-        tops = logprobs.output_top or [[] for _ in logprobs.output]
-        return self._piece(prompt + list(logprobs.output), prompt_tops + list(tops))
+        return self._object(chain(logprobs.input_blocks(), logprobs.output_blocks()))
 
-    def _piece(self, entries: list[tuple[float | None, int]], tops: list[list[TokenLogprob] | None]) -> dict[str, Any]:
-        piece: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for (logprob, token_id), top in zip(entries, tops, strict=True):
-            text = self._tokens.token_text(token_id)
-            piece["tokens"].append(text)
-            piece["token_logprobs"].append(logprob)
-            piece["top_logprobs"].append(
-                {self._tokens.token_text(candidate): value for value, candidate in top} if top else None
+    def _object(self, blocks: Iterable[LogprobBlock]) -> Pieces:
+        texts, values, tops, offsets = (JSONList() for _ in range(4))
+        text = self._tokens.token_text
+        for block in blocks:
+            new_texts = [text(token) for _, token in block.tokens]
+            texts.extend(new_texts)
+            values.extend([value for value, _ in block.tokens])
+            tops.extend(
+                [
+                    {text(token): value for value, token in top} if top else None
+                    for top in block.top or [None] * len(new_texts)
+                ]
             )
-            piece["text_offset"].append(self._offset)
-            self._offset += len(text)
-        return piece
+            starts = list(accumulate(map(len, new_texts), initial=self._offset))
+            self._offset = starts.pop()
+            offsets.extend(starts)
+        fields = (b'{"tokens":[', texts), (b'],"token_logprobs":[', values), (b'],"top_logprobs":[', tops)
+        pieces = [piece for name, part in (*fields, (b'],"text_offset":[', offsets)) for piece in (name, *part.pieces)]
+        return [*pieces, b"]}"]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
+from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
 from sglang.srt.entrypoints.openai.template_pool import TemplatePool
 from sglang.srt.function_call.model_formats import ModelFormats
@@ -77,5 +80,25 @@ async def collect(
     async def work() -> tuple[GenerationStream, list[GenerateOutput]]:
         async with await service.manager.submit(call) as stream:
             return stream, await stream.collect()
+
+    return await until_disconnect(request, work())
+
+
+async def answered(
+    service: OpenAIService,
+    request: Request,
+    call: GenerateRequest,
+    write: Callable[[GenerationStream, list[GenerateOutput]], Response],
+    num_more: Callable[[GenerationStream], int] = lambda _: 0,
+) -> Response:
+    """Returns the response that `write` makes of what `collect` returns, in a thread if it is long. The outputs' log
+    probabilities count among those of all calls until it is written. num_more: returns the characters that are written
+    besides the outputs."""
+    releases_body(request, call)
+
+    async def work() -> Response:
+        async with await service.manager.submit(call) as stream:
+            outputs = await stream.collect()
+            return await written(outputs, partial(write, stream, outputs), num_more(stream))
 
     return await until_disconnect(request, work())

@@ -8,9 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sglang.srt.entrypoints.held_body import body_bytes
-from sglang.srt.entrypoints.http_errors import json_response
-from sglang.srt.entrypoints.http_stream import until_disconnect
-from sglang.srt.entrypoints.long_outputs import written
+from sglang.srt.entrypoints.http_stream import Events, until_disconnect
+from sglang.srt.entrypoints.long_json import LongJSON
 from sglang.srt.entrypoints.openai.chat_call import chat_call
 from sglang.srt.entrypoints.openai.chat_output import ChatFormats, ChoiceOutput
 from sglang.srt.entrypoints.openai.chunks import ChatChunks, encode
@@ -19,7 +18,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
-    collect,
+    answered,
     new_head,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
@@ -27,8 +26,8 @@ from sglang.srt.entrypoints.output_stream import stream_events
 from sglang.srt.function_call.events import ArgumentsDelta, CallStart, Event, ReasoningDelta, TextDelta
 from sglang.srt.function_call.events import collect as collect_events
 from sglang.srt.managers.front.generate_request import GenerateOutput, refuse_aborted
+from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
-from sglang.srt.sampling.output_logprobs import OutputLogprobs
 
 
 async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, request: Request) -> Response:
@@ -43,14 +42,13 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
         return await stream_events(
             service.manager, request, call, lambda _: _ChatWriter(service, formats, shows, told, head, usage)
         )
-    _, outputs = await collect(service, request, call)
 
-    def answer() -> Response:
-        choices = []
+    def answer(_: GenerationStream, outputs: list[GenerateOutput]) -> Response:
+        choices, long = [], LongJSON()
         for output in outputs:
-            choices.append(_choice(service, formats, shows, output))
+            choices.append(_choice(service, formats, shows, output, long))
             usage.update(output.index, output.meta)
-        return json_response(
+        return long.response(
             {
                 "id": head.id,
                 "object": "chat.completion",
@@ -63,24 +61,21 @@ async def chat_completions(service: OpenAIService, body: ChatCompletionRequest, 
             }
         )
 
-    return await written(outputs, answer)
-
-
-def _logprobs(service: OpenAIService, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
-    return None if logprobs is None else chat_logprobs(service.tokenizer, logprobs)
+    return await answered(service, request, call, answer)
 
 
 def _choice(
-    service: OpenAIService, formats: ChatFormats, shows_thoughts: bool, output: GenerateOutput
+    service: OpenAIService, formats: ChatFormats, shows_thoughts: bool, output: GenerateOutput, long: LongJSON
 ) -> dict[str, Any]:
     assert output.finish is not None
     message, has_calls = _message(service, formats, output)
     if not shows_thoughts:
         message["reasoning_content"] = None
+    logprobs = output.logprobs
     return {
         "index": output.index,
         "message": message,
-        "logprobs": _logprobs(service, output.logprobs),
+        "logprobs": None if logprobs is None else long.part(chat_logprobs(service.tokenizer, logprobs)),
         "finish_reason": _finish_reason(output.finish.type, has_calls),
         "matched_stop": output.finish.matched,
     }
@@ -135,7 +130,7 @@ class _ChatWriter:
         self._calling: set[int] = set()
         """Choices with a call."""
 
-    def write(self, output: GenerateOutput) -> bytes:
+    def write(self, output: GenerateOutput) -> Events:
         index = output.index
         deltas = self._deltas(output)
         self._usage.update(index, output.meta)
@@ -144,9 +139,9 @@ class _ChatWriter:
         if index not in self._introduced:
             self._introduced.add(index)
             events.append(self._chunks.role(index, usage))
-        logprobs = b"null"
+        logprobs, long = b"null", LongJSON()
         if output.logprobs is not None and output.logprobs.output:
-            logprobs = encode(_logprobs(self._service, output.logprobs))
+            logprobs = long.gap(chat_logprobs(self._service.tokenizer, output.logprobs))
             deltas = deltas or [TextDelta("")]
         for delta in deltas:
             events.append(self._delta(index, delta, logprobs, usage))
@@ -155,7 +150,7 @@ class _ChatWriter:
             refuse_aborted(output.finish)
             reason = _finish_reason(output.finish.type, index in self._calling)
             events.append(self._chunks.finish(index, reason, output.finish.matched, usage))
-        return b"".join(events)
+        return long.pieces(b"".join(events))
 
     def num_held(self, index: int) -> int:
         return self._choices[index].num_held if index in self._choices else 0

@@ -7,8 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.http_errors import bad_request, json_response
-from sglang.srt.entrypoints.long_outputs import written
+from sglang.srt.entrypoints.http_errors import bad_request
+from sglang.srt.entrypoints.http_stream import Events
+from sglang.srt.entrypoints.long_json import LongJSON
 from sglang.srt.entrypoints.openai.chunks import CompletionChunks, encode, finish_fields
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
@@ -16,7 +17,7 @@ from sglang.srt.entrypoints.openai.sampling import COMPLETION_DEFAULT_MAX_TOKENS
 from sglang.srt.entrypoints.openai.serving import (
     OpenAIService,
     ResponseHead,
-    collect,
+    answered,
     new_head,
 )
 from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
@@ -25,6 +26,7 @@ from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateR
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.native_output import WEIGHT_VERSION
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
+from sglang.srt.utils.json_list import Pieces
 
 MAX_ECHO_CHARS = 1 << 26
 """Characters of prompts that an answer may repeat: all of them are in memory several times while it is written."""
@@ -48,26 +50,29 @@ async def completions(service: OpenAIService, body: CompletionRequest, request: 
             call,
             lambda stream: _CompletionWriter(_Echo(service, echoes, stream), told, head, usage),
         )
-    stream, outputs = await collect(service, request, call)
-    for output in outputs:
-        usage.update(output.index, output.meta)
-    echo = _Echo(service, echoes, stream)
 
-    def answer() -> Response:
-        return json_response(
+    def answer(stream: GenerationStream, outputs: list[GenerateOutput]) -> Response:
+        echo, long = _Echo(service, echoes, stream), LongJSON()
+        for output in outputs:
+            usage.update(output.index, output.meta)
+        return long.response(
             {
                 "id": head.id,
                 "object": "text_completion",
                 "created": head.created,
                 "model": head.model,
-                "choices": [_choice(echo, output) for output in outputs],
+                "choices": [_choice(echo, output, long) for output in outputs],
                 "usage": usage.as_dict(),
                 "metadata": {"weight_version": WEIGHT_VERSION},
                 **({"sglext": usage.extension()} if told.extension else {}),
             }
         )
 
-    return await written(outputs, answer, sum(echo.num_chars(output.index) for output in outputs))
+    def num_echoed(stream: GenerationStream) -> int:
+        echo = _Echo(service, echoes, stream)
+        return sum(map(echo.num_chars, range(len(stream.requests))))
+
+    return await answered(service, request, call, answer, num_echoed)
 
 
 def _check(body: CompletionRequest) -> None:
@@ -150,22 +155,21 @@ class _Echo:
             self._decoded[prompt] = self._service.tokenizer.decode(self._stream.requests[index].input_ids.tolist())
         return self._decoded[prompt]
 
-    def logprobs(self, index: int, logprobs: OutputLogprobs | None) -> dict[str, Any] | None:
-        """Returns the next piece of choice `index`; the first piece includes the prompt's tokens if they are echoed."""
-        if logprobs is None:
-            return None
+    def logprobs(self, index: int, logprobs: OutputLogprobs) -> Pieces:
+        """Returns the next part of choice `index`; the first part includes the prompt's tokens if they are echoed."""
         if index in self._logprobs:
             return self._logprobs[index].output(logprobs)
         writer = self._logprobs[index] = CompletionLogprobs(self._service.tokenizer)
         return writer.prompt_and_output(logprobs) if self._echo else writer.output(logprobs)
 
 
-def _choice(echo: _Echo, output: GenerateOutput) -> dict[str, Any]:
+def _choice(echo: _Echo, output: GenerateOutput, long: LongJSON) -> dict[str, Any]:
     assert output.finish is not None
+    logprobs = output.logprobs
     return {
         "index": output.index,
         "text": echo.prompt_text(output.index) + output.text,
-        "logprobs": echo.logprobs(output.index, output.logprobs),
+        "logprobs": None if logprobs is None else long.part(echo.logprobs(output.index, logprobs)),
         "finish_reason": output.finish.type,
         "matched_stop": output.finish.matched,
     }
@@ -179,7 +183,7 @@ class _CompletionWriter:
         self._told = told
         self._introduced: set[int] = set()
 
-    def write(self, output: GenerateOutput) -> bytes:
+    def write(self, output: GenerateOutput) -> Events:
         index, text, finish = output.index, output.text, output.finish
         self._usage.update(index, output.meta)
         if index not in self._introduced:
@@ -187,12 +191,15 @@ class _CompletionWriter:
             text = self._echo.prompt_text(index) + text
         if not text and finish is None and output.logprobs is None:
             return b""
-        logprobs = b"null" if output.logprobs is None else encode(self._echo.logprobs(index, output.logprobs))
+        logprobs, long = b"null", LongJSON()
+        if output.logprobs is not None:
+            logprobs = long.gap(self._echo.logprobs(index, output.logprobs))
         usage = encode(self._usage.as_dict()) if self._told.continuous else b"null"
         if finish is None:
-            return self._chunks.text(index, text, logprobs, usage)
+            return long.pieces(self._chunks.text(index, text, logprobs, usage))
         refuse_aborted(finish)
-        return self._chunks.text(index, text, logprobs, usage, finish_fields(finish.type, finish.matched))
+        ended = finish_fields(finish.type, finish.matched)
+        return long.pieces(self._chunks.text(index, text, logprobs, usage, ended))
 
     def num_held(self, index: int) -> int:
         return 0 if index in self._introduced else self._echo.num_chars(index)

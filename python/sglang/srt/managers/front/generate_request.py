@@ -135,13 +135,4 @@ class GenerateOutput:
         if self.logprobs is None:
             self.logprobs = later.logprobs
         elif later.logprobs is not None:
-            extend_logprobs(self.logprobs, later.logprobs)
-
-
-def extend_logprobs(into: OutputLogprobs, later: OutputLogprobs) -> None:
-    """Appends the output entries of `later`. Input entries come once and are kept."""
-    into.output.extend(later.output)
-    into.output_top.extend(later.output_top)
-    into.output_token_ids.extend(later.output_token_ids)
-    if later.input is not None:
-        into.input, into.input_top, into.input_token_ids = later.input, later.input_top, later.input_token_ids
+            self.logprobs.append(later.logprobs)

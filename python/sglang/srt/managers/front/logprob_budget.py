@@ -1,7 +1,8 @@
 """Limit of the log probabilities that all calls together keep in this process.
 
-A call reserves room before it is sent, for as many values as it may get, until its reader has closed the stream. A call
-whose output has no length of its own reserves the first tokens, and more as they come: only such a call can end early.
+A call reserves room before it is sent, for as many values as it may get, until its answer is written and the stream
+closed. A call whose output has no length of its own reserves the first tokens, and more as they come: only such a call
+can end early.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from sglang.srt.managers.front.generate_request import RequestError
 
 MAX_ALL_LOGPROBS = 1 << 26
-"""Log probabilities of all calls: 6 GiB, at about 90 bytes each."""
+"""Log probabilities of all calls: 8 bytes each, and up to 80 more while they are written as JSON, 6 GiB at most."""
 ASSUMED_OUTPUT = 4096
 """Tokens for which a call reserves room at first where the client did not say how many it wants."""
 GROWTH = 1 << 16

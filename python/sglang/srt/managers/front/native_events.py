@@ -6,18 +6,16 @@ an event costs a copy of their bytes, not their encoding.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
+import numpy as np
 
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
-from sglang.srt.managers.front.native_output import ResultWriter, is_list
+from sglang.srt.managers.front.native_output import LOGPROB_FIELDS, ResultWriter, is_list
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.utils.json_list import JSONList, Pieces
 
 _encode = msgspec.json.encode
-ROWS_AT_ONCE = 64
-"""Tokens whose log probabilities are encoded in one call, during which no other thread runs."""
 
 
 class _SoFar:
@@ -28,25 +26,16 @@ class _SoFar:
     def __init__(self) -> None:
         self.text = bytearray()
         self.ids = bytearray()
-        self.logprobs: dict[str, bytearray] = {}
+        self.logprobs: dict[str, JSONList] = {}
 
     def add(self, output: GenerateOutput, writer: ResultWriter) -> None:
         if output.text:
             self.text += _encode(output.text)[1:-1]
         if output.new_ids:
-            _extend(self.ids, output.new_ids)
+            self.ids += (b"," if self.ids else b"") + _encode(output.new_ids)[1:-1]
         if output.logprobs is not None:
-            for name, rows in writer.logprob_info(output.logprobs).items():
-                if name not in self.logprobs or name.startswith("input"):  # log probabilities of the prompt come once
-                    self.logprobs[name] = bytearray()
-                for first in range(0, len(rows), ROWS_AT_ONCE):
-                    _extend(self.logprobs[name], rows[first : first + ROWS_AT_ONCE])
-
-
-def _extend(inside: bytearray, values: list[Any]) -> None:
-    if inside:
-        inside += b","
-    inside += _encode(values)[1:-1]
+            for name, entries in writer.logprob_parts(output.logprobs):
+                self.logprobs.setdefault(name, JSONList()).extend(entries)
 
 
 class NativeEvents:
@@ -62,9 +51,9 @@ class NativeEvents:
         self._head = b'{"text":"' if self._writer.has_text else b'{"output_ids":['
         self._middle = b'","output_ids":[' if self._writer.has_text else b""
 
-    def write(self, output: GenerateOutput) -> bytes:
+    def write(self, output: GenerateOutput) -> Pieces:
         """Returns the event of an output."""
-        return self._written(output, b"data: ", self._ends[output.index])
+        return [b"data: ", *self._written(output), self._ends[output.index]]
 
     def num_held(self, index: int) -> int:
         return 0
@@ -72,23 +61,42 @@ class NativeEvents:
     def end(self) -> bytes:
         return b""
 
-    def result(self, output: GenerateOutput) -> bytes:
+    def result(self, output: GenerateOutput) -> Pieces:
         """Returns the JSON object of a whole output."""
-        return self._written(output, b"", b"}")
+        return [*self._written(output), b"}"]
 
-    def _written(self, output: GenerateOutput, before: bytes, end: bytes) -> bytes:
+    def _written(self, output: GenerateOutput) -> Pieces:
+        """Returns the JSON object of an output, without its end."""
         so_far = _SoFar() if self._so_far is None else self._so_far[output.index]
         so_far.add(output, self._writer)
-        parts: list[bytes | bytearray] = [before, self._head]
+        pieces: Pieces = [self._head]
         if self._middle:
-            parts += [so_far.text, self._middle]
-        parts += [so_far.ids, b'],"meta_info":', _encode(self._writer.info(output, None))[:-1]]
-        for name, inside in so_far.logprobs.items():
-            parts += [b',"%b":[' % name.encode(), inside, b"]"]
-        return b"".join((*parts, b"}", end))
+            pieces += [so_far.text, self._middle]
+        pieces += [so_far.ids, b'],"meta_info":', _encode(self._writer.info(output))[:-1]]
+        for name in LOGPROB_FIELDS:
+            if name in so_far.logprobs:
+                pieces += [b',"%b":[' % name.encode(), *so_far.logprobs[name].pieces, b"]"]
+        states = self._writer.hidden_states(output)
+        if states is not None:
+            pieces += [b',"hidden_states":[', *_hidden_pieces(*states), b"]"]
+        return [*pieces, b"}"]
 
 
-def results_json(writer: NativeEvents, outputs: list[GenerateOutput], many: bool) -> bytes:
+def _hidden_pieces(prompt: np.ndarray, outputs: np.ndarray) -> Pieces:
+    """Returns the inside of the list with the states of the prompt, one entry, and those of each output token."""
+    if not len(prompt):
+        return []
+    first, others = JSONList(), JSONList()
+    first.extend_rows(prompt)
+    others.extend_rows(outputs)
+    return [b"[", *first.pieces, b"]", b"," if others.pieces else b"", *others.pieces]
+
+
+def results_json(writer: NativeEvents, outputs: list[GenerateOutput], many: bool) -> Pieces:
     """Returns the whole answer: an object, or with `many` a list."""
-    results = [writer.result(output) for output in outputs]
-    return b"[" + b",".join(results) + b"]" if many else results[0]
+    if not many:
+        return writer.result(outputs[0])
+    pieces: Pieces = []
+    for output in outputs:
+        pieces += [b"," if pieces else b"[", *writer.result(output)]
+    return [*pieces, b"]"]

@@ -5,22 +5,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import numpy as np
 
 from sglang.srt.managers.front.draft_details import draft_meta_info
-from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest, extend_logprobs
+from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
-from sglang.srt.managers.wire.io_struct import FinishReason, TokenizedGenerateReq, TokenMeta
+from sglang.srt.managers.wire.io_struct import FinishReason, TokenMeta
 from sglang.srt.sampling.output_logprobs import OutputLogprobs
 from sglang.srt.sampling.thinking_budget import ThinkingBudget
 from sglang.srt.sampling.thoughts import Thoughts
 
 FEW_LOGPROBS = 1 << 12
 """Log probabilities of which dicts are made, and then JSON, in two milliseconds."""
+LOGPROB_FIELDS = [f"{part}_{name}logprobs" for part in ("output", "input") for name in ("token_", "top_", "token_ids_")]
+"""Fields of `meta_info`, in their order."""
 WEIGHT_VERSION = "default"
 """Value for the weights that the server was started with."""
 
@@ -83,7 +85,7 @@ class _SoFar:
         if self._logprobs is None:
             self._logprobs = output.logprobs
         elif output.logprobs is not None:
-            extend_logprobs(self._logprobs, output.logprobs)
+            self._logprobs.append(output.logprobs)
         return self._text, self._ids.copy(), self._logprobs
 
 
@@ -102,43 +104,47 @@ class ResultWriter:
         self, output: GenerateOutput, text: str, ids: list[int], logprobs: OutputLogprobs | None
     ) -> dict[str, Any]:
         """Returns the dict of an output with this text, these ids and log probabilities."""
-        result = {"output_ids": ids, "meta_info": self.info(output, logprobs)}
+        info = self.info(output)
+        if logprobs is not None:
+            for name, entries in self.logprob_parts(logprobs):
+                info.setdefault(name, []).extend(entries)
+        states = self.hidden_states(output)
+        if states is not None:
+            prompt, outputs = states
+            info["hidden_states"] = [prompt, *outputs] if len(prompt) else []
+        result = {"output_ids": ids, "meta_info": info}
         return {"text": text, **result} if self.has_text else result
 
-    def info(self, output: GenerateOutput, logprobs: OutputLogprobs | None) -> dict[str, Any]:
-        """Returns the `meta_info` of an output."""
+    def info(self, output: GenerateOutput) -> dict[str, Any]:
+        """Returns the `meta_info` of an output without log probabilities and hidden states."""
         request = self._stream.requests[output.index]
         if self._thoughts:
             output.meta.reasoning_tokens = self._thoughts[output.index].push(output.new_ids)
         info = request_info(request.rid, output.meta, output.finish)
         if output.finish is not None:
             info["e2e_latency"] = time.monotonic() - self._stream.created_time
-        if logprobs is not None:
-            info.update(self.logprob_info(logprobs))
-        if request.hidden_start >= 0 and output.finish is not None:
-            info["hidden_states"] = self._hidden_states(request, output.hidden)
         return info
 
-    def logprob_info(self, logprobs: OutputLogprobs) -> dict[str, Any]:
-        """Returns the fields of `meta_info` with these log probabilities."""
-        info: dict[str, Any] = {"output_token_logprobs": self._entries(logprobs.output)}
-        if logprobs.output_top:
-            info["output_top_logprobs"] = self._rows(logprobs.output_top)
-        if logprobs.output_token_ids:
-            info["output_token_ids_logprobs"] = self._rows(logprobs.output_token_ids)
-        if logprobs.input is not None:
-            info["input_token_logprobs"] = self._entries(logprobs.input)
-        if logprobs.input_top is not None:
-            info["input_top_logprobs"] = self._rows(logprobs.input_top)
-        if logprobs.input_token_ids is not None:
-            info["input_token_ids_logprobs"] = self._rows(logprobs.input_token_ids)
-        return info
+    def logprob_parts(self, logprobs: OutputLogprobs) -> Iterator[tuple[str, list[Any]]]:
+        """Yields fields of `meta_info`, each with some of its entries, until all fields have all of theirs."""
+        yield "output_token_logprobs", []
+        for part, blocks in (("output", logprobs.output_blocks()), ("input", logprobs.input_blocks())):
+            for block in blocks:
+                yield f"{part}_token_logprobs", self._entries(block.tokens)
+                if block.top:
+                    yield f"{part}_top_logprobs", self._rows(block.top)
+                if block.named:
+                    yield f"{part}_token_ids_logprobs", self._rows(block.named)
 
-    def _hidden_states(self, request: TokenizedGenerateReq, hidden: bytes) -> list[np.ndarray]:
-        """Returns the hidden states of the prompt [P, H], and [H] of each output token except the last."""
-        states = np.frombuffer(hidden, np.float32).reshape(-1, self._hidden_size)
+    def hidden_states(self, output: GenerateOutput) -> tuple[np.ndarray, np.ndarray] | None:
+        """Returns the hidden states of the prompt [P, H], and of the output tokens except the last [N, H]; None if the
+        output has none, which only the last one has."""
+        request = self._stream.requests[output.index]
+        if request.hidden_start < 0 or output.finish is None:
+            return None
+        states = np.frombuffer(output.hidden, np.float32).reshape(-1, self._hidden_size)
         prompt_len = len(request.input_ids)
-        return [states[:prompt_len], *states[prompt_len:]] if len(states) else []
+        return states[:prompt_len], states[prompt_len:]
 
     def _entries(self, tokens: Any) -> list[list[Any]]:
         names = self._names

@@ -1,4 +1,4 @@
-"""Limits of the log probabilities and hidden states of a call: they stay in memory until the answer was sent."""
+"""Limits of the log probabilities and hidden states of a call: their JSON stays in memory until it was sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang.srt.sampling.hidden_states import MAX_CALL_BYTES, num_states
 MAX_TOP_LOGPROBS = 1024
 MAX_TOKEN_IDS_LOGPROB = 4096
 MAX_LOGPROBS = 1 << 24
-"""Log probabilities of one call, of its prompts and outputs: about a hundred bytes each in three processes."""
+"""Log probabilities of one call, of its prompts and outputs: their JSON takes 0.5 to 1.2 GiB."""
 MAX_REPEATED_LOGPROBS = 1 << 18
 """Of a stream whose events contain everything so far: the last ones have nine megabytes, which take the event loop four
 milliseconds each."""

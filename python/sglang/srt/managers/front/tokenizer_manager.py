@@ -474,7 +474,8 @@ class TokenizerManager:
             if logprobs is not None and (error := self._logprobs.receive(stream, logprobs.num_values)) is not None:
                 stream.fail(error)
             if sequence.prompt_logprobs is not None and logprobs is not None:
-                logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs.followed_by(logprobs), None
+                sequence.prompt_logprobs.append(logprobs)
+                logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
             if logprobs is not None and not (ids or finish):  # the rest of the prompt's comes
                 sequence.prompt_logprobs = logprobs
                 continue

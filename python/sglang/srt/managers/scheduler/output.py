@@ -10,7 +10,7 @@ reach every rank, itself included, with the messages before the next step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,9 @@ TOO_SLOW_GRAMMAR = (
 SLOW_MASK_MS = 0.5
 """Milliseconds a token beyond which the grammar of a request is slow to follow; ordinary ones take tens of
 microseconds."""
+MESSAGE_BYTES = 1 << 18
+"""Bytes of log probabilities and hidden states behind which a message takes no further request. Each process that a
+message comes through copies it at once."""
 STUCK_GRAMMAR = "The grammar came to a point where no token of the vocabulary can follow; give it a way on."
 
 
@@ -110,7 +113,8 @@ def rejected_token(grammar: Grammar) -> FinishReason:
 
 
 def _take_logprobs(req: Req) -> OutputLogprobs:
-    taken, req.pending_logprobs = req.pending_logprobs, OutputLogprobs()
+    taken = req.pending_logprobs
+    req.pending_logprobs = OutputLogprobs(taken.num_top, taken.named)
     return taken
 
 
@@ -169,9 +173,23 @@ def _drafts(reqs: list[Req], streamed: StreamedTokens) -> bytes:
     return drafts.tobytes() if drafts.any() else b""
 
 
-def output_message(reqs: Iterable[Req], streamed: StreamedTokens = _NO_STREAMS) -> BatchTokenIDOut:
-    """Returns a message with everything of these requests that has not been sent yet, and with `streamed`."""
-    reqs = list(reqs)  # may be all running requests in each step, so no function is called for one that just goes on
+def output_messages(reqs: list[Req], streamed: StreamedTokens = _NO_STREAMS) -> Iterator[BatchTokenIDOut]:
+    """Yields messages with everything of these requests that has not been sent yet, and with `streamed`. A message ends
+    with the request whose log probabilities or hidden states make it MESSAGE_BYTES long."""
+    first, num_bytes = 0, 0
+    for end, req in enumerate(reqs, 1):
+        if not req.return_logprob and req.hidden is None:
+            continue
+        num_bytes += req.num_pending_bytes
+        if num_bytes >= MESSAGE_BYTES:
+            yield _output_message(reqs[first:end], streamed)
+            first, num_bytes, streamed = end, 0, _NO_STREAMS
+    if first < len(reqs) or streamed.rids:
+        yield _output_message(reqs[first:], streamed)
+
+
+def _output_message(reqs: list[Req], streamed: StreamedTokens) -> BatchTokenIDOut:
+    # These may be all running requests in each step, so no function is called for one that just goes on.
     lengths = [len(r.output) if r.pending_finish is None else r.pending_output_len for r in reqs]
     first: list[Any] = [None] * len(streamed.rids)
     starts = [len(r.output) - r.num_unsent if r.stream or r.return_logprob else 0 for r in reqs]

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.copies_under_way import Copy
 
 MESSAGE_LOGPROBS = 1 << 14
-"""Log probabilities of an output with which a message goes out, whether or not it streams. The front reads a million of
-them in 0.7 s, and whatever is in one message holds up its event loop at once."""
+"""Log probabilities of an output with which a message goes out, whether or not it streams: none piles up."""
 
 
 class Req:
@@ -188,11 +187,11 @@ class Req:
         self.logprob_start = msg.logprob_start_len if wants_prompt else self.prompt_len
         self.top_logprobs_num = msg.top_logprobs_num
         self.token_ids_logprob = msg.token_ids_logprob or []
-        self.pending_logprobs = OutputLogprobs()
-        if self.logprob_start == 0 and self.prompt_len:  # the first token has no prediction
-            self.pending_logprobs.input = [(None, self.tokens[0])]
-            self.pending_logprobs.input_top = [None] if self.top_logprobs_num else None
-            self.pending_logprobs.input_token_ids = [None] if self.token_ids_logprob else None
+        named = np.array(self.token_ids_logprob, np.int32).tobytes()
+        self.pending_logprobs = OutputLogprobs(self.top_logprobs_num, named)
+        """Those that no message had so far, on the leader, which sends them."""
+        if self.logprob_start == 0 and self.prompt_len:
+            self.pending_logprobs.first_token = self.tokens[0]
         self.hidden = None if msg.hidden_start < 0 else HiddenStates(msg.hidden_start)
         """The final hidden states that are wanted."""
         self.prompt_logprobs_done = 0
@@ -252,12 +251,19 @@ class Req:
     @property
     def has_many_logprobs(self) -> bool:
         """Returns whether the log probabilities that wait for its next message are enough for one."""
-        return self.return_logprob and len(self.pending_logprobs.output) * self.logprob_width >= MESSAGE_LOGPROBS
+        return self.return_logprob and self.num_unsent * self.logprob_width >= MESSAGE_LOGPROBS
 
     @property
     def has_many_prompt_logprobs(self) -> bool:
         """Returns whether those of its prompt are enough for a message before its first token."""
-        return len(self.pending_logprobs.input or ()) * self.logprob_width >= MESSAGE_LOGPROBS
+        return self.pending_logprobs.num_values >= MESSAGE_LOGPROBS
+
+    @property
+    def num_pending_bytes(self) -> int:
+        """Returns the bytes of log probabilities and hidden states in its next message."""
+        logprobs = self.pending_logprobs
+        num_hidden = 0 if self.hidden is None or self.finish is None else self.hidden.num_bytes
+        return len(logprobs.input) + len(logprobs.output) + num_hidden
 
     @property
     def logprob_width(self) -> int:
@@ -395,7 +401,7 @@ class ScheduleBatch:
         parallel_state.groups().tp.raise_if_stalled()
         if self.result.hidden is not None:
             self._file_hidden(self.result.hidden.numpy())
-        if self.result.prompt_logprobs is not None:
+        if self.result.prompt_logprobs is not None and parallel_state.is_leader():
             self._file_prompt_logprobs(self.result.prompt_logprobs)
         if self.result.draft_tokens is not None:
             for req, draft_tokens in zip(self.sampled, self.result.draft_tokens.tolist(), strict=True):
@@ -425,15 +431,14 @@ class ScheduleBatch:
             slots, widths, counts = (np.delete(each, ended) for each in (slots, widths, counts))
         counters.verified(slots, widths, counts)
 
-    def file_logprobs(self, request: int, index: int, token: int) -> None:
-        """Stores the log probabilities of a token that its request takes, on the ranks that sample. request: index in
-        `sampled`; index: of the token among those that the step sampled for it."""
-        pp = parallel_state.groups().pp
-        if pp.rank < pp.size - 1:
+    def file_logprobs(self, request: int, index: int) -> None:
+        """Stores the log probabilities of a token that its request takes, on the leader. request: index in `sampled`;
+        index: of the token among those that the step sampled for it."""
+        if not parallel_state.is_leader():
             return
         assert self.result is not None and self.result.logprobs is not None
         row = request * self.result.next_token_ids.shape[1] + index
-        self.result.logprobs.add_output(self.sampled[request].pending_logprobs, request, row, token)
+        self.result.logprobs.add(self.sampled[request].pending_logprobs.output, request, slice(row, row + 1))
 
     def with_many_prompt_logprobs(self) -> list[Req]:
         """Returns the requests that have no token yet, whose log probabilities of the prompt are enough for a
@@ -453,7 +458,7 @@ class ScheduleBatch:
     def _file_prompt_logprobs(self, logprobs: LogprobResult) -> None:
         row = 0
         for i, (req, first, end) in enumerate(self.prompt_logprob_spans):
-            logprobs.add_input(req.pending_logprobs, i, range(row, row + end - first), req.tokens[first:end])
+            logprobs.add(req.pending_logprobs.input, i, slice(row, row + end - first))
             row += end - first
 
 

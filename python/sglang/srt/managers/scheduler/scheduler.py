@@ -22,7 +22,7 @@ from sglang.srt.drafts.depth import Depth
 from sglang.srt.managers.scheduler.batch_builder import build_step, vocab_mask
 from sglang.srt.managers.scheduler.counters import CHECKED, Counters
 from sglang.srt.managers.scheduler.intake import Intake, RequestTotals
-from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, output_message, rejected_token
+from sglang.srt.managers.scheduler.output import StopChecker, append_tokens, output_messages, rejected_token
 from sglang.srt.managers.scheduler.prompt_choice import PromptChoice
 from sglang.srt.managers.scheduler.queue_order import QueueOrder
 from sglang.srt.managers.scheduler.retraction import preempt, retract_until_it_fits
@@ -358,8 +358,7 @@ class Scheduler:
             req.decide_handling(interval)
         if batch.prompt_logprob_spans:
             report += batch.with_many_prompt_logprobs()
-        if report or streamed.rids:
-            self.outbox.append(output_message(report, streamed))
+        self.outbox += output_messages(report, streamed)
         self.stats.processed(int(sampled.counts.sum()))
         if batch.step.widths is not None:
             self.stats.drafts.verified(batch.step.widths, sampled.counts)
@@ -394,7 +393,7 @@ class Scheduler:
         if not (req.stream or req.first_token_time):
             req.first_token_time = time.monotonic()
         if req.return_logprob and req.pending_finish is None:
-            batch.file_logprobs(i, index, token)
+            batch.file_logprobs(i, index)
         if req.thoughts is not None:
             req.thoughts.push(token)
         if req.grammar is not None and not req.grammar.accept(token):
@@ -407,7 +406,7 @@ class Scheduler:
             self._dequeue({req})
         self._finish(req, reason, keep)
         if report is None:
-            self.outbox.append(output_message([req]))
+            self.outbox += output_messages([req])
         else:
             report.append(req)
 
@@ -463,7 +462,7 @@ class Scheduler:
     def refuse(self, req: Req, reason: FinishReason) -> None:
         """Answers a request that was never queued."""
         req.finish = reason
-        self.outbox.append(output_message([req]))
+        self.outbox += output_messages([req])
 
     def hold(self, req: Req, pending: PendingGrammar) -> None:
         """Takes a request that was just added out of the queue until its grammar is compiled."""
@@ -498,7 +497,7 @@ class Scheduler:
         reason = FinishReason("abort", message=msg.message, status_code=msg.status_code)
         for req in targets:
             self._finish(req, reason)
-        self.outbox.append(output_message(targets))
+        self.outbox += output_messages(targets)
 
     def pause(self, mode: str) -> None:
         """Stops choosing steps. `abort` ends every request, `retract` sends running ones back to the queue, `in_place`

@@ -34,8 +34,9 @@ SEND_TIMEOUT_S = 60.0
 LINGER_MS = 1_000
 _MEMORY_FILES = "/dev/shm"
 MIN_MEMORY_FILES = 1 << 30
-DRAIN_BATCH = 256
-"""Messages handled in one run before the event loop may run other callbacks."""
+DRAIN_BATCH, DRAIN_BYTES = 256, 1 << 18
+"""Messages, and bytes of these, behind which the event loop may run other callbacks. Among these are the streams, which
+write as JSON what has come."""
 
 
 class ChannelFull(RuntimeError):
@@ -269,9 +270,11 @@ class Receiver(Generic[T]):
         only."""
         if self._loop is None or self._handler is None:
             return
-        pending = True
+        pending, end = True, self.num_bytes + DRAIN_BYTES
         try:
             for _ in range(DRAIN_BATCH):
+                if self.num_bytes >= end:
+                    return
                 message = self.recv_nowait()
                 if message is None:
                     pending = False
