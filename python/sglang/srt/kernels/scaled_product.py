@@ -37,7 +37,7 @@ class ScaledProduct:
         return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_GROUP
 
     @property
-    def widened(self) -> bool:
+    def weight_only(self) -> bool:
         """Returns whether weights of 8 bits are widened to the type of x, which stays in 16 bits. `kind` then says how
         their scales lie."""
         return self.activation is None and self.element in ("e4m3", "int8")
@@ -45,7 +45,7 @@ class ScaledProduct:
     @property
     def tile_kind(self) -> str:
         """The kind by which matrix tiles are chosen."""
-        if self.widened:
+        if self.weight_only:
             return "widened"
         if self.kind == "mx" and self.element == "e2m1":
             return "mx4" if self.group == 16 else "mx_e2m1"

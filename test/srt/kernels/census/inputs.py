@@ -30,7 +30,7 @@ REQUESTS = 64
 
 def few_as_rounded(product: ScaledProduct) -> bool:
     """Whether few rows are multiplied by launches of other schemes: FP8 beside activations that many rows round."""
-    return product.widened and product.element == "e4m3"
+    return product.weight_only and product.element == "e4m3"
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

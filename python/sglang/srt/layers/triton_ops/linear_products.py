@@ -142,7 +142,7 @@ def many_rows(
     data, scale, scale_stride, factor = operand(x, matrix)
     parts = torch.empty((splits, num_rows, num_cols), device=out.device) if splits > 1 else out
     row_factor = weight.row_factor
-    kernel = quant_linear_widened.tiles_kernel if product.widened else tiles_kernel
+    kernel = quant_linear_widened.tiles_kernel if product.weight_only else tiles_kernel
     kernel[(num_tiles, splits)](
         data, scale, weight.data, weight.scale, out if row_factor is None else row_factor,
         out if factor is None else factor, out if bias is None else bias, out, parts, matrix.arrivals,

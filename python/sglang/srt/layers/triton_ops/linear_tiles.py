@@ -125,7 +125,7 @@ NARROW_KINDS = frozenset({"scaled", "group128", "mx", "widened"})
 
 def table_of(product: ScaledProduct) -> str:
     """Returns the key of TILES for a product."""
-    return product.tile_kind if product.widened else product.kind
+    return product.tile_kind if product.weight_only else product.kind
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:

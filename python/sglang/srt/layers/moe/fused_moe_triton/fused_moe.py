@@ -201,7 +201,7 @@ def _down(
 
 def grouped_kernels(weights: ExpertWeights) -> ModuleType:
     """Returns the module of grouped kernels for the weights."""
-    if product_for(weights).widened:
+    if product_for(weights).weight_only:
         return kernels_widened
     return kernels_zero_points if weights.zero_points else kernels
 
