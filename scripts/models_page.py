@@ -34,7 +34,8 @@ This page is generated, and a test fails when it is stale:
 
 A model is served if the first name of `architectures` in its `config.json` is in the first table.
 If two rows have that name, `model_type` decides.
-The server does not start with any other architecture, and the message names it.
+A model of another architecture is computed [by its class in transformers](transformers_models.md), if that can be.
+Otherwise the server does not start, and the message names the architecture.
 It does not start either with a value in `config.json` that would change the result and that it does not compute.
 `sglang serve --model-path DIR --dry-run` checks both without reading weights.
 

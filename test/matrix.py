@@ -52,6 +52,7 @@ HYBRID: Any = {**EVEN, "at_four": {"linear_num_key_heads": 4}}
 COMPRESSED: Any = {**EVEN, **OWN, "at_four": {"o_groups": 4}}
 KV_HEAD: Any = {**ALIKE, "changes": {"num_key_value_heads": 1}}
 EIGHT_HEADS: Any = {"kv_heads": 4, "changes": {"num_attention_heads": 8, "num_key_value_heads": 4}}
+WHOLE = "computed as a whole"
 STREAMS = "streams, experts, states, own sums"
 KINDS: Mapping[str, Kind] = {
     "dense": Kind("qwen3", "full", "plain"),
@@ -72,6 +73,7 @@ KINDS: Mapping[str, Kind] = {
     "gated heads": Kind("laguna", "windows", "experts"),
     "two head counts": Kind("step3p7", "windows", "experts"),
     "normed embedding": Kind("muse_glimmer", "windows", "own sums"),
+    "class of transformers": Kind("cohere2", "windows", f"own sums, {WHOLE}", stages=1, **OWN),
     "chunks": Kind("llama4", "chunks", "experts"),
     "chunks, KV head": Kind("llama4", "chunks", "one KV head, cut heads, experts, for ranks", **KV_HEAD),
     "sinks": Kind("gpt_oss", "sinks", "experts, own sums"),
@@ -194,7 +196,9 @@ FEATURES: Mapping[str, Feature] = {
         },
     ),
     "host cache": Feature({"enable_hierarchical_cache": True, "hicache_ratio": 3.0}),
-    "two-batch overlap": Feature(TWO_BATCHES, needs="TP", refuses={"DCP": "its steps stay whole"}),
+    "two-batch overlap": Feature(
+        TWO_BATCHES, needs="TP", refuses={"DCP": "its steps stay whole", WHOLE: "so are its steps"}
+    ),
     "quantized all-reduce": Feature(
         {"enable_quantized_all_reduce": "all", "quantized_all_reduce_min_bytes": 1}, needs="TP"
     ),
@@ -256,6 +260,8 @@ def why_not(kind: str, layout: str = "one rank", feature: str | None = None) -> 
         return f"{ranks.attn_tp_size} ranks cannot share its attention"
     if ranks.pp_size > model.stages:
         return f"it has {model.stages} stages at most"
+    if ranks.attn_dp_size > 1 and WHOLE in model.tags:
+        return "its blocks exchange no tokens"
     if ranks.ep_size > 1 and "experts" not in model.tags:
         return "it has no experts"
     if ranks.dcp_size > 1 and not (model.kv_heads and ranks.attn_tp_size >= model.kv_heads * ranks.dcp_size):

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from forked_servers import forked_children
@@ -92,7 +94,7 @@ def test_an_interrupt_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["sglang.launch_server", "--model-path", "x"], ["sglang.cli", "serve"], ["sglang.plan"]]
+    "words", [["sglang.launch_server", "--model-path", "x"], ["sglang.cli", "serve", "x"], ["sglang.plan"]]
 )
 def test_an_interrupt_during_imports_is_one_line(words: list[str]) -> None:
     """A module that the import of the arguments needs interrupts it."""
@@ -126,6 +128,38 @@ def test_generate_prints_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
     with forked_children():
         assert main(["generate", *words]) == 0
     assert capfd.readouterr().out == once
+
+
+class EndsAtOnce:
+    """An engine whose model has nothing to say."""
+
+    def __init__(self, **flags: Any) -> None:
+        pass
+
+    def __enter__(self) -> EndsAtOnce:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def generate(self, *asked: Any, **fields: Any) -> Iterator[dict[str, str]]:
+        yield {"text": ""}
+
+
+def test_generate_says_why_nothing_came(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sglang.srt.entrypoints.engine.Engine", EndsAtOnce)
+    assert main(["generate", "--prompt", "What is 15+27?"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "\n" and "without the chat template" in err and "sglang serve" in err
+
+
+@pytest.mark.parametrize(("words", "names"), [([], True), (["--port", "1"], True), (["some/model"], False)])
+def test_serve_says_that_it_chose_the_model(
+    words: list[str], names: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sglang.cli.serve", lambda argv, prog: None)
+    assert main(["serve", *words]) == 0
+    assert ("the small model" in capsys.readouterr().err) == names
 
 
 def test_no_command_shows_usage(capsys: pytest.CaptureFixture[str]) -> None:

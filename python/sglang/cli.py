@@ -18,7 +18,7 @@ usage: sglang COMMAND [options]
 
   serve      start a server; without --model-path it serves the small model that ships with the package;
              with --dry-run it only says whether one would start, and how
-  generate   print a model's answer to one prompt
+  generate   print how a model continues one text; no chat template is applied
   plan       print the memory and the speed of a model on some GPUs, layout by layout; needs no GPU
   bench      benchmarks: serving, one-batch, offline, sweep, report
   doctor     look for problems that make a server on this machine hang, slow down or not start
@@ -34,10 +34,14 @@ def _has_model(argv: Sequence[str]) -> bool:
     return bool(spellings & {"--config", "--help", "-h", *abbreviations})
 
 
+def _begins_with_model(argv: Sequence[str]) -> bool:
+    return bool(argv) and not argv[0].startswith("-")
+
+
 def with_model(argv: Sequence[str]) -> list[str]:
     """`argv`, naming the embedded model unless it names one itself (a positional first word counts)."""
     words = list(argv)
-    if words and not words[0].startswith("-"):
+    if _begins_with_model(words):
         return ["--model-path", *words]
     if _has_model(words):
         return words
@@ -69,6 +73,13 @@ def _drafts_without_path(argv: Sequence[str]) -> str:
 
 def run_serve(argv: Sequence[str]) -> None:
     """Runs a server until it ends."""
+    if not (_begins_with_model(argv) or _has_model(argv)):
+        print(
+            "Without --model-path this serves the small model that ships with the package; "
+            "it knows little more than sums.",
+            file=sys.stderr,
+            flush=True,
+        )
     serve(with_model(argv), "sglang serve")
 
 
@@ -104,6 +115,12 @@ def run_generate(argv: Sequence[str]) -> None:
             print(text[printed:], end="", flush=True)
             printed = len(text)
     print()
+    if not printed:
+        print(
+            "The model ended at once. It got the text as it is, without the chat template; for answers in a "
+            "conversation use sglang serve.",
+            file=sys.stderr,
+        )
 
 
 def run_plan(argv: Sequence[str]) -> None:

@@ -39,13 +39,14 @@ from sglang.srt.plan.kernel_choice import KernelChoices, choose_kernels
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import check_layout, check_machine, uneven_heads
-from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.model_planner import ModelPlanner, parallel_config_of, why_shared_apart
 from sglang.srt.plan.plan import make_plan
 from sglang.srt.plan.pool_checks import with_pages
 from sglang.srt.plan.pool_sizes import cache_cost
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.remedies import trial_or_advice
+from sglang.srt.plan.served_model import describe_served
 from sglang.srt.plan.speculation import speculative_settings, verify_needs
 from sglang.srt.plan.tile_configs import make_tile_configs
 from sglang.srt.server_args import ServerArgs
@@ -147,7 +148,7 @@ def explain(
     config = merge_overrides(with_table_dtype(read_config(directory), directory), args.model_overrides())
     config = with_tp_blocks(config, directory)
     quantization = quantization_of(config, directory, args.quantization, args.flashinfer_mxfp4_moe_precision)
-    model = describe_model(config, quantization, why_shared_apart(args), str(directory / "config.json"))
+    model = describe_served(args, config, quantization, why_shared_apart(args), str(directory))
     parallel = parallel_config_of(args, model.dtype if args.dtype == "auto" else args.dtype, model)
     parallel = with_pages(args, model, parallel) if args.page_size is None else parallel
     not_implemented = "\n".join(model.unsupported) or None
@@ -280,6 +281,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "product": arch.product,
         "features": sorted(arch.features),
         "model": model.architecture,
+        **({"model_impl": model.model_impl} if model.class_code is not None else {}),
         "family_known": model.known,
         "not_implemented": explanation.not_implemented,
         "refused": explanation.refused,
@@ -332,9 +334,7 @@ def _op_json(outcome: Choice | NoKernel, tile_configs: Mapping[str, OpTileConfig
 def to_text(explanation: Explanation) -> str:
     """Returns the explanation as a table for people."""
     arch, model = explanation.arch, explanation.model
-    lines = [
-        f"{model.architecture} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")
-    ]
+    lines = [f"{model.title} on {arch.name}" + (f" ({arch.product}, {arch.num_sms} SMs)" if arch.product else "")]
     if explanation.replicas > 1:
         each = explanation.parallel.ranks.world_size
         lines.append(

@@ -1,7 +1,9 @@
-"""Claude Code and Codex as programs that a test runs: `make clients` installs them from npm's registry."""
+"""Claude Code, Codex, opencode and Cline as programs that a test runs: `make clients` installs them from npm's
+registry."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -19,10 +21,14 @@ ASKED = (f"Change alpha to beta in {FILE}.", f"Say aloud what is in {FILE}.", "W
 """What the user says, turn by turn."""
 SHOUTED, DONE = "BETA LINE", ("It says beta now.", "I have said it aloud.", "I changed a word and said it.")
 
+ORDERED = ("--fold-system-messages", "in-place")
+"""For agents that use /v1/chat/completions: not every template takes a system message, or two of the user in a row."""
+
 
 class Agent(NamedTuple):
     """`command` and `environment` for a server's address. `read`, `edit` and `shout` make calls of the agent's own
-    tools by the function `call(name, **arguments)`; `edited` is in the result of the second."""
+    tools by the function `call(name, **arguments)`; `edited` is in the result of the second. `prepare`: what is run
+    before the first turn. `flags` of the server."""
 
     program: str
     command: Callable[[str, bool], list[str]]
@@ -31,6 +37,8 @@ class Agent(NamedTuple):
     edit: Callable[[Any, str], str]
     shout: Callable[[Any], str]
     edited: str
+    prepare: Callable[[str], list[str]] | None = None
+    flags: tuple[str, ...] = ()
 
     def script(self, call: Any, folder: Path) -> list[tuple[str, str]]:
         """The model's part of the session."""
@@ -55,9 +63,13 @@ class Agent(NamedTuple):
             **self.environment(url),
         }
         (folder / "home").mkdir(exist_ok=True)
-        words = [str(PROGRAMS / self.program), *self.command(url, goes_on), text]
+        if self.prepare is not None and not goes_on:
+            self._run(self.prepare(url), folder, environment)
+        return self._run([*self.command(url, goes_on), text], folder, environment)
+
+    def _run(self, words: list[str], folder: Path, environment: dict[str, str]) -> str:
         run = subprocess.run(
-            words,
+            [str(PROGRAMS / self.program), *words],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -79,6 +91,13 @@ def _codex(url: str, goes_on: bool) -> list[str]:
     options = [word for setting in settings for word in ("-c", setting)]
     options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", "-m", "gpt-5.5"]
     return ["exec", *(["resume", "--last"] if goes_on else []), *options]
+
+
+def _opencode(url: str) -> dict[str, str]:
+    options = {"baseURL": f"{url}/v1", "apiKey": "none"}
+    models = {"tiny": {"limit": {"context": 131072, "output": 16384}}}
+    provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
+    return {"OPENCODE_CONFIG_CONTENT": json.dumps({"model": "here/tiny", "provider": {"here": provider}})}
 
 
 CLAUDE_CODE = Agent(
@@ -109,4 +128,28 @@ CODEX = Agent(
     shout=lambda call: call("exec_command", cmd=f"tr a-z A-Z < {FILE}"),
     edited="Updated the following files",
 )
-AGENTS = {"claude": CLAUDE_CODE, "codex": CODEX}
+OPENCODE = Agent(
+    program="opencode",
+    command=lambda url, goes_on: ["run", *(["--continue"] if goes_on else [])],
+    environment=_opencode,
+    read=lambda call, path: call("read", filePath=path),
+    edit=lambda call, path: call("edit", filePath=path, oldString="alpha", newString="beta"),
+    shout=lambda call: call("bash", command=f"tr a-z A-Z < {FILE}"),
+    edited="Edit applied",
+    flags=ORDERED,
+)
+CLINE = Agent(
+    program="cline",
+    command=lambda url, goes_on: [],  # without a terminal it continues no session: each turn is one
+    environment=lambda url: {
+        "CLINE_SESSION_BACKEND_MODE": "local",  # otherwise it leaves a process in the background
+        "CLINE_NO_AUTO_UPDATE": "1",
+    },
+    read=lambda call, path: call("read_files", files=[{"path": path}]),
+    edit=lambda call, path: call("editor", path=path, old_text="alpha", new_text="beta"),
+    shout=lambda call: call("run_commands", commands=[f"tr a-z A-Z < {FILE}"]),
+    edited="+1: beta",
+    prepare=lambda url: ["auth", "-p", "openai-compatible", "-k", "none", "-m", "tiny", "-b", f"{url}/v1"],
+    flags=ORDERED,
+)
+AGENTS = {"claude": CLAUDE_CODE, "codex": CODEX, "opencode": OPENCODE, "cline": CLINE}

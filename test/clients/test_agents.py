@@ -1,7 +1,7 @@
-"""Claude Code and Codex edit a file and run a tool in three turns, with a chat template of each kind. What the model
-says is a script; the rest is real.
+"""Claude Code, Codex, opencode and Cline edit a file and run a command in three turns, with a chat template of each
+kind. What the model says is a script; the rest is real.
 
-RECORD=1 writes what they send to test/scripted/recorded, which test/http/test_recorded_agents.py sends again."""
+RECORD=NAME writes what one of them sends to test/scripted/recorded, and test_recorded_agents.py sends it again."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_session(name: str, kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / FILE).write_text(BEFORE)
-    with scripted_server(tmp_path, agent.script(served.call, folder), *served.flags) as server:
+    with scripted_server(tmp_path, agent.script(served.call, folder), *served.flags, *agent.flags) as server:
         for number, (asked, done) in enumerate(zip(ASKED, DONE, strict=True)):
             assert done in agent.say(server.url, folder, asked, goes_on=number > 0)
         assert (folder / FILE).read_text() == AFTER
         answers = [request for request in server.requests() if request["method"] == "POST"]
         assert {request["status"] for request in answers} == {200}
         prompts = server.prompts()
-    if kind == "alternating" and os.environ.get("RECORD"):  # whose ids of calls every template takes
+    if kind == "alternating" and os.environ.get("RECORD") == name:  # whose ids of calls every template takes
         record(name, answers, str(folder), (*ASKED, *DONE, BEFORE, AFTER, agent.edited))
     later = [prompt["cached"] / prompt["tokens"] for prompt in prompts[1:]]
     print(f"{name}, {kind}: {[prompt['tokens'] for prompt in prompts]} tokens, cached {[f'{s:.1%}' for s in later]}")

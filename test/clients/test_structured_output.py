@@ -1,13 +1,17 @@
 """A class as the form of the answer, through the helpers of each client: no limit of tokens is sent, the sampling is
 the model's own, and the schema stands in no message.
 
-instructor and openai-agents want other versions of packages than the rest: they are tested where they are installed."""
+instructor and openai-agents want another version of openai than the rest, so they run in an environment of their own
+(helpers.py)."""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import json
+import os
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,7 +20,11 @@ from live_server import LiveServer
 from pydantic import BaseModel
 
 from .conftest import MODEL
+from .helpers import HELPERS
 
+ROOT = Path(__file__).parents[2]
+HELPERS_PYTHON = Path(os.environ.get("CLIENT_HELPERS", ROOT / "build" / "client-helpers")) / "bin" / "python"
+"""CLIENT_HELPERS: the environment in which instructor and openai-agents are installed."""
 LIMIT_S = 60
 """An answer takes a second; one that does not end would take minutes."""
 BY_A_CLIENT_THAT_IS_LARGE = [pytest.mark.clients, pytest.mark.timeout(600)]
@@ -102,24 +110,16 @@ def langchain(url: str, text: str, method: str, responses_api: bool = False) -> 
     return model.with_structured_output(Person, method=method).invoke(text)
 
 
-def instructor_answer(url: str, text: str, mode: str) -> Any:
-    instructor = pytest.importorskip("instructor")
-    with connect(url) as client:
-        patched: Any = instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
-        filled_in = patched.chat.completions.create(
-            model=MODEL, messages=messages(text), response_model=Person, max_retries=0
-        )
-    assert isinstance(filled_in, Person)  # instructor 1.17 makes a subclass, which is not equal to it
-    return Person(**filled_in.model_dump())
-
-
-def agent(url: str, text: str, model_class: str) -> Any:
-    agents = pytest.importorskip("agents")
-    agents.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S)
-    model = getattr(agents, model_class)(model=MODEL, openai_client=client)
-    extractor = agents.Agent(name="extractor", output_type=Person, model=model)
-    return asyncio.run(agents.Runner.run(extractor, text)).final_output
+def helper(url: str, text: str, name: str) -> Any:
+    if not HELPERS_PYTHON.exists():
+        pytest.skip("instructor and openai-agents are not installed: make clients")
+    program = str(Path(__file__).with_name("helpers.py"))
+    isolated = [str(HELPERS_PYTHON), "-I", program]  # neither this repository's packages nor agents.py beside it
+    run = subprocess.run(
+        [*isolated, name, f"{url}/v1", MODEL, text], capture_output=True, text=True, timeout=2 * LIMIT_S
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return Person.model_validate_json(run.stdout)
 
 
 SMALL: dict[str, Callable[[str, str], Any]] = {
@@ -136,10 +136,7 @@ LARGE: dict[str, Callable[[str, str], Any]] = {
     "langchain json_schema": lambda *asked: langchain(*asked, "json_schema"),
     "langchain function_calling": lambda *asked: langchain(*asked, "function_calling"),
     "langchain responses": lambda *asked: langchain(*asked, "json_schema", True),
-    "instructor TOOLS": lambda *asked: instructor_answer(*asked, "TOOLS"),
-    "instructor JSON_SCHEMA": lambda *asked: instructor_answer(*asked, "JSON_SCHEMA"),
-    "agents chat": lambda *asked: agent(*asked, "OpenAIChatCompletionsModel"),
-    "agents responses": lambda *asked: agent(*asked, "OpenAIResponsesModel"),
+    **{name: functools.partial(helper, name=name) for name in HELPERS},
 }
 
 

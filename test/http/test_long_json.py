@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,12 +15,12 @@ import numpy as np
 import pytest
 from starlette.responses import Response
 
-from sglang.srt.entrypoints import http_stream
+from sglang.srt.entrypoints import http_stream, long_json
 from sglang.srt.entrypoints.embeddings import serving_embeddings
 from sglang.srt.entrypoints.embeddings.protocol import EmbeddingRequest, EncodeBody
 from sglang.srt.entrypoints.http_stream import EventStream, Generated
 from sglang.srt.entrypoints.long_json import LongJSON
-from sglang.srt.entrypoints.long_outputs import is_long
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, length_of
 from sglang.srt.entrypoints.native_answer import whole_answer
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -153,7 +155,7 @@ def test_an_event_is_sent_in_pieces(num_top: int, comes: str, monkeypatch: pytes
     async def main() -> None:
         source = outputs()
         first = events.write(await anext(source))
-        response = EventStream(first, Generated(source), events.write, "/generate", is_long=is_long)
+        response = EventStream(first, Generated(source), events.write, "/generate", length=length_of)
 
         async def send(message: Any) -> None:
             client.sent.append(message.get("body", b""))
@@ -171,6 +173,102 @@ def test_an_event_is_sent_in_pieces(num_top: int, comes: str, monkeypatch: pytes
     inside = [body for body in client.sent if body != http_stream.SSE.keep_alive]
     at = client.sent.index(next(body for body in inside if len(body) > MIB))
     assert len(client.sent[at + 1]) > 1000, "no keep-alive between the pieces"
+
+
+def test_events_of_many_sequences_are_written_in_turns() -> None:
+    """A client that has not read for a while finds an output of each sequence; other callbacks run between them."""
+    requests = [native(0)[2] for _ in range(20)]
+    client, turns, written = SlowClient(0.0), list[int](), 0
+
+    def write(output: GenerateOutput) -> bytes:
+        nonlocal written
+        written += 1
+        return b"data: x\n\n"
+
+    async def tick() -> None:
+        while True:
+            turns.append(written)
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        stream = GenerationStream(requests, [None] * 20, 1, lambda _: None)
+        for index in range(20):
+            text = "x" * (LONG_OUTPUT // 2 + 1)
+            stream.push(GenerateOutput(index, text, [1], FinishReason("stop"), TokenMeta(1, 1), None))
+        response = EventStream(b"", stream, write, "/generate", length=length_of)
+
+        async def send(message: Any) -> None:
+            client.sent.append(message.get("body", b""))
+
+        ticks = asyncio.ensure_future(tick())
+        scope = {"type": "http", http_stream.BODY_WRITER: ReadingClient(client.sent)}
+        await response(scope, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        ticks.cancel()
+
+    asyncio.run(main())
+    assert written == 20 and b"".join(client.sent).count(b"data: x") == 20
+    assert max(after - before for before, after in pairwise(turns)) <= 2
+
+
+class ReadingClient:
+    """Has always read everything."""
+
+    def __init__(self, sent: list[bytes]) -> None:
+        self.sent = sent
+
+    def write(self, body: bytes) -> bool:
+        self.sent.append(body)
+        return True
+
+    async def drain(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_room_of_an_answer_is_kept_until_it_was_sent(leaves: bool) -> None:
+    """Or until the client leaves; what was sent is dropped."""
+    front, call, request, output = native(1000)
+    closed, held = list[bool](), list[int]()
+
+    async def submit(_: GenerateRequest) -> GenerationStream:
+        stream = GenerationStream([request], [None], 1, lambda _: closed.append(True))
+        stream.push(output)
+        return stream
+
+    async def main() -> None:
+        front.submit = submit
+        response = await whole_answer(front, call)
+        pieces = response._pieces  # type: ignore[attr-defined]
+
+        async def send(message: Any) -> None:
+            assert not closed
+            held.append(sum(map(len, pieces)))
+            if leaves and len(held) == 3:
+                raise asyncio.CancelledError
+
+        with contextlib.suppress(asyncio.CancelledError):
+            await response({"type": "http"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+        del response
+        while not closed:  # the thread that wrote it may still hold it
+            await asyncio.sleep(0.001)
+
+    asyncio.run(main())
+    assert held == sorted(held, reverse=True) and held[0] > held[-1]
+
+
+def test_an_answer_that_is_read_too_slowly_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_json, "UNREAD_LIMIT_S", 0.01)
+    monkeypatch.setattr(long_json, "SLOWEST_CLIENT", 1 << 40)
+    long = LongJSON()
+    response, sizes = long.response({"a": long.part([b"[", b"1," * MIB, b"1]"])}), list[int]()
+
+    async def send(message: Any) -> None:
+        sizes.append(len(message.get("body", b"")))
+        if len(sizes) == 2:
+            await asyncio.Event().wait()
+
+    asyncio.run(response({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
+    assert len(sizes) == 2
 
 
 def test_an_answer_without_long_parts() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from srt.configs.gguf_files import convert
+from srt.models.harness import save_tiny
 
 from sglang.cli import main
 from sglang.explain import explain
@@ -416,3 +418,16 @@ def test_commands_that_are_printed_start(name: str, tmp_path: Path, capsys: pyte
         words = shlex.split(layout["commands"][0].partition("sglang serve ")[2])
         args = ServerArgs.from_cli(words)
         assert explain(args, arch_by_name("rtx-pro-6000"), frozenset({"triton"}), advises=False).problem is None
+
+
+def test_a_gguf_file_is_planned_from_its_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    save_tiny("llama_wide", tmp_path / "saved")
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: "Q4_0" if "ffn" in name else "F16")
+    words = ("--gpu", "rtx-pro-6000-server", "--length", "128")
+    in_gguf = planned(capsys, str(file), *words)
+    saved = planned(capsys, "--model-path", str(tmp_path / "saved"), *words)
+    weights = [result["layouts"][0]["weights"] for result in (in_gguf, saved)]
+    assert weights[0] < weights[1]

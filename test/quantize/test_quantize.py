@@ -8,11 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from srt.configs.gguf_files import convert
+from srt.models.harness import plan_for, save_tiny
 
 from sglang.quantize.__main__ import main
 from sglang.quantize.formats import FORMATS
+from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.layers.quantization.reference import Quantized, dequantize, quantize
+from sglang.srt.model_loader.checkpoint import find_checkpoint
+from sglang.srt.model_loader.loader import load_model
 
 WEIGHTS = {
     "model.embed_tokens.weight": (64, 128),
@@ -164,3 +169,18 @@ def test_refusals(
     arguments = ["--model", str(source), "--scheme", "nvfp4", "--output", str(target), *options]
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_quantized_from_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    save_tiny("llama_wide", tmp_path / "saved")
+    file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: "Q4_0" if "ffn" in name else "F32")
+    out = run(file, "int8_channel")
+    assert not (out / "gguf.index.json").exists()
+    checkpoint = find_checkpoint(str(resolve_model_path(str(file))), torch.bfloat16)
+    values = {name: opened.get_tensor(name) for name, _, opened in checkpoint.tensors()}
+    after, scheme = load(out), SCHEMES["int8_channel"]
+    for module in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"):
+        expected = dequantize(quantize(values[f"{module}.weight"], scheme), scheme)
+        assert torch.equal(read_back(after, module, scheme.name), expected), module
+    assert load_model(plan_for(out))

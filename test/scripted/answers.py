@@ -38,8 +38,15 @@ def _mistral(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _gemma4(name: str, arguments: Mapping[str, Any]) -> str:
-    values = (f'{key}:<|"|>{value}<|"|>' for key, value in arguments.items())
-    return f"<|tool_call>call:{name}{{{','.join(values)}}}<tool_call|>"
+    return f"<|tool_call>call:{name}{_gemma4_value(arguments)}<tool_call|>"
+
+
+def _gemma4_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_gemma4_value(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_gemma4_value, value))}]"
+    return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
 
 
 def _text(value: Any) -> str:

@@ -56,7 +56,8 @@ def run_plan(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="sglang plan",
         description="Print the memory and the speed of a model on some GPUs, for every layout that the server can run."
-        " Needs no GPU and reads no weights. Any other flag of the server may be given and counts.",
+        " Needs no GPU and reads no weights. Any other flag of the server may be given and counts; a first word without"
+        " dashes is the model.",
         allow_abbrev=False,
     )
     parser.add_argument("--gpus", type=int, help="how many in all; default: one, or as many as --nodes machines have")
@@ -72,7 +73,8 @@ def run_plan(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--free-memory", type=float, help="GiB free on a GPU; default: 97%% of what the card has")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    options, words = parser.parse_known_args(list(argv))
+    first = ["--model-path"] if argv and not argv[0].startswith("-") else []
+    options, words = parser.parse_known_args([*first, *argv])
     load = Load(options.length, options.concurrency)
     arch = arch_by_name(options.gpu) if options.gpu else current_arch()
     gpus = options.nodes * max(1, arch.gpus_per_machine) if options.gpus is None else options.gpus
@@ -229,7 +231,7 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
     """Returns the report for people. `accept_length`: assumed for steps with drafts."""
     arch, load = result.explanation.arch, result.load
     lines = [
-        f"{result.explanation.model.architecture} on {result.gpus} x {arch.product or arch.name},"
+        f"{result.explanation.model.title} on {result.gpus} x {arch.product or arch.name},"
         f" {load.concurrency} requests of {load.length:,} tokens",
         *textwrap.wrap(CAVEAT, 116),
     ]

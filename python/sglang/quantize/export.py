@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from sglang.quantize.formats import Config, Format, Tensors
+from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
 from sglang.srt.configs.hf_config import read_json_object
+from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.reference import E2M1_MAX, E4M3_MAX, Quantized, dequantize, quantize
-from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, find_checkpoint, format_names
+from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Weights, find_checkpoint, format_names
 
 InputScales = Callable[[Collection[str]], Mapping[str, float]]
 """A function that returns, of the modules with the given names, the input_scale of those that have one."""
@@ -27,6 +29,8 @@ NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router"
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
 """Modules that servers multiply as one: they share the factor that covers a whole matrix."""
+NOT_COPIED = (INDEX_NAME, GGUF_INDEX)
+"""Files of the source that say where its weights are."""
 UNCALIBRATED_INPUT_SCALE = 2.0**-4
 """The scale of NVFP4 activations when nothing was measured: blocks with a largest value from 0.006 to 168 keep full
 precision."""
@@ -80,11 +84,11 @@ def export(
     One tensor and one output shard are in memory at a time. Raises UserError for a source that is quantized already, a
     target that exists, a model without a weight that the scheme can take, or fp8 modules without a static scale.
     """
-    folder, out = Path(source), Path(target)
+    folder, out = resolve_model_path(source, flag="The model"), Path(target)
     config = _source_config(folder)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and is not empty; choose another output directory")
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(str(folder), torch.bfloat16)
     modules = _linear_shapes(checkpoint)
     chosen = {m for m, shape in modules.items() if selection.takes(m) and _divisible(form.scheme, shape)}
     if not chosen:
@@ -118,12 +122,14 @@ def export(
 
 def _source_config(folder: Path) -> Config:
     config = dict(read_json_object(folder / "config.json"))
+    if (folder / GGUF_INDEX).is_file():  # its weights are read in 16 bits
+        config.pop("quantization_config", None)
     if config.get("quantization_config") or (folder / "hf_quant_config.json").exists():
         raise UserError(f"{folder} is quantized already; start from the unquantized checkpoint")
     return config
 
 
-def _linear_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+def _linear_shapes(checkpoint: Weights) -> dict[str, tuple[int, int]]:
     """Returns the shapes of modules with a two-dimensional weight in 16 or 32 bits, embeddings and routers included."""
     shapes: dict[str, tuple[int, int]] = {}
     for name, view, _ in checkpoint.tensors():
@@ -146,7 +152,7 @@ def _partners(module: str) -> tuple[str, ...]:
     return tuple(sorted(f"{parent}.{name}" for name in group))
 
 
-def _shared_factors(checkpoint: Checkpoint, chosen: set[str]) -> dict[str, torch.Tensor]:
+def _shared_factors(checkpoint: Weights, chosen: set[str]) -> dict[str, torch.Tensor]:
     """Returns the fp32 factor of each module's matrix, from the largest value of it and of those that are multiplied
     together with it."""
     largest: dict[tuple[str, ...], float] = {}
@@ -212,7 +218,11 @@ class _ShardWriter:
 def _write_configs(folder: Path, out: Path, config: Config, form: Format, ignored: list[str]) -> None:
     """Copies everything that is not weights, and adds the description of the format where its readers expect it."""
     for path in folder.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model", ".md") and path.name != INDEX_NAME:
+        if (
+            path.is_file()
+            and path.suffix in (".json", ".jinja", ".txt", ".model", ".md")
+            and path.name not in NOT_COPIED
+        ):
             shutil.copy2(path, out / path.name)
     stated = form.config(ignored)
     if form.modelopt:

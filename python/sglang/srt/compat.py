@@ -89,7 +89,6 @@ VALUE_HINTS: Mapping[tuple[str, str], str] = {
     ("kv_cache_dtype", "mxfp8"): "Write fp8_e4m3.",
     ("quantization", "fp4"): _NVFP4,
     ("quantization", "nvfp4_online"): "Quantize the checkpoint beforehand, with python -m sglang.quantize.",
-    ("quantization", "gguf"): "Weights are read from safetensors; take a checkpoint in FP8, NVFP4, GPTQ or AWQ.",
     ("quantization", "bitsandbytes"): "Take a checkpoint in FP8, NVFP4, GPTQ or AWQ, or write fp8 to quantize one.",
 }
 """(field, value) of other releases and servers that is not read here -> what to do instead, in a sentence."""

@@ -120,7 +120,8 @@ class Environment:
     SGLANG_CACHE_DIR: EnvVar[Path] = EnvVar(
         lambda text: Path(text).expanduser(),
         Path("~/.cache/sm120-sglang").expanduser(),
-        "Where compiled kernel records are cached.",
+        "Where compiled kernel records, facts about classes of transformers, and configs and tokenizers of GGUF files"
+        " are cached.",
     )
     SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN: EnvVar[bool] = EnvVar(
         _parse_bool, False, "Let --context-length exceed what the model's configuration supports."

@@ -262,14 +262,14 @@ class ServerArgs(LoggingArgs, KernelArgs, ServingArgs, ModelArgs):
         choices=(*ALGORITHMS, NEXTN),
     )
     speculative_draft_model_path: str | None = option(
-        None, SPECULATION, "Directory or Hugging Face id of the draft.", "--speculative-draft-model"
+        None, SPECULATION, "Directory, GGUF file or Hugging Face id of the draft.", "--speculative-draft-model"
     )
     speculative_draft_model_revision: str | None = option(None, SPECULATION, "Branch, tag or commit of the draft.")
     speculative_draft_load_format: str | None = option(
         None,
         SPECULATION,
         "As --load-format, for the draft; as the model's if not given.",
-        choices=("auto", "safetensors", "dummy"),
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     speculative_draft_model_quantization: str | None = option(
         None,

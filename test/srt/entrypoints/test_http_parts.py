@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
 import resource
+import socket
 import threading
 from collections.abc import AsyncGenerator, Callable
 from types import SimpleNamespace
@@ -19,10 +22,12 @@ from sglang.srt.entrypoints.http_app import OFTEN, create_api
 from sglang.srt.entrypoints.http_body import LONG_BODY_BYTES, read_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_middleware import RequestGate
-from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES, without_query
+from sglang.srt.entrypoints.http_server import MAX_OPEN_FILES, bind, without_query
 from sglang.srt.entrypoints.http_state import ServerState
 from sglang.srt.entrypoints.http_stream import ClientDisconnected, EventStream, Generated, until_disconnect
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.errors import UserError
 from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.upstream_interface import REFUSED_ROUTES
@@ -320,7 +325,9 @@ def test_long_outputs_are_written_in_a_thread() -> None:
         threads.append(threading.current_thread())
         return output
 
-    response = EventStream(b"a", Generated(source.events()), write, "/generate", is_long=lambda each: len(each) > 1)
+    response = EventStream(
+        b"a", Generated(source.events()), write, "/generate", length=lambda each: len(each) * LONG_OUTPUT
+    )
     asyncio.run(response(scope(), exchange.receive, exchange.send))
     assert exchange.body == b"abLONGcLONGdata: [DONE]\n\n" and source.closed
     assert [thread is threading.main_thread() for thread in threads] == [True, False, True, False]
@@ -447,3 +454,22 @@ def test_the_access_log_has_no_queries() -> None:
     record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, line, args, None)
     assert without_query(record)
     assert record.getMessage() == '127.0.0.1:5 - "GET /v1/models HTTP/1.1" 200'
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        (errno.EADDRINUSE, "Stop the program that uses the port"),
+        (errno.EADDRNOTAVAIL, "--host"),
+        (errno.EACCES, "1024"),
+        (errno.ENOBUFS, "--host"),
+    ],
+)
+def test_a_port_that_cannot_be_had_comes_with_advice(reason: int, advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses(socket.socket):
+        def bind(self, address: Any) -> None:
+            raise OSError(reason, os.strerror(reason))
+
+    monkeypatch.setattr(socket, "socket", Refuses)
+    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:80: .*{advice}"):
+        bind("127.0.0.1", 80)

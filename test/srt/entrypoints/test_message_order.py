@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ SESSION = [
         (DROPS_SYSTEM, MessageRules(system=False, later_system=False)),
         (own("system_first"), MessageRules(later_system=False)),
         (own("alternating"), MessageRules(later_system=False, refused=PAIRS)),
-        (own("no_system"), MessageRules(system=False, later_system=False, refused=PAIRS)),
+        (own("no_system"), MessageRules(system=False, later_system=False, refused=PAIRS, named_results=True)),
         ("{{ raise_exception('no') }}", MessageRules()),
         ("{% for m in messages[:1] %}{{ m.content }}{% endfor %}", MessageRules()),
     ],
@@ -85,6 +86,47 @@ def test_every_text_of_a_session_reaches_the_prompt(name: str, in_place: bool) -
         ChatCompletionRequest(messages=fitted_messages(SESSION, template.message_rules(None), in_place))
     )
     assert all(text in prompt for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "helps"),
+    [
+        (own("system_first"), SESSION, True),
+        (own("alternating"), SESSION, True),
+        (own("alternating"), [user("a"), user("b")], True),
+        (own("no_system"), [system("rules"), user("a")], True),
+        (own("alternating"), [user("a"), answer("", tool_calls=[{**call(0), "id": "short"}])], False),
+        (own("no_system"), [answer("a")], False),
+    ],
+)
+def test_a_refusal_names_the_flag_if_that_would_change_the_order(
+    source: str, messages: list[dict[str, Any]], helps: bool
+) -> None:
+    with pytest.raises(Exception, match="the chat template refused") as refusal:
+        ChatTemplate(source, {}).render(ChatCompletionRequest(messages=messages))
+    assert ("--fold-system-messages in-place" in str(refusal.value)) == helps
+
+
+def test_results_get_the_names_of_their_calls_where_the_template_wants_names() -> None:
+    first, second = call(0), {**call(1), "function": {"name": "seek", "arguments": "{}"}}
+    nameless = [{"role": "tool", "tool_call_id": each["id"], "content": "found"} for each in (second, first)]
+    own_name = {**result("found"), "name": "own"}
+    messages = [user("a"), answer("", tool_calls=[first, second]), *nameless, own_name]
+    prompt = ChatTemplate(own("no_system"), {}).render(ChatCompletionRequest(messages=messages))
+    assert re.findall(r"response:(\w+)", prompt) == ["seek", "look", "own"]
+    prints_names = CHATML.replace("m.role", "m.name or m.role")
+    kept = ChatTemplate(prints_names, {}).render(ChatCompletionRequest(messages=messages))
+    assert kept.count("<tool>found") == 2, "a template that takes results without names gets what the client sent"
+
+
+@pytest.mark.parametrize("calls", [[], [{**call(0), "id": 7}], [{"function": {"name": "look"}}]])
+@pytest.mark.parametrize("fields", [{}, {"tool_call_id": "other"}, {"tool_call_id": None, "name": None}])
+def test_a_result_of_no_call_is_refused_as_the_template_says(
+    calls: list[dict[str, Any]], fields: dict[str, Any]
+) -> None:
+    messages = [user("a"), answer("", tool_calls=calls), {"role": "tool", "content": "found", **fields}]
+    with pytest.raises(Exception, match="has no attribute 'name'"):
+        ChatTemplate(own("no_system"), {}).render(ChatCompletionRequest(messages=messages))
 
 
 def test_system_messages_go_to_the_first_one_in_their_order() -> None:

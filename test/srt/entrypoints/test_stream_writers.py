@@ -21,7 +21,7 @@ from sglang.srt.entrypoints.openai.serving import ResponseHead as ChatHead
 from sglang.srt.entrypoints.openai.serving_chat import _ChatWriter
 from sglang.srt.entrypoints.openai.serving_completions import _CompletionWriter, _Echo
 from sglang.srt.entrypoints.openai.usage import UsageCounter, UsageOptions
-from sglang.srt.entrypoints.output_stream import StreamWriter, takes_long
+from sglang.srt.entrypoints.output_stream import StreamWriter, length_written
 from sglang.srt.entrypoints.responses.protocol import ResponsesRequest
 from sglang.srt.entrypoints.responses.response_object import ResponseHead, echoed_fields
 from sglang.srt.entrypoints.responses.response_stream import ResponseStream
@@ -47,6 +47,10 @@ class Events(bytes):
     def __radd__(self, other: bytes) -> Events:
         Events.num_copied += len(self) + len(other)
         return Events(bytes.__add__(other, self))
+
+
+def takes_long(writer: StreamWriter, output: GenerateOutput) -> bool:
+    return length_written(writer, output) > LONG_OUTPUT
 
 
 def output(text: str) -> GenerateOutput:

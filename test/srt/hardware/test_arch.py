@@ -6,7 +6,7 @@ import pytest
 
 from sglang.srt.hardware import arch as arch_module
 from sglang.srt.hardware.arch import CPU, UnknownArch, arch_by_name, current_arch, free_memory_bytes, is_sm120_supported
-from sglang.srt.hardware.products import ARCHS, FEATURES, PRODUCTS, product_of_device_name
+from sglang.srt.hardware.products import ARCHS, FAMILY_NAMES, FEATURES, PRODUCTS, product_of_device_name
 
 EXPECTED_FEATURES = {
     "sm_80": {"cp_async", "nvlink"},
@@ -175,3 +175,16 @@ def test_export_for_ported_code() -> None:
     from sglang.srt import utils
 
     assert utils.is_sm120_supported is is_sm120_supported
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("RTX 5090", "rtx-5090"), ("rtx5090", "rtx-5090"), ("RTX_PRO_6000", "rtx-pro-6000"), ("sm120", "sm_120")],
+)
+def test_names_may_be_typed_otherwise(typed: str, name: str) -> None:
+    assert arch_by_name(typed) == arch_by_name(name)
+
+
+def test_no_two_names_are_typed_alike() -> None:
+    names = ["cpu", *ARCHS, *FAMILY_NAMES, *PRODUCTS]
+    assert all(arch_by_name(name) == arch_by_name(name.upper()) for name in names)

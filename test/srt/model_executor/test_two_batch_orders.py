@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from matrix import FEATURES, LAYOUTS, cells, kinds, save_kind
+from matrix import FEATURES, LAYOUTS, WHOLE, cells, kinds, save_kind
 from rank_processes import run_ranks
 
 from sglang.srt.blocks.ngram_embedding.ngram_kernels import NgramKernels
@@ -43,7 +43,7 @@ from srt.models.harness import random_tokens
 from srt.models.v41_drafts import save_v41_draft
 
 V41 = "hashed n-grams"
-NAMES = (*kinds(lacking="repeats, cut heads"), "n-grams, 2 layers")
+NAMES = (*kinds(lacking=f"repeats, cut heads, {WHOLE}"), "n-grams, 2 layers")
 CELLS = [
     *cells(NAMES, ("TP2", "DP2", "EP2", "TP4 x DP2"), "two-batch overlap"),
     *((layout, V41) for layout in ("TP2", "DP2", "TP4 x DP2")),

@@ -86,6 +86,7 @@ def test_known_tensors_that_are_no_weights_are_passed_over(tmp_path: Path) -> No
     reference = save_tiny("qwen3_tied_bias", tmp_path)
     extra = {
         "lm_head.weight": torch.full((251, 64), 9.0),
+        "lm_head.weight_scale": torch.ones(251, 1),
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16),
     }
     _edit(tmp_path, lambda tensors: tensors.update(extra))
@@ -195,7 +196,7 @@ def test_files_that_are_no_safetensors_are_refused(copy: Path) -> None:
     with pytest.raises(UserError, match="not a readable safetensors file"):
         load_model(plan_for(copy))
     path.rename(copy / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"it has pytorch_model\.bin\. Only safetensors"):
+    with pytest.raises(UserError, match=r"it has pytorch_model\.bin\. Only weights in safetensors or GGUF"):
         load_model(plan_for(copy))
 
 
@@ -215,8 +216,8 @@ def test_dummy_weights_need_no_files_and_stay_finite(copy: Path) -> None:
 
 
 def test_an_unknown_load_format_is_refused(saved: Path) -> None:
-    with pytest.raises(UserError, match="'gguf' is not supported; supported: auto, safetensors, dummy"):
-        load_model(plan_for(saved), "gguf")
+    with pytest.raises(UserError, match="'pt' is not supported; supported: auto, safetensors, gguf, dummy"):
+        load_model(plan_for(saved), "pt")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

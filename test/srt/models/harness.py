@@ -29,20 +29,34 @@ from sglang.srt.layers.step_rows import DecodeRows, ExtendRows, TokenSlots
 from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.model_loader.loader import filled_model
 from sglang.srt.models.causal_lm import DecoderLayer
+from sglang.srt.plan import served_model
 from sglang.srt.plan.attention_sites import attention_sites
 from sglang.srt.plan.caches import cache_groups, row_tables
 from sglang.srt.plan.draft_plan import DraftPlan, with_draft_layers
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
-from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_sizes import PoolSizes, WindowSize
 from sglang.srt.plan.rank_weights import RankWeights, rank_weights
 from sglang.srt.plan.ranks import ONE_RANK, RankLayout
+from sglang.srt.plan.served_model import describe_served
 from sglang.srt.plan.weights import rank_weight_bytes
 from sglang.srt.server_args import ServerArgs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from sglang.srt.plan.class_code.facts import ClassFacts, ClassRequest
+
+
+def _facts_found_here(request: ClassRequest) -> ClassFacts:
+    """Facts of a class of transformers: a process for each tiny config would take seconds."""
+    from sglang.srt.models.class_code.trial import facts_of
+
+    return facts_of(request)
+
+
+served_model.facts_of = _facts_found_here
 
 VOCAB = 250
 """Token ids below this are valid in every tiny model."""
@@ -78,6 +92,16 @@ LLAMA4 = {
 }
 
 SMOLLM3 = {"num_hidden_layers": 4, "pad_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+COHERE2 = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "logit_scale": 1.5,
+    "pad_token_id": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 MUSE = {
     "num_hidden_layers": 8,
     "sliding_window": 12,
@@ -431,6 +455,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
         EXPERTS | {"norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 4, "mlp_only_layers": [3]},
     ),
     "llama": ("LlamaConfig", {"head_dim": 16}),
+    "cohere2": ("Cohere2Config", COHERE2),  # of no family here: transformers' own code computes it
     "inkling": ("InklingConfig", INKLING),
     "inkling_wide": (
         "InklingConfig",
@@ -1009,6 +1034,8 @@ class NativePlan:
     aux_keeps_streams: bool = False
     merge_method: str = ALL_TO_ALL
     num_positions: int = 256
+    model_impl: str = "auto"
+    trust_remote_code: bool = False
 
     @property
     def decode_rows(self) -> int:
@@ -1021,8 +1048,18 @@ class NativePlan:
     @functools.cached_property
     def description(self) -> ModelDescription:
         apart = "--ep-size" if self.ranks.ep_size > 1 else ""
-        description = describe_model(
-            self.model.hf_config, self.model.quantization, apart, text_keys=self.model.text_keys
+        description = describe_served(
+            ServerArgs(
+                model_path=self.model.model_path,
+                model_impl=self.model_impl,
+                trust_remote_code=self.trust_remote_code,
+            ),
+            self.model.hf_config,
+            self.model.quantization,
+            apart,
+            self.model.model_path,
+            self.model.text_keys,
+            self.model.written_config,
         )
         description.require_served()
         return description
@@ -1057,7 +1094,14 @@ def plan_for(folder: Path, **args: Any) -> NativePlan:
     server_args = ServerArgs(model_path=str(folder), **args)
     model = ModelConfig.from_server_args(server_args)
     cache = kv_cache_dtype(server_args.kv_cache_dtype, model.dtype, model.quantization)
-    return NativePlan(model, kv_cache_dtype=cache, ranks=RankLayout(server_args.tp_size, server_args.ep_size))
+    ranks = RankLayout(server_args.tp_size, server_args.ep_size)
+    return NativePlan(
+        model,
+        kv_cache_dtype=cache,
+        ranks=ranks,
+        model_impl=server_args.model_impl,
+        trust_remote_code=server_args.trust_remote_code,
+    )
 
 
 def blocks_of(layer: DecoderLayer) -> tuple[Any, Any]:

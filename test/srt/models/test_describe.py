@@ -184,7 +184,8 @@ def test_numbers_of_experts(tmp_path: Path, experts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported. Supported: .*LlamaForCausalLM"),
+        ({"architectures": ["GPT9LMHeadModel"]}, "GPT9LMHeadModel is not supported: .* Supported: .*LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "with the model type 'qwen3': its class takes 'gpt2'"),
         ({"hidden_size": None}, "key 'hidden_size' is missing"),
         ({"hidden_size": "4096"}, "'hidden_size' must be of type int; got '4096'"),
         ({"num_hidden_layers": 0}, "'num_hidden_layers' must be at least 1"),

@@ -17,10 +17,11 @@ from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.configs.quantization import online_fp8
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization import reference
-from sglang.srt.plan.model_description import describe_model
 from sglang.srt.plan.rank_weights import expert_rows
 from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.served_model import describe_served
 from sglang.srt.plan.weight_spec import Matrix
+from sglang.srt.server_args import ServerArgs
 
 from .harness import SIZES, TINY, TinyRunner, plan_for, save_tiny
 from .test_hybrid import multimodal
@@ -89,7 +90,7 @@ def matrices_in_fp8(name: str) -> set[tuple[str, bool]]:
     values = copy.deepcopy(SIZES | changes)  # some of these classes write into what they are given
     config = json.loads(getattr(transformers, class_name)(**values).to_json_string(use_diff=False))
     config["architectures"] = [class_name.replace("TextConfig", "Config").replace("Config", "ForCausalLM")]
-    model = describe_model(config, online_fp8("fp8"))
+    model = describe_served(ServerArgs(model_path="x"), config, online_fp8("fp8"), "", "x")
     rows = expert_rows(model, ONE_RANK)
     return {
         (weight.name, model.quant_of(i, weight) is not None)

@@ -13,7 +13,12 @@ from sglang.srt.configs.quantization import EXPERT_PRECISIONS, SPELLINGS
 class ModelArgs:
     """Options of the model: its files, formats and dtypes."""
 
-    model_path: str = option(MISSING, MODEL, "Local directory or Hugging Face id of the model.", "--model")
+    model_path: str = option(
+        MISSING,
+        MODEL,
+        "Local directory or GGUF file of the model, or its Hugging Face id, where ID:FILE is a GGUF file there.",
+        "--model",
+    )
     tokenizer_path: str | None = option(None, MODEL, "Where the tokenizer is, if not with the model.")
     served_model_name: str | None = option(None, MODEL, "Name shown by /v1/models, if not the model path.")
     revision: str | None = option(None, MODEL, "Branch, tag or commit of a Hugging Face model.")
@@ -21,15 +26,22 @@ class ModelArgs:
     context_length: int | None = option(
         None, MODEL, "Longest sequence, prompt and output together, if shorter than the model's.", minimum=1, size=True
     )
-    trust_remote_code: bool = option(False, MODEL, "Allow a tokenizer that brings its own Python code.")
+    trust_remote_code: bool = option(False, MODEL, "Allow a tokenizer or a model that brings its own Python code.")
+    model_impl: str = option(
+        "auto",
+        MODEL,
+        "What computes the model. sglang: a family of this server; transformers: the model's class in transformers, "
+        "over this server's attention, cache and products; auto: a family if there is one, else the class.",
+        choices=("auto", "sglang", "transformers"),
+    )
     dtype: str = option(
         "auto", MODEL, "Type of weights and activations.", choices=("auto", "bfloat16", "float16", "float32")
     )
     load_format: str = option(
         "auto",
         MODEL,
-        "auto and safetensors read the checkpoint, dummy fills random weights.",
-        choices=("auto", "safetensors", "dummy"),
+        "auto, safetensors and gguf read the checkpoint in the form that it has, dummy fills random weights.",
+        choices=("auto", "safetensors", "gguf", "dummy"),
     )
     json_model_override_args: str = option(
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"

@@ -1,4 +1,5 @@
-"""Reads names and dtypes of a checkpoint's tensors from the headers of its safetensors files. No torch."""
+"""Reads names and dtypes of a checkpoint's tensors from the headers of its safetensors files, or from the index of a
+model in GGUF. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
+from sglang.srt.configs.gguf.tensors import read_index, stored_parts
 from sglang.srt.errors import UserError
 
 _LENGTH_BYTES = 8
@@ -34,6 +37,9 @@ def stored_dtypes(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, s
 def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, Stored] | None:
     """Returns dtypes and shapes of the tensors for whose names `wanted` is true; None and errors as in
     `stored_dtypes`."""
+    index = read_index(folder)
+    if index is not None:
+        return {part.name: Stored(part.dtype, part.shape) for part in stored_parts(index) if wanted(part.name)}
     files = _indexed(folder)
     if files is not None:
         names = sorted({file for name, file in files.items() if wanted(name)})
@@ -53,7 +59,7 @@ def expanded_name(name: str) -> str:
 def stored_names(folder: Path) -> Mapping[str, str] | None:
     """Returns the names of all tensors, with their dtypes or "" where the names come from the index: hundreds of
     thousands of dtypes take seconds to read. None and errors as in `stored_dtypes`."""
-    files = _indexed(folder)
+    files = None if (folder / GGUF_INDEX).is_file() else _indexed(folder)
     return stored_dtypes(folder, lambda name: True) if files is None else dict.fromkeys(files, "")
 
 

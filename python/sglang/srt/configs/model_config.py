@@ -53,6 +53,8 @@ class ModelConfig:
     default_sampling: Mapping[str, Any]
     text_keys: frozenset[str] | None = None
     """Keys of `text_config`, which are about the language model; None: all keys are."""
+    written_config: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the whole config.json after overrides, in the form of the file."""
     media_config: Mapping[str, Any] = field(default_factory=dict)
     """Values of the whole config.json where images may be served; empty with --language-model-only."""
 
@@ -92,6 +94,7 @@ class ModelConfig:
             ),
             eos_token_ids=_eos_token_ids(reader.positive("vocab_size"), config, hf_config, generation),
             text_keys=frozenset(inner) if isinstance(inner, Mapping) else None,
+            written_config=config,
             media_config={} if args.language_model_only else config,
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
         )
@@ -108,8 +111,9 @@ def context_length(hf_config: Mapping[str, Any], requested: int | None, source: 
     """Returns the length of the longest request in tokens: `requested` (--context-length), or what the model supports.
     Raises UserError if the flag asks for more."""
     reader = ConfigReader(hf_config, source)
-    # Kimi Linear, whose attention has no positions, calls it model_max_length.
-    longest = reader.count("max_position_embeddings", "model_max_length") or reader.positive("max_position_embeddings")
+    # Kimi Linear, whose attention has no positions, calls it model_max_length, and GPT-2 and its like n_positions.
+    names = ("max_position_embeddings", "model_max_length", "n_positions", "n_ctx")
+    longest = reader.count(*names) or reader.positive("max_position_embeddings")
     # Where only a part of the layers is scaled (in the newer or the older form), the stated length is the scaled one.
     if not by_layer_type(hf_config) and hf_config.get("rope_local_base_freq") is None:
         longest = scaled_context_length(longest, rope_parameters(hf_config))

@@ -1,9 +1,14 @@
-"""Finds a model's files: in a local directory, or by a Hugging Face id, whose files are downloaded."""
+"""Finds a model's files: in a local directory or GGUF file, or by a Hugging Face id, whose files are downloaded."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from sglang.srt.configs.gguf.files import PART, SUFFIX, in_folder, model_of
+from sglang.srt.configs.gguf.packages import packaged_model
+from sglang.srt.configs.gguf.tensors import INDEX_NAME
+from sglang.srt.configs.gguf.unpack import unpack
 from sglang.srt.errors import UserError
 
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -18,15 +23,47 @@ def resolve_model_path(
     flag: str = "--model-path",
 ) -> Path:
     """Returns the directory that holds `model_path`, after a download if it is a Hugging Face id; without `weights` the
-    download leaves them out. Raises UserError that names the `flag`."""
-    local = Path(model_path).expanduser()
+    download leaves them out. A model in GGUF (a file, a part of a split one, a folder with one, or ID:FILE of the hub)
+    gets a directory. Raises UserError that names the `flag`."""
+    local = Path(packaged_model(model_path) or model_path).expanduser()
     if local.is_dir():
-        return local
+        return _unpacked(local)
     if local.is_file():
-        raise UserError(f"{flag} {model_path} is a file; give the directory that holds config.json.")
-    if not _is_hub_id(model_path):
+        if local.suffix.lower() != SUFFIX:
+            raise UserError(
+                f"{flag} {model_path} is a file; give the directory that holds config.json, or a .gguf file."
+            )
+        return unpack(local)
+    repo, _, wanted = model_path.partition(":")
+    if not _is_hub_id(repo) or repo.lower().endswith(SUFFIX):
         raise UserError(f"{flag} {model_path} does not exist. Give a local directory or a Hugging Face id.")
-    return _download(model_path, revision, download_dir, weights, flag)
+    if wanted:
+        return unpack(_download_gguf(repo, wanted, revision, download_dir, flag))
+    patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+    return _download(repo, revision, download_dir, patterns, flag)
+
+
+def _unpacked(folder: Path) -> Path:
+    """Returns the folder, or the model directory of the model in GGUF that it holds."""
+    if (folder / INDEX_NAME).is_file():
+        return folder
+    file = in_folder(folder)
+    return folder if file is None else unpack(file)
+
+
+def _download_gguf(repo: str, wanted: str, revision: str | None, download_dir: str | None, flag: str) -> Path:
+    """Downloads a model in GGUF: the file `wanted`, or the one whose name has `wanted` as a part, such as "Q8_0".
+    Returns a file of the model. Raises UserError if there is none, or there are several."""
+    name = wanted if wanted.lower().endswith(SUFFIX) else f"*{wanted}*{SUFFIX}"
+    part = PART.fullmatch(name)
+    folder = _download(repo, revision, download_dir, [f"{part['stem']}-*{SUFFIX}" if part else name], flag)
+    if (folder / name).is_file():
+        return folder / name
+    paths = sorted(path for path in folder.rglob(f"*{SUFFIX}") if wanted in path.name and "mmproj" not in path.name)
+    if not paths or len({model_of(path) for path in paths}) > 1:
+        names = ", ".join(str(path.relative_to(folder)) for path in paths[:8]) or "none"
+        raise UserError(f"{flag} {repo}:{wanted} must name one model in GGUF of {repo}; there are: {names}.")
+    return paths[0]
 
 
 def _is_hub_id(text: str) -> bool:
@@ -40,7 +77,7 @@ def _is_hub_id(text: str) -> bool:
     return not text.startswith((".", "/", "~"))
 
 
-def _download(repo_id: str, revision: str | None, download_dir: str | None, weights: bool, flag: str) -> Path:
+def _download(repo_id: str, revision: str | None, download_dir: str | None, patterns: Sequence[str], flag: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -58,7 +95,7 @@ def _download(repo_id: str, revision: str | None, download_dir: str | None, weig
                 repo_id,
                 revision=revision,
                 cache_dir=download_dir,
-                allow_patterns=_MODEL_FILES if weights else _TOKENIZER_FILES,
+                allow_patterns=list(patterns),
             )
         )
     except GatedRepoError:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.configs.gguf.quantization import read_gguf
+from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
+from sglang.srt.configs.gguf.tensors import METHOD as GGUF
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
 from sglang.srt.configs.quant_formats import (
     INT_GROUPS,
@@ -43,6 +46,7 @@ READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
     "auto-round": read_auto_round,
     "auto_round": read_auto_round,
     "intel/auto-round": read_auto_round,
+    GGUF: read_gguf,
 }
 """Readers of a quantization config by `quant_method`."""
 
@@ -93,6 +97,7 @@ SPELLINGS: Mapping[str, Spelling] = {
     "awq": _spelling("awq"),
     "awq_marlin": _spelling("awq"),
     "auto-round": _spelling("auto-round"),
+    GGUF: _spelling(GGUF),
     "moe_wna16": _spelling("gptq", "awq", "auto-round", "compressed-tensors", schemes=_WEIGHT_ONLY),
 }
 """Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
@@ -186,12 +191,18 @@ def _method(values: Config, source: str) -> str:
 
 def agree(flag: str | None, config: QuantConfig | None, model_path: str) -> QuantConfig | None:
     """Returns the quantization to serve. `flag` (--quantization) may name the checkpoint's but not change it; for a
-    16-bit checkpoint it may ask for quantization while loading. Raises UserError that names both when they disagree."""
+    16-bit checkpoint, or one in GGUF, it may ask for quantization while loading. Raises UserError that names both when
+    they disagree."""
     if flag is None:
         return config
     if flag not in SPELLINGS:
         raise UserError(f"--quantization {flag} is not supported; supported: {', '.join(SPELLINGS)}.")
     spelling = SPELLINGS[flag]
+    in_gguf = (Path(model_path) / GGUF_INDEX).is_file()
+    if config is None and flag == GGUF and in_gguf:
+        return None  # all its weights are dequantized while they are loaded
+    if config is not None and in_gguf and spelling.online:
+        return online_fp8(flag)
     if config is None:
         if not spelling.online:
             can = ", ".join(name for name, other in SPELLINGS.items() if other.online)

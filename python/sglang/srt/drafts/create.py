@@ -45,7 +45,7 @@ def filled_draft(plan: Plan, target: CausalLM) -> Any:
             if plan.draft.config.dummy:
                 fill_random(loadable.params, seed=0)
             else:
-                load_checkpoint(loadable, path)
+                load_checkpoint(loadable, path, getattr(torch, plan.dtype))
             for step in loadable.finish:
                 step()
             num_bytes += sum(p.tensor.nbytes for p in loadable.params.values())

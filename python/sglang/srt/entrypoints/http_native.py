@@ -18,6 +18,7 @@ from sglang.srt.entrypoints.http_request_id import PREFIX
 from sglang.srt.entrypoints.http_sessions import SessionParams, session_answer, session_events
 from sglang.srt.entrypoints.http_state import engine_of, state_of
 from sglang.srt.entrypoints.http_stream import Events, EventStream, Generated, until_disconnect
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, copied
 from sglang.srt.entrypoints.native_answer import whole_answer
 from sglang.srt.entrypoints.native_reasoning import require_reasoning
 from sglang.srt.entrypoints.openai.protocol import Int
@@ -127,7 +128,7 @@ async def generate(request: Request) -> Response:
         )  # fmt: skip
     events = session_events(manager, sessions, call, session, incremental)
     first = await until_disconnect(request, _first(events))
-    return EventStream(first, Generated(events), _itself, request.url.path, is_long=_is_in_pieces)
+    return EventStream(first, Generated(events), _itself, request.url.path, length=_length)
 
 
 async def _call(
@@ -148,8 +149,9 @@ def _itself(events: Events) -> Events:
     return events
 
 
-def _is_in_pieces(events: Events) -> bool:
-    return isinstance(events, list)
+def _length(events: Events) -> int:
+    """Returns the length of events that are written already: long ones are in pieces."""
+    return LONG_OUTPUT + 1 if isinstance(events, list) else copied(len(events))
 
 
 # --- what the server is -----------------------------------------------------------------------------------------------

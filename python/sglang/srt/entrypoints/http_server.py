@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import resource
@@ -88,6 +89,13 @@ def without_query(record: logging.LogRecord) -> bool:
     return True
 
 
+_LISTEN_ADVICE = {
+    errno.EADDRINUSE: "Stop the program that uses the port, or choose another one with --port.",
+    errno.EADDRNOTAVAIL: "This machine has no such address: --host takes one of its own, or 0.0.0.0 for all of them.",
+    errno.EACCES: "Ports below 1024 need privileges: choose another one with --port.",
+}
+
+
 def bind(host: str, port: int) -> socket.socket:
     """Returns a listening socket. Raises UserError if the address is not available."""
     try:
@@ -102,10 +110,8 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(LISTEN_BACKLOG)
     except OSError as error:
         listener.close()
-        raise UserError(
-            f"cannot listen on {host}:{port}: {error.strerror}. Stop the program that uses the port, or choose another "
-            "one with --port."
-        ) from error
+        advice = _LISTEN_ADVICE.get(error.errno or 0, "Choose others with --host and --port.")
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}. {advice}") from error
     listener.setblocking(False)
     return listener
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_errors import ApiError, error_event
 from sglang.srt.entrypoints.long_json import chunks
-from sglang.srt.entrypoints.long_outputs import in_thread
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, in_thread
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import RequestError
 from sglang.srt.utils.json_list import Pieces
@@ -134,17 +134,18 @@ class Generated(Generic[T]):
         await self._generator.aclose()
 
 
-def _never(_: object) -> bool:
-    return False
+def _short(_: object) -> int:
+    return 0
 
 
 class EventStream(Response, Generic[T]):
     """A response that is sent as it is produced, as server-sent events unless `form` says otherwise.
 
     `first` holds events that exist already. `outputs` yields the rest, and `write` turns each into complete events: in
-    a thread where `is_long`, and then they are sent in pieces. `end` returns the events before `done`, which closes
-    every stream. `outputs` is closed at the end, also when the client disconnects. An error of it becomes an error
-    event, which `fail` writes: by default in the shape of the route `path`.
+    a thread where its `length` is more than LONG_OUTPUT, and then they are sent in pieces; after as much of several
+    outputs other callbacks have their turn. `end` returns the events before `done`, which closes every stream.
+    `outputs` is closed at the end, also when the client disconnects. An error of it becomes an error event, which
+    `fail` writes: by default in the shape of the route `path`.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class EventStream(Response, Generic[T]):
         done: bytes = DONE,
         fail: Callable[[ApiError], bytes] | None = None,
         form: StreamForm = SSE,
-        is_long: Callable[[T], bool] = _never,
+        length: Callable[[T], int] = _short,
     ) -> None:
         super().__init__(b"", 200)
         no_store = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -173,7 +174,7 @@ class EventStream(Response, Generic[T]):
         self._path = path
         self._done = done
         self._fail = fail or partial(error_event, path)
-        self._is_long = is_long
+        self._length = length
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer: BodyWriter = scope.get(BODY_WRITER) or _AsgiWriter(send)
@@ -211,12 +212,18 @@ class EventStream(Response, Generic[T]):
             self._num_sent += 1
             return writer.write(events)
 
+        written = 0
+        """Length of what was written since the last pause."""
+
         def take(output: T) -> bool:
-            if self._is_long(output):
+            nonlocal written
+            length = self._length(output)
+            if length > LONG_OUTPUT:
                 waiting.append(output)
                 return False
+            written += length
             events = self._write(output)
-            return send_on(events if isinstance(events, bytes) else b"".join(events))
+            return send_on(events if isinstance(events, bytes) else b"".join(events)) and written <= LONG_OUTPUT
 
         async def send_pieces(events: Events) -> None:
             self._inside_event = True
@@ -236,6 +243,8 @@ class EventStream(Response, Generic[T]):
                     await writer.drain()
                     if waiting:
                         await send_pieces(await in_thread(partial(self._write, waiting.pop())))
+                    await asyncio.sleep(0)  # `drain` returns at once if the client reads
+                    written = 0
                 last = self._end()
             except RequestError as error:
                 last = self._fail(ApiError(error.status_code, error.message))

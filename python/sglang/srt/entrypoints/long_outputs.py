@@ -25,10 +25,11 @@ def copied(num_bytes: int) -> int:
 
 def is_long(output: GenerateOutput) -> bool:
     """Returns whether writing an output would block the event loop noticeably."""
-    return _length(output) > LONG_OUTPUT
+    return length_of(output) > LONG_OUTPUT
 
 
-def _length(output: GenerateOutput) -> int:
+def length_of(output: GenerateOutput) -> int:
+    """Returns the characters that take as long to write as the output."""
     num_logprobs = 0 if output.logprobs is None else output.logprobs.num_values
     return len(output.text) + num_logprobs + len(output.hidden) // VALUE_BYTES
 
@@ -36,7 +37,7 @@ def _length(output: GenerateOutput) -> int:
 async def written(outputs: Sequence[GenerateOutput], write: Callable[[], T], num_more: int = 0) -> T:
     """Returns the result of `write()` for all outputs of a call, computed in a thread if they are long. num_more:
     characters that it writes besides them."""
-    is_quick = len(outputs) <= FEW_OUTPUTS and sum(map(_length, outputs)) + num_more <= LONG_OUTPUT
+    is_quick = len(outputs) <= FEW_OUTPUTS and sum(map(length_of, outputs)) + num_more <= LONG_OUTPUT
     return write() if is_quick else await in_thread(write)
 
 

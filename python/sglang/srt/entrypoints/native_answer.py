@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.long_json import response_of
+from sglang.srt.entrypoints.long_json import answer_call, response_of
 from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -21,9 +21,12 @@ Keep = Callable[[GenerationStream, GenerateOutput, list[int]], None]
 async def whole_answer(manager: TokenizerManager, call: GenerateRequest, keep: Keep | None = None) -> Response:
     """Returns the response with all outputs of a call. keep: the session's, if the call has one. Raises
     RequestError."""
-    async with await manager.submit(call) as stream:
+
+    async def write(stream: GenerationStream) -> Response:
         outputs = await stream.collect()
         if keep is not None:
             keep(stream, outputs[0], outputs[0].new_ids)
         writer = NativeEvents(manager, call, stream, incremental=True)
         return await written(outputs, lambda: response_of(results_json(writer, outputs, is_list(stream))))
+
+    return await answer_call(await manager.submit(call), write)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_stream import DONE, SSE, Events, EventStream, StreamForm, until_disconnect
-from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, in_thread, is_long
+from sglang.srt.entrypoints.long_outputs import LONG_OUTPUT, in_thread, length_of
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.generate_request import GenerateOutput, GenerateRequest
 from sglang.srt.managers.front.generation_stream import GenerationStream
@@ -45,9 +45,10 @@ class StreamWriter(Protocol):
         ...
 
 
-def takes_long(writer: StreamWriter, output: GenerateOutput) -> bool:
-    """Returns whether writing an output would block the event loop noticeably."""
-    return is_long(output) or writer.num_held(output.index) > LONG_OUTPUT
+def length_written(writer: StreamWriter, output: GenerateOutput) -> int:
+    """Returns the characters that take as long to write as the output's events; the event loop is blocked noticeably
+    beyond LONG_OUTPUT."""
+    return max(length_of(output), writer.num_held(output.index))
 
 
 async def stream_events(
@@ -72,7 +73,7 @@ async def stream_events(
         try:
             writer = make_writer(stream)
             output = await _first_output(stream, limit_s)
-            if output is not None and takes_long(writer, output):
+            if output is not None and length_written(writer, output) > LONG_OUTPUT:
                 return stream, writer, await in_thread(partial(writer.write, output))
             return stream, writer, b"" if output is None else writer.write(output)
         except BaseException:
@@ -81,5 +82,5 @@ async def stream_events(
 
     stream, writer, first = await until_disconnect(request, start())
     return EventStream(
-        first, stream, writer.write, request.url.path, writer.end, done, fail, form, partial(takes_long, writer)
+        first, stream, writer.write, request.url.path, writer.end, done, fail, form, partial(length_written, writer)
     )

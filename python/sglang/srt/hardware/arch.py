@@ -51,15 +51,22 @@ class ArchTraits:
 CPU = ArchTraits("cpu", None, 0, 0, 0, 0.0, 0, frozenset())
 
 
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
 def arch_by_name(name: str) -> ArchTraits:
     """Returns the traits of an architecture ("sm_120", with the numbers of its reference product, in any machine), of a
-    product ("rtx-5090", in its own kind of machine) or of "cpu". Raises UnknownArch."""
+    product ("rtx-5090", in its own kind of machine) or of "cpu". Capitals, spaces and dashes do not matter. Raises
+    UnknownArch."""
+    known = ["cpu", *ARCHS, *FAMILY_NAMES, *PRODUCTS]
+    if name not in known:
+        name = {_letters(each): each for each in known}.get(_letters(name), name)
     if name == "cpu":
         return CPU
     product_key = ARCHS[name].reference_product if name in ARCHS else FAMILY_NAMES.get(name, name)
     if product_key not in PRODUCTS:
-        known = ", ".join(["cpu", *ARCHS, *FAMILY_NAMES, *PRODUCTS])
-        raise UnknownArch(f"unknown architecture or product {name!r}; known: {known}")
+        raise UnknownArch(f"unknown architecture or product {name!r}; known: {', '.join(known)}")
     product = PRODUCTS[product_key]
     facts = ARCHS[product.arch]
     return ArchTraits(

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.memory_pool import CachePools
 from sglang.srt.mem_cache.storage.engine import StorageEngine
 from sglang.srt.model_executor.device_state import DeviceState, shape_of
 from sglang.srt.model_executor.draft_runner import DraftRunner
-from sglang.srt.model_executor.graph_runner import GraphRunner, graph_sizes
+from sglang.srt.model_executor.graph_runner import GraphRunner, GraphSizes, graph_sizes
 from sglang.srt.model_executor.group_output import GroupOutput
 from sglang.srt.model_executor.host_copies import create_copies
 from sglang.srt.model_executor.input_ops import InputOps
@@ -125,14 +125,29 @@ class ModelRunner:
         sizes = graph_sizes(plan, self.state, self.widths)
         if sizes.any:
             with torch.inference_mode():
-                self.graphs = GraphRunner(self.state, sizes, keeps_hidden, drafts, not attention.decode_plans_on_host)
-            logger.info("Captured CUDA graphs for batch sizes %s", list(plan.cuda_graph_bs))
+                self.graphs = self._captured(sizes, keeps_hidden, drafts, not attention.decode_plans_on_host)
         if plan.device == "cuda":
             self._compile_prompts()
             self.compile_decodes()
         if plan.device == "cuda" and self.media is not None:
             self.media.pace = measured_pace(self)
             logger.info("Images beside requests that decode: %s", self.media.pace.describe())
+
+    def _captured(
+        self, sizes: GraphSizes, keeps_hidden: bool, drafts: DraftRunner | None, graphs_prompts: bool
+    ) -> GraphRunner | None:
+        """Captures the graphs. Returns None for a class of transformers whose code cannot be captured, which may wait
+        for the device within a step: its steps are launched kernel by kernel."""
+        try:
+            graphs = GraphRunner(self.state, sizes, keeps_hidden, drafts, graphs_prompts)
+        except RuntimeError as error:
+            if self.plan.description.class_code is None:
+                raise
+            said = str(error).partition("\n")[0]
+            logger.warning("No CUDA graphs: %s cannot be captured (%s)", self.plan.description.title, said)
+            return None
+        logger.info("Captured CUDA graphs for batch sizes %s", list(self.plan.cuda_graph_bs))
+        return graphs
 
     @property
     def tokens_per_step(self) -> int:

@@ -1,19 +1,22 @@
-"""The safetensors files of a model directory, checked against their index."""
+"""The files of weights of a model directory: safetensors, checked against their index, or GGUF."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from sglang.srt.configs.checkpoint_header import CSF_EXCEPTIONS, CSF_FIXED, inside
+from sglang.srt.configs.gguf.tensors import read_index
 from sglang.srt.errors import UserError
 from sglang.srt.model_loader.compressed_scales import ExpandedScales
+from sglang.srt.model_loader.gguf_checkpoint import GGUFCheckpoint
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -53,9 +56,21 @@ class Checkpoint:
         return None if path is None else _open(path)
 
 
-def find_checkpoint(model_path: str) -> Checkpoint:
-    """Returns the files of a model directory: those of the index, or one model.safetensors. Raises UserError."""
+Weights: TypeAlias = Checkpoint | GGUFCheckpoint
+"""The weights of a model directory: their size, and an iterator over tensors that are read when they are indexed."""
+
+
+def find_checkpoint(
+    model_path: str,
+    dtype: torch.dtype = torch.float32,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Weights:
+    """Returns the files of a model directory: those of the index, or one model.safetensors, or a model in GGUF, of
+    which `dtype` and `wanted` say how it is read. Raises UserError."""
     folder = Path(model_path)
+    in_gguf = read_index(folder)
+    if in_gguf is not None:
+        return GGUFCheckpoint(folder, in_gguf, dtype, wanted)
     if (folder / INDEX_NAME).is_file():
         return _indexed(folder)
     if (folder / SINGLE_NAME).is_file():
@@ -63,7 +78,7 @@ def find_checkpoint(model_path: str) -> Checkpoint:
     names = sorted(p.name for p in folder.glob("*.safetensors")) or sorted(p.name for p in folder.glob("*.bin"))
     hint = f"; it has {', '.join(names[:5])}" if names else ""
     raise UserError(
-        f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}{hint}. Only safetensors weights can be loaded "
+        f"{folder} has neither {INDEX_NAME} nor {SINGLE_NAME}{hint}. Only weights in safetensors or GGUF can be loaded "
         "(--load-format dummy starts with random ones)"
     )
 

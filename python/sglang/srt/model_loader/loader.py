@@ -1,4 +1,4 @@
-"""Builds a model and fills its parameters from safetensors, tensor by tensor, or with random numbers."""
+"""Builds a model and fills its parameters from safetensors or GGUF, tensor by tensor, or with random numbers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
 from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.weight_check import refuse_not_finite
+from sglang.srt.models.build import build_model
 from sglang.srt.models.causal_lm import CausalLM
 from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
 from sglang.srt.towers.base.encoder import VisionEncoder
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 class Loadable(Protocol):
@@ -56,18 +57,18 @@ def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM
 def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
     """Builds the planned model with this rank's share of the weights on the plan's device.
 
-    `load_format`: auto and safetensors read the model directory; dummy fills with random numbers from `seed`. Raises
-    UserError if the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
+    `load_format`: auto, safetensors and gguf read the model directory; dummy fills with random numbers from `seed`.
+    Raises UserError if the checkpoint does not hold exactly the weights of this model, or holds NaN or infinity.
     """
     if load_format not in LOAD_FORMATS:
         raise UserError(f"load format {load_format!r} is not supported; supported: {', '.join(LOAD_FORMATS)}")
     start = time.perf_counter()
     with torch.inference_mode():
-        model = CausalLM(plan)
+        model = build_model(plan)
         if load_format == "dummy":
             fill_random(model.params, seed)
         else:
-            load_checkpoint(model, plan.model.model_path)
+            load_checkpoint(model, plan.model.model_path, getattr(torch, plan.dtype))
         for step in model.finish:
             step()
     # The collectives that follow have a time limit, and files come at different speeds.
@@ -75,7 +76,7 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
     num_bytes = sum(p.tensor.nbytes for p in model.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
-        plan.description.architecture,
+        plan.description.title,
         load_format,
         num_bytes / 1e9,
         time.perf_counter() - start,
@@ -100,16 +101,17 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
         if load_format == "dummy":
             fill_random(tower.params, seed)
         else:
-            load_checkpoint(tower, plan.model.model_path)
+            load_checkpoint(tower, plan.model.model_path, getattr(torch, plan.dtype))
     return tower
 
 
-def load_checkpoint(model: Loadable, model_path: str) -> None:
-    """Streams the directory's tensors into the parameters; each is read once, and only this rank's slice. Raises
-    UserError for missing, unexpected or unfit tensors."""
+def load_checkpoint(model: Loadable, model_path: str, dtype: torch.dtype = torch.float32) -> None:
+    """Streams the directory's tensors into the parameters; each is read once, and only this rank's slice. `dtype`: of
+    weights that are dequantized while they are read (GGUF). Raises UserError for missing, unexpected or unfit
+    tensors."""
     prefix = model.base_prefix
-    checkpoint = find_checkpoint(model_path)
     wanted = index_parts(model.weights, model.params.values())
+    checkpoint = find_checkpoint(model_path, dtype, lambda name: model.weights.canonical(name) in wanted)
     absent = {p.name: p for parts in wanted.values() if _optional(parts) for p, _ in parts}
     fill_random(absent, seed=0)  # until the checkpoint says otherwise: constants
     unknown: list[str] = []
@@ -117,7 +119,7 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
     tqdm.set_lock(threading.RLock())  # its default is a semaphore between processes, which outlives this one
     with tqdm(
         total=checkpoint.total_bytes(),
-        desc="Loading safetensors",
+        desc="Loading weights",
         unit="B",
         unit_scale=True,
         disable=not parallel_state.is_leader(),
@@ -141,7 +143,9 @@ def load_checkpoint(model: Loadable, model_path: str) -> None:
         raise UserError(f"{model_path} has weights that the model does not have: {format_names(unknown)}")
     missing = {name for name in wanted.keys() - loaded if not _optional(wanted[name])}
     if missing:
-        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}")
+        only_head = all(name.endswith("lm_head.weight") for name in missing)
+        advice = "; models of embeddings have no such output head: serve one with --is-embedding" if only_head else ""
+        raise UserError(f"{model_path} lacks weights of the model: {format_names(missing)}{advice}")
     refuse_not_finite(model.params, wanted, model_path)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.configs.speculative import DSPARK, SpeculativeSettings
+from sglang.srt.configs.speculative import DSPARK, STANDALONE, SpeculativeSettings
 from sglang.srt.drafts.config import DraftConfig, read_draft_config
 from sglang.srt.drafts.registry import describe_draft
 from sglang.srt.drafts.spec import DraftDescription
@@ -152,6 +152,11 @@ def asked_draft(
     config = None if settings is None else read_draft_config(settings, model, args.download_dir)
     if settings is None or config is None:
         return None
+    if target.class_code is not None and settings.algorithm != STANDALONE:
+        raise UserError(
+            f"--speculative-algorithm {args.speculative_algorithm} reads hidden states of layers, which a class of"
+            " transformers keeps to itself; NGRAM and STANDALONE can draft."
+        )
     config = replace(config, keep_shared_apart=apart)
     draft = describe_draft(config, target)
     _check_depth(settings)

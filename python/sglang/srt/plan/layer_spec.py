@@ -172,6 +172,11 @@ class ResidualDefaults(Protocol):
         """Returns whether mixers take the stream normed."""
         return True
 
+    @property
+    def norms_apart(self) -> bool:
+        """Returns whether the norms before blocks and the final one are besides the weights that blocks name."""
+        return True
+
     def intermediate_elements(self, itemsize: int) -> int:
         """Returns the elements of a token, of `itemsize` bytes each, that a pipeline stage sends on besides the
         streams."""

@@ -186,6 +186,16 @@ def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
         yield f"--pp-size {pp_size}: tokens add inputs to every layer, and only the first stage embeds them"
 
 
+def _class_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
+    """Yields problems of layouts in which a class of transformers would have to be taken apart."""
+    if model.class_code is None:
+        return
+    if ranks.pp_size > 1:
+        yield f"--pp-size {ranks.pp_size} cuts between layers, and a class of transformers runs as a whole"
+    if ranks.attn_dp_size > 1:
+        yield f"--attn-dp-size {ranks.attn_dp_size} exchanges tokens between the blocks that transformers hides"
+
+
 def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     tp_size, ep_size, experts = ranks.tp_size, ranks.ep_size, model.experts
     if tp_size % ep_size:
@@ -197,6 +207,7 @@ def _problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     if tp_size % ranks.attn_dp_size:
         yield f"--attn-dp-size {ranks.attn_dp_size} does not divide --tp-size {tp_size}, whose ranks share out requests"
         return
+    yield from _class_problems(model, ranks)
     yield from _context_problems(model, ranks)
     yield from _stage_problems(model, ranks.pp_size)
     for i, layer in enumerate(model.layers):
@@ -239,20 +250,21 @@ def _mixer_problems(model: ModelDescription, layer: int, mixer: Mixer, tp_size: 
     if mixer.num_heads and tp_size > mixer.num_heads:
         yield f"--tp-size {tp_size} is more than the model's {mixer.num_heads} attention heads"
     elif shares is not None:
-        yield from _head_problems(model, layer, mixer, shares)
+        yield from _head_problems(model, layer, mixer, shares, tp_size)
     elif part := mixer.uneven_part(tp_size):
         yield f"--tp-size {tp_size} does not divide the model's {part}"
     elif mixer.num_heads % tp_size:
         yield f"--tp-size {tp_size} does not divide the model's {mixer.num_heads} attention heads"
 
 
-def _head_problems(model: ModelDescription, layer: int, mixer: Mixer, shares: HeadShares) -> Iterator[str]:
-    tp_size = shares.tp_size
+def _head_problems(
+    model: ModelDescription, layer: int, mixer: Mixer, shares: HeadShares, tp_size: int
+) -> Iterator[str]:
     yield from mixer.share_problems(tp_size, partial(model.names.layer_module, layer))
     for part in mixer.scaled_head_dims(tp_size):
         quant = model.quant_of(layer, Matrix(part.matrix, part.parts, 0, 0))
         group = 0 if quant is None else quant.format.group[part.axis]
-        if group and any(shares.cuts(part.dims, part.of_kv, rank, group) for rank in range(tp_size)):
+        if group and any(shares.cuts(part.dims, part.of_kv, rank, group) for rank in range(shares.tp_size)):
             assert quant is not None
             module = model.names.layer_module(layer, part.matrix, part.parts[0])
             groups = f"groups of {group} {'columns' if part.axis else 'rows'}"

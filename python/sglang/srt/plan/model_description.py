@@ -20,6 +20,7 @@ from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
+from sglang.srt.plan.class_code.facts import ClassCode
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
@@ -63,6 +64,8 @@ class ModelDescription:
     with the output head."""
     media: MediaDescription | None = None
     """How the model reads images and videos; None: it reads text only, or media are not served."""
+    class_code: ClassCode | None = None
+    """The class of transformers that computes the model; None: a family of ours does."""
     shared_apart: str | None = None
     """Why the shared expert is not held as one more routed expert; None if it is, or if there is none."""
     _quants: dict[tuple[int, str, tuple[str, ...], int], ModuleQuant | None] = field(
@@ -73,6 +76,16 @@ class ModelDescription:
         default_factory=list, init=False, compare=False, repr=False
     )
     """Cache of `_quants_of_experts`."""
+
+    @property
+    def title(self) -> str:
+        """The architecture, for people, with what computes it if that is no family of ours."""
+        return self.architecture if self.class_code is None else f"{self.architecture} by transformers"
+
+    @property
+    def model_impl(self) -> str:
+        """What computes the model, as --model-impl calls it."""
+        return "sglang" if self.class_code is None else "transformers"
 
     @property
     def has_embedding(self) -> bool:
@@ -166,9 +179,10 @@ class ModelDescription:
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here, if anything is."""
-        if self.architecture not in SERVED_ARCHITECTURES:
+        if self.class_code is None and self.architecture not in SERVED_ARCHITECTURES:
             served = ", ".join(SERVED_ARCHITECTURES)
-            raise UserError(f"the architecture {self.architecture} is not supported. Supported: {served}.")
+            why = self.unsupported[0] if self.unsupported else not_supported(self.architecture)
+            raise UserError(f"{why} Supported: {served}.")
         if self.unsupported:
             raise UserError("\n".join(self.unsupported))
 
@@ -201,8 +215,13 @@ def describe_model(
         model,
         known=known is not None,
         vision_head_dim=_vision_head_dim(config.get("vision_config")),
-        names=_without_drafts(model.names, keys, len(model.layers)),
+        names=without_drafts(model.names, keys, len(model.layers)),
     )
+
+
+def not_supported(architecture: str) -> str:
+    """Returns the message for an architecture of which there is no family."""
+    return f"the architecture {architecture} is not supported."
 
 
 def architecture_of(keys: ConfigReader) -> str:
@@ -226,7 +245,7 @@ def describe_as(
     c = FamilyConfig(keys.values, keys.source, quantized=quantization is not None)
     hidden_size, vocab_size = c.positive("hidden_size"), c.positive("vocab_size")
     if c.architecture not in family.architectures:
-        c.problem(f"the architecture {c.architecture} is not supported.")
+        c.problem(not_supported(c.architecture))
     try:
         read = family.read(c)
     finally:
@@ -243,7 +262,7 @@ def describe_as(
         model_type=str(c.values.get("model_type") or ""),
         known=True,
         unsupported=tuple(c.problems),
-        dtype=_dtype(c.values),
+        dtype=dtype_of(c.values),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         tie_embeddings=tied,
@@ -258,10 +277,11 @@ def describe_as(
         names=family.names,
         quantization=quantization,
     )
-    return with_fused_shared(_with_scale_groups(model), keep_shared_apart)
+    return with_fused_shared(with_scale_groups(model), keep_shared_apart)
 
 
-def _dtype(values: Config) -> str:
+def dtype_of(values: Config) -> str:
+    """Returns the dtype that a config.json states."""
     return str(values.get("dtype") or values.get("torch_dtype") or "bfloat16").removeprefix("torch.")
 
 
@@ -281,7 +301,7 @@ def with_fused_shared(model: ModelDescription, keep_apart: str) -> ModelDescript
     return replace(model, layers=interned(layers), shared_apart=apart)
 
 
-def _with_scale_groups(model: ModelDescription) -> ModelDescription:
+def with_scale_groups(model: ModelDescription) -> ModelDescription:
     """Returns the model with the checkpoint's scale groups noted in MLPs and shared experts (intermediate dims that
     must stay on one rank) and in q, k and v."""
     if model.quantization is None:
@@ -336,7 +356,7 @@ def _vision_head_dim(vision: Any) -> int:
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 
 
-def _without_drafts(names: WeightMap, keys: ConfigReader, first: int) -> WeightMap:
+def without_drafts(names: WeightMap, keys: ConfigReader, first: int) -> WeightMap:
     """Returns the names with the layers behind the last one marked as unread: only drafts use them (multi-token
     prediction)."""
     drafts = range(first, first + keys.count("num_nextn_predict_layers", "num_mtp_modules"))

@@ -33,10 +33,11 @@ from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import check_placeholders, describe_media
-from sglang.srt.plan.model_description import ModelDescription, describe_model
+from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import check_pool, with_pages
 from sglang.srt.plan.rank_weights import rank_weights
 from sglang.srt.plan.remedies import trial_or_advice
+from sglang.srt.plan.served_model import describe_served
 from sglang.srt.plan.speculation import verify_needs
 from sglang.srt.server_args import ServerArgs
 
@@ -163,7 +164,11 @@ class ModelPlanner:
 
 def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescription:
     source = str(Path(model.model_path) / "config.json")
-    description = describe_model(model.hf_config, model.quantization, apart, source, model.text_keys)
+    description = describe_served(
+        args, model.hf_config, model.quantization, apart, model.model_path, model.text_keys, model.written_config
+    )
+    if description.class_code is not None:
+        return description
     media = None if args.language_model_only else describe_media(model.media_config)
     if media is not None:
         check_placeholders(media, description.vocab_size, source)
@@ -174,7 +179,10 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
             replace(layer, ffn=layer.ffn.with_image_token(token), ngrams=layer.ngrams.with_image_token(token))
             for layer in layers
         )
-    return replace(description, media=media, layers=layers)
+    # Embedding models are published without an output head. Nobody asks for logits, and the start-up checks, which
+    # compute some, do so with the embedding's rows.
+    tied = description.tie_embeddings or args.is_embedding
+    return replace(description, media=media, layers=layers, tie_embeddings=tied)
 
 
 def _with_shared_tower(args: ServerArgs, description: ModelDescription) -> ModelDescription:

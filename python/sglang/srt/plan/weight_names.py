@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -59,6 +60,8 @@ class WeightMap:
     """Pairs of name endings: that of some checkpoints, and the usual one that replaces it."""
     beginnings: tuple[tuple[str, str], ...] = ()
     """Pairs of name beginnings, likewise; they are replaced in order."""
+    renamings: tuple[tuple[str, str], ...] = ()
+    """Pairs of a pattern anywhere in a name and what replaces it, applied once each, in order, before the others."""
     decoder: str = "model."
     """Prefix of the decoder's names; multimodal checkpoints have it at one of DECODERS."""
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +91,8 @@ class WeightMap:
 
     def canonical(self, name: str) -> str:
         """Returns a checkpoint tensor's name with variant prefixes and endings replaced by the usual ones."""
+        for pattern, usual in self.renamings:
+            name = re.sub(pattern, usual, name, count=1)
         for place in DECODERS:
             if self.decoder in DECODERS and name.startswith(place):
                 name = self.decoder + name.removeprefix(place)

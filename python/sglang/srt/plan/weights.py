@@ -29,6 +29,8 @@ def rank_weight_bytes(
     normed = model.embedding.norm is not None and model.embedding.norm.weighted
     total = (of_rank.head.rows + normed) * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # one before each block, and the final one
+    if not model.layers[-1].residual.norms_apart:
+        norm = 0
     if model.last_stage:
         if not model.tie_embeddings:
             total += matrix_bytes(of_rank.head, model.head_quant, item, features)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from sglang.srt.configs.gguf.tensors import WHY_UNREAD
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.errors import UserError
 from sglang.srt.utils.text_stream import REPLACEMENT, ByteLevelDecoder, TextDecoder, WindowDecoder
@@ -211,6 +212,8 @@ def load_tokenizer(args: ServerArgs) -> Tokenizer | None:
     assert args.tokenizer_path is not None
     directory = resolve_model_path(args.tokenizer_path, args.revision, args.download_dir, weights=False)
     files = read_tokenizer_files(directory)
+    if WHY_UNREAD in files.config:
+        raise UserError(str(files.config[WHY_UNREAD]))
     if files.json_path.is_file() and not files.has_own_code:
         rust = _read_tokenizer_json(files)
         mismatch = _mismatch(files, rust)

@@ -18,7 +18,7 @@ import msgspec
 
 from sglang.srt.entrypoints.http_errors import ApiError, bad_request
 from sglang.srt.entrypoints.openai.jinja_environment import MAX_RENDERED, OutputTooLong, make_environment, write
-from sglang.srt.entrypoints.openai.message_order import MessageRules, message_rules
+from sglang.srt.entrypoints.openai.message_order import MessageRules, fitted_messages, message_rules, with_names
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.template_messages import CallForm, call_form, separates_parts, template_message
 from sglang.srt.errors import UserError
@@ -100,6 +100,7 @@ class ChatTemplate:
         }
         self._call_forms = {name: call_form(probe) for name, probe in probes.items()}
         self._keeping_parts = {name for name, probe in probes.items() if separates_parts(probe)}
+        self._message_rules: dict[str, MessageRules] = {}
         self._message_rules = {
             name: message_rules(functools.partial(self._rendered_probe, name, probe)) for name, probe in probes.items()
         }
@@ -129,7 +130,8 @@ class ChatTemplate:
         except OutputTooLong as error:
             raise ConversationTooLong(f"{error}; send fewer or shorter messages") from None
         except jinja2.TemplateError as error:
-            raise bad_request(f"the chat template refused the messages: {error}", param="messages") from error
+            advice = self._advice(name, request)
+            raise bad_request(f"the chat template refused the messages: {error}{advice}", param="messages") from error
         except Exception as error:  # a template is a program that runs on a client's values
             reason = f"{type(error).__name__}: {error}"
             raise bad_request(f"the chat template failed on these messages: {reason}", param="messages") from error
@@ -137,6 +139,13 @@ class ChatTemplate:
             return text
         ending = _ending(template, variables, self._max_chars) if len(continued) <= MAX_ENDING else ""
         return _cut_after(text, continued, ending)
+
+    def _advice(self, name: str, request: ChatCompletionRequest) -> str:
+        """Returns what the server's owner can do about a refusal, if that is for the order of the messages."""
+        rules = self._message_rules[name]
+        if fitted_messages(request.messages, rules, in_place=True) == request.messages:
+            return ""
+        return "; a server with --fold-system-messages in-place joins messages as this template wants them"
 
     def message_rules(self, tools: list[dict[str, Any]] | None) -> MessageRules:
         """Returns the message orders that conversations with these tools may have."""
@@ -186,7 +195,8 @@ class ChatTemplate:
 
     def _messages(self, name: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         form = self._call_forms.get(name, CallForm())
-        return [template_message(message, form, name in self._keeping_parts) for message in messages]
+        shown = [template_message(message, form, name in self._keeping_parts) for message in messages]
+        return with_names(shown) if self._message_rules.get(name, MessageRules()).named_results else shown
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._templates:

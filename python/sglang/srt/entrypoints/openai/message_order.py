@@ -2,7 +2,8 @@
 
 Agents send instructions among the messages, adjacent messages of one role, and user text after a tool result. Many
 templates print all of that. Others refuse a system message that is not the first, or any, or turns that do not
-alternate; for them these texts are moved to where they are accepted, and none is dropped.
+alternate; for them these texts are moved to where they are accepted, and none is dropped. Some refuse results without
+the function's name, which OpenAI's API does not send; for them the call's name is added.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ _REMINDER = ("<system-reminder>\n", "\n</system-reminder>")
 
 class MessageRules(NamedTuple):
     """What a template accepts: system messages at the beginning, and elsewhere; `refused` pairs of roles must not
-    follow one another."""
+    follow one another; `named_results` alone, which have the function's name."""
 
     system: bool = True
     later_system: bool = True
     refused: frozenset[tuple[str, str]] = frozenset()
+    named_results: bool = False
 
     def __str__(self) -> str:
-        """Describes what is moved."""
+        """Describes what is moved or added."""
         system = "first only" if self.system else "in the text of the first user"
         pairs = ", ".join(f"{second} behind {first}" for first, second in sorted(self.refused))
         moved = [] if self.later_system else [f"system messages {system}"]
-        return "; ".join(moved + ([f"joined: {pairs}"] if pairs else []))
+        named = ["results with the function's name"] if self.named_results else []
+        return "; ".join(moved + ([f"joined: {pairs}"] if pairs else []) + named)
 
 
 def _probe(role: str, name: str) -> Message:
@@ -49,7 +52,8 @@ _CALL = {
     "content": "",
     "tool_calls": [{"id": _CALL_ID, "type": "function", "function": {"name": "probe_function", "arguments": "{}"}}],
 }
-_RESULT = {**_probe("tool", "result"), "tool_call_id": _CALL_ID, "name": "probe_function"}
+_NAMELESS = {**_probe("tool", "result"), "tool_call_id": _CALL_ID}
+_RESULT = {**_NAMELESS, "name": "probe_function"}
 _LATER_PLACES = (
     [_SYSTEM, _LATER, _QUESTION],
     [_SYSTEM, _QUESTION, _LATER],
@@ -69,7 +73,11 @@ def message_rules(render: Render) -> MessageRules:
         and not _template_prints(render, messages)
         for messages in _LATER_PLACES
     )
-    return MessageRules(takes_system, takes_later, frozenset(_refused_pairs(render)))
+    takes_results, takes_nameless = (
+        _template_prints(render, [_QUESTION, _CALL, result]) for result in (_RESULT, _NAMELESS)
+    )
+    named_results = takes_results and not takes_nameless
+    return MessageRules(takes_system, takes_later, frozenset(_refused_pairs(render)), named_results)
 
 
 def _refused_pairs(render: Render) -> Iterator[tuple[str, str]]:
@@ -90,6 +98,20 @@ def _template_prints(render: Render, messages: list[Message]) -> bool:
     except Exception:  # a template is a program
         return False
     return all(message["content"] in text for message in messages)
+
+
+def with_names(messages: list[Message]) -> list[Message]:
+    """Returns the conversation, whose calls have names, with the name of its call in each result that has none."""
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            if isinstance(call.get("id"), str):
+                names[call["id"]] = call["function"]["name"]
+        lacks_name = message["role"] == "tool" and not message.get("name")
+        name = names.get(message.get("tool_call_id", "")) if lacks_name else None
+        named.append(message if name is None else {**message, "name": name})
+    return named
 
 
 def fitted_messages(messages: list[Message], rules: MessageRules, in_place: bool = False) -> list[Message]:

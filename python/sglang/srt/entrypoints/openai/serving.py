@@ -15,6 +15,7 @@ from sglang.srt.entrypoints.held_body import releases_body
 from sglang.srt.entrypoints.http_errors import ApiError
 from sglang.srt.entrypoints.http_request_id import rid_of
 from sglang.srt.entrypoints.http_stream import until_disconnect
+from sglang.srt.entrypoints.long_json import answer_call
 from sglang.srt.entrypoints.long_outputs import written
 from sglang.srt.entrypoints.openai.protocol import SamplingFields
 from sglang.srt.entrypoints.openai.template_pool import TemplatePool
@@ -92,13 +93,15 @@ async def answered(
     num_more: Callable[[GenerationStream], int] = lambda _: 0,
 ) -> Response:
     """Returns the response that `write` makes of what `collect` returns, in a thread if it is long. The outputs' log
-    probabilities count among those of all calls until it is written. num_more: returns the characters that are written
+    probabilities count among those of all calls until it is sent. num_more: returns the characters that are written
     besides the outputs."""
     releases_body(request, call)
 
+    async def response(stream: GenerationStream) -> Response:
+        outputs = await stream.collect()
+        return await written(outputs, partial(write, stream, outputs), num_more(stream))
+
     async def work() -> Response:
-        async with await service.manager.submit(call) as stream:
-            outputs = await stream.collect()
-            return await written(outputs, partial(write, stream, outputs), num_more(stream))
+        return await answer_call(await service.manager.submit(call), response)
 
     return await until_disconnect(request, work())

@@ -75,7 +75,7 @@ class GenerationStream:
         while not self._waiting:
             if self._error is not None:
                 error, self._error = self._error, None
-                self._close()
+                self.close()
                 raise error
             if self._closed or self._unfinished == 0:
                 raise StopAsyncIteration
@@ -91,7 +91,7 @@ class GenerationStream:
             while self._hand_over(take):
                 if self._error is not None:
                     error, self._error = self._error, None
-                    self._close()
+                    self.close()
                     raise error
                 if self._closed or self._unfinished == 0:
                     return True
@@ -108,13 +108,20 @@ class GenerationStream:
         while self._unfinished and self._error is None and not self._closed:
             await self._wait()
         if self._error is not None:
-            self._close()
+            self.close()
             raise self._error
         return [self._taken(output) for output in self._latest if output is not None]
 
     async def aclose(self) -> None:
+        """Does what `close` does."""
+        self.close()
+
+    def close(self) -> None:
         """Stops reading and aborts sequences that still run. Harmless after the end."""
-        self._close()
+        if not self._closed:
+            self._closed = True
+            self._wake()
+            self._on_close(self)
 
     async def __aenter__(self) -> GenerationStream:
         return self
@@ -122,7 +129,7 @@ class GenerationStream:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        self._close()
+        self.close()
 
     # --- the tokenizer manager's side ---------------------------------------------------------------------------------
 
@@ -217,9 +224,3 @@ class GenerationStream:
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(True)
-
-    def _close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._wake()
-            self._on_close(self)

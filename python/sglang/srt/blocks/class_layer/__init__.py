@@ -1,0 +1,1 @@
+"""Layers whose code is a class of transformers, over our attention, caches, products and experts."""

@@ -1,0 +1,21 @@
+"""Builds the planned model: a family's blocks, or a class of transformers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.models.causal_lm import CausalLM
+
+if TYPE_CHECKING:
+    from sglang.srt.plan.plan import Plan
+
+
+def build_model(plan: Plan, device: torch.device | str | None = None) -> CausalLM:
+    """Builds the model of a plan; arguments as in CausalLM."""
+    if plan.description.class_code is None:
+        return CausalLM(plan, device)
+    from sglang.srt.models.class_code.model import ClassModel  # imports transformers' model code, which takes seconds
+
+    return ClassModel(plan, device)

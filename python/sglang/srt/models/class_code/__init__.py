@@ -1,0 +1,1 @@
+"""Models whose code is a class of transformers."""

@@ -1,0 +1,104 @@
+"""Records what a model class does in a run without weights: its calls of attention and experts, and its masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+NOT_COMPUTED = ("indices", "block_indices", "position_bias", "sinks", "relative_bias", "score_mod")
+"""Arguments of attention calls that change its result, and that nothing computes here."""
+HARMLESS = frozenset(
+    {"attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids"}
+    | {"use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "cache_position"}
+    | {"logits_to_keep", "past_key_values", "return_dict", "labels", "token_type_ids", "head_mask"}
+)
+"""Arguments that are read here, or that do not change the result."""
+TOKENS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """A call of attention. mask: what the class passed; the number of its `Calls.masks`, None without one, or -1 for a
+    tensor of its own."""
+
+    module: torch.nn.Module
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
+    mask: int | None
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsCall:
+    """A call of a layer's experts with `top_k` chosen ones for each token."""
+
+    module: torch.nn.Module
+    top_k: int
+
+
+@dataclass(slots=True)
+class Calls:
+    """The calls of one run, in order. The methods are registered in the place of transformers' functions."""
+
+    attention: list[AttentionCall] = field(default_factory=list)
+    experts: list[ExpertsCall] = field(default_factory=list)
+    masks: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **arguments: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Returns an output [1, T, H, Dv] without values."""
+        numbers = [i for i, (mask, _) in enumerate(self.masks) if mask is attention_mask]
+        number = None if attention_mask is None else numbers[0] if numbers else -1
+        said = {name: argument for name, argument in arguments.items() if argument is not None}
+        self.attention.append(AttentionCall(module, query.shape, key.shape, value.shape, number, said))
+        batch, heads, tokens, _ = query.shape
+        return query.new_empty((batch, tokens, heads, value.shape[-1])), None
+
+    def compute_experts(
+        self, module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns outputs of experts without values."""
+        self.experts.append(ExpertsCall(module, chosen.shape[-1]))
+        return torch.empty_like(hidden)
+
+    def mask(self, **facts: Any) -> torch.Tensor:
+        """Returns a mask without values, which is known again when attention gets it."""
+        self.masks.append((torch.empty((1, 1, TOKENS, TOKENS), device="meta"), facts))
+        return self.masks[-1][0]
+
+    def window_of(self, call: AttentionCall) -> int:
+        """Returns the window of a call; 0: it sees all tokens. Raises ValueError that says what it is if it is neither:
+        the mask itself is compared at its edges."""
+        window = int(call.arguments.get("sliding_window") or 0)
+        if call.mask is None:
+            return window
+        if call.mask < 0:
+            raise ValueError("its class makes masks of its own")
+        facts = self.masks[call.mask][1]
+        stated = int(facts.get("local_size") or 0)
+        if not _is_causal(facts["mask_function"], stated):
+            raise ValueError("a mask is neither causal nor a causal window")
+        if window and window != stated:
+            raise ValueError(f"attention is called with a window of {window} tokens and a mask of {stated or 'all'}")
+        return stated
+
+
+def _is_causal(allows: Any, window: int) -> bool:
+    """Returns whether a mask function is that of causal attention with this window (0: none)."""
+    reach = window or 16
+    rows = torch.tensor(sorted({0, 1, 2, reach - 1, reach, reach + 1, 2 * reach + 1}))[:, None]
+    cols = torch.arange(2 * reach + 4)[None]
+    zero = torch.zeros((), dtype=torch.int64)
+    expected = (cols <= rows) & (cols > rows - window if window else True)
+    allowed = torch.as_tensor(allows(zero, zero, rows, cols)).expand(expected.shape)
+    return bool((allowed == expected).all())

@@ -1,0 +1,257 @@
+"""A causal model whose code is a class of transformers, over our attention, caches, products, experts and head."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.blocks.class_layer.layer import (
+    ClassProduct,
+    CurrentStep,
+    LayerAttention,
+    RoutedExperts,
+    attend,
+    compute_experts,
+)
+from sglang.srt.blocks.class_layer.spec import ClassExperts, ClassLayer
+from sglang.srt.distributed import parallel_state
+from sglang.srt.distributed.groups import Groups
+from sglang.srt.distributed.ping_pong import Blocks, PingPong
+from sglang.srt.errors import UserError
+from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.parameter import Init, Param, QuantMethod, Scope
+from sglang.srt.layers.quantization.dense import QuantizedMethod
+from sglang.srt.layers.quantization.layout import is_redundant
+from sglang.srt.layers.rotary_embedding import RotaryTables
+from sglang.srt.models.causal_lm import AuxLayers, CausalLM
+from sglang.srt.models.class_code.build import class_of, config_of, create, register
+from sglang.srt.models.class_code.head import Given, decoder_of
+from sglang.srt.plan.class_code.facts import TensorFact
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.forward_batch import ForwardBatch
+    from sglang.srt.layers.row_exchange import RowExchange
+    from sglang.srt.mem_cache.memory_pool import CacheStore
+    from sglang.srt.plan.plan import Plan
+
+
+class ClassModel(CausalLM):
+    """A causal model of transformers, used as others are: the class computes the tokens of a step as one
+    text [1, T] with positions by request, and calls our functions for what requests have in common and for what they
+    do not.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device | str | None = None, groups: Groups | None = None) -> None:
+        """Allocates the parameters; arguments as in CausalLM."""
+        self.description = description = plan.description
+        code = description.class_code
+        assert code is not None and code.facts.head is not None
+        self.facts, head, facts = code.facts, code.facts.head, code.facts
+        quantization = description.quantization
+        quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
+        scope = Scope(
+            plan=plan,
+            device=torch.device(device or plan.device),
+            dtype=getattr(torch, plan.dtype),
+            groups=groups or parallel_state.groups(),
+            quant=quant,
+            weights=description.names,
+        )
+        self.weights, self.base_prefix = description.names, facts.base
+        self.params: dict[str, Param] = scope.params
+        self.on_other_ranks, self.finish = scope.on_other_ranks, scope.finish
+        self.caches: list[CacheStore] = scope.caches
+        self.vocab_is_in_group, self.defers_all_reduce = True, False
+        self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
+        self.layers = []  # the class has its layers to itself
+        self.aux_layers, self.aux_keeps_streams = AuxLayers(), False
+        self.step = CurrentStep()
+        register(attend, compute_experts)
+        kind = class_of(code.request)
+        self.model = create(kind, config_of(code.request, kind), scope.dtype)
+        self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
+        tied_to = self.embed if description.tie_embeddings else None
+        self.head = LMHead(scope.sub("lm_head"), facts.vocab_size, tied_to)
+        head_bias = None
+        if head.bias:
+            head_bias = scope.sub("lm_head").param("bias", (head.rows,), init=Init.ZEROS)
+        rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
+        for i, layer in enumerate(description.layers):
+            assert isinstance(layer.mixer, ClassLayer)
+            self._fill_layer(scope.sub("layers").sub(i), layer.mixer, layer.ffn.experts, i, rotary)
+        for tensor in facts.tensors:
+            self._take(scope.sub("outside"), "", tensor)
+        embedding = self.model.get_submodule(facts.embedding)
+        self._put(facts.embedding, ClassEmbedding(embedding, self.embed))
+        self._put(head.name, HeadProduct(self.head, head_bias, self.embed.weight[:0]))
+        self._fill_buffers()
+        self.decoder = decoder_of(self.model)
+        self.logits_of = Given(self.model, self.decoder)
+
+    def _fill_layer(
+        self, scope: Scope, spec: ClassLayer, experts: ClassExperts | None, number: int, rotary: RotaryTables
+    ) -> None:
+        """Puts our parts in the place of those of a layer of the class."""
+        at = self.facts.layers_at.format(layer=number)
+        assert spec.attention is not None
+        for linear in spec.linears:
+            self._put(at + linear.name, ClassProduct(scope.sub(linear.name), spec, linear))
+        attention = LayerAttention(scope, spec, number, rotary, self.step)
+        # Not as submodules: a class's own modules are what its code knows of.
+        vars(self.model.get_submodule(at + spec.attention.module))["attention_of_step"] = attention
+        for tensor in spec.tensors:
+            if tensor.name == spec.attention.sinks:
+                self._set(at + tensor.name, attention.sinks)
+            else:
+                self._take(scope, at, tensor)
+        if experts is not None:
+            assert experts.fact is not None
+            module = self.model.get_submodule(at + experts.fact.module)
+            vars(module)["experts_of_layer"] = RoutedExperts(scope.sub("moe"), experts, self.step)
+            for name in [*module._parameters]:
+                module._parameters[name] = None
+
+    def _take(self, scope: Scope, at: str, tensor: TensorFact) -> None:
+        """Allocates a parameter or buffer that every rank has. at: what the names of the layer's modules begin with."""
+        name = tensor.name if "." in tensor.name or not at else f"own.{tensor.name}"
+        module, _, leaf = name.rpartition(".")
+        dtype = torch.float32 if tensor.fp32 else None
+        inner = scope.sub(module) if module else scope
+        self._set(at + tensor.name, inner.param(leaf, tensor.shape, init=_initial(tensor), dtype=dtype))
+
+    def _set(self, path: str, tensor: torch.Tensor | None) -> None:
+        module, _, leaf = path.rpartition(".")
+        owner = self.model.get_submodule(module)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[leaf] = tensor
+
+    def _put(self, path: str, module: torch.nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), name, module)
+
+    def _fill_buffers(self) -> None:
+        """Computes the buffers that no checkpoint has, such as rotary frequencies, by the class's own initialization.
+        Raises UserError for one that it leaves without values."""
+        loaded = {id(param.tensor) for param in self.params.values()}
+        for path, module in self.model.named_modules():
+            passing = [n for n, b in module._buffers.items() if b is not None and id(b) not in loaded and b.is_meta]
+            if not passing or self.device.type == "meta":
+                continue
+            parameters = module._parameters
+            module._parameters = {  # which are not to be initialized
+                name: None if p is None else torch.nn.Parameter(p.to("meta"), requires_grad=False)
+                for name, p in parameters.items()
+            }
+            with torch.no_grad():
+                for name in passing:
+                    module._buffers[name] = torch.full_like(module._buffers[name], _UNSET, device="cpu")
+                self.model._init_weights(module)
+            module._parameters = parameters
+            for name in passing:
+                buffer = module._buffers[name]
+                if bool((buffer == _UNSET).all()) and buffer.numel():
+                    raise UserError(f"{self.facts.architecture}: the buffer {path}.{name} has no initial values.")
+                module._buffers[name] = buffer.to(self.device)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.compute(batch, None)
+
+    def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
+        """Returns the decoder's output [T, H] after its final norm. received: None, there are no stages."""
+        self.step.batch = batch
+        try:
+            out = self.decoder(
+                input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True
+            )
+        finally:
+            self.step.batch = None
+        hidden: torch.Tensor = out[0][0]
+        return hidden
+
+    def by_block(self, batch: ForwardBatch, received: torch.Tensor | None) -> Blocks[torch.Tensor]:
+        """Computes as `compute` does: a class has no blocks between which another step could compute."""
+        yield from ()
+        return self.compute(batch, received)
+
+    def forward_microbatches(
+        self, batch: ForwardBatch, microbatches: tuple[ForwardBatch, ForwardBatch], ping_pong: PingPong
+    ) -> torch.Tensor:
+        """Computes the whole batch at once."""
+        return self(batch)
+
+    def input_buffer(self, num_tokens: int) -> None:
+        """Returns None: there is one stage."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits [R, V] fp32 of hidden [R, H] on every rank."""
+        return self.logits_of.logits(hidden).float()
+
+    def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:
+        """Returns logits as `logits` does."""
+        return self.logits(hidden)
+
+    def ignored_weight(self, name: str) -> bool:
+        """Returns whether this rank needs nothing of a checkpoint tensor."""
+        tied_head = self.description.tie_embeddings and name == f"{self.weights.model['lm_head']}.weight"
+        if tied_head or name in self.on_other_ranks:
+            return True
+        if name.startswith(self.weights.unread) or name.endswith(self.weights.ignore):
+            return True
+        if any(re.search(pattern, name) for pattern in self.facts.ignored):
+            return True
+        return is_redundant(self.description.quantization, name)
+
+
+_UNSET = 77
+"""A value that no buffer has everywhere."""
+
+
+def _initial(tensor: TensorFact) -> Init:
+    """Returns the initial values of a dummy parameter: 1 for weights of norms, 0 for biases."""
+    leaf = tensor.name.rpartition(".")[2]
+    if leaf.endswith("bias"):
+        return Init.ZEROS
+    return Init.ONES if len(tensor.shape) <= 1 else Init.NORMAL
+
+
+class ClassEmbedding(torch.nn.Module):
+    """The embedding of a class, whose rows ranks divide. A class that does more than to look up rows does it with the
+    rows of the step, of which it looks up each once."""
+
+    def __init__(self, embedding: torch.nn.Embedding, rows: VocabParallelEmbedding) -> None:
+        super().__init__()
+        self.rows = rows
+        self.looked_up = embedding if type(embedding) is not torch.nn.Embedding else None
+        self.weight = rows.weight
+        if self.looked_up is not None:
+            self.looked_up.padding_idx = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns [1, T, H] for ids [1, T]."""
+        rows = self.rows(ids.flatten())
+        if self.looked_up is None:
+            return rows.view(*ids.shape, rows.shape[-1])
+        self.looked_up._parameters["weight"] = rows  # type: ignore[assignment]
+        out: torch.Tensor = self.looked_up(torch.arange(len(rows), device=rows.device).view(ids.shape))
+        self.looked_up._parameters["weight"] = None
+        return out
+
+
+class HeadProduct(torch.nn.Module):
+    """The output head of a class: hidden [..., H] -> logits [..., V] fp32."""
+
+    def __init__(self, head: LMHead, bias: torch.Tensor | None, weight: torch.Tensor) -> None:
+        """weight: without elements; classes ask it for its dtype."""
+        super().__init__()
+        self.head, self.bias, self.weight = head, bias, weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns logits without what the class does with them."""
+        logits = self.head(hidden.reshape(-1, hidden.shape[-1]))
+        logits = logits if self.bias is None else logits + self.bias.float()
+        return logits.view(*hidden.shape[:-1], logits.shape[-1])

@@ -1,0 +1,86 @@
+"""Describes layers and names of a model whose code is a class of transformers, from its facts. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sglang.srt.blocks.class_layer.spec import (
+    ClassExperts,
+    ClassLayer,
+    ClassStream,
+    elements_of,
+    softmax_of,
+    values_of,
+)
+from sglang.srt.blocks.moe.spec import Router
+from sglang.srt.configs.activation import FUNCTIONS, Activation
+from sglang.srt.configs.rope import unrotated
+from sglang.srt.plan.class_code.facts import ClassFacts, ExpertsFact, LayerFact
+from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec
+from sglang.srt.plan.masks import windowed
+from sglang.srt.plan.weight_names import WeightMap
+from sglang.srt.plan.weight_spec import Elements
+
+
+def layers_of_class(facts: ClassFacts) -> list[LayerSpec]:
+    """Returns the layers of a class as blocks."""
+    stream = ClassStream(_outside(facts))
+    return [_layer(layer, stream) for layer in facts.layers]
+
+
+def _outside(facts: ClassFacts) -> tuple[Elements, ...]:
+    assert facts.head is not None
+    bias = (Elements(facts.head.rows),) if facts.head.bias else ()
+    return (*(elements_of(tensor) for tensor in facts.tensors), *bias)
+
+
+def _layer(layer: LayerFact, stream: ClassStream) -> LayerSpec:
+    attention, experts = layer.attention, layer.experts
+    mixer = ClassLayer(
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        rope=unrotated(attention.head_dim),
+        values=values_of(attention),
+        mask=windowed(attention.window),
+        softmax=softmax_of(attention),
+        attention=attention,
+        linears=layer.linears,
+        tensors=layer.tensors,
+    )
+    block: FeedForward = ABSENT if experts is None else _experts(experts)
+    return LayerSpec(mixer, block, stream)
+
+
+def _experts(fact: ExpertsFact) -> ClassExperts:
+    return ClassExperts(
+        fact.num_experts,
+        fact.intermediate_size,
+        Router(fact.top_k),
+        Activation(function=FUNCTIONS[fact.function]),
+        bias=fact.bias,
+        form=fact.form,
+        fact=fact,
+    )
+
+
+def names_of_class(facts: ClassFacts) -> WeightMap:
+    """Returns the names of a class's parameters in checkpoints: those of its modules. A parameter of a layer itself is
+    in our module "own", and one outside of layers in "outside"."""
+    assert facts.head is not None
+    model = {"embed": facts.embedding, "lm_head": facts.head.name, "norm": facts.head.name}
+    for tensor in facts.tensors:
+        module = tensor.name.rpartition(".")[0]
+        model[f"outside.{module}".removesuffix(".")] = module
+    layer: dict[str, str] = {"own": ""}
+    for fact in facts.layers:
+        modules = [linear.name for linear in fact.linears]
+        modules += [tensor.name.rpartition(".")[0] for tensor in fact.tensors if "." in tensor.name]
+        layer |= {module: module for module in (*modules, fact.attention.module)}
+        if fact.experts is not None:
+            layer["moe.experts"] = fact.experts.module
+            if fact.experts.apart:
+                layer |= {"moe.w13": fact.experts.apart, "moe.w2": fact.experts.apart}
+    names = WeightMap(model, layer, facts.layers_at, renamings=facts.renamings)
+    named = next((fact.experts.parts for fact in facts.layers if fact.experts and fact.experts.parts), ())
+    return replace(names, parts=dict(zip(("gate", "up", "down"), named, strict=False)))

@@ -1,0 +1,110 @@
+"""Writes docs/transformers_models.md: which classes of transformers compute models for which there is no family.
+
+python scripts/transformers_page.py
+
+The outcomes are those of test/srt/class_code/test_every_class.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sglang.srt.plan.families import SERVED_ARCHITECTURES
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "transformers_models.md"
+OUTCOMES = ROOT / "test" / "srt" / "class_code" / "outcomes.json"
+
+INTRODUCTION = """\
+# Models by transformers
+
+For those whose model is not in the table of [served models](models.md).
+This page is generated, and a test fails when it is stale:
+
+    python scripts/transformers_page.py
+
+A model without a family here is computed by its own class in
+[transformers](https://github.com/huggingface/transformers).
+The class computes norms, rotary embeddings, gates and routers.
+In the place of its attention, linear layers, experts, embedding and output head it calls those of this server.
+So scheduler, cache, sampler and API are the same as for every other model.
+
+`--model-impl` says what computes the model:
+
+- `auto` (the default): a family of this server if there is one, else the class.
+- `sglang`: a family, or the server does not start.
+- `transformers`: the class, also where there is a family.
+
+`sglang plan`, `python -m sglang.explain` and `--dry-run` say "by transformers" where a class computes the model.
+Its heads, windows and weights are found by a run without weights, in a process of its own with limits of time and
+memory. What it finds is kept under `SGLANG_CACHE_DIR` for the next start.
+A class that a checkpoint brings as Python code runs only with `--trust-remote-code`.
+
+## What works
+
+- Chunks of prompts, mixed steps, prefix cache with windows, retraction, grammars, tool calls, log probabilities.
+- Caches in FP8, and weights in the formats of [quantization](quantization.md) where linear layers are `nn.Linear`.
+- `NGRAM` and `STANDALONE` drafts. Other drafts read hidden states of layers and are refused.
+- `--tp-size`, where the class has a plan for it. Attention that the plan does not divide is whole on every rank.
+- `--ep-size`, where the class calls its experts through transformers' interface.
+- `--pp-size`, `--attn-dp-size`, `--dcp-size` and two-batch overlap are refused.
+- CUDA graphs are tried at start-up. If the class cannot be captured, the log says so and steps run kernel by kernel.
+  This was not tried on a GPU yet.
+
+Norms are not fused with what comes before them, and q, k and v are three products: expect less speed than from a
+family. Predicted times leave out the cost of such norms.
+Attention over latents (MLA) has its keys and values expanded in the cache: heads times their sizes a token.
+
+"""
+
+SERVED = """\
+## Classes that are served
+
+Each was compared with its own `generate` in transformers {version}, in fp32 on a CPU with random weights: three prompts
+of different lengths in one batch, in chunks of 7 tokens, 24 greedy tokens, then prompts behind cached prefixes.
+Those of a family run by it, unless `--model-impl transformers` asks for the class.
+
+"""
+
+REFUSED = """\
+## Classes that are refused
+
+"""
+
+
+def page() -> str:
+    """The text of docs/transformers_models.md."""
+    outcomes: dict[str, str] = json.loads(OUTCOMES.read_text(encoding="utf-8"))["outcomes"]
+    version = json.loads(OUTCOMES.read_text(encoding="utf-8"))["transformers"]
+    served = [name for name, reason in outcomes.items() if not reason]
+    of_family = [name for name in served if name in SERVED_ARCHITECTURES]
+    others = [name for name in served if name not in SERVED_ARCHITECTURES]
+    rows = {"no family": others, "a family": of_family}
+    table = [f"| {kind} | {', '.join(f'`{name}`' for name in names)} |" for kind, names in rows.items()]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in outcomes.items():
+        if reason and name not in SERVED_ARCHITECTURES:
+            reasons.setdefault(_short(name, reason), []).append(name)
+    refused = [
+        f"| {reason} | {', '.join(f'`{name}`' for name in names)} |" for reason, names in sorted(reasons.items())
+    ]
+    return (
+        INTRODUCTION
+        + SERVED.format(version=version)
+        + "\n".join(("| there is | classes |", "|---|---|", *table))
+        + "\n\n"
+        + REFUSED
+        + "\n".join(("| reason | classes |", "|---|---|", *refused))
+        + "\n"
+    )
+
+
+def _short(name: str, reason: str) -> str:
+    """Returns a reason without the name of the class."""
+    short = reason.removeprefix(f"the architecture {name} is not supported: ").replace(f"{name} cannot", "it cannot")
+    return short.removesuffix(".")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
