@@ -33,8 +33,8 @@ from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
 from sglang.srt.layers.quantization.scaled_mm import ScaledWeight, problem_of, scaled_product, scaled_weight
 from sglang.srt.layers.triton_ops import linear_tiles, pdl
+from sglang.srt.layers.triton_ops.linear_products import PackedWeight, many_rows, operand, pack, packed_linear
 from sglang.srt.layers.triton_ops.linear_tiles import FEW_ROWS
-from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, many_rows, operand, pack, packed_linear
 
 SHAPES = {
     "8B qkv": (6144, 4096),

@@ -41,7 +41,7 @@ def _half(*shape: int, device: str) -> torch.Tensor:
 
 
 def _linear(op: Linear, arch: ArchTraits, device: str) -> list[Call]:
-    from sglang.srt.layers.triton_ops import gemv, linear_tiles, quant_linear
+    from sglang.srt.layers.triton_ops import gemv, linear_products, linear_tiles
 
     x = _half(op.tokens, op.cols, device=device)
     count = _copies(op.weights)
@@ -50,7 +50,9 @@ def _linear(op: Linear, arch: ArchTraits, device: str) -> list[Call]:
         return [lambda w=w: gemv.linear(x, w) for w in weights]  # type: ignore[misc]
     scheme, shape = SCHEMES[op.scheme], (op.rows, op.cols, False)
     configs = linear_tiles.tile_configs_of(scheme, shape, arch)
-    products = [quant_linear.quantized_linear(_linear_weight(scheme, op, device), arch, configs) for _ in range(count)]
+    products = [
+        linear_products.quantized_linear(_linear_weight(scheme, op, device), arch, configs) for _ in range(count)
+    ]
     return [lambda product=product: product(x) for product in products]  # type: ignore[misc]
 
 

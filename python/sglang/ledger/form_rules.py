@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +229,29 @@ _PAIRS = _rule(
     counts=f"top_k {_SCALE_STRIDES}",
     absent=_PRODUCT,
 )
+# Up to four scales of a row are loaded at once, and nothing is arranged by where they lie.
+_WIDENED_COUNTS = frozenset(f"{_SCALE_STRIDES} N".split())
+_TILES = _rule(
+    free="GROUP_M",
+    at_most="SPLITS HAS_BIAS",
+    at_least="EVEN_K",
+    counts="T K",
+    # With the scales of "mx" the compiler also arranges what it stores by N's alignment, through shared memory.
+    counts_where=dict.fromkeys(_LONE_SCALES, f"{_SCALE_STRIDES} N"),
+    absent=_PRODUCT | {"SPLITS": "parts arrivals", "HAS_X_FACTOR": "x_factor"},
+)
 _PRODUCTS = {
     "gemv.gemv_kernel": _GEMV,
     "skinny_gemm.skinny_gemm_kernel": _GEMV,
-    "quant_linear.tiles_kernel": _rule(
-        free="GROUP_M",
-        at_most="SPLITS HAS_BIAS",
-        at_least="EVEN_K",
-        counts="T K",
-        # With the scales of "mx" the compiler also arranges what it stores by N's alignment, through shared memory.
-        counts_where=dict.fromkeys(_LONE_SCALES, f"{_SCALE_STRIDES} N"),
-        absent=_PRODUCT | {"SPLITS": "parts arrivals", "HAS_X_FACTOR": "x_factor"},
-    ),
+    "quant_linear.tiles_kernel": _TILES,
+    "quant_linear_widened.tiles_kernel": replace(_TILES, counts=_TILES.counts | _WIDENED_COUNTS),
     "quant_linear.few_rows_kernel": _rule(at_most="HAS_BIAS EARLY", counts="N K ws_stride", absent=_PRODUCT),
     "kernels.gate_up_kernel": _GROUPED,
     "kernels.down_kernel": _GROUPED,
     "kernels_few.gate_up_pairs_kernel": _PAIRS,
     "kernels_few.down_sum_kernel": _PAIRS,
+    "kernels_widened.gate_up_kernel": replace(_GROUPED, counts=_GROUPED.counts | _WIDENED_COUNTS),
+    "kernels_widened.down_kernel": replace(_GROUPED, counts=_GROUPED.counts | _WIDENED_COUNTS),
     "kernels_zero_points.gate_up_kernel": _GROUPED,
     "kernels_zero_points.down_kernel": _GROUPED,
     "kernels_zero_points.gate_up_pairs_kernel": _PAIRS,

@@ -48,6 +48,7 @@ _FASTEST_PROMPTS = "blocks of 32 and 64 heads, the fastest of the tiles for prom
 _LONG_ROWS = "rows of 53,248 elements: the MLP of Llama 3.1 405B whole, on one rank, which has no room for it"
 _UNALIGNED_HEADS = "only image encoders, of which none is served yet, have heads of 72, whose rows are not aligned"
 _MASKS = "only with columns that no block divides, whose masks it keeps on the stack: with others it spills nothing"
+_HEADS = "quantized output heads, under one of the two versions"
 ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
     AcceptedSpill(
         "sm120",
@@ -65,15 +66,20 @@ ACCEPTED_SPILLS: tuple[AcceptedSpill, ...] = (
         for scheme in ("fp8_tensor", "fp8_channel", "int8_channel")
         for split in ("", "/split")
     ),
+    AcceptedSpill("sm120", "linear", "tiles/fp8_channel_a16/odd", 572, _IN_PIECES),
+    *(
+        AcceptedSpill("sm120", "linear", f"tiles/{scheme}/split/fp32", 8, _HEADS)
+        for scheme in ("fp8_tensor", "fp8_channel")
+    ),
+    AcceptedSpill("sm120", "fused_moe", "gate_up/fp8_block_a16", 8, "the last resort, under Triton 3.6"),
+    AcceptedSpill("sm120", "fused_moe", "gate_up/fp8_channel_a16", 16, "four registers of one tile, under Triton 3.9"),
     AcceptedSpill("sm120", "linear", "few/fp8_tensor/ragged/odd", 16, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "few/fp8_channel/ragged/odd", 16, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "tiles/nvfp4/odd", 384, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "tiles/nvfp4/split/odd_rows", 16, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "tiles/mxfp8/split/odd_rows", 508, _IN_PIECES),
     AcceptedSpill("sm120", "linear", "tiles/mxfp4_mxfp8/split/odd_rows", 500, _IN_PIECES),
-    AcceptedSpill(
-        "sm120", "linear", "tiles/nvfp4/widened/split/fp32", 24, "quantized output heads, under one of the two versions"
-    ),
+    AcceptedSpill("sm120", "linear", "tiles/nvfp4/widened/split/fp32", 24, _HEADS),
     AcceptedSpill("sm120", "linear", "tiles/int4_g32/split", 16, _MASKS),
     AcceptedSpill("sm120", "linear", "tiles/mxfp4", 8, _MASKS),
     AcceptedSpill(

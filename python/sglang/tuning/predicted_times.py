@@ -16,7 +16,7 @@ from typing import Any
 from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.conditions import FEW_MIN_K, FEW_MULTIPLE, SKINNY_MAX_ROWS, SKINNY_MIN_N
-from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, Ledger, tile_key
+from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, SAME_LAUNCHES, Ledger, tile_key
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Need, Tile, TileRecord
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
@@ -187,8 +187,13 @@ def _linear_record(op: Linear, tile: Tile, arch: ArchTraits) -> TileRecord | Non
     name = tile_key(tile)
     pieces = op.cols % 16 != 0
     packed = "block_scaled_mma" in arch.features
-    for dequantized, in_pieces in ((False, pieces), (False, False)) if packed else ((True, False), (False, pieces)):
-        record = _linear_records(op.scheme, arch.name, dequantized, in_pieces).get(name)
+    variants: tuple[tuple[bool, bool], ...]
+    variants = ((False, pieces), (False, False)) if packed else ((True, False), (False, pieces))
+    if op.scheme in SAME_LAUNCHES:
+        variants = ((True, False), *variants)
+    scheme = SAME_LAUNCHES.get(op.scheme, op.scheme)
+    for dequantized, in_pieces in variants:
+        record = _linear_records(scheme, arch.name, dequantized, in_pieces).get(name)
         if record is not None:
             return record
     return None

@@ -90,12 +90,12 @@ def pair_kind(scheme: str | None, features: Collection[str]) -> str:
         if form.activation is not None and packed:
             return "packed"
         return "pairs" if form.element == "e2m1" and form.group[1] == 32 else "planes"
-    return "mxfp8" if form.activation == "mxfp8" else form.element
+    return "mxfp8" if form.group[0] == 1 and form.group[1] else form.element
 
 
 def _cut(tile: PairTile, scheme: str | None, cols: int) -> tuple[int, int]:
     """Returns the rows of weights and the warps of a program."""
     form = SCHEMES[scheme] if scheme else None
-    multiple = 128 if form is not None and (form.bits == 4 or form.group[1] == 128) else 16
+    multiple = 128 if form is not None and (form.bits == 4 or form.group == (128, 128)) else 16
     choice = tile.cut(cols, multiple)
     return choice["BLOCK_N"], choice["num_warps"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from sglang.srt import environ
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quantization import SPELLINGS, agree, detect, quantization_of
 from sglang.srt.errors import UserError
@@ -317,8 +318,21 @@ def _weights(**change: Any) -> dict[str, Any]:
         (compressed("x", "int4", TOKEN, []), "group_0: weights must be an object; got 'int4'"),
         (compressed("float-quantized", CHANNEL, "token", []), "input_activations must be an object; got 'token'"),
         (_weights(group_size=48), "int4 per group of 48, activations in 16 bits is not supported"),
-        (_weights(num_bits=8), "int8 per group of 32, activations in 16 bits is not supported. Supported schemes"),
-        (compressed("float-quantized", CHANNEL, None, []), "float8 per channel, activations in 16 bits is not"),
+        (_weights(num_bits=6), "int6 per group of 32, activations in 16 bits is not supported. Supported schemes"),
+        (_weights(num_bits=8, symmetric=False), r"int8 per group of 32, .*: asymmetric weights \(zero points\)"),
+        (
+            compressed("float-quantized", {"type": "float", "num_bits": 8, "strategy": "attn_head"}, None, []),
+            "float8 per attn_head, activations in 16 bits is not",
+        ),
+        (FP8_BLOCK | {"store_dtype": "nvfp4"}, "store_dtype 'nvfp4' in blocks of None"),
+        (FP8_BLOCK | {"store_dtype": "mxfp4", "mxfp4_block_size": 16}, "store_dtype 'mxfp4' in blocks of 16"),
+        (FP8_BLOCK | {"routed_experts_quant_method": "int4"}, "routed_experts_quant_method 'int4'"),
+        ({"quant_method": "w4afp8", "group_size": 256}, "w4afp8 with group_size 256"),
+        ({"quant_method": "w4afp8", "weight_block_size": [1, 32]}, r"w4afp8 with .*weight_block_size \[1, 32\]"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8_BLOCK_SCALES", "group_size": 64},
+            "FP8_BLOCK_SCALES with group_size 64",
+        ),
         (compressed("float-quantized", CHANNEL, TOKEN, ["re:("]), r"'\(' is not a regular expression"),
         ({"quant_method": "compressed-tensors"}, "needs config_groups"),
         (
@@ -337,22 +351,24 @@ def _weights(**change: Any) -> dict[str, Any]:
         (AWQ | {"zero_point": False}, "zero_point False"),
         (AWQ | {"version": "gemv"}, "version gemv"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "desc_act True is not supported"),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}, "gptq with bits 8"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128, "sym": True}, "gptq with bits 3"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 64, "sym": True}, "gptq with bits 8, group_size 64"),
+        ({"quant_method": "gptq", "bits": "8", "group_size": 128}, "gptq with bits 8, group_size 128"),
         (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 8}}},
-            r"dynamic \+:.*down.*: gptq with bits 8, group_size 128",
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*down.*": {"bits": 2}}},
+            r"dynamic \+:.*down.*: gptq with bits 2, group_size 128",
         ),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": [1]}, "dynamic must be an object"),
         (
-            {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:llm_compressor"},
-            "auto-round with bits 4, .* packing_format auto_round:llm_compressor is not supported",
+            {"quant_method": "auto-round", "bits": 4, "group_size": 128, "packing_format": "auto_round:exllama"},
+            "auto-round with bits 4, .* packing_format auto_round:exllama is not supported",
         ),
         (
             {
                 "quant_method": "auto-round",
                 "bits": 4,
                 "group_size": 128,
-                "packing_format": "auto_round:auto_gptq",
+                "packing_format": "auto_round:auto_awq",
                 "extra_config": {"a.down_proj": {"bits": 8}},
             },
             "extra_config a.down_proj: auto-round with bits 8",
@@ -391,6 +407,56 @@ AUTO_ROUND = {
         "model.language_model.layers.5.mlp.down_proj": {"group_size": 32},
     },
 }  # fmt: skip
+
+
+BLOCK_FP8 = ModuleQuant("fp8_block", "fp8")
+OF_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "others"),
+    [
+        (OF_FP8 | {"store_dtype": "mxfp4", "mxfp4_block_size": 32}, ModuleQuant("mxfp4", "mimo"), BLOCK_FP8),
+        (OF_FP8 | {"routed_experts_quant_method": "mxfp4"}, ModuleQuant("mxfp4", "ling"), BLOCK_FP8),
+        ({"quant_method": "w4afp8", "group_size": 128}, ModuleQuant("int4_g128", "w4afp8"), BLOCK_FP8),
+    ],
+)
+def test_routed_experts_of_another_kind_than_other_weights(
+    config: Any, experts: ModuleQuant, others: ModuleQuant
+) -> None:
+    config |= {"ignored_layers": ["model.layers.0.self_attn.o_proj"]}
+    found = detect({"quantization_config": config}, HERE)
+    assert found is not None and found.of("model.layers.1.mlp.experts.3.up_proj") == experts
+    assert found.of("model.layers.1.mlp.experts") == experts
+    for module in ("model.layers.1.mlp.shared_experts.up_proj", "model.layers.0.self_attn.q_proj"):
+        assert found.of(module) == others
+    assert found.of("model.layers.0.self_attn.o_proj") is None
+
+
+def test_int4_beside_fp8_activations_says_that_they_stay_in_16_bits(caplog: pytest.LogCaptureFixture) -> None:
+    environ._already_warned.clear()
+    config = compressed("pack-quantized", INT4_G32, TOKEN, [])
+    found = detect({"quantization_config": config}, HERE)
+    assert found is not None and found.of("a.up_proj") == ModuleQuant("int4_g32", "compressed-tensors")
+    assert "FP8 activations beside int4 weights: they stay in 16 bits" in caplog.text
+
+
+def test_weights_of_8_bits_beside_activations_of_16() -> None:
+    """By what a group of compressed-tensors says, and by name and pattern in AutoRound's and GPTQ's."""
+    eight = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    for form, storage in (("pack-quantized", "compressed-tensors"), ("int-quantized", "int-quantized")):
+        found = detect({"quantization_config": compressed(form, eight, None, [])}, HERE)
+        assert found is not None and found.of("a.up_proj") == ModuleQuant("int8_g128", storage)
+    found = detect({"quantization_config": compressed("float-quantized", CHANNEL, None, [])}, HERE)
+    assert found is not None and found.of("a.up_proj") == ModuleQuant("fp8_channel_a16", "compressed-tensors")
+    extra = {".*self_attn.*": {"bits": 8}, "model.layers.0.mlp.up_proj": {"bits": 8, "group_size": 32}}
+    found = detect({"quantization_config": AUTO_ROUND | {"extra_config": extra}}, HERE)
+    assert found is not None
+    assert found.of("model.layers.3.self_attn.q_proj") == ModuleQuant("int8_g128", "gptq")
+    assert found.of("model.layers.0.mlp.up_proj") == ModuleQuant("int8_g32", "gptq")
+    assert found.of("model.layers.1.mlp.up_proj") == ModuleQuant("int4_g128", "gptq")
+    found = detect({"quantization_config": QWEN35_GPTQ | {"lm_head": True, "dynamic": {}}}, HERE)
+    assert found is not None and found.named("lm_head") == ModuleQuant("int4_g128", "gptq")
 
 
 def test_exceptions_of_int4_by_module() -> None:

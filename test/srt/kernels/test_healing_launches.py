@@ -23,8 +23,8 @@ from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
 from sglang.srt.layers.moe.fused_moe_triton import kernels
 from sglang.srt.layers.moe.fused_moe_triton import tiles as moe_tiles
 from sglang.srt.layers.moe.fused_moe_triton.tiles import TILES, MoeTiles, tile
-from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
-from sglang.srt.layers.triton_ops.quant_linear import many_rows, pack, packed_linear, quantized_linear
+from sglang.srt.layers.triton_ops import linear_products, linear_tiles
+from sglang.srt.layers.triton_ops.linear_products import many_rows, pack, packed_linear, quantized_linear
 from srt.layers.moe.moe_harness import Case, assert_close, expected, make_case, tile_configs_of
 from srt.layers.quantization.test_quant_linear import activations, weight_of
 
@@ -158,9 +158,9 @@ def test_quantized_products_step_down(scheme: str, monkeypatch: pytest.MonkeyPat
     first = next(row.tile for row in linear_tiles.TILES[held.product.kind] if row.max_rows >= 40)
     candidates = [first, *linear_tiles.smaller_tiles(first, held.product.kind)[:-1]]
     configs = (TileConfig(ANY, linear_tiles.MANY, tuple((candidate,) for candidate in candidates)),)
-    monkeypatch.setattr(quant_linear, "num_splits", lambda *sizes: 2)
+    monkeypatch.setattr(linear_products, "num_splits", lambda *sizes: 2)
     wanted = many_rows(x, held, candidates[-1], bias)
-    limited = limit(monkeypatch, quant_linear, "tiles_kernel", at_most(16))
+    limited = limit(monkeypatch, linear_products, "tiles_kernel", at_most(16))
     for _ in range(2):
         assert torch.equal(packed_linear(held, configs)(x, bias), wanted) and not held.arrivals.any()
     assert limited.refused == [64, 32] and limited.launched == [16, 16]
@@ -178,7 +178,7 @@ def test_a_layer_steps_down_and_a_forced_tile_does_not(monkeypatch: pytest.Monke
     layer = quantized_linear(weight, ARCH, linear_tiles.tile_configs_of(weight.scheme, (64, 256, False), ARCH))
     x = activations(20, 256)
     wanted = layer(x)
-    limited = limit(monkeypatch, quant_linear, "tiles_kernel", at_most(16))
+    limited = limit(monkeypatch, linear_products, "tiles_kernel", at_most(16))
     torch.testing.assert_close(layer(x), wanted, rtol=2e-2, atol=2e-2)
     assert (limited.refused, limited.launched) == ([32], [16])
     held = pack(weight_of("fp8_channel", (64,), 256), ARCH)

@@ -47,6 +47,18 @@ def plain(scheme: str, scale: str, shape: str = "") -> Write:
     return write
 
 
+def spread(write: Write, scale: str) -> Write:
+    """With the scales of blocks [N, 1, K, 1] in bfloat16."""
+
+    def write_spread(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, _ = write(weight)
+        scales = tensors[scale].bfloat16()
+        made = reference.Quantized(tensors["weight"], scales.float())
+        return tensors | {scale: scales[:, None, :, None]}, reference.dequantize(made, SCHEMES["fp8_block"])
+
+    return write_spread
+
+
 def static(write: Write, leaf: str = "input_scale") -> Write:
     def with_input(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         tensors, stands_for = write(weight)
@@ -64,6 +76,66 @@ def packed_int4(group: int) -> Write:
             "weight_scale": made.scale,
             "weight_shape": shape,
         }, stands_for
+
+    return write
+
+
+def packed_int8(group: int) -> Write:
+    """Four codes plus 128 to a word."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        made, stands_for = _quantize(weight, f"int8_g{group}")
+        words = _byte_words(made.data.long() + 128)
+        return {
+            "weight_packed": words,
+            "weight_scale": made.scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }, stands_for
+
+    return write
+
+
+def gptq_int8(group: int) -> Write:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        rows, cols = weight.shape
+        made, stands_for = _quantize(weight, f"int8_g{group}")
+        tensors = {
+            "qweight": _byte_words(made.data.long() + 128).T.contiguous(),
+            "scales": made.scale.T.contiguous(),
+            "qzeros": torch.full((cols // group, rows // 4), 0x7F7F7F7F, dtype=torch.int32),
+        }
+        return tensors, stands_for
+
+    return write
+
+
+def _byte_words(codes: torch.Tensor) -> torch.Tensor:
+    """[..., 4 n] of 0 to 255 -> int32 [..., n], the first in the low bits."""
+    fours = codes.unflatten(-1, (-1, 4))
+    words = sum(fours[..., i] << 8 * i for i in range(4))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.uint32).view(torch.int32)
+
+
+def signed_int4(group: int) -> Write:
+    """W4AFP8's experts: two signed codes to an int8, the first in the low bits."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        made, stands_for = _quantize(weight, f"int4_g{group}")
+        codes = reference.unpack_nibbles(made.data).int() - 8
+        both = (codes[:, 0::2] & 15) | (codes[:, 1::2] & 15) << 4
+        tensors = {"weight": both.to(torch.uint8).view(torch.int8), "weight_scale_inv": made.scale}
+        return tensors | {"input_scale": torch.ones(())}, stands_for
+
+    return write
+
+
+def unpacked_mxfp4(scale: str) -> Write:
+    """As `packed_mxfp4`, under other names."""
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, stands_for = packed_mxfp4(weight)
+        return {"weight": tensors["weight_packed"], scale: tensors["weight_scale"]}, stands_for
 
     return write
 
@@ -218,6 +290,24 @@ FORMS: dict[str, Form] = {
     ),
     "compressed_int4_g32": Form(packed_int4(32), compressed("pack-quantized", _values("int", 4, "group", 32), None)),
     "compressed_int4_g128": Form(packed_int4(128), compressed("pack-quantized", _values("int", 4, "group", 128), None)),
+    "compressed_int4_fp8": Form(
+        packed_int4(128), compressed("pack-quantized", _values("int", 4, "group", 128), _TOKEN)
+    ),
+    "compressed_int8_g32": Form(packed_int8(32), compressed("pack-quantized", _values("int", 8, "group", 32), None)),
+    "compressed_int8_g128": Form(
+        plain("int8_g128", "weight_scale"), compressed("int-quantized", _values("int", 8, "group", 128), None)
+    ),
+    "compressed_fp8_channel_a16": Form(
+        plain("fp8_channel", "weight_scale", "column"),
+        compressed("float-quantized", _values("float", 8, "channel"), None),
+    ),
+    "compressed_fp8_tensor_a16": Form(
+        plain("fp8_tensor", "weight_scale", "one"), compressed("float-quantized", _values("float", 8, "tensor"), None)
+    ),
+    "compressed_fp8_block_a16": Form(
+        plain("fp8_block", "weight_scale"),
+        compressed("float-quantized", _values("float", 8, "block", block_structure=[128, 128]), None),
+    ),
     "compressed_nvfp4": Form(
         nvfp4_compressed,
         compressed(
@@ -229,11 +319,16 @@ FORMS: dict[str, Form] = {
     "compressed_mxfp4": Form(packed_mxfp4, compressed("mxfp4-pack-quantized", _values("float", 4, "group", 32), None)),
     "modelopt_fp8": Form(static(plain("fp8_tensor", "weight_scale")), modelopt=_modelopt("FP8")),
     "modelopt_nvfp4": Form(nvfp4_modelopt, modelopt=_modelopt("NVFP4", group_size=16)),
+    "modelopt_fp8_block": Form(
+        spread(plain("fp8_block", "weight_scale"), "weight_scale"),
+        modelopt=_modelopt("FP8_BLOCK_SCALES", group_size=128),
+    ),
     "modelopt_mxfp8": Form(plain("mxfp8", "weight_scale"), modelopt=_modelopt("MXFP8", group_size=32)),
     "gptq_g64": Form(gptq(64), {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}),
     "gptq_g128": Form(
         gptq(128), {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     ),
+    "gptq_int8_g128": Form(gptq_int8(128), {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}),
     "gptq_g32": Form(gptq(32), {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}),
 }
 
@@ -281,11 +376,17 @@ def _saved_once(name: str, more: str) -> tuple[tempfile.TemporaryDirectory[str],
 
 
 def save_quantized(
-    name: str, form: Form, folder: Path, keep: tuple[str, ...] = (), experts_apart: bool = False, **more: Any
+    name: str,
+    form: Form,
+    folder: Path,
+    keep: tuple[str, ...] = (),
+    experts_apart: bool = False,
+    quantized: tuple[str, ...] = PROJECTIONS,
+    **more: Any,
 ) -> Path:
     """The tiny model `name` in `form` in `folder`/quantized, and what it stands for in `folder`/reference, which is
-    returned. Modules whose names contain one of `keep` stay as they are. `experts_apart`: they are one tensor in the
-    reference, and quantized one by one. `more`: as of `save_tiny`."""
+    returned. Modules of other last names than `quantized`, or whose names contain one of `keep`, stay as they are.
+    `experts_apart`: they are one tensor in the reference, and quantized one by one. `more`: as of `save_tiny`."""
     saved, whole = _saved_once(name, json.dumps(more, sort_keys=True))
     shutil.copytree(saved.name, folder / "reference", ignore=lambda *_: ["model.safetensors"], dirs_exist_ok=True)
     tensors = dict(whole)
@@ -295,7 +396,7 @@ def save_quantized(
     stored: Tensors = {}
     for key, tensor in list(tensors.items()):
         module, _, leaf = key.rpartition(".")
-        if leaf != "weight" or module.rpartition(".")[2] not in PROJECTIONS or any(part in module for part in keep):
+        if leaf != "weight" or module.rpartition(".")[2] not in quantized or any(part in module for part in keep):
             stored[key] = tensor
             continue
         made, stands_for = form.write(tensor)

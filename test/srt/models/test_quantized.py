@@ -6,9 +6,10 @@ a dense one, with dummy weights, and on three ranks; `make thorough` has every f
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import groups_of
 from sglang.srt.errors import UserError
@@ -30,7 +32,7 @@ from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.server_args import ServerArgs
 
 from .harness import TinyRunner, blocks_of, hf_logits, plan_for, random_tokens
-from .quantized_checkpoints import FORMS, ZERO_POINT_FORMS, Tensors, save_quantized
+from .quantized_checkpoints import FORMS, PROJECTIONS, ZERO_POINT_FORMS, Tensors, save_quantized
 
 TOKENS = random_tokens(23, seed=1)
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
@@ -184,6 +186,48 @@ def test_16_bit_weights_quantized_while_loading(tmp_path: Path) -> None:
     assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
 
 
+def without_head(value: Any) -> Any:
+    """A part of a config without the output head among modules that are left alone."""
+    if isinstance(value, Mapping):
+        return {key: without_head(part) for key, part in value.items()}
+    return [part for part in value if part != "lm_head"] if isinstance(value, list) else value
+
+
+def save_with_head(form: str, folder: Path, **more: Any) -> Path:
+    """A dense model of which the output head is quantized, too."""
+    made = (FORMS | ZERO_POINT_FORMS)[form]
+    made = replace(made, config=without_head(made.config), modelopt=without_head(made.modelopt))
+    return save_quantized("qwen3_wide", made, folder, quantized=(*PROJECTIONS, "lm_head"), **more)
+
+
+@pytest.mark.parametrize("form", EVERY_FORM)
+def test_an_output_head_is_a_linear_layer(form: str, tmp_path: Path) -> None:
+    """In every form, though most configs name it nowhere. Those without a kernel are held in 16 bits."""
+    reference = save_with_head(form, tmp_path)
+    plan = plan_for(tmp_path / "quantized")
+    runner = TinyRunner(plan)
+    assert runner.model.head is not None and plan.model.quantization is not None
+    quant = plan.model.quantization.named("lm_head")
+    assert quant is not None, "the tensors say that it is quantized"
+    assert isinstance(runner.model.head.product, QuantizedLinear) == (quant.scheme in HEAD_SCHEMES)
+    got = steps(runner)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, wanted(reference), **TOLERANCE)
+    assert sum(p.tensor.nbytes for p in runner.model.params.values()) == plan.weight_bytes()
+
+
+def test_a_head_that_repeats_the_embedding_is_not_read(tmp_path: Path) -> None:
+    """Quantized or not: the embedding is the head."""
+    save_with_head("compressed_fp8_channel", tmp_path)
+    folder = tmp_path / "quantized"
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    got = steps(TinyRunner(plan_for(folder)))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if not k.startswith("lm_head.")}, folder / "model.safetensors")
+    assert torch.equal(got, steps(TinyRunner(plan_for(folder))))
+
+
 @pytest.mark.parametrize("form", EVERY_FORM)
 def test_dummy_weights_are_sane(form: str, tmp_path: Path) -> None:
     save_quantized("qwen3_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
@@ -247,6 +291,22 @@ def test_ranks_hold_parts_of_weights_and_scales(size: int, forms: tuple[str, ...
             torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda text, form=form: f"{form}: {text}")
 
 
+SPLIT_HEADS = ("fp8_block", "compressed_fp8_channel", "modelopt_fp8", "modelopt_nvfp4", "gptq_int8_g128")
+
+
+def test_ranks_share_the_vocabulary_of_a_quantized_head(tmp_path: Path) -> None:
+    """Three ranks: their 86 rows are no whole blocks."""
+    for form in SPLIT_HEADS:
+        (tmp_path / form).mkdir()
+        save_with_head(form, tmp_path / form)
+    run_ranks(_rank, (3, tmp_path, SPLIT_HEADS), 3)
+    for form in SPLIT_HEADS:
+        want = steps(TinyRunner(plan_for(tmp_path / form / "quantized")))
+        for rank in range(3):
+            got = torch.load(tmp_path / f"{form}{rank}.pt")
+            torch.testing.assert_close(got, want, **TOLERANCE, msg=lambda text, form=form: f"{form}: {text}")
+
+
 EXPERT_RANKS = {1: [form for form in ZERO_POINT_FORMS if "g128" not in form], 2: [*ZERO_POINT_FORMS]}
 """Forms by the number of groups of ranks with experts of their own. Experts of 128 dims have no two groups of 128."""
 
@@ -293,6 +353,16 @@ def test_a_share_that_cuts_a_block_is_refused(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(
         UserError, match=r"o_proj: 128 columns have one scale or word, but with --tp-size 8 a rank holds columns 64"
     ):
+        CausalLM(plan, device="meta")
+
+
+def test_a_share_of_a_head_that_cuts_a_word_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_with_head("awq_g32", tmp_path)
+    groups = groups_of(RankLayout(3), 1)
+    monkeypatch.setattr(parallel_state, "groups", lambda: groups)
+    plan = plan_for(tmp_path / "quantized", tp_size=3)
+    message = r"lm_head: 8 rows have one scale or word, .* holds rows 86 to 172 of 256; choose a smaller --tp-size"
+    with pytest.raises(UserError, match=message):
         CausalLM(plan, device="meta")
 
 

@@ -20,7 +20,18 @@ from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.model_loader.loader import load_model
 
 from .harness import TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
-from .quantized_checkpoints import Tensors, Write, gptq, nvfp4_modelopt, plain, static
+from .quantized_checkpoints import (
+    Tensors,
+    Write,
+    gptq,
+    gptq_int8,
+    nvfp4_compressed,
+    nvfp4_modelopt,
+    plain,
+    signed_int4,
+    static,
+    unpacked_mxfp4,
+)
 from .ranks_alike import assert_ranks_alike
 
 TOKENS = random_tokens(19, seed=1)
@@ -41,6 +52,13 @@ def of_one_largest(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return nvfp4_modelopt(weight)
 
 
+def of_rows(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """FP8 with scales of rows in bfloat16, which divide."""
+    scale = (weight.abs().amax(-1, keepdim=True) / 448).bfloat16()
+    codes = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
+
+
 WRITERS: Mapping[str, Write] = {
     "NVFP4 of one scale": of_one_largest,
     "FP8": static(plain("fp8_tensor", "weight_scale")),
@@ -48,6 +66,13 @@ WRITERS: Mapping[str, Write] = {
     "NVFP4": nvfp4_modelopt,
     "blocks": plain("fp8_block", "weight_scale_inv"),
     "GPTQ": gptq(128),
+    "FP8 of rows": of_rows,
+    "packed NVFP4": nvfp4_compressed,
+    "W4AFP8": signed_int4(128),
+    "MXFP4 of MiMo": unpacked_mxfp4("weight_scale"),
+    "MXFP4 of Ling": unpacked_mxfp4("weight_scale_inv"),
+    "GPTQ of 8 bits": gptq_int8(128),
+    "GPTQ in groups of 32": gptq(32),
 }
 RECURRENT = r".*\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)"
 ATTENTION = r".*\.self_attn\.[qkvo]_proj"
@@ -133,6 +158,32 @@ def blocks(modules: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def mixed_groups(modules: dict[str, str]) -> dict[str, Any]:
+    """Unsloth's Qwen3.6-27B-NVFP4: modules of the last MLPs are in both groups, and the first one counts."""
+    eight = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    four = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    targets = ["re:.*self_attn\\.(q|k|v|o)_proj$", "re:.*linear_attn\\.(in_proj_qkv|in_proj_z|out_proj)$", "lm_head"]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": {
+                "format": "float-quantized",
+                "targets": [*targets, "re:.*layers\\.3\\.mlp\\.(gate|up|down)_proj$"],
+                "weights": eight,
+                "input_activations": eight | {"strategy": "token", "dynamic": True},
+            },
+            "group_1": {
+                "format": "nvfp4-pack-quantized",
+                "targets": ["re:.*mlp\\.(gate|up|down)_proj$"],
+                "weights": four,
+                "input_activations": four | {"dynamic": "local"},
+            },
+        },
+        "ignore": ["re:.*visual.*", "re:mtp.*"],
+    }
+
+
 def gptq_of_experts(modules: dict[str, str]) -> dict[str, Any]:
     """GPTQModel's list of exceptions: patterns for the beginning of a name."""
     kept = ("attn", "shared_expert", "mtp", "visual")
@@ -148,6 +199,31 @@ def gptq_of_experts(modules: dict[str, str]) -> dict[str, Any]:
     }
 
 
+def auto_round_mixed(modules: dict[str, str]) -> dict[str, Any]:
+    """Intel's int4-mixed: attention in 8 bits by a pattern, others by name, the routers in 16."""
+    eight = {"bits": 8, "group_size": 128, "sym": True, "data_type": "int"}
+    extra: dict[str, Any] = {r".*self_attn\.[qkv]_proj": eight}
+    named = (
+        name for name, way in modules.items() if way == "GPTQ of 8 bits" and not name.endswith(("q_proj", "k_proj"))
+    )
+    extra |= dict.fromkeys(named, eight) | {"model.language_model.layers.0.mlp.gate": {"bits": 16, "data_type": "fp"}}
+    extra[r".*shared_expert\."] = {"group_size": 32}
+    return {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 128,
+        "sym": True,
+        "data_type": "int",
+        "packing_format": "auto_round:auto_gptq",
+        "extra_config": extra,
+    }
+
+
+def beside_blocks(**keys: Any) -> Callable[[dict[str, str]], dict[str, Any]]:
+    """Experts of another kind beside blocks of FP8."""
+    return lambda modules: blocks(modules) | keys
+
+
 NEMOTRON_EXPERTS = r"backbone\.layers\.\d+\.mixer\.(shared_experts|experts\.\d+)\.(up|down)_proj"
 NEMOTRON_MLP = r"backbone\.layers\.4\.mixer\.(up|down)_proj"
 PUBLISHED: Mapping[str, Published] = {
@@ -156,6 +232,21 @@ PUBLISHED: Mapping[str, Published] = {
         ((RECURRENT, "FP8"), (ATTENTION, "FP8"), (r".*\.mlp\..*_proj|lm_head", "W4A16_NVFP4")),
         mixed,
         wrapped=True,
+    ),
+    "Qwen3.6-27B-NVFP4 of Unsloth": Published(
+        "qwen3_5",
+        (
+            (rf"{RECURRENT}|{ATTENTION}|.*\.layers\.3\.mlp\..*_proj|lm_head", "FP8 of rows"),
+            (r".*\.mlp\..*_proj", "packed NVFP4"),
+        ),
+        mixed_groups,
+        wrapped=True,
+    ),
+    "Qwen3.8-27B-NVFP4": Published(  # activations of the head in four bits
+        "qwen3_5", ((f"{RECURRENT}|{ATTENTION}", "FP8"), (r".*\.mlp\..*_proj|lm_head", "NVFP4")), mixed, wrapped=True
+    ),
+    "a head in FP8 of one scale": Published(
+        "qwen3_5", ((rf"{RECURRENT}|lm_head", "FP8"), (r".*\.mlp\..*_proj", "NVFP4")), mixed, wrapped=True
     ),
     "Qwen3.6-35B-A3B-NVFP4": Published(
         "qwen3_5_moe",
@@ -186,6 +277,30 @@ PUBLISHED: Mapping[str, Published] = {
     ),
     "Qwen3.5-35B-A3B-FP8": Published(
         "qwen3_5_moe_wide", ((f"{RECURRENT}|{ATTENTION}|{EXPERTS}|{SHARED}", "blocks"),), blocks, wrapped=True
+    ),
+    "W4AFP8": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "W4AFP8"), (f"{RECURRENT}|{ATTENTION}|{SHARED}", "blocks")),
+        beside_blocks(quant_method="w4afp8", group_size=128),
+        wrapped=True,
+    ),
+    "MiMo-V2.6": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "MXFP4 of MiMo"), (f"{RECURRENT}|{ATTENTION}|{SHARED}", "blocks")),
+        beside_blocks(store_dtype="mxfp4", mxfp4_block_size=32),
+        wrapped=True,
+    ),
+    "Ling-3.0-flash": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "MXFP4 of Ling"), (f"{RECURRENT}|{ATTENTION}|{SHARED}", "blocks")),
+        beside_blocks(routed_experts_quant_method="mxfp4", scale_fmt="ue8m0"),
+        wrapped=True,
+    ),
+    "Qwen3.6-35B-A3B-int4-mixed": Published(
+        "qwen3_5_moe_wide",
+        ((EXPERTS, "GPTQ"), (SHARED, "GPTQ in groups of 32"), (f"{ATTENTION}|{RECURRENT}|lm_head", "GPTQ of 8 bits")),
+        auto_round_mixed,
+        wrapped=True,
     ),
     "Qwen3.5-35B-A3B-GPTQ-Int4": Published("qwen3_5_moe_wide", ((EXPERTS, "GPTQ"),), gptq_of_experts, wrapped=True),
     "Qwen3-Next-80B-A3B-FP8": Published(
@@ -352,14 +467,3 @@ def test_wrong_tensors_are_named(name: str, change: Callable[[Tensors], None], m
     save_file(tensors, tmp_path / "quantized" / "model.safetensors")
     with pytest.raises(UserError, match=message):
         load_model(plan_for(tmp_path / "quantized"))
-
-
-def test_an_output_head_in_a_scheme_that_no_head_has(tmp_path: Path) -> None:
-    publish(PUBLISHED["Qwen3.6-27B-NVFP4"], tmp_path)
-    path = tmp_path / "quantized" / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["quantized_layers"]["lm_head"] = {"quant_algo": "FP8"}
-    path.write_text(json.dumps(config))
-    plan = plan_for(tmp_path / "quantized")
-    with pytest.raises(UserError, match=r"an output head in fp8_tensor is not supported \(has nvfp4_a16\)"):
-        plan.weight_bytes()

@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglang.srt.blocks.gqa.spec import GQA
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.errors import UserError
+from sglang.srt.layers.quantization.dense import QuantizedLinear
 
 from .draft_harness import DraftRunner, check_proposals, plan_with_draft
 from .draft_references import Target, chain
-from .harness import TINY, hf_model, random_tokens, share_weights
+from .harness import TINY, blocks_of, hf_model, random_tokens, share_weights
+from .quantized_checkpoints import join_experts, plain, split_experts, spread
 
 KEYS = {"indexer_budget": 256}
 """The draft attends to all tokens, as its layer would that selects so many."""
@@ -85,6 +88,50 @@ def test_the_layer_as_published(tmp_path: Path) -> None:
     assert plan.draft.description.kind == "MTP"
     assert isinstance(plan.draft.description.model.layers[0].mixer, GQA), "it attends to all tokens"
     runner = DraftRunner(plan)
+    check_proposals(runner, reference, random_tokens(33, seed=2), 1e-3, states=True)
+    held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
+    assert held == plan.draft.weight_bytes("float32"), "the plan counts other bytes than the draft allocates"
+
+
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "weight_scale"])
+def test_experts_in_fp8_blocks_behind_a_model_in_16_bits(scale: str, tmp_path: Path) -> None:
+    """ModelOpt's export names them in a table of modules, beside patterns that leave the draft alone. Scales are as
+    DeepSeek's, or [N, 1, K, 1]. The head, which both use, is in FP8 with a scale a row."""
+    reference = build(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    at = "mtp.layers.0.mlp.experts."
+    draft = {name: tensors.pop(name) for name in list(tensors) if name.startswith(at)}
+    split_experts(draft)
+    write = plain("fp8_block", scale)
+    write = spread(write, scale) if scale == "weight_scale" else write
+    for name, weight in list(draft.items()):
+        written, draft[name] = write(weight)
+        tensors |= {f"{name.removesuffix('weight')}{leaf}": value.contiguous() for leaf, value in written.items()}
+    join_experts(draft)
+    head = reference.target.model.get_output_embeddings().weight
+    written, stands_for = plain("fp8_channel", "weight_scale", "column")(tensors.pop("lm_head.weight"))
+    tensors |= {f"lm_head.{leaf}": value for leaf, value in written.items()}
+    head.data.copy_(stands_for)
+    save_file(tensors, tmp_path / "model.safetensors")
+    experts = dict(reference.layer.mlp.experts.named_parameters())
+    for name, values in draft.items():
+        assert not torch.equal(experts[name.removeprefix(at)], values), "rounding changes nothing"
+        experts[name.removeprefix(at)].data.copy_(values)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            at[:-1]: {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 128},
+            "lm_head": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        },
+        "ignore": ["lm_head", "model.*", "mtp*"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = plan_with_draft(tmp_path, "EAGLE")
+    runner = DraftRunner(plan)
+    assert blocks_of(runner.draft.layers[0])[1].experts.w13.scheme is SCHEMES["fp8_block"]
+    assert runner.model.head is not None and isinstance(runner.model.head.product, QuantizedLinear)
     check_proposals(runner, reference, random_tokens(33, seed=2), 1e-3, states=True)
     held = sum(param.tensor.nbytes for loadable, _ in runner.draft.loadables() for param in loadable.params.values())
     assert held == plan.draft.weight_bytes("float32"), "the plan counts other bytes than the draft allocates"

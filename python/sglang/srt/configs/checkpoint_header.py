@@ -14,6 +14,8 @@ from sglang.srt.errors import UserError
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 1 << 30
+CSF_FIXED, CSF_EXCEPTIONS = "_csf_fixed", "_csf_exceptions"
+"""How the names of the two tensors end in which compressed block scales are (`model_loader/compressed_scales`)."""
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 
 
@@ -47,6 +49,11 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, 
             return None
     headers = (_header(folder / name) for name in names if (folder / name).is_file())
     return {name: tensor for header in headers for name, tensor in header.items() if wanted(name)}
+
+
+def expanded_name(name: str) -> str:
+    """Returns the name of the scales that a compressed tensor holds, or the name as it is."""
+    return name.rpartition(".")[0] if name.endswith((CSF_FIXED, CSF_EXCEPTIONS)) else name
 
 
 def stored_names(folder: Path) -> Mapping[str, str] | None:

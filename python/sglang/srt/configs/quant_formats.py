@@ -21,12 +21,13 @@ from sglang.srt.configs.quant_rules import (
     glob,
 )
 from sglang.srt.configs.quant_scheme import SCHEMES
+from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 
 Config = Mapping[str, Any]
 FP8_KV, FP4_KV = "fp8_e4m3", "fp4_e2m1"
-INT4_GROUPS = (32, 64, 128)
-"""Columns of int4 weights that may share a scale."""
+INT_GROUPS: Mapping[int, Sequence[int]] = {4: (32, 64, 128), 8: (32, 128)}
+"""Columns that may share a scale, by the bits of integers beside activations of 16 bits."""
 
 
 def unsupported(source: str, what: str) -> UserError:
@@ -47,6 +48,7 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
         raise unsupported(source, f"fmt {config['fmt']!r}")
     static = activation == "static"
     block = config.get("weight_block_size")
+    experts = _fp4_experts(config, source)
     if block is None:
         quant = ModuleQuant("fp8_tensor", "fp8", static)
     elif static:
@@ -59,7 +61,41 @@ def read_fp8(config: Config, source: str) -> QuantConfig:
         quant = ModuleQuant("mxfp8", "deepseek_v41")
     else:
         raise unsupported(source, f"weight_block_size {block!r} (has [128, 128], [32, 32] and [1, 32])")
-    return QuantConfig("fp8", source, (*kept_modules(config, source), Rule(EVERY_MODULE, quant)))
+    return QuantConfig("fp8", source, (*kept_modules(config, source), *experts, Rule(EVERY_MODULE, quant)))
+
+
+_FP4_EXPERTS: Mapping[str, ModuleQuant] = {
+    "store_dtype": ModuleQuant("mxfp4", "mimo"),
+    "routed_experts_quant_method": ModuleQuant("mxfp4", "ling"),
+}
+"""Keys of the fp8 form with which MiMo-V2.6 and Ling-3.0 say that their routed experts are in MXFP4. DeepSeek-V4's is
+elsewhere (`with_fp4_experts`)."""
+
+
+def _fp4_experts(config: Config, source: str) -> Sequence[Rule]:
+    """Returns the rule for routed experts of another number format than the other weights, if a key says so."""
+    for key, quant in _FP4_EXPERTS.items():
+        if config.get(key) is not None:
+            if config[key] != "mxfp4" or config.get("mxfp4_block_size", 32) != 32:
+                raise unsupported(source, f"{key} {config[key]!r} in blocks of {config.get('mxfp4_block_size')}")
+            return (Rule((component("experts", source),), quant),)
+    return ()
+
+
+def read_w4afp8(config: Config, source: str) -> QuantConfig:
+    """Reads W4AFP8: routed experts in int4 beside FP8 activations, other weights in blocks of FP8."""
+    size, block = config.get("group_size", 128), config.get("weight_block_size", [128, 128])
+    if size not in INT_GROUPS[4] or block != [128, 128]:
+        raise unsupported(source, f"w4afp8 with group_size {size}, weight_block_size {block!r}")
+    _say_16_bits(source)
+    experts = Rule((component("experts", source),), ModuleQuant(f"int4_g{size}", "w4afp8"))
+    others = Rule(EVERY_MODULE, ModuleQuant("fp8_block", "fp8"))
+    return QuantConfig("w4afp8", source, (*kept_modules(config, source), experts, others))
+
+
+def _say_16_bits(source: str) -> None:
+    """Logs that activations are not rounded to FP8: no kernel multiplies these with four-bit integers."""
+    warn_once(f"{source} asks for FP8 activations beside int4 weights: they stay in 16 bits, which is no less exact")
 
 
 def read_mxfp8(config: Config, source: str) -> QuantConfig:
@@ -193,12 +229,15 @@ def _group_quant(group: Config, layout: str | None, source: str) -> ModuleQuant:
         raise unsupported(source, f"{described}: weights in activation order (actorder)")
     for match, scheme in _COMPRESSED_SCHEMES:
         if match(weights, inputs, layout):
+            if scheme.startswith("int4") and inputs is not None:
+                _say_16_bits(source)
             if zero_points and not scheme.startswith("int4"):
                 raise unsupported(source, f"{described}: asymmetric weights (zero points)")
-            if scheme == "fp8_block" and weights.get("block_structure") != [128, 128]:
+            if scheme.startswith("fp8_block") and weights.get("block_structure") != [128, 128]:
                 raise unsupported(source, f"{described}, block_structure {weights.get('block_structure')!r}")
             static = scheme in ("fp8_tensor", "nvfp4") and inputs is not None and _is_static(inputs, scheme)
-            return ModuleQuant(scheme, "compressed-tensors", static, zero_points)
+            storage = _PLAIN_INT8 if scheme.startswith("int8_g") and layout == _PLAIN_INT8 else "compressed-tensors"
+            return ModuleQuant(scheme, storage, static, zero_points)
     raise unsupported(source, described)
 
 
@@ -237,14 +276,24 @@ def _is(
 
 
 _TOKEN_FP8 = ("float", 8, "token")
+_PLAIN_INT8 = "int-quantized"
+"""The format in which a code of 8 bits is an int8, and not a byte of a word."""
 _COMPRESSED_SCHEMES: tuple[tuple[Match, str], ...] = (
     (_is("float", 8, "channel", _TOKEN_FP8), "fp8_channel"),
     (_is("float", 8, "tensor", _TOKEN_FP8), "fp8_tensor"),
     (_is("float", 8, "tensor", ("float", 8, "tensor")), "fp8_tensor"),
     (_is("float", 8, "block", ("float", 8, "group")), "fp8_block"),
     (_is("float", 8, "group", ("float", 8, "group"), 32), "mxfp8"),
+    (_is("float", 8, "channel", None), "fp8_channel_a16"),
+    (_is("float", 8, "tensor", None), "fp8_tensor_a16"),
+    (_is("float", 8, "block", None), "fp8_block_a16"),
     (_is("int", 8, "channel", ("int", 8, "token")), "int8_channel"),
-    *((_is("int", 4, "group", None, size, "pack-quantized"), f"int4_g{size}") for size in INT4_GROUPS),
+    *((_is("int", 8, "group", None, size), f"int8_g{size}") for size in INT_GROUPS[8]),
+    *(
+        (_is("int", 4, "group", inputs, size, "pack-quantized"), f"int4_g{size}")
+        for size in INT_GROUPS[4]
+        for inputs in (None, _TOKEN_FP8, ("float", 8, "tensor"))
+    ),
     (_is("float", 4, "tensor_group", ("float", 4, "tensor_group"), 16), "nvfp4"),
     (_is("float", 4, "tensor_group", None, 16), "nvfp4_a16"),
     (_is("float", 4, "group", None, 32), "mxfp4"),
@@ -273,7 +322,10 @@ _MODELOPT: Mapping[str, ModuleQuant] = {
     "NVFP4_AWQ": ModuleQuant("nvfp4", "modelopt", True),
     "W4A16_NVFP4": ModuleQuant("nvfp4_a16", "modelopt"),
     "MXFP8": ModuleQuant("mxfp8", "modelopt"),
+    "FP8_BLOCK_SCALES": ModuleQuant("fp8_block", "modelopt"),
 }
+_MODELOPT_GROUPS: Mapping[str, int] = {"nvfp4": 16, "nvfp4_a16": 16, "fp8_block": 128}
+"""Columns that share a scale, which an export may state, by scheme."""
 
 
 def read_modelopt(config: Config, source: str) -> QuantConfig:
@@ -288,7 +340,8 @@ def read_modelopt(config: Config, source: str) -> QuantConfig:
         layers = config.get("quantized_layers")
         if not isinstance(layers, Mapping) or not layers:
             raise UserError(f"{source}: MIXED_PRECISION needs quantized_layers; got {layers!r}.")
-        rules += _by_layer(layers, f"{source} quantized_layers")
+        # Names of modules come before patterns: an export may exclude "mtp*" and quantize the experts in there.
+        rules = [*_by_layer(layers, f"{source} quantized_layers"), *rules]
     else:
         rules.append(Rule(EVERY_MODULE, _modelopt_quant(config, source)))
     return QuantConfig(f"modelopt {algorithm}", source, tuple(rules), modelopt_cache(config, source))
@@ -313,9 +366,14 @@ def _modelopt_quant(config: Config, source: str) -> ModuleQuant:
     algorithm = str(config.get("quant_algo") or "").upper()
     if algorithm not in _MODELOPT:
         raise unsupported(source, f"quant_algo {config.get('quant_algo')!r} (has {', '.join(_MODELOPT)})")
-    if "NVFP4" in algorithm and config.get("group_size", 16) != 16:
-        raise unsupported(source, f"{algorithm} with group_size {config['group_size']}")
-    return _MODELOPT[algorithm]
+    encoding = config.get("weight_scale_encoding")
+    if encoding not in (None, "csf"):
+        raise unsupported(source, f"weight_scale_encoding {encoding!r}")
+    quant = _MODELOPT[algorithm]
+    group, stated = _MODELOPT_GROUPS.get(quant.scheme), config.get("group_size")
+    if None not in (group, stated) and group != stated:
+        raise unsupported(source, f"{algorithm} with group_size {stated}")
+    return quant
 
 
 def modelopt_cache(config: Config, source: str) -> str | None:

@@ -1,4 +1,5 @@
-"""Readers of the published forms of int4: GPTQ, AWQ, and AutoRound, which packs like either of them. No torch.
+"""Readers of the published forms of int4, and of int8 beside 16-bit activations: GPTQ, AWQ, and AutoRound, which packs
+like either of them. No torch.
 
 They raise UserError as those of `quant_formats` do.
 """
@@ -6,23 +7,22 @@ They raise UserError as those of `quant_formats` do.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from sglang.srt.configs.quant_formats import INT4_GROUPS, Config, kept_modules, unsupported
-from sglang.srt.configs.quant_rules import EVERY_MODULE, ModuleQuant, QuantConfig, Rule, from_regex
+from sglang.srt.configs.quant_formats import INT_GROUPS, Config, kept_modules, unsupported
+from sglang.srt.configs.quant_rules import EVERY_MODULE, ModuleQuant, QuantConfig, Rule, component, from_regex
 from sglang.srt.errors import UserError
 
 _WIDE_BITS = 16
 
 
 def read_gptq(config: Config, source: str) -> QuantConfig:
-    """Reads GPTQ's form: symmetric 4-bit groups of 32, 64 or 128 in natural order, the same numbers as ours in another
+    """Reads GPTQ's form: symmetric groups with 4 or 8 bits in natural order, the same numbers as ours in another
     packing. Raises UserError for other forms."""
     form = str(config.get("checkpoint_format") or config.get("format") or "gptq")
     quant = _gptq_quant(config, source, "" if form == "gptq" else f", checkpoint_format {form}")
-    if config.get("lm_head"):
-        raise unsupported(source, "gptq with a quantized lm_head")
-    rules = (*kept_modules(config, source), *_dynamic(config, source), Rule(EVERY_MODULE, quant))
+    head = (Rule((component("lm_head", source),), quant),) if config.get("lm_head") else ()
+    rules = (*kept_modules(config, source), *_dynamic(config, source), *head, Rule(EVERY_MODULE, quant))
     return QuantConfig("gptq", source, rules)
 
 
@@ -30,10 +30,15 @@ def _gptq_quant(config: Config, source: str, more: str = "") -> ModuleQuant:
     bits, size = config.get("bits"), config.get("group_size")
     # A checkpoint without `sym` is symmetric; one that leaves `desc_act` out is in natural order.
     plain = config.get("sym", True) is True and not config.get("desc_act")
-    if bits != 4 or size not in INT4_GROUPS or not plain or more:
+    if size not in _groups(bits) or not plain or more:
         described = f"gptq with bits {bits}, group_size {size}, sym {config.get('sym')}, desc_act"
         raise unsupported(source, f"{described} {config.get('desc_act')}{more}")
-    return ModuleQuant(f"int4_g{size}", "gptq")
+    return ModuleQuant(f"int{bits}_g{size}", "gptq")
+
+
+def _groups(bits: object) -> Sequence[int]:
+    """Returns the sizes of groups that are read with so many bits, whatever the config says these are."""
+    return next((sizes for known, sizes in INT_GROUPS.items() if known == bits), ())
 
 
 def _dynamic(config: Config, source: str) -> list[Rule]:
@@ -58,7 +63,7 @@ def read_awq(config: Config, source: str) -> QuantConfig:
     """Reads AWQ's form: 4-bit groups of 32, 64 or 128, each with a zero point, in the order of its "gemm" kernels."""
     bits, size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
     zero, form = config.get("zero_point", True), str(config.get("version") or "gemm").lower()
-    if bits != 4 or size not in INT4_GROUPS or zero is not True or form != "gemm":
+    if bits != 4 or size not in INT_GROUPS[4] or zero is not True or form != "gemm":
         raise unsupported(source, f"awq with bits {bits}, group_size {size}, zero_point {zero}, version {form}")
     quant = ModuleQuant(f"int4_g{size}", "awq", zero_points=True)
     return QuantConfig("awq", source, (*kept_modules(config, source), Rule(EVERY_MODULE, quant)))
@@ -69,12 +74,14 @@ _PACKINGS: Mapping[str, tuple[str, bool]] = {
     "auto_round:gptq": ("gptq", False),
     "auto_round:auto_awq": ("awq", True),
     "auto_round:awq": ("awq", True),
+    "auto_round:llm_compressor": ("compressed-tensors", False),
 }
 """(storage, whether groups have zero points of their own) by AutoRound's name of the packing."""
 
 
 def read_auto_round(config: Config, source: str) -> QuantConfig:
-    """Reads AutoRound's form: int4 packed as GPTQ or AWQ does, with exceptions by name in `extra_config`."""
+    """Reads AutoRound's form: int4 packed as GPTQ or AWQ does, or as compressed-tensors, with exceptions by name in
+    `extra_config`, also of 8 bits."""
     modules: dict[ModuleQuant | None, set[str]] = {}
     by_pattern: list[Rule] = []
     extra = config.get("extra_config") or {}
@@ -96,7 +103,8 @@ def _auto_round_quant(config: Config, source: str) -> ModuleQuant:
     bits, size, packing = config.get("bits"), config.get("group_size"), str(config.get("packing_format"))
     kind, symmetric = config.get("data_type", "int"), config.get("sym", True)
     storage, zero_points = _PACKINGS.get(packing, ("", False))
-    if bits != 4 or size not in INT4_GROUPS or kind != "int" or not storage or not (symmetric or zero_points):
+    wrong = size not in _groups(bits) or (bits == 8 and zero_points)
+    if wrong or kind != "int" or not storage or not (symmetric or zero_points):
         described = f"auto-round with bits {bits}, group_size {size}, sym {symmetric}, data_type {kind}"
         raise unsupported(source, f"{described}, packing_format {packing}")
-    return ModuleQuant(f"int4_g{size}", storage, zero_points=zero_points)
+    return ModuleQuant(f"int{bits}_g{size}", storage, zero_points=zero_points)

@@ -15,9 +15,9 @@ from sglang.srt.errors import UserError
 class ModuleQuant:
     """How the weight of one linear module is stored.
 
-    storage: tensor names, dtypes and packing: "fp8", "deepseek_v4", "deepseek_v41", "compressed-tensors",
-        "modelopt", "mxfp8", "mxfp4", "gptq", "awq", "fp8_stacked" (`stored_form`), or "online" for 16-bit weights
-        that are quantized while they are loaded
+    storage: tensor names, dtypes and packing, a key of `layers/quantization/layout.py`; "mxfp4", "fp8_stacked"
+        (`stored_form`) for experts in one tensor, or "online" for 16-bit weights that are quantized while they are
+        loaded
     static_input: the checkpoint holds the scale (or the global factor) of activations
     zero_points: each group of int4 has a zero point of its own, instead of 8
     """

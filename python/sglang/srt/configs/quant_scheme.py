@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sglang.srt.errors import UserError
 
-SCALE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "e8m0": 1, "e4m3": 1}
+SCALE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "e8m0": 1, "e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Scheme:
     name: str
     element: str  # "e4m3", "int8", "int4", "e2m1"
     group: tuple[int, int]
-    scale: str  # "float32", "bfloat16", "e8m0", "e4m3"
+    scale: str  # of SCALE_BYTES
     activation: str | None
     global_scale: bool = False
 
@@ -55,11 +55,16 @@ SCHEMES: Mapping[str, Scheme] = {
         Scheme("fp8_tensor", "e4m3", (0, 0), "float32", "tensor"),
         Scheme("fp8_channel", "e4m3", (1, 0), "float32", "token"),
         Scheme("fp8_block", "e4m3", (128, 128), "float32", "group128"),
+        Scheme("fp8_tensor_a16", "e4m3", (0, 0), "float32", None),
+        Scheme("fp8_channel_a16", "e4m3", (1, 0), "float32", None),
+        Scheme("fp8_block_a16", "e4m3", (128, 128), "float32", None),
         Scheme("mxfp8", "e4m3", (1, 32), "e8m0", "mxfp8"),
         Scheme("int8_channel", "int8", (1, 0), "float32", "token"),
         Scheme("int4_g32", "int4", (1, 32), "bfloat16", None),
         Scheme("int4_g64", "int4", (1, 64), "bfloat16", None),
         Scheme("int4_g128", "int4", (1, 128), "bfloat16", None),
+        Scheme("int8_g32", "int8", (1, 32), "float16", None),
+        Scheme("int8_g128", "int8", (1, 128), "float16", None),
         Scheme("mxfp4", "e2m1", (1, 32), "e8m0", None),
         Scheme("mxfp4_mxfp8", "e2m1", (1, 32), "e8m0", "mxfp8"),
         Scheme("nvfp4", "e2m1", (1, 16), "e4m3", "nvfp4", global_scale=True),
@@ -67,8 +72,10 @@ SCHEMES: Mapping[str, Scheme] = {
     )
 }
 
-HEAD_SCHEMES = ("nvfp4_a16",)
-"""Schemes that the weights of an output head may have."""
+HEAD_SCHEMES = frozenset(
+    {"fp8_channel", "fp8_tensor", "nvfp4", "nvfp4_a16", "int4_g32", "int4_g64", "int4_g128", "int8_g32", "int8_g128"}
+)
+"""Schemes of output heads that have kernels with fp32 results. Heads in others are held in 16 bits."""
 
 
 PLANE_COLUMNS = 128
@@ -84,7 +91,7 @@ def wants_planes(scheme: Scheme, features: Collection[str]) -> bool:
 def describe_dequantization(scheme: Scheme, features: Collection[str]) -> str:
     """Describes how GPUs with these features dequantize the scheme to multiply it with wider instructions; "" where
     they multiply it natively."""
-    if wants_planes(scheme, features):
+    if wants_planes(scheme, features) or (scheme.bits == 8 and scheme.activation is None):
         return "weights widened to 16 bits in registers"
     if scheme.element == "e2m1" and scheme.activation == "mxfp8":
         return "weights widened to e4m3 in registers"

@@ -12,7 +12,7 @@ from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
 from sglang.srt.configs.gguf.tensors import METHOD as GGUF
 from sglang.srt.configs.hf_config import read_json_object, select_text_config
 from sglang.srt.configs.quant_formats import (
-    INT4_GROUPS,
+    INT_GROUPS,
     as_deepseek_v4,
     modelopt_cache,
     read_compressed_tensors,
@@ -20,6 +20,7 @@ from sglang.srt.configs.quant_formats import (
     read_modelopt,
     read_mxfp4,
     read_mxfp8,
+    read_w4afp8,
     unsupported,
     with_fp4_experts,
     with_packed_experts,
@@ -39,6 +40,7 @@ READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
     "modelopt": read_modelopt,
     "modelopt_fp4": read_modelopt,
     "modelopt_fp8": read_modelopt,
+    "w4afp8": read_w4afp8,
     "gptq": read_gptq,
     "awq": read_awq,
     "auto-round": read_auto_round,
@@ -49,7 +51,7 @@ READERS: Mapping[str, Callable[[Config, str], QuantConfig]] = {
 """Readers of a quantization config by `quant_method`."""
 
 _FP8 = frozenset({"fp8_tensor", "fp8_channel", "fp8_block"})
-_INT4 = frozenset(f"int4_g{size}" for size in INT4_GROUPS)
+_WEIGHT_ONLY = frozenset(f"int{bits}_g{size}" for bits, sizes in INT_GROUPS.items() for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,14 @@ SPELLINGS: Mapping[str, Spelling] = {
     ),
     "mxfp8": _spelling("mxfp8", "fp8", schemes=frozenset({"mxfp8", "nvfp4_a16"})),
     "mxfp4": _spelling("mxfp4"),
+    "w4afp8": _spelling("w4afp8"),
     "gptq": _spelling("gptq"),
     "gptq_marlin": _spelling("gptq", "auto-round"),
     "awq": _spelling("awq"),
     "awq_marlin": _spelling("awq"),
     "auto-round": _spelling("auto-round"),
     GGUF: _spelling(GGUF),
-    "moe_wna16": _spelling("gptq", "awq", "auto-round", "compressed-tensors", schemes=_INT4),
+    "moe_wna16": _spelling("gptq", "awq", "auto-round", "compressed-tensors", schemes=_WEIGHT_ONLY),
 }
 """Values of --quantization. Each names a checkpoint's format: the kernel follows from the GPU."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from sglang.srt.configs.checkpoint_header import stored_dtypes, stored_names
+from sglang.srt.configs.checkpoint_header import expanded_name, stored_dtypes, stored_names
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig, Rule, component, without_decoder
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,10 @@ _WIDE = frozenset({"F64", "F32", "F16", "BF16"})
 _EXPERTS = ".experts."
 _STACKED = ("gate_up_proj", "down_proj")
 """Names of tensors that hold all experts and are stored without `.weight`."""
+_HEAD = "lm_head"
 _STACKED_SCALES = f"{_EXPERTS}gate_up_proj_scale_inv"
+_BLOCK_SCALES = ".weight_scale_inv"
+"""How names of the scales of FP8 blocks end in DeepSeek's checkpoints, and in some of ModelOpt's."""
 STACKED_FP8 = "fp8_stacked"
 """Storage of FP8 experts in one tensor for all of them, as transformers writes them."""
 _SCALES = frozenset(
@@ -37,12 +40,15 @@ def as_stored(quantization: QuantConfig | None, folder: Path) -> QuantConfig | N
     if quantization is None or not any(stored_narrow(rule.quant) for rule in quantization.rules):
         return quantization
     stored = stored_names(folder)
+    if stored is not None:
+        stored = {expanded_name(name): dtype for name, dtype in stored.items()}
     unclear = _unclear(quantization, stored or {})
     if stored is not None and unclear:
         stored = {**stored, **(stored_dtypes(folder, unclear.__contains__) or {})}
     if stored and not _scaled(stored):
         logger.warning("%s states quantized weights, but none has scales: they are loaded as they are", folder)
-    return with_stacked_experts(stored_wide(quantization, stored), stored)
+    quantization = with_stored_heads(stored_wide(quantization, stored), stored)
+    return with_stacked_experts(with_block_scales(quantization, stored), stored)
 
 
 def _unclear(quantization: QuantConfig, stored: Mapping[str, str]) -> frozenset[str]:
@@ -75,6 +81,29 @@ def stored_wide(quantization: QuantConfig | None, stored: Mapping[str, str] | No
     layers = {name.partition(_EXPERTS)[0] for name in narrow if _EXPERTS in name}
     kept |= {group for group in experts if group.removesuffix(_EXPERTS[:-1]) not in layers}
     return replace(quantization, wide=quantization.wide | set(map(without_decoder, kept))) if kept else quantization
+
+
+def with_stored_heads(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
+    """Returns the rules with the output heads named that have scales: a rule for all modules does not say whether it
+    means them."""
+    if quantization is None:
+        return quantization
+    heads = {module for module in _scaled(stored or ()) if module.rpartition(".")[2] == _HEAD}
+    quants = {head: quantization.of(head) for head in sorted(heads) if quantization.named(head) is None}
+    rules = tuple(Rule((), quant, frozenset({head})) for head, quant in quants.items() if quant is not None)
+    return replace(quantization, rules=(*rules, *quantization.rules))
+
+
+def with_block_scales(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:
+    """Returns the rules with the storage "fp8" for ModelOpt's FP8 blocks whose scales are called as DeepSeek's."""
+    if quantization is None or not any(name.endswith(_BLOCK_SCALES) for name in stored or ()):
+        return quantization
+    blocks = ModuleQuant("fp8_block", "modelopt")
+    rules = (
+        replace(rule, quant=replace(blocks, storage="fp8")) if rule.quant == blocks else rule
+        for rule in quantization.rules
+    )
+    return replace(quantization, rules=tuple(rules))
 
 
 def with_stacked_experts(quantization: QuantConfig | None, stored: Mapping[str, str] | None) -> QuantConfig | None:

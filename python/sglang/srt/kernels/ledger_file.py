@@ -43,7 +43,7 @@ _SAME_CODE = {"float16": "bfloat16"}
 DEQUANTIZED_TAIL = "/widened"
 """End of the keys of variants that dequantize to 16 bits, for GPUs without `block_scaled_mma`."""
 
-SAME_LAUNCHES: Mapping[str, str] = {"nvfp4_a16": "nvfp4"}
+SAME_LAUNCHES: Mapping[str, str] = {"nvfp4_a16": "nvfp4", "fp8_tensor_a16": "fp8_channel_a16"}
 """Schemes whose products are the same as another scheme's on GPUs that dequantize it: its rows stand for both."""
 
 Measurement = tuple[int, int, int, int, tuple[str, ...]]

@@ -37,8 +37,16 @@ class ScaledProduct:
         return self.kind == "planes" and self.element == "e2m1" and self.group == PAIR_GROUP
 
     @property
+    def weight_only(self) -> bool:
+        """Returns whether weights of 8 bits are widened to the type of x, which stays in 16 bits. `kind` then says how
+        their scales lie."""
+        return self.activation is None and self.element in ("e4m3", "int8")
+
+    @property
     def tile_kind(self) -> str:
         """The kind by which matrix tiles are chosen."""
+        if self.weight_only:
+            return "widened"
         if self.kind == "mx" and self.element == "e2m1":
             return "mx4" if self.group == 16 else "mx_e2m1"
         return self.kind
@@ -68,4 +76,7 @@ def product_of(scheme: Scheme | None, features: Collection[str]) -> ScaledProduc
         return ScaledProduct("planes", scheme.element, group)
     if scheme.activation == "mxfp8":
         return ScaledProduct("mx", scheme.element, group, scheme.activation)
-    return ScaledProduct("group128" if group == 128 else "scaled", scheme.element, group, scheme.activation)
+    by_row = "mx" if scheme.group[0] == 1 and group else "scaled"
+    return ScaledProduct(
+        "group128" if group == scheme.group[0] == 128 else by_row, scheme.element, group, scheme.activation
+    )

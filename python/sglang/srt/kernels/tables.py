@@ -169,7 +169,7 @@ LINEAR = (
     ),
     KernelSpec(
         "triton_quantized",
-        f"{_TRITON}.quant_linear:quantized_linear",
+        f"{_TRITON}.linear_products:quantized_linear",
         CP_ASYNC,
         "triton",
         configs=f"{_TRITON}.linear_tiles:triton_tile_configs",

@@ -13,7 +13,7 @@ from sglang.srt.layers.ops import EMBEDDING_ROWS, LINEAR
 from sglang.srt.layers.parameter import Init, Scope, TensorPart, WeightShard
 from sglang.srt.layers.quantization.activations import values_of
 from sglang.srt.layers.row_exchange import RowExchange
-from sglang.srt.plan.ranks import ShardRange, exact_share, padded_share, whole
+from sglang.srt.plan.ranks import ShardRange, padded_share, whole
 from sglang.srt.plan.weight_names import PartKey
 from sglang.srt.sampling.sampling_params import NO_TOKEN
 
@@ -157,7 +157,7 @@ class LMHead:
         self.group = scope.groups.vocabulary
         rows = _vocab_rows(self.group, vocab_size)
         self.rows = rows
-        shard = WeightShard("", exact_share(vocab_size, rows.run), whole(hidden_size))
+        shard = WeightShard("", rows, whole(hidden_size))
         # Logits are not rounded to bf16, where values from 16 to 32 would be multiples of 0.125.
         self.product = scope.quant.create_head(scope, shard) if tied_to is None else None
         if self.product is None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from safetensors import SafetensorError, safe_open
 
-from sglang.srt.configs.checkpoint_header import inside
+from sglang.srt.configs.checkpoint_header import CSF_EXCEPTIONS, CSF_FIXED, inside
 from sglang.srt.configs.gguf.tensors import read_index
 from sglang.srt.errors import UserError
+from sglang.srt.model_loader.compressed_scales import ExpandedScales
 from sglang.srt.model_loader.gguf_checkpoint import GGUFCheckpoint
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -33,13 +35,25 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, Any, Any]]:
         """Yields (name, safetensors slice, open file), file by file, memory-mapped: nothing is read until it is
-        indexed."""
+        indexed. Compressed scales come expanded, under the name of the scales."""
         for path, promised in self.files.items():
             with _open(path) as file:
                 names = list(file.keys())
                 _check_promises(path, promised, frozenset(names))
                 for name in names:
-                    yield name, file.get_slice(name), file
+                    if name.endswith(CSF_FIXED):
+                        scales = ExpandedScales(name, functools.partial(self._file_of, file, names))
+                        yield scales.name, scales, scales
+                    elif not name.endswith(CSF_EXCEPTIONS):
+                        yield name, file.get_slice(name), file
+
+    def _file_of(self, current: Any, names: Collection[str], name: str) -> Any:
+        """Returns the open file that has the tensor: the current one, or another that the index names; None if there is
+        none."""
+        if name in names:
+            return current
+        path = next((path for path, promised in self.files.items() if name in (promised or ())), None)
+        return None if path is None else _open(path)
 
 
 Weights: TypeAlias = Checkpoint | GGUFCheckpoint

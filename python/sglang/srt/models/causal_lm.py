@@ -438,6 +438,7 @@ class CausalLM:
 
     def ignored_weight(self, name: str) -> bool:
         """Returns whether this rank needs nothing of a checkpoint tensor."""
+        # Whatever repeats the embedding, quantized or not.
         tied_head = self.description.tie_embeddings and name.startswith(self.weights.model["lm_head"] + ".")
         if tied_head or name in self.on_other_ranks:
             return True

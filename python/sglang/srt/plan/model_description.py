@@ -145,17 +145,11 @@ class ModelDescription:
 
     @property
     def head_quant(self) -> ModuleQuant | None:
-        """Quantization of the output head in the checkpoint; None: 16 bits. Raises UserError for a scheme that the
-        head's product does not read."""
+        """Quantization with which the output head is held; None: 16 bits."""
         if self.quantization is None or self.tie_embeddings:
             return None
         quant = self.quantization.named(self.names.model["lm_head"])
-        if quant is not None and quant.scheme not in HEAD_SCHEMES:
-            raise UserError(
-                f"{self.quantization.source}: an output head in {quant.scheme} is not supported (has"
-                f" {', '.join(HEAD_SCHEMES)})."
-            )
-        return quant
+        return quant if quant is not None and quant.scheme in HEAD_SCHEMES else None
 
     def quant_of(self, layer: int, matrix: Matrix) -> ModuleQuant | None:
         """Returns the quantization with which a layer's matrix is held; None: 16 bits, also where its parts are stored

@@ -129,7 +129,7 @@ def launch_all(
         for matrix, of_all in zip(share, whole, strict=True):
             launch_matrix(once, matrix, matrix.cols < of_all.cols, arch, alike)
     once(launch_gemv, -(-model.vocab_size // tp_size), model.hidden_size, False, torch.float32)
-    once(launch_quantized_head, -(-model.vocab_size // tp_size), model.hidden_size, arch)
+    launch_quantized_head(once, -(-model.vocab_size // tp_size), model.hidden_size, arch, alike)
     once(launch_image_encoder, model.vision_head_dim, arch)
     once(launch_sampling, model.vocab_size)
     if tp_size > 1:

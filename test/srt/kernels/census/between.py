@@ -27,8 +27,8 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles
 from sglang.srt.layers.triton_ops import (
     activation,
     keep_last,
+    linear_products,
     linear_tiles,
-    quant_linear,
     quantize,
 )
 from sglang.srt.mem_cache import page_kernel
@@ -40,7 +40,7 @@ from ..published import configs, described
 from . import launch_all
 from .every_model import launch_norms
 from .gqa import launch_attention, launch_rope_stores
-from .inputs import CONTEXT, REQUESTS, SLOTS, empty, tiles_of
+from .inputs import CONTEXT, LAUNCHED, REQUESTS, SLOTS, empty, few_as_rounded, tiles_of
 from .mla import launch_part_exchange
 from .moe import expert_matrices, launch_expert_tiles, launch_experts, launch_fused_moe, launch_routing
 from .pooled_sparse import launch_pooled_sparse
@@ -124,7 +124,7 @@ def _norms() -> None:
 
 
 def _products(arch: ArchTraits) -> None:
-    for scheme in SCHEMES.values():
+    for scheme in LAUNCHED:
         static = scheme.activation == "nvfp4"
         for cols in ODD_COLUMNS if scheme.group[1] == 0 else ():
             _few_rows(1024, cols, True, scheme, static, arch)
@@ -132,7 +132,7 @@ def _products(arch: ArchTraits) -> None:
             launch_products(1024, cols, True, scheme, static, arch)
             if scheme.name in HEAD_SCHEMES:
                 launch_products(1024, cols, False, scheme, static, arch, torch.float32)
-    for scheme, hidden in itertools.product((None, *SCHEMES.values()), HIDDEN_SIZES):
+    for scheme, hidden in itertools.product((None, *LAUNCHED), HIDDEN_SIZES):
         static = scheme is not None and scheme.activation == "nvfp4"
         for inter in (1024, 11_552):
             if not (scheme and scheme.group[1] and inter % scheme.group[1]):
@@ -145,10 +145,11 @@ def _products(arch: ArchTraits) -> None:
 
 @with_weight
 def _few_rows(
-    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
+    weight: linear_products.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     few = linear_tiles.tile_configs_of(weight.weight.scheme, sizes, weight.arch)[0]
-    quant_linear.few_rows(empty(1, sizes[1]), weight, few.tiles[0], bias, out)
+    if not few_as_rounded(weight.product):
+        linear_products.few_rows(empty(1, sizes[1]), weight, few.tiles[0], bias, out)
 
 
 def _dequantized_products(other: ArchTraits) -> None:

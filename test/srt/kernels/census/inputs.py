@@ -12,10 +12,12 @@ from sglang.ledger.launch_form import named
 from sglang.srt.configs.quant_scheme import SCHEMES, Scheme
 from sglang.srt.hardware.arch import ArchTraits, arch_by_name
 from sglang.srt.kernels.ledger_file import DEQUANTIZED_TAIL, SAME_LAUNCHES, judged_as
-from sglang.srt.kernels.scaled_product import product_of
+from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.tiles import AttentionTile, attention_tiles
 
 BF16 = torch.bfloat16
+LAUNCHED = [scheme for scheme in SCHEMES.values() if scheme.name != "fp8_tensor_a16"]
+"""Schemes whose weights are launched in ways of their own: once loaded, that one is `fp8_channel_a16`."""
 CACHES = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
 FP4 = "fp4_e2m1"
 CACHE_NAMES = ("k_cache", "v_cache")
@@ -24,6 +26,11 @@ MANY = 4096
 CONTEXT = 32_768
 SLOTS = 65_536
 REQUESTS = 64
+
+
+def few_as_rounded(product: ScaledProduct) -> bool:
+    """Whether few rows are multiplied by launches of other schemes: FP8 beside activations that many rows round."""
+    return product.weight_only and product.element == "e4m3"
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

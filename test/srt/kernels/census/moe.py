@@ -30,7 +30,7 @@ from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 
 from ...layers.moe.moe_harness import tile_configs_of
-from .inputs import BF16, MANY, each_once, empty, of_scheme
+from .inputs import BF16, LAUNCHED, MANY, each_once, empty, few_as_rounded, of_scheme
 
 OWN_FORMAT_OF_BIASES = "mxfp4"
 _find_files = config_files.files
@@ -59,7 +59,7 @@ def launch_routing(router: Router, experts: int, fused: bool, vocab: int) -> Non
 def expert_layers(experts: MoE, hidden: int, tp_size: int) -> Iterator[tuple[int, int, int, int, Scheme | None, bool]]:
     """(experts, choices, hidden, this rank's share of the intermediate size, scheme, static scales). Biases come in the
     model's own format only (with activations of either precision); any other experts may be quantized in every way."""
-    for scheme in [None, *SCHEMES.values()]:
+    for scheme in [None, *LAUNCHED]:
         if experts.bias and scheme is not None and not scheme.name.startswith(OWN_FORMAT_OF_BIASES):
             continue
         try:
@@ -188,6 +188,8 @@ def launch_fused_moe(
     once = patch.multiple(moe, _operand=each_once(moe._operand), align=each_once(moe.align))
     with of_scheme("fused_moe", w13.scheme, arch), once:
         for tokens, tiles in launches:
+            if tiles is None and few_as_rounded(moe.product_for(w13)):
+                continue
             x, weights = empty(tokens, w2.rows), empty(tokens, top_k, dtype=torch.float32)
             ids = empty(tokens, top_k, dtype=torch.int32)
             moe.fused_moe(
@@ -205,7 +207,7 @@ def grouped_product(
     matrices, _ = expert_matrices(128, *sizes, scheme, static, act, bias, arch)
     with recording(arch.name) as found:
         launch_fused_moe(matrices, 8, [(16, MoeTiles(float("inf"), tile, tile))], act, arch)
-    return next(form.variant("fused_moe", kind) for form in found if form.kernel == f"kernels.{kind}_kernel")
+    return next(form.variant("fused_moe", kind) for form in found if form.kernel.endswith(f".{kind}_kernel"))
 
 
 class NoLibrary:

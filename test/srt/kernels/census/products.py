@@ -14,10 +14,10 @@ from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, held_scheme
-from sglang.srt.layers.triton_ops import gemv, linear_tiles, quant_linear, skinny_gemm
+from sglang.srt.layers.triton_ops import gemv, linear_products, linear_tiles, skinny_gemm
 from sglang.srt.plan.weight_spec import Matrix
 
-from .inputs import BF16, MANY, each_once, empty, of_scheme
+from .inputs import BF16, LAUNCHED, MANY, each_once, empty, few_as_rounded, of_scheme
 
 
 def launch_matrix(
@@ -28,7 +28,7 @@ def launch_matrix(
     if matrix.name == "moe.router":
         once(launch_gemv, matrix.rows, matrix.cols, matrix.bias, torch.float32)
     if matrix.quantized:
-        for scheme in SCHEMES.values():
+        for scheme in LAUNCHED:
             if cut and scheme.group[1] and matrix.cols % scheme.group[1]:
                 continue  # refused: a rank would have a part of what has one scale
             for static in (False, True) if scheme.activation == "tensor" else (scheme.activation == "nvfp4",):
@@ -69,11 +69,14 @@ def linear_weight(total: int, cols: int, scheme: Scheme, static: bool) -> Linear
     )
 
 
-def launch_quantized_head(vocab: int, hidden: int, arch: ArchTraits) -> None:
+def launch_quantized_head(
+    once: Callable[..., None], vocab: int, hidden: int, arch: ArchTraits, alike: Callable[[int], int]
+) -> None:
     """Logits are fp32."""
-    for name in HEAD_SCHEMES:
-        for part in (launch_products, launch_tall_products):
-            part(vocab, hidden, False, SCHEMES[name], False, arch, torch.float32)
+    for scheme in map(SCHEMES.__getitem__, sorted(HEAD_SCHEMES)):
+        more = (False, scheme, scheme.activation == "nvfp4", arch, torch.float32)
+        once(launch_products, vocab, hidden, *more)
+        once(launch_tall_products, 2048 + vocab % 16, alike(hidden), *more)
 
 
 def with_weight(launch: Callable[..., None]) -> Callable[..., None]:
@@ -93,36 +96,36 @@ def with_weight(launch: Callable[..., None]) -> Callable[..., None]:
 
 @with_weight
 def launch_products(
-    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
+    weight: linear_products.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     """For as many rows of x as a row of the table is for."""
     configs = linear_tiles.tile_configs_of(weight.weight.scheme, sizes, weight.arch)
-    for tokens in (1, linear_tiles.FEW_ROWS):
-        quant_linear.few_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
+    for tokens in () if few_as_rounded(weight.product) else (1, linear_tiles.FEW_ROWS):
+        linear_products.few_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
     tiles = _linear_tiles(weight)
     for tokens in tiles:
-        quant_linear.many_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
-    last_resort = linear_tiles.last_resort(weight.product.kind)
-    quant_linear.many_rows(empty(min(tiles), sizes[1]), weight, last_resort, bias, out)
+        linear_products.many_rows(empty(tokens, sizes[1]), weight, config_for(configs, tokens).tiles[0], bias, out)
+    last_resort = linear_tiles.last_resort(linear_tiles.table_of(weight.product))
+    linear_products.many_rows(empty(min(tiles), sizes[1]), weight, last_resort, bias, out)
 
 
 @with_weight
 def launch_tall_products(
-    weight: quant_linear.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
+    weight: linear_products.PackedWeight, bias: torch.Tensor | None, sizes: tuple[int, int, bool], out: torch.dtype
 ) -> None:
     """With every tile, stepped down to, for many rows of x: so many that columns are not split."""
-    with patch.object(quant_linear, "operand", each_once(quant_linear.operand)):
-        for tile in (*_linear_tiles(weight).values(), linear_tiles.last_resort(weight.product.kind)):
-            quant_linear.many_rows(empty(MANY, sizes[1]), weight, tile, bias, out)
+    with patch.object(linear_products, "operand", each_once(linear_products.operand)):
+        for tile in (*_linear_tiles(weight).values(), linear_tiles.last_resort(linear_tiles.table_of(weight.product))):
+            linear_products.many_rows(empty(MANY, sizes[1]), weight, tile, bias, out)
 
 
-def _packed(weight: LinearWeight, arch: ArchTraits) -> quant_linear.PackedWeight:
+def _packed(weight: LinearWeight, arch: ArchTraits) -> linear_products.PackedWeight:
     # Weights without values need no order: torch takes a millisecond for each step of that.
     with patch(f"{ExpertWeights.__module__}._to_planes", lambda packed, scheme: packed):
-        return quant_linear.pack(weight, arch)
+        return linear_products.pack(weight, arch)
 
 
-def _linear_tiles(weight: quant_linear.PackedWeight) -> dict[int, Tile]:
+def _linear_tiles(weight: linear_products.PackedWeight) -> dict[int, Tile]:
     """By the most rows of x that the table has them for."""
-    rows = linear_tiles.tile_rows(weight.product.kind, weight.arch.features)
+    rows = linear_tiles.tile_rows(linear_tiles.table_of(weight.product), weight.arch.features)
     return {int(min(row.max_rows, MANY)): row.tile for row in rows}

@@ -170,6 +170,24 @@ def gptq(weight: torch.Tensor) -> Written:
     return {"qweight": qweight, "scales": made.scale.T.contiguous(), "qzeros": zeros, "g_idx": order}, exact
 
 
+def gptq_int8(weight: torch.Tensor) -> Written:
+    """As `gptq` in groups of 128, with four codes plus 128 to a word."""
+    rows, cols = weight.shape
+    made, exact = _quantized("int8_g128", weight.float())
+    codes = made.data.to(torch.int64).view(rows, cols // 4, 4) + 128
+    words = (codes << torch.arange(0, 32, 8)).sum(-1)
+    qweight = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).T.contiguous()
+    zeros = torch.full((cols // 128, rows // 4), 0x7F7F7F7F, dtype=torch.int32)
+    return {"qweight": qweight, "scales": made.scale.T.contiguous(), "qzeros": zeros}, exact
+
+
+def w4afp8(weight: torch.Tensor) -> Written:
+    """Two signed codes to a byte, the first in the low bits."""
+    made, exact = _quantized("int4_g128", weight.float())
+    flipped = made.data ^ 0x88
+    return {"weight": flipped.view(torch.int8), "weight_scale_inv": made.scale, "input_scale": torch.ones(1)}, exact
+
+
 # --- what config.json says --------------------------------------------------------------------------------------------
 
 
@@ -220,6 +238,9 @@ FORMATS: dict[str, Format] = {
     "int4_g128": Format(
         each(pack_quantized(128)), compressed(numbers("int", 4, "group", group_size=128), None, "pack-quantized")
     ),
+    "int8_g128": Format(each(gptq_int8), {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}),
+    "fp8_channel_a16": Format(each(fp8_channel), compressed(numbers("float", 8, "channel"), None, "float-quantized")),
+    "w4afp8": Format(each(w4afp8), {"quant_method": "w4afp8", "group_size": 128, "ignored_layers": ["gate"]}),
     "awq_g32": Format(each(awq(32)), {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}),
     "awq_g128": Format(each(awq(128)), {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}),
     "int4_g32_asymmetric": Format(

@@ -20,7 +20,18 @@ from sglang.srt.layers import native_ops
 from sglang.srt.layers.quantization.reference import dequantize, quantize
 from sglang.srt.plan.ranks import RankLayout
 
-from .expert_checkpoint import FORMATS, FUSED_ONLY, LAYER, Format, Loaded, Tensors, fp8_tensor, save
+from .expert_checkpoint import (
+    FORMATS,
+    FUSED_ONLY,
+    LAYER,
+    Format,
+    Loaded,
+    Tensors,
+    compressed,
+    fp8_tensor,
+    numbers,
+    save,
+)
 
 NUM_EXPERTS, HIDDEN, INTER = 3, 256, 384
 ROUTER = Router(top_k=2)
@@ -263,12 +274,16 @@ def test_input_scales_of_experts_that_calibration_did_not_reach(tmp_path: Path) 
         Loaded(spec, HIDDEN, config_of(form), tmp_path).load(tmp_path)
 
 
-def test_without_a_scale_for_activations_each_token_gets_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("weight_only", "held"), [(False, "fp8_channel"), (True, "fp8_channel_a16")])
+def test_without_a_scale_for_activations_each_token_gets_its_own(weight_only: bool, held: str, tmp_path: Path) -> None:
+    """Or activations stay as they are, where nothing says that they are rounded."""
     form = FORMATS["fp8_tensor_dynamic"]
+    if weight_only:
+        form = replace(form, config=compressed(numbers("float", 8, "tensor"), None, "float-quantized"))
     tensors, _ = write_experts(form)
     save(tmp_path, tensors)
     layer = Loaded(MoE(NUM_EXPERTS, INTER, ROUTER), HIDDEN, config_of(form), tmp_path).load(tmp_path)
-    assert layer.experts.w13.scheme is SCHEMES["fp8_channel"]
+    assert layer.experts.w13.scheme is SCHEMES[held]
 
 
 # --- more forms -------------------------------------------------------------------------------------------------------

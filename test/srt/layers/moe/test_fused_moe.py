@@ -27,7 +27,9 @@ LAYOUTS = [
 ]
 """(scheme, features of the GPU that its weights were repacked for)."""
 OF_EACH_KIND = [
-    layout for layout in LAYOUTS if layout[0] in (None, "fp8_block", "int8_channel", "int4_g64", "mxfp4", "nvfp4")
+    layout
+    for layout in LAYOUTS
+    if layout[0] in (None, "fp8_block", "int8_channel", "int4_g64", "int8_g32", "mxfp4", "nvfp4")
 ]
 """One of each way to store numbers: `make test` has every scheme in `test_grouped`, and these elsewhere."""
 HALF_EXACT = 6e-3
@@ -65,6 +67,12 @@ def bound_of(scheme: str | None) -> float:
     return 1e-2 if scheme == "nvfp4" else HALF_EXACT
 
 
+def group_of(scheme: str | None) -> int:
+    """Columns of a row that share a scale, which sizes must be multiples of."""
+    rows, cols = SCHEMES[scheme].group if scheme else (0, 0)
+    return cols if rows == 1 else 0
+
+
 def needs(features: frozenset[str]) -> None:
     if features and not HAS_NATIVE:
         pytest.skip("needs block-scaled matrix instructions")
@@ -94,7 +102,7 @@ def test_grouped(scheme: str | None, features: frozenset[str]) -> None:
 @interpreter.kernel_test
 @pytest.mark.parametrize(("scheme", "features"), some_of(LAYOUTS, OF_EACH_KIND))
 def test_few_pairs_keep_activations_in_16_bits(scheme: str | None, features: frozenset[str]) -> None:
-    inter = {"int4_g64": 64, "int4_g128": 128}.get(scheme or "", 32)  # groups are whole
+    inter = max(32, group_of(scheme))
     case = make_case(scheme, 3, num_experts=16, hidden=128, inter=inter, features=features, device=DEVICE)
     case.ids[1] = -1
     case.ids[2, 1] = -1
@@ -151,7 +159,7 @@ def test_weights_loaded_early_change_no_bit(scheme: str | None, monkeypatch: pyt
 @pytest.mark.parametrize(("scheme", "features"), some_of(LAYOUTS, OF_EACH_KIND))
 def test_sizes_that_no_block_divides(scheme: str | None, features: frozenset[str]) -> None:
     needs(features)
-    hidden, inter = {"int4_g64": (320, 64), "int4_g128": (384, 128)}.get(scheme or "", (160, 96))  # groups are whole
+    hidden, inter = {64: (320, 64), 128: (384, 128)}.get(group_of(scheme), (160, 96))
     case = make_case(scheme, 20, hidden=hidden, inter=inter, features=features, device=DEVICE)
     assert_close(run(case, small(block_n=64, block_k=128)), expected(case), bound_of(scheme))
     few = make_case(scheme, 1, num_experts=8, hidden=hidden, inter=inter, features=features, device=DEVICE)

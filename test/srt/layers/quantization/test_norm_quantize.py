@@ -21,7 +21,7 @@ from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, tile
 from sglang.srt.layers.quantization import activations
 from sglang.srt.layers.quantization.activations import QuantizedActivations, RowForm, RowFormat
 from sglang.srt.layers.residual import SumJoin, SumStream
-from sglang.srt.layers.triton_ops import linear_tiles, norm, quant_linear
+from sglang.srt.layers.triton_ops import linear_products, linear_tiles, norm
 from sglang.srt.layers.triton_ops.norm_quantize import add_rmsnorm_quantize
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 
@@ -69,7 +69,7 @@ def test_linear_products_of_rows(tokens: int, name: str, form: RowForm) -> None:
     rows = rows_of(tokens, 256, form)
     arch = arch_by_name("sm_120")
     configs = linear_tiles.tile_configs_of(weight.scheme, (*weight.shape, False), arch)
-    product = quant_linear.quantized_linear(weight, arch, configs)
+    product = linear_products.quantized_linear(weight, arch, configs)
     wanted = product(rows.values)
     assert torch.equal(product(rows), wanted)
     spoilt = product(dataclasses.replace(rows, data=torch.zeros_like(rows.data)))

@@ -22,8 +22,8 @@ from sglang.srt.kernels.tile_configs import config_for
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.dense import shifted
 from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct, held_scheme
-from sglang.srt.layers.triton_ops import linear_tiles, quant_linear
-from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, few_rows, many_rows, pack, quantized_linear
+from sglang.srt.layers.triton_ops import linear_products, linear_tiles
+from sglang.srt.layers.triton_ops.linear_products import PackedWeight, few_rows, many_rows, pack, quantized_linear
 from sglang.srt.layers.triton_ops.scaled_dot import E4M3_OF_E2M1, _e4m3_of_e2m1
 
 DEVICE = interpreter.DEVICE
@@ -41,7 +41,7 @@ def weight_of(name: str, parts: tuple[int, ...], cols: int) -> LinearWeight:
     for i, rows in enumerate(parts):
         w = torch.randn(rows, cols, generator=generator) * cols**-0.5 * (1 + i)
         made.append(reference.quantize(w, scheme))
-        if quant.scheme == "fp8_tensor":
+        if quant.format.group == (0, 0):
             one = reference.quantize(w, quant.format)
             made[-1] = reference.Quantized(one.data, one.scale.repeat(rows))
     data = torch.cat([m.data.view(torch.uint8) for m in made]).view(made[0].data.dtype)
@@ -76,7 +76,7 @@ def linear_of(weight: LinearWeight, arch: ArchTraits) -> QuantizedProduct:
 
 def tile_for(held: PackedWeight, rows: int) -> Mapping[str, int]:
     """Of the table, also for so few rows that they need none."""
-    table = linear_tiles.tile_rows(held.product.kind, held.arch.features)
+    table = linear_tiles.tile_rows(linear_tiles.table_of(held.product), held.arch.features)
     return next(row.tile for row in table if rows <= row.max_rows)
 
 
@@ -108,7 +108,7 @@ def test_every_scheme(name: str, arch: ArchTraits, rows: int) -> None:
         pytest.skip("this GPU has no block-scaled products")
     few = rows <= linear_tiles.FEW_ROWS
     # The interpreter takes as long for each row of the kernel of few rows as for a block of the other one.
-    weight = weight_of(name, (32, 32) if few and name != "fp8_block" else (128, 128), 384)
+    weight = weight_of(name, (32, 32) if few and not name.startswith("fp8_block") else (128, 128), 384)
     x = activations(rows, 384)
     bias = torch.randn(len(weight.data), generator=torch.Generator().manual_seed(3)).bfloat16().to(DEVICE)
     held = pack(copy_of(weight), arch)
@@ -145,7 +145,7 @@ def test_zero_points(name: str, rows: int, mean: float) -> None:
 
 
 ODD_SIZES = [((40,), 416, 1), ((40,), 416, 18), ((8, 8, 8), 672, 3)]
-OF_EACH_KIND = ("fp8_channel", "fp8_block", "int8_channel", "mxfp8", "nvfp4", "int4_g32", "mxfp4")
+OF_EACH_KIND = ("fp8_channel", "fp8_block", "int8_channel", "mxfp8", "nvfp4", "int4_g32", "mxfp4", "int8_g32")
 """Schemes whose products are computed and whose weights are read in ways of their own."""
 
 
@@ -158,9 +158,9 @@ OF_EACH_KIND = ("fp8_channel", "fp8_block", "int8_channel", "mxfp8", "nvfp4", "i
     ),
 )
 def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: int, rows: int) -> None:
-    if name in ("int4_g64", "int4_g128"):
+    if max(SCHEMES[name.removesuffix("_static")].group) in (64, 128) and not name.startswith("fp8_block"):
         cols = cols // 128 * 128
-    if name == "fp8_block":
+    if name.startswith("fp8_block"):
         parts = parts[:1]
     weight = weight_of(name, parts, cols)
     x = activations(rows, cols)
@@ -170,7 +170,9 @@ def test_sizes_that_no_block_divides(name: str, parts: tuple[int, ...], cols: in
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize(("name", "cols"), [("fp8_block", 1152), ("fp8_channel", 4224), ("mxfp8", 2336)])
+@pytest.mark.parametrize(
+    ("name", "cols"), [("fp8_block", 1152), ("fp8_channel", 4224), ("mxfp8", 2336), ("int8_g32", 2336)]
+)
 def test_weights_loaded_early_change_no_bit(name: str, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In as many steps as are loaded early and in more, the last of them cut short."""
     weight, x = weight_of(name, (8,), cols), activations(2, cols)
@@ -185,12 +187,12 @@ def test_weights_loaded_early_change_no_bit(name: str, cols: int, monkeypatch: p
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("name", ["fp8_block", "int8_channel", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "int8_channel", "nvfp4", "int8_g128"])
 def test_split_columns_are_summed_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = weight_of(name, (96,), 1280)
     held = pack(copy_of(weight), NATIVE if interpreter.INTERPRETED else WIDENS)
     x = activations(19, 1280)
-    monkeypatch.setattr(quant_linear, "num_splits", lambda *sizes: 5)  # more than are loaded at once
+    monkeypatch.setattr(linear_products, "num_splits", lambda *sizes: 5)  # more than are loaded at once
     first = many_rows(x, held, SMALL)
     assert_close(first, expected(x, weight, held, rounded=True))
     assert torch.equal(many_rows(x, held, SMALL), first) and not held.arrivals.any()

@@ -27,7 +27,7 @@ from sglang.srt.layers.quantization import reference, scaled_mm
 from sglang.srt.layers.quantization.activations import QuantizedActivations
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
 from sglang.srt.layers.triton_ops import linear_tiles
-from sglang.srt.layers.triton_ops.quant_linear import PackedWeight, pack
+from sglang.srt.layers.triton_ops.linear_products import PackedWeight, pack
 from sglang.srt.managers.scheduler import scheduler_setup
 
 ROWS = 18

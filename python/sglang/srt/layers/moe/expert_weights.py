@@ -24,6 +24,7 @@ ELEMENT_DTYPES = {"e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch
 SCALE_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
     "e8m0": torch.uint8,
     "e4m3": torch.float8_e4m3fn,
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
-from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.configs.quant_scheme import HEAD_SCHEMES, Scheme
 from sglang.srt.environ import warn_once
 from sglang.srt.errors import UserError
 from sglang.srt.layers.linear import Unquantized
@@ -84,6 +84,9 @@ class QuantizedMethod:
         quant = self.config.named(scope.module())
         if quant is None:
             return None
+        if quant.scheme not in HEAD_SCHEMES:
+            warn_once(f"{scope.path}: an output head in {quant.scheme} is held in 16 bits")
+            return DequantizedLinear(scope, [shard], [quant], _create, None, torch.float32)
         return QuantizedLinear(scope, quant, _create(scope, [shard], quant), None, torch.float32)
 
     def create_unpacked(self, scope: Scope, shard: WeightShard, take: Callable[[torch.Tensor], None]) -> None:

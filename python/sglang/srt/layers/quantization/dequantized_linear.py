@@ -21,9 +21,10 @@ Create = Callable[[Scope, list[WeightShard], ModuleQuant], LinearWeight]
 
 
 class DequantizedLinear:
-    """A linear layer with weights dequantized after loading, x [T, in] -> [T, out] (+ bias). Each shard is read as its
-    own module is stored (None: in 16 bits), so the modules of a product may differ, and in whole groups of rows with
-    one scale or word, of which a rank keeps its own. The stored form is freed."""
+    """A linear layer with weights dequantized after loading, x [T, in] -> [T, out] (+ bias) in x's dtype or
+    `out_dtype`. Each shard is read as its own module is stored (None: in 16 bits), so the modules of a product may
+    differ, and in whole groups of rows with one scale or word, of which a rank keeps its own. The stored form is
+    freed."""
 
     def __init__(
         self,
@@ -32,8 +33,9 @@ class DequantizedLinear:
         quants: list[ModuleQuant | None],
         create: Create,
         bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None = None,
     ) -> None:
-        self.scope, self.bias = scope, bias
+        self.scope, self.bias, self.out_dtype = scope, bias, out_dtype
         self.linear = scope.plan.entry(LINEAR)
         self.stored: list[str] = []
         self.shards = [self._read(shard, quant, create) for shard, quant in zip(shards, quants, strict=True)]
@@ -74,7 +76,7 @@ class DequantizedLinear:
         self.scope.params[name] = Param(name, self.weight, {})
 
     def __call__(self, x: Activations) -> torch.Tensor:
-        return self.linear(values_of(x), self.weight, self.bias)
+        return self.linear(values_of(x), self.weight, self.bias, out_dtype=self.out_dtype)
 
 
 def _rows_of_words(quant: ModuleQuant) -> list[int]:

@@ -67,7 +67,8 @@ def _finish(product: StoredProduct) -> ExpertWeights:
     if scheme.group == (0, 0):
         if input_scale is None:
             # A dynamic scale of all tokens would let them change each other's results: one a token, and scales a row.
-            return ExpertWeights(data, SCHEMES["fp8_channel"], _by_rows(scale, product.at, data.shape[1]))
+            by_row = SCHEMES["fp8_channel" if scheme.activation else "fp8_channel_a16"]
+            return ExpertWeights(data, by_row, _by_rows(scale, product.at, data.shape[1]))
         scale = _one_number(product, scale, data)
     global_scale = None if product.factor is None else _one_number(product, product.factor, scale)
     return ExpertWeights(data, scheme, scale, global_scale, input_scale)

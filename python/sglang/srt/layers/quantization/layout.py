@@ -29,6 +29,21 @@ def reciprocal(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float().reciprocal()
 
 
+def signed_bytes(words: torch.Tensor) -> torch.Tensor:
+    """Returns words of codes of 8 bits plus 128 as int8: [..., n] -> [..., 4 n]."""
+    return (as_bytes(words) ^ 0x80).view(torch.int8)
+
+
+def transposed_signed_bytes(words: torch.Tensor) -> torch.Tensor:
+    """Returns words packed along K, [K / 4, N], of codes of 8 bits plus 128 as int8 [N, K]."""
+    return signed_bytes(words.T)
+
+
+def unsigned_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Returns bytes of two signed codes of 4 bits as bytes of codes plus 8."""
+    return as_bytes(codes) ^ 0x88
+
+
 def transposed_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns words packed along K, [K / 8, N], as bytes [N, K / 2]."""
     return as_bytes(tensor.T)
@@ -78,7 +93,8 @@ def rows_of_tiles(exponents: torch.Tensor) -> torch.Tensor:
 class Leaf:
     """One tensor of a matrix: the last part of its name, its possible dtypes, and the conversion to our format.
 
-    One stored element holds `columns`, or `rows`, of the matrix. With `transposed` it is stored [K, N].
+    One stored element holds `columns`, or `rows`, of the matrix. With `transposed` it is stored [K, N], with `spread`
+    [N, 1, K, 1].
     """
 
     name: str
@@ -87,6 +103,7 @@ class Leaf:
     columns: int = 1
     rows: int = 1
     transposed: bool = False
+    spread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +149,14 @@ _AWQ = Layout(
     zeros=Leaf("qzeros", ("I32",), awq_shifts, rows=8, transposed=True),
 )
 
+_INT8_PACKED = replace(_INT4, data=Leaf("weight_packed", ("I32",), signed_bytes, columns=4), zeros=None)
+_INT8_GPTQ = replace(_GPTQ, data=Leaf("qweight", ("I32",), transposed_signed_bytes, columns=4, transposed=True))
+_W4AFP8 = Layout(
+    Leaf("weight", ("I8", "U8"), unsigned_nibbles, columns=2),
+    replace(_SCALE, name="weight_scale_inv"),
+    ignore=("input_scale",),
+)
+
 LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("fp8", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
     ("fp8", "fp8_block"): Layout(_E4M3, _BLOCKS),
@@ -141,15 +166,30 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     # DeepSeek-V4's experts.
     ("fp8", "mxfp4"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),
     ("fp8", "mxfp4_mxfp8"): Layout(_FP4, Leaf("scale", _E8M0, as_bytes)),
+    # Whose other weights are in blocks of FP8.
+    ("mimo", "mxfp4"): Layout(_FP4, _EXPONENTS),
+    ("mimo", "mxfp4_mxfp8"): Layout(_FP4, _EXPONENTS),
+    ("ling", "mxfp4"): Layout(_FP4, replace(_EXPONENTS, name="weight_scale_inv")),
+    ("ling", "mxfp4_mxfp8"): Layout(_FP4, replace(_EXPONENTS, name="weight_scale_inv")),
     ("mxfp8", "mxfp8"): Layout(_E4M3, Leaf("weight_scale_inv", _E8M0, as_bytes)),
     ("compressed-tensors", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
     ("compressed-tensors", "fp8_channel"): Layout(_E4M3, _SCALE),
     ("compressed-tensors", "fp8_block"): Layout(_E4M3, replace(_BLOCKS, name="weight_scale")),
+    ("compressed-tensors", "fp8_tensor_a16"): Layout(_E4M3, _SCALE),
+    ("compressed-tensors", "fp8_channel_a16"): Layout(_E4M3, _SCALE),
+    ("compressed-tensors", "fp8_block_a16"): Layout(_E4M3, replace(_BLOCKS, name="weight_scale")),
     ("compressed-tensors", "mxfp8"): Layout(_E4M3, _EXPONENTS),
     ("compressed-tensors", "int8_channel"): Layout(_INT8, _SCALE),
     ("compressed-tensors", "int4_g32"): _INT4,
     ("compressed-tensors", "int4_g64"): _INT4,
     ("compressed-tensors", "int4_g128"): _INT4,
+    ("compressed-tensors", "int8_g32"): _INT8_PACKED,
+    ("compressed-tensors", "int8_g128"): _INT8_PACKED,
+    ("int-quantized", "int8_g32"): Layout(_INT8, _SCALE),
+    ("int-quantized", "int8_g128"): Layout(_INT8, _SCALE),
+    ("w4afp8", "int4_g32"): _W4AFP8,
+    ("w4afp8", "int4_g64"): _W4AFP8,
+    ("w4afp8", "int4_g128"): _W4AFP8,
     # The factors of a compressed-tensors checkpoint divide: 448 * 6 / the largest value.
     ("compressed-tensors", "nvfp4"): Layout(
         Leaf("weight_packed", ("U8",), columns=2),
@@ -168,6 +208,8 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("compressed-tensors", "mxfp4_mxfp8"): Layout(Leaf("weight_packed", ("U8",), columns=2), _EXPONENTS),
     ("modelopt", "fp8_tensor"): Layout(_E4M3, _SCALE, input_scale=_INPUT),
     ("modelopt", "fp8_channel"): Layout(_E4M3, _SCALE),
+    # Where the scales are called as in DeepSeek's checkpoints: `stored_form`.
+    ("modelopt", "fp8_block"): Layout(_E4M3, replace(_BLOCKS, name="weight_scale", spread=True)),
     ("modelopt", "nvfp4"): Layout(
         replace(_FP4, dtypes=("U8",)), Leaf("weight_scale", ("F8_E4M3",)), Leaf("weight_scale_2"), _INPUT
     ),
@@ -182,6 +224,8 @@ LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("gptq", "int4_g32"): _GPTQ,
     ("gptq", "int4_g64"): _GPTQ,
     ("gptq", "int4_g128"): _GPTQ,
+    ("gptq", "int8_g32"): _INT8_GPTQ,
+    ("gptq", "int8_g128"): _INT8_GPTQ,
     ("awq", "int4_g32"): _AWQ,
     ("awq", "int4_g64"): _AWQ,
     ("awq", "int4_g128"): _AWQ,

@@ -60,4 +60,5 @@ def held_scheme(quant: ModuleQuant) -> Scheme:
     scheme = quant.format
     if scheme.group != (0, 0):
         return scheme
-    return dataclasses.replace(scheme, group=(1, 0), activation="tensor" if quant.static_input else "token")
+    activation = scheme.activation and ("tensor" if quant.static_input else "token")
+    return dataclasses.replace(scheme, group=(1, 0), activation=activation)

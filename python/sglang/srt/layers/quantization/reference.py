@@ -18,6 +18,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The values of codes 0 to 7; bit 3 is the sign."""
 E8M0_BIAS = 127
 _TINY = 1e-12
+_SIXTEEN_BITS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(slots=True)
@@ -43,8 +44,8 @@ def quantize(weight: torch.Tensor, scheme: Scheme, global_scale: torch.Tensor | 
         return _quantize_nvfp4(w, factor if global_scale is None else global_scale)
     limit = {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[scheme.element]
     scale = _over(_group_amax(w, scheme), limit).clamp_min(_TINY)
-    if scheme.scale == "bfloat16":
-        scale = scale.bfloat16()
+    if scheme.scale in _SIXTEEN_BITS:
+        scale = scale.to(_SIXTEEN_BITS[scheme.scale])
     return Quantized(_encode(w / expand_scale(scale.float(), scheme, rows, cols), scheme.element), scale)
 
 

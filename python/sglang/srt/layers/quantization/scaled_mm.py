@@ -21,8 +21,8 @@ from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.layers.quantization import reference
 from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
+from sglang.srt.layers.triton_ops.linear_products import Apply, operand, pack, packed_linear
 from sglang.srt.layers.triton_ops.linear_tiles import LIBRARY
-from sglang.srt.layers.triton_ops.quant_linear import Apply, operand, pack, packed_linear
 
 BLOCKS_OF_K = 4
 """Scales of 128 weight rows are padded to a multiple of this number of blocks of 128 columns."""
@@ -77,8 +77,8 @@ def scaled_product(
 
 
 def quantized_linear(weight: LinearWeight, arch: ArchTraits, configs: TileConfigs) -> Apply:
-    """Returns a linear layer like `quant_linear.quantized_linear`; its Triton kernels compute the steps that the tile
-    configs do not assign to torch, and outputs in another dtype than x's."""
+    """Returns a linear layer like `linear_products.quantized_linear`; its Triton kernels compute the steps that the
+    tile configs do not assign to torch, and outputs in another dtype than x's."""
     matrix = pack(weight, arch)
     by_triton = packed_linear(matrix, tuple(config for config in configs if config.variant != LIBRARY))
     if configs[-1].variant != LIBRARY:

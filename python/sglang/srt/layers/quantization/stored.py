@@ -35,7 +35,16 @@ def matrix_part(leaf: Leaf, shard: WeightShard, per: tuple[int, int], dest: Inde
     shape, source = (rows, cols), (of_rows, of_cols)
     if leaf.transposed:
         shape, source = shape[::-1], source[::-1]
-    return TensorPart(shape, source, dest, leaf.dtypes, leaf.convert)
+    part = TensorPart(shape, source, dest, leaf.dtypes, leaf.convert)
+    if not leaf.spread:
+        return part
+    one, convert = slice(0, 1), leaf.convert
+
+    def squeezed(read: torch.Tensor) -> torch.Tensor:
+        values = read.squeeze(-1).squeeze(-2)
+        return values if convert is None else convert(values)
+
+    return TensorPart((rows, 1, cols, 1), (of_rows, one, of_cols, one), dest, leaf.dtypes, squeezed, other=part)
 
 
 def largest_usable(name: str, inputs: torch.Tensor) -> torch.Tensor:

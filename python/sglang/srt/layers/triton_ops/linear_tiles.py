@@ -1,7 +1,7 @@
 """Tiles of products with a quantized weight, and the tile configs that are cut of them. Data only: no torch, no Triton.
 
 Every tile of TILES fits the 101,376 bytes of shared memory of the smallest GPUs, without spills: the ledger proves it.
-Keys: the kinds of `scaled_dot.ScaledProduct`.
+Keys: `table_of` a product.
 """
 
 from __future__ import annotations
@@ -62,6 +62,14 @@ TILES: Mapping[str, tuple[LinearTile, ...]] = {
         LinearTile(512, _tile(64, 128, 128, 8, 8, 3)),
         LinearTile(ANY, _tile(128, 128, 128, 8, 8, 3)),
     ),
+    # As "planes", whose weights take half of the shared memory.
+    "widened": (
+        LinearTile(16, _tile(16, 64, 128, 1, 4, 4)),
+        LinearTile(32, _tile(32, 64, 128, 1, 4, 4)),
+        LinearTile(128, _tile(64, 64, 128, 8, 8, 3)),
+        LinearTile(512, _tile(64, 128, 64, 8, 8, 3)),
+        LinearTile(ANY, _tile(128, 128, 64, 8, 8, 3)),
+    ),
 }
 
 # With wgmma and more shared memory. wgmma takes 64 rows at a time of its first operand: where x has fewer, the weights
@@ -111,8 +119,13 @@ NARROW_ROWS = 512
 split until all SMs have one program or a few have two."""
 NARROW_COLS = 1024
 """The columns that a split of K keeps there."""
-NARROW_KINDS = frozenset({"scaled", "group128", "mx"})
+NARROW_KINDS = frozenset({"scaled", "group128", "mx", "widened"})
 """The kinds whose tile for up to 128 rows has half as many columns and does as well otherwise."""
+
+
+def table_of(product: ScaledProduct) -> str:
+    """Returns the key of TILES for a product."""
+    return product.tile_kind if product.weight_only else product.kind
 
 
 def tile_rows(kind: str, features: Collection[str]) -> tuple[LinearTile, ...]:
@@ -168,7 +181,7 @@ FEW, MANY, LIBRARY = "few rows", "tiles", "torch"
 def triton_tile_configs(need: Need, arch: ArchTraits) -> OpTileConfigs:
     """Returns the tile configs of Triton's products for each of the need's weights."""
     scheme = SCHEMES[need.quant or ""]
-    source = f"linear_tiles.{_source(product_of(scheme, arch.features).kind, arch.features)}"
+    source = f"linear_tiles.{_source(table_of(product_of(scheme, arch.features)), arch.features)}"
     return OpTileConfigs({shape: tile_configs_of(scheme, shape, arch) for shape in _multiplied(need)}, source)
 
 
@@ -206,17 +219,18 @@ def tile_configs_of(scheme: Scheme, shape: Shape, arch: ArchTraits) -> TileConfi
     """Returns the tile configs of one weight."""
     rows, cols, _ = shape
     product, features = product_of(scheme, arch.features), arch.features
-    table, why = tile_rows(product.kind, features), _source(product.kind, features)
+    kind = table_of(product)
+    table, why = tile_rows(kind, features), _source(kind, features)
     configs = [TileConfig(FEW_ROWS, FEW, ((few_cut(product, scheme.bits, rows, cols),),), "FEW_TILES")]
     narrower = table[0].tile
     for row in table:
-        idle = _max_idle_tokens(product.kind, row, rows, arch)
+        idle = _max_idle_tokens(kind, row, rows, arch)
         if idle > configs[-1].max_tokens:
             configs.append(
-                TileConfig(min(idle, row.max_rows), MANY, _candidates(narrower, product.kind), f"{why}, SMs would idle")
+                TileConfig(min(idle, row.max_rows), MANY, _candidates(narrower, kind), f"{why}, SMs would idle")
             )
         if row.max_rows > configs[-1].max_tokens:
-            configs.append(TileConfig(row.max_rows, MANY, _candidates(row.tile, product.kind), why))
+            configs.append(TileConfig(row.max_rows, MANY, _candidates(row.tile, kind), why))
         narrower = row.tile
     return tuple(configs)
 

@@ -71,6 +71,12 @@ TILES: Mapping[str, tuple[MoeTiles, ...]] = {
         MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
         MoeTiles(_ANY, tile(64, 128, 128, 8, 8, 3), tile(64, 128, 128, 8, 8, 3)),
     ),
+    # As "planes", whose weights take half of the shared memory.
+    "widened": (
+        MoeTiles(12, tile(16, 64, 128, 1, 4, 3), tile(16, 128, 128, 1, 4, 3)),
+        MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
+        MoeTiles(_ANY, tile(64, 128, 64, 8, 8, 3), tile(64, 128, 64, 8, 8, 3)),
+    ),
     "mx": (
         MoeTiles(12, tile(16, 64, 128, 1, 4, 4), tile(16, 128, 128, 1, 4, 4)),
         MoeTiles(27, tile(32, 64, 128, 1, 4, 3), tile(32, 128, 128, 1, 4, 3)),
