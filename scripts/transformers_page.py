@@ -2,7 +2,7 @@
 
 python scripts/transformers_page.py
 
-The outcomes are those of test/srt/class_code/test_every_class.py.
+The outcomes are those of test/srt/transformers_backend/test_every_class.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sglang.srt.plan.families import SERVED_ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "transformers_models.md"
-OUTCOMES = ROOT / "test" / "srt" / "class_code" / "outcomes.json"
+OUTCOMES = ROOT / "test" / "srt" / "transformers_backend" / "outcomes.json"
 
 INTRODUCTION = """\
 # Models by transformers

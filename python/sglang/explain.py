@@ -281,7 +281,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "product": arch.product,
         "features": sorted(arch.features),
         "model": model.architecture,
-        **({"model_impl": model.model_impl} if model.class_code is not None else {}),
+        **({"model_impl": model.model_impl} if model.transformers_class is not None else {}),
         "family_known": model.known,
         "not_implemented": explanation.not_implemented,
         "refused": explanation.refused,

@@ -46,12 +46,12 @@ from sglang.srt.server_args import ServerArgs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from sglang.srt.plan.class_code.facts import ClassFacts, ClassRequest
+    from sglang.srt.plan.transformers_backend.facts import ClassFacts, ClassRequest
 
 
 def _facts_found_here(request: ClassRequest) -> ClassFacts:
     """Facts of a class of transformers: a process for each tiny config would take seconds."""
-    from sglang.srt.models.class_code.trial import facts_of
+    from sglang.srt.models.transformers_backend.trial import facts_of
 
     return facts_of(request)
 

@@ -141,7 +141,7 @@ class ModelRunner:
         try:
             graphs = GraphRunner(self.state, sizes, keeps_hidden, drafts, graphs_prompts)
         except RuntimeError as error:
-            if self.plan.description.class_code is None:
+            if self.plan.description.transformers_class is None:
                 raise
             said = str(error).partition("\n")[0]
             logger.warning("No CUDA graphs: %s cannot be captured (%s)", self.plan.description.title, said)

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 def build_model(plan: Plan, device: torch.device | str | None = None) -> CausalLM:
     """Builds the model of a plan; arguments as in CausalLM."""
-    if plan.description.class_code is None:
+    if plan.description.transformers_class is None:
         return CausalLM(plan, device)
-    from sglang.srt.models.class_code.model import ClassModel  # imports transformers' model code, which takes seconds
+    from sglang.srt.models.transformers_backend.model import (
+        TransformersModel,  # imports transformers' model code, which takes seconds
+    )
 
-    return ClassModel(plan, device)
+    return TransformersModel(plan, device)

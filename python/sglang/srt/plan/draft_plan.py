@@ -152,7 +152,7 @@ def asked_draft(
     config = None if settings is None else read_draft_config(settings, model, args.download_dir)
     if settings is None or config is None:
         return None
-    if target.class_code is not None and settings.algorithm != STANDALONE:
+    if target.transformers_class is not None and settings.algorithm != STANDALONE:
         raise UserError(
             f"--speculative-algorithm {args.speculative_algorithm} reads hidden states of layers, which a class of"
             " transformers keeps to itself; NGRAM and STANDALONE can draft."

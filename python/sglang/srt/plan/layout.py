@@ -188,7 +188,7 @@ def _stage_problems(model: ModelDescription, pp_size: int) -> Iterator[str]:
 
 def _class_problems(model: ModelDescription, ranks: RankLayout) -> Iterator[str]:
     """Yields problems of layouts in which a class of transformers would have to be taken apart."""
-    if model.class_code is None:
+    if model.transformers_class is None:
         return
     if ranks.pp_size > 1:
         yield f"--pp-size {ranks.pp_size} cuts between layers, and a class of transformers runs as a whole"

@@ -20,7 +20,6 @@ from sglang.srt.configs.hf_config import STORED_VOCABULARY, ConfigReader, select
 from sglang.srt.configs.quant_rules import ModuleQuant, QuantConfig
 from sglang.srt.configs.quant_scheme import HEAD_SCHEMES
 from sglang.srt.errors import UserError
-from sglang.srt.plan.class_code.facts import ClassCode
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES, family_of
 from sglang.srt.plan.families.config import Config as FamilyConfig
@@ -30,6 +29,7 @@ from sglang.srt.plan.families.usual import unknown_model
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.media import MediaDescription
 from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.transformers_backend.facts import TransformersClass
 from sglang.srt.plan.weight_names import WeightMap
 from sglang.srt.plan.weight_spec import Matrix
 
@@ -64,7 +64,7 @@ class ModelDescription:
     with the output head."""
     media: MediaDescription | None = None
     """How the model reads images and videos; None: it reads text only, or media are not served."""
-    class_code: ClassCode | None = None
+    transformers_class: TransformersClass | None = None
     """The class of transformers that computes the model; None: a family of ours does."""
     shared_apart: str | None = None
     """Why the shared expert is not held as one more routed expert; None if it is, or if there is none."""
@@ -80,12 +80,12 @@ class ModelDescription:
     @property
     def title(self) -> str:
         """The architecture, for people, with what computes it if that is no family of ours."""
-        return self.architecture if self.class_code is None else f"{self.architecture} by transformers"
+        return self.architecture if self.transformers_class is None else f"{self.architecture} by transformers"
 
     @property
     def model_impl(self) -> str:
         """What computes the model, as --model-impl calls it."""
-        return "sglang" if self.class_code is None else "transformers"
+        return "sglang" if self.transformers_class is None else "transformers"
 
     @property
     def has_embedding(self) -> bool:
@@ -179,7 +179,7 @@ class ModelDescription:
 
     def require_served(self) -> None:
         """Raises UserError that names what is not computed here, if anything is."""
-        if self.class_code is None and self.architecture not in SERVED_ARCHITECTURES:
+        if self.transformers_class is None and self.architecture not in SERVED_ARCHITECTURES:
             served = ", ".join(SERVED_ARCHITECTURES)
             why = self.unsupported[0] if self.unsupported else not_supported(self.architecture)
             raise UserError(f"{why} Supported: {served}.")

@@ -167,7 +167,7 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
     description = describe_served(
         args, model.hf_config, model.quantization, apart, model.model_path, model.text_keys, model.written_config
     )
-    if description.class_code is not None:
+    if description.transformers_class is not None:
         return description
     media = None if args.language_model_only else describe_media(model.media_config)
     if media is not None:

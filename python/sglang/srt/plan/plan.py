@@ -209,7 +209,7 @@ class Plan:
             "arch": self.arch.name,
             "product": self.arch.product,
             "device": self.device,
-            **({} if self.description.class_code is None else {"model_impl": self.description.model_impl}),
+            **({} if self.description.transformers_class is None else {"model_impl": self.description.model_impl}),
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),

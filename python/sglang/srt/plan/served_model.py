@@ -9,10 +9,6 @@ from typing import Any
 from sglang.srt.configs.hf_config import ConfigReader, select_text_config
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.errors import UserError
-from sglang.srt.plan.class_code.asking import facts_of, request_of
-from sglang.srt.plan.class_code.causal_classes import causal_classes
-from sglang.srt.plan.class_code.description import layers_of_class, names_of_class
-from sglang.srt.plan.class_code.facts import ClassCode
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES
 from sglang.srt.plan.model_description import (
@@ -24,6 +20,10 @@ from sglang.srt.plan.model_description import (
     with_scale_groups,
     without_drafts,
 )
+from sglang.srt.plan.transformers_backend.asking import facts_of, request_of
+from sglang.srt.plan.transformers_backend.causal_classes import causal_classes
+from sglang.srt.plan.transformers_backend.description import layers_of_class, names_of_class
+from sglang.srt.plan.transformers_backend.facts import TransformersClass
 from sglang.srt.server_args import ServerArgs
 
 AUTO, OURS, TRANSFORMERS = "auto", "sglang", "transformers"
@@ -77,10 +77,10 @@ def describe_class(
     """Describes a model that a class of transformers computes; returns why it cannot be served instead."""
     request = request_of(config, directory, trust_remote_code)
     facts = facts_of(request)
-    return facts.problems or class_description(ClassCode(request, facts), quantization)
+    return facts.problems or class_description(TransformersClass(request, facts), quantization)
 
 
-def class_description(code: ClassCode, quantization: QuantConfig | None) -> ModelDescription:
+def class_description(code: TransformersClass, quantization: QuantConfig | None) -> ModelDescription:
     """Returns the description that follows from a class's facts. Raises UserError for a config that contradicts
     them."""
     facts, values = code.facts, code.request.values
@@ -106,7 +106,7 @@ def class_description(code: ClassCode, quantization: QuantConfig | None) -> Mode
         vision_head_dim=0,
         names=without_drafts(names_of_class(facts), keys, len(layers)),
         quantization=quantization,
-        class_code=code,
+        transformers_class=code,
     )
     scaled = with_scale_groups(model)
     return replace(scaled, layers=interned(scaled.layers))

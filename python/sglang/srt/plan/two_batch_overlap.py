@@ -47,7 +47,7 @@ def two_batch_rule(
     if not args.enable_two_batch_overlap and not (row.unasked and args.attn_dp_size == 1):
         return None  # nothing is predicted for DP attention, whose gathered rows are padded, more so in microbatches
     problem = why_not_split(args.tp_size, args.dcp_size) or _why_attention_cannot(choices)
-    if model.class_code is not None:
+    if model.transformers_class is not None:
         problem = "a class of transformers computes a step as a whole"
     if problem and args.enable_two_batch_overlap:
         raise UserError(f"{FLAG}: {problem}")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang.srt.blocks.class_layer.spec import ROWS, ClassExperts, ClassLayer
 from sglang.srt.blocks.gqa.reference import QK_NORM_ROPE_STORE
+from sglang.srt.blocks.transformers_layer.spec import ROWS, TransformersExperts, TransformersLayer
 from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
 from sglang.srt.layers.attention.call_site import Attention
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -17,9 +17,9 @@ from sglang.srt.layers.parameter import Init, Scope, share_param
 from sglang.srt.layers.quantization.expert_sizes import ExpertSizes
 from sglang.srt.layers.quantization.experts import Experts
 from sglang.srt.layers.rotary_embedding import RotaryTables
-from sglang.srt.plan.class_code.facts import LinearFact
 from sglang.srt.plan.kv_spec import has_tensor_scales
 from sglang.srt.plan.needs import WIDE_EXPERTS
+from sglang.srt.plan.transformers_backend.facts import LinearFact
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -35,7 +35,9 @@ class CurrentStep:
 class LayerAttention:
     """The attention of a class's layer over our cache."""
 
-    def __init__(self, scope: Scope, spec: ClassLayer, layer_id: int, rotary: RotaryTables, step: CurrentStep) -> None:
+    def __init__(
+        self, scope: Scope, spec: TransformersLayer, layer_id: int, rotary: RotaryTables, step: CurrentStep
+    ) -> None:
         assert spec.attention is not None
         self.fact, self.step, self.layer_id = spec.attention, step, layer_id
         group = scope.groups.attention
@@ -104,10 +106,10 @@ class LayerAttention:
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
 
 
-class ClassProduct(torch.nn.Module):
+class TransformersLinear(torch.nn.Module):
     """A product in the place of a class's linear layer: x [..., in] -> [..., out], of this rank's share."""
 
-    def __init__(self, scope: Scope, spec: ClassLayer, linear: LinearFact) -> None:
+    def __init__(self, scope: Scope, spec: TransformersLayer, linear: LinearFact) -> None:
         super().__init__()
         group = scope.groups.attention
         rows = spec.rows_of(linear, group.size, group.rank)
@@ -129,7 +131,7 @@ class ClassProduct(torch.nn.Module):
 class RoutedExperts:
     """The routed experts of a class's layer, whose choice the class makes."""
 
-    def __init__(self, scope: Scope, spec: ClassExperts, step: CurrentStep) -> None:
+    def __init__(self, scope: Scope, spec: TransformersExperts, step: CurrentStep) -> None:
         groups = scope.groups
         sizes = ExpertSizes(
             scope.sub("w13").matrix(),

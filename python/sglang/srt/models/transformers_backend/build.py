@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.class_code.facts import ClassRequest
+from sglang.srt.plan.transformers_backend.facts import ClassRequest
 
 REGISTERED = "sglang"
 """Name of our functions among those of transformers."""

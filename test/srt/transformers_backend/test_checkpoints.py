@@ -18,10 +18,10 @@ from sglang.srt.distributed import parallel_state
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.dense import QuantizedLinear
 from sglang.srt.plan.ranks import RankLayout
-from srt.class_code.tiny import save_tiny as save_class
 from srt.models.harness import TINY, TinyRunner, hf_logits, plan_for, random_tokens, save_tiny
 from srt.models.quantized_checkpoints import FORMS, ZERO_POINT_FORMS, save_quantized
 from srt.models.test_quantized import TOLERANCE, steps, wanted
+from srt.transformers_backend.tiny import save_tiny as save_class
 
 CLASS = {"model_impl": "transformers"}
 TOKENS = random_tokens(30, seed=1)

@@ -1,7 +1,7 @@
 """Finds the facts of a model class of transformers by a run on the meta device, without weights.
 
-`python -m sglang.srt.models.class_code.trial SECONDS BYTES` reads a ClassRequest from its input and writes ClassFacts:
-the classes run in a process of their own, with limits of time and memory, and what plans needs no torch.
+`python -m sglang.srt.models.transformers_backend.trial SECONDS BYTES` reads a ClassRequest from its input and writes
+ClassFacts: the classes run in a process of their own, with limits of time and memory, and what plans needs no torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from transformers import masking_utils
 
 from sglang.srt.errors import UserError
-from sglang.srt.models.class_code.build import class_of, config_of, create, register
-from sglang.srt.models.class_code.calls import TOKENS, Calls
-from sglang.srt.models.class_code.checkpoint_names import renamings
-from sglang.srt.models.class_code.head import Given, decoder_of
-from sglang.srt.models.class_code.reading import Reading, Refused
-from sglang.srt.plan.class_code.facts import ClassFacts, ClassRequest, HeadFact
+from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
+from sglang.srt.models.transformers_backend.calls import TOKENS, Calls
+from sglang.srt.models.transformers_backend.checkpoint_names import renamings
+from sglang.srt.models.transformers_backend.head import Given, decoder_of
+from sglang.srt.models.transformers_backend.reading import Reading, Refused
+from sglang.srt.plan.transformers_backend.facts import ClassFacts, ClassRequest, HeadFact
 from sglang.srt.utils.process_limits import die_with_parent, limit_memory, lower_limit
 
 _TRIAL = "sglang_trial"

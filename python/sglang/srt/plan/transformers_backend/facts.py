@@ -1,6 +1,6 @@
 """Facts about a model class of transformers, found by a run without weights. No torch.
 
-`models.class_code.trial` finds them in a process of its own, and sends them as JSON.
+`models.transformers_backend.trial` finds them in a process of its own, and sends them as JSON.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class ClassRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassCode:
+class TransformersClass:
     """The class that computes a model: what was asked about it, and its facts."""
 
     request: ClassRequest

@@ -13,18 +13,18 @@ import pytest
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan
-from sglang.srt.models.class_code import trial
+from sglang.srt.models.transformers_backend import trial
 from sglang.srt.plan import served_model
-from sglang.srt.plan.class_code import asking
-from sglang.srt.plan.class_code.causal_classes import causal_classes
-from sglang.srt.plan.class_code.facts import ClassFacts, ClassRequest
 from sglang.srt.plan.layout import check_layout
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.served_model import describe_served
+from sglang.srt.plan.transformers_backend import asking
+from sglang.srt.plan.transformers_backend.causal_classes import causal_classes
+from sglang.srt.plan.transformers_backend.facts import ClassFacts, ClassRequest
 from sglang.srt.plan.two_batch_overlap import two_batch_rule
 from sglang.srt.server_args import ServerArgs
-from srt.class_code.tiny import config_values, tiny_config
+from srt.transformers_backend.tiny import config_values, tiny_config
 
 OLMO, OPT, LLAMA = "Olmo3ForCausalLM", "OPTForCausalLM", "LlamaForCausalLM"
 
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_family_comes_first_and_asks_no_class(asked: list[str]) -> None:
     model = described(values("llama", LLAMA))
-    assert model.class_code is None and model.title == LLAMA and asked == []
+    assert model.transformers_class is None and model.title == LLAMA and asked == []
     assert described(values("llama", LLAMA), model_impl="transformers").title == f"{LLAMA} by transformers"
 
 
@@ -92,7 +92,7 @@ def test_code_that_a_model_brings_runs_only_if_it_is_trusted() -> None:
 
 def test_a_config_that_contradicts_the_class_is_refused() -> None:
     with pytest.raises(UserError, match="has 256 embeddings"):
-        code = served_model.ClassCode(
+        code = served_model.TransformersClass(
             ClassRequest(values("olmo3", OLMO) | {"vocab_size": 255}, ""),
             trial.facts_of(ClassRequest(values("olmo3", OLMO), "")),
         )
@@ -159,7 +159,7 @@ def test_facts_are_found_in_a_process_once(monkeypatch: pytest.MonkeyPatch, tmp_
 
 def test_a_process_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(type(envs), "SGLANG_CACHE_DIR", tmp_path)
-    monkeypatch.setattr(asking, "_TRIAL", "sglang.srt.models.class_code.no_such_module")
+    monkeypatch.setattr(asking, "_TRIAL", "sglang.srt.models.transformers_backend.no_such_module")
     with pytest.raises(UserError, match="cannot be run without weights .*no_such_module"):
         asking.facts_of(ClassRequest(values("olmo3", OLMO), ""))
     assert not (tmp_path / "class_facts").exists()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers.integrations.moe import _default_apply_gate
 
-from sglang.srt.models.class_code.calls import HARMLESS, TOKENS, AttentionCall, Calls, ExpertsCall
-from sglang.srt.models.class_code.checkpoint_names import experts_of
-from sglang.srt.plan.class_code.facts import AttentionFact, ExpertsFact, LayerFact, LinearFact, TensorFact
+from sglang.srt.models.transformers_backend.calls import HARMLESS, TOKENS, AttentionCall, Calls, ExpertsCall
+from sglang.srt.models.transformers_backend.checkpoint_names import experts_of
+from sglang.srt.plan.transformers_backend.facts import AttentionFact, ExpertsFact, LayerFact, LinearFact, TensorFact
 
 _LAYER = re.compile(r"(.*?\.?)(\d+)\.(.+)")
 _LAYER_NUMBER = "{layer}"

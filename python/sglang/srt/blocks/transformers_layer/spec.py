@@ -14,9 +14,9 @@ from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import Softmax, Values
 from sglang.srt.plan.block_defaults import HeadDims
-from sglang.srt.plan.class_code.facts import AttentionFact, ExpertsFact, LinearFact, TensorFact
 from sglang.srt.plan.layer_spec import ParallelConfig, ResidualDefaults
 from sglang.srt.plan.ranks import HeadShares, RankLayout, ShardRange, share_of_units, whole
+from sglang.srt.plan.transformers_backend.facts import AttentionFact, ExpertsFact, LinearFact, TensorFact
 from sglang.srt.plan.weight_spec import Elements, Matrix, Weights
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _SCALES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class ClassLayer(GQA):
+class TransformersLayer(GQA):
     """A layer of a class of transformers, with its attention. The class rotates queries and keys itself.
 
     attention: how the class calls it; linears: the products; tensors: the other parameters
@@ -148,7 +148,7 @@ def values_of(attention: AttentionFact) -> Values:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassExperts(MoE):
+class TransformersExperts(MoE):
     """The routed experts of a class's layer. The class chooses and weights them; its shared experts are products of the
     layer."""
 
@@ -170,7 +170,7 @@ class ClassExperts(MoE):
 
 
 @dataclass(frozen=True, slots=True)
-class ClassStream(ResidualDefaults):
+class TransformersStream(ResidualDefaults):
     """The residual stream of a class, which adds up its blocks' outputs itself.
 
     outside: parameters outside of the layers, besides the embedding and the head's matrix

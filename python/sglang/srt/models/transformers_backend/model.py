@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang.srt.blocks.class_layer.layer import (
-    ClassProduct,
+from sglang.srt.blocks.transformers_layer.layer import (
     CurrentStep,
     LayerAttention,
     RoutedExperts,
+    TransformersLinear,
     attend,
     compute_experts,
 )
-from sglang.srt.blocks.class_layer.spec import ClassExperts, ClassLayer
+from sglang.srt.blocks.transformers_layer.spec import TransformersExperts, TransformersLayer
 from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
@@ -27,9 +27,9 @@ from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.models.causal_lm import AuxLayers, CausalLM
-from sglang.srt.models.class_code.build import class_of, config_of, create, register
-from sglang.srt.models.class_code.head import Given, decoder_of
-from sglang.srt.plan.class_code.facts import TensorFact
+from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
+from sglang.srt.models.transformers_backend.head import Given, decoder_of
+from sglang.srt.plan.transformers_backend.facts import TensorFact
 
 if TYPE_CHECKING:
     from sglang.srt.layers.forward_batch import ForwardBatch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sglang.srt.plan.plan import Plan
 
 
-class ClassModel(CausalLM):
+class TransformersModel(CausalLM):
     """A causal model of transformers, used as others are: the class computes the tokens of a step as one
     text [1, T] with positions by request, and calls our functions for what requests have in common and for what they
     do not.
@@ -47,7 +47,7 @@ class ClassModel(CausalLM):
     def __init__(self, plan: Plan, device: torch.device | str | None = None, groups: Groups | None = None) -> None:
         """Allocates the parameters; arguments as in CausalLM."""
         self.description = description = plan.description
-        code = description.class_code
+        code = description.transformers_class
         assert code is not None and code.facts.head is not None
         self.facts, head, facts = code.facts, code.facts.head, code.facts
         quantization = description.quantization
@@ -80,25 +80,30 @@ class ClassModel(CausalLM):
             head_bias = scope.sub("lm_head").param("bias", (head.rows,), init=Init.ZEROS)
         rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         for i, layer in enumerate(description.layers):
-            assert isinstance(layer.mixer, ClassLayer)
+            assert isinstance(layer.mixer, TransformersLayer)
             self._fill_layer(scope.sub("layers").sub(i), layer.mixer, layer.ffn.experts, i, rotary)
         for tensor in facts.tensors:
             self._take(scope.sub("outside"), "", tensor)
         embedding = self.model.get_submodule(facts.embedding)
-        self._put(facts.embedding, ClassEmbedding(embedding, self.embed))
+        self._put(facts.embedding, TransformersEmbedding(embedding, self.embed))
         self._put(head.name, HeadProduct(self.head, head_bias, self.embed.weight[:0]))
         self._fill_buffers()
         self.decoder = decoder_of(self.model)
         self.logits_of = Given(self.model, self.decoder)
 
     def _fill_layer(
-        self, scope: Scope, spec: ClassLayer, experts: ClassExperts | None, number: int, rotary: RotaryTables
+        self,
+        scope: Scope,
+        spec: TransformersLayer,
+        experts: TransformersExperts | None,
+        number: int,
+        rotary: RotaryTables,
     ) -> None:
         """Puts our parts in the place of those of a layer of the class."""
         at = self.facts.layers_at.format(layer=number)
         assert spec.attention is not None
         for linear in spec.linears:
-            self._put(at + linear.name, ClassProduct(scope.sub(linear.name), spec, linear))
+            self._put(at + linear.name, TransformersLinear(scope.sub(linear.name), spec, linear))
         attention = LayerAttention(scope, spec, number, rotary, self.step)
         # Not as submodules: a class's own modules are what its code knows of.
         vars(self.model.get_submodule(at + spec.attention.module))["attention_of_step"] = attention
@@ -219,7 +224,7 @@ def _initial(tensor: TensorFact) -> Init:
     return Init.ONES if len(tensor.shape) <= 1 else Init.NORMAL
 
 
-class ClassEmbedding(torch.nn.Module):
+class TransformersEmbedding(torch.nn.Module):
     """The embedding of a class, whose rows ranks divide. A class that does more than to look up rows does it with the
     rows of the step, of which it looks up each once."""
 

@@ -17,13 +17,13 @@ import msgspec
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
-from sglang.srt.plan.class_code.facts import ClassFacts, ClassRequest
+from sglang.srt.plan.transformers_backend.facts import ClassFacts, ClassRequest
 
 SECONDS = 180
 """Processor time of a trial; most take a few seconds, nearly all of it to import torch."""
 WORKING_BYTES = 16 << 30
 """Address space of a trial beyond what its libraries take. A run without weights takes little."""
-_TRIAL = "sglang.srt.models.class_code.trial"
+_TRIAL = "sglang.srt.models.transformers_backend.trial"
 _ABOUT_CHECKPOINTS = ("quantization_config", "compression_config")
 
 
@@ -62,7 +62,7 @@ def _facts_of(asked: bytes) -> ClassFacts:
 @lru_cache(maxsize=1)
 def _programs() -> bytes:
     """Returns what the facts depend on besides the request: the version of transformers, and our own code."""
-    folder = Path(__file__).parents[2] / "models" / "class_code"
+    folder = Path(__file__).parents[2] / "models" / "transformers_backend"
     sources = [*sorted(folder.glob("*.py")), *sorted(Path(__file__).parent.glob("*.py"))]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).digest()
     return importlib.metadata.version("transformers").encode() + digest

@@ -18,13 +18,13 @@ import transformers
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_runner
-from sglang.srt.models.class_code import trial
+from sglang.srt.models.transformers_backend import trial
 from sglang.srt.plan import served_model
-from sglang.srt.plan.class_code.asking import request_of
+from sglang.srt.plan.transformers_backend.asking import request_of
 from sglang.srt.server_args import ServerArgs
-from srt.class_code.tiny import VOCAB, causal_classes, config_values, save_tiny, tiny_config
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.models.harness import TinyRunner, hf_logits, plan_for
+from srt.transformers_backend.tiny import VOCAB, causal_classes, config_values, save_tiny, tiny_config
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 NEW_TOKENS = 24

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from sglang.srt.blocks.class_layer.spec import (
-    ClassExperts,
-    ClassLayer,
-    ClassStream,
+from sglang.srt.blocks.moe.spec import Router
+from sglang.srt.blocks.transformers_layer.spec import (
+    TransformersExperts,
+    TransformersLayer,
+    TransformersStream,
     elements_of,
     softmax_of,
     values_of,
 )
-from sglang.srt.blocks.moe.spec import Router
 from sglang.srt.configs.activation import FUNCTIONS, Activation
 from sglang.srt.configs.rope import unrotated
-from sglang.srt.plan.class_code.facts import ClassFacts, ExpertsFact, LayerFact
 from sglang.srt.plan.layer_spec import ABSENT, FeedForward, LayerSpec
 from sglang.srt.plan.masks import windowed
+from sglang.srt.plan.transformers_backend.facts import ClassFacts, ExpertsFact, LayerFact
 from sglang.srt.plan.weight_names import WeightMap
 from sglang.srt.plan.weight_spec import Elements
 
 
 def layers_of_class(facts: ClassFacts) -> list[LayerSpec]:
     """Returns the layers of a class as blocks."""
-    stream = ClassStream(_outside(facts))
+    stream = TransformersStream(_outside(facts))
     return [_layer(layer, stream) for layer in facts.layers]
 
 
@@ -34,9 +34,9 @@ def _outside(facts: ClassFacts) -> tuple[Elements, ...]:
     return (*(elements_of(tensor) for tensor in facts.tensors), *bias)
 
 
-def _layer(layer: LayerFact, stream: ClassStream) -> LayerSpec:
+def _layer(layer: LayerFact, stream: TransformersStream) -> LayerSpec:
     attention, experts = layer.attention, layer.experts
-    mixer = ClassLayer(
+    mixer = TransformersLayer(
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
@@ -52,8 +52,8 @@ def _layer(layer: LayerFact, stream: ClassStream) -> LayerSpec:
     return LayerSpec(mixer, block, stream)
 
 
-def _experts(fact: ExpertsFact) -> ClassExperts:
-    return ClassExperts(
+def _experts(fact: ExpertsFact) -> TransformersExperts:
+    return TransformersExperts(
         fact.num_experts,
         fact.intermediate_size,
         Router(fact.top_k),
