@@ -175,9 +175,10 @@ def test_an_event_is_sent_in_pieces(num_top: int, comes: str, monkeypatch: pytes
     assert len(client.sent[at + 1]) > 1000, "no keep-alive between the pieces"
 
 
-def test_events_of_many_sequences_are_written_in_turns() -> None:
+@pytest.mark.parametrize(("count", "length", "at_once"), [(20, LONG_OUTPUT // 2 + 1, 2), (6000, 0, 2049)])
+def test_events_of_many_sequences_are_written_in_turns(count: int, length: int, at_once: int) -> None:
     """A client that has not read for a while finds an output of each sequence; other callbacks run between them."""
-    requests = [native(0)[2] for _ in range(20)]
+    requests = [native(0)[2]] * count
     client, turns, written = SlowClient(0.0), list[int](), 0
 
     def write(output: GenerateOutput) -> bytes:
@@ -191,10 +192,9 @@ def test_events_of_many_sequences_are_written_in_turns() -> None:
             await asyncio.sleep(0)
 
     async def main() -> None:
-        stream = GenerationStream(requests, [None] * 20, 1, lambda _: None)
-        for index in range(20):
-            text = "x" * (LONG_OUTPUT // 2 + 1)
-            stream.push(GenerateOutput(index, text, [1], FinishReason("stop"), TokenMeta(1, 1), None))
+        stream = GenerationStream(requests, [None] * count, 1, lambda _: None)
+        for index in range(count):
+            stream.push(GenerateOutput(index, "x" * length, [1], FinishReason("stop"), TokenMeta(1, 1), None))
         response = EventStream(b"", stream, write, "/generate", length=length_of)
 
         async def send(message: Any) -> None:
@@ -206,8 +206,8 @@ def test_events_of_many_sequences_are_written_in_turns() -> None:
         ticks.cancel()
 
     asyncio.run(main())
-    assert written == 20 and b"".join(client.sent).count(b"data: x") == 20
-    assert max(after - before for before, after in pairwise(turns)) <= 2
+    assert written == count == b"".join(client.sent).count(b"data: x")
+    assert max(after - before for before, after in pairwise(turns)) <= at_once
 
 
 class ReadingClient:

@@ -33,6 +33,8 @@ BODY_WRITER = "sglang.body_writer"
 """Scope key of the connection's own BodyWriter, which saves chunks the way through all middleware, and awaits."""
 
 DONE = b"data: [DONE]\n\n"
+EVENT_LENGTH = 8
+"""Characters that take as long to write as an event takes besides its text."""
 
 Events = bytes | Pieces
 """Complete events, possibly none."""
@@ -221,7 +223,7 @@ class EventStream(Response, Generic[T]):
             if length > LONG_OUTPUT:
                 waiting.append(output)
                 return False
-            written += length
+            written += length + EVENT_LENGTH
             events = self._write(output)
             return send_on(events if isinstance(events, bytes) else b"".join(events)) and written <= LONG_OUTPUT
 
