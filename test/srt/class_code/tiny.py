@@ -43,6 +43,9 @@ _SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 256,
     "num_mem_blocks": 2,
+    "logits_scaling": 3.0,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
 }
 _MADE_ANEW = ("layer_types", "mlp_layer_types", "sliding_window_pattern_list", "no_rope_layers")
 """Lists by layer, which follow from the other keys."""
