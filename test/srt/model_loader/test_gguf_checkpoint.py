@@ -16,7 +16,7 @@ from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.errors import UserError
 from sglang.srt.layers.quantization.reference import unpack_nibbles
 from sglang.srt.model_loader.checkpoint import find_checkpoint
-from sglang.srt.model_loader.gguf_blocks import dequantized, mxfp4, q4_0
+from sglang.srt.model_loader.gguf_blocks import dequantized, mxfp4, q4_0, q8_0
 
 from ..configs.gguf_files import convert, random_blocks
 from ..models.harness import save_tiny
@@ -69,6 +69,13 @@ def test_codes_and_scales_of_q4_0_are_its_values() -> None:
     assert torch.equal(values, oracle(blocks, "Q4_0"))
 
 
+def test_codes_and_scales_of_q8_0_are_its_values() -> None:
+    blocks = random_blocks("Q8_0", (5, 96))
+    codes, scales = q8_0(torch.from_numpy(blocks))
+    values = (codes.float() - 128) * scales.float().repeat_interleave(32, 1)
+    assert torch.equal(values, oracle(blocks, "Q8_0"))
+
+
 def test_codes_and_exponents_of_mxfp4_are_its_values() -> None:
     blocks = random_blocks("MXFP4", (5, 96))
     codes, exponents = mxfp4(torch.from_numpy(blocks))
@@ -101,7 +108,7 @@ def test_slices_are_those_of_whole_tensors(family: str, kind: str, tmp_path: Pat
     file = convert(tmp_path / "saved", tmp_path / "model.gguf", type_of)
     for wide in (True, False):
         tensors = _read(file, dtype=torch.float32, wanted=lambda name, wide=wide: wide)
-        kept = {"Q4_0": True, "MXFP4": family != "llama_wide", "Q8_0": False}[kind]  # MXFP4 is kept in experts
+        kept = {"Q4_0": True, "MXFP4": family != "llama_wide", "Q8_0": True}[kind]  # MXFP4 is kept in experts
         assert any(name.endswith(("_packed", "_blocks")) for name in tensors) == (kept and not wide)
         for name, (view, whole) in tensors.items():
             assert tuple(view.get_shape()) == tuple(whole.shape), name

@@ -83,10 +83,14 @@ def _as_16_bits(file: Path, saved: Path, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+SCHEMES = {"Q4_0": "int4_g32", "Q8_0": "int8_g32", "MXFP4": "mxfp4"}
 KEPT = {
     "llama, Q4_0": ("llama_wide", "Q4_0"),
     "qwen3_moe, Q4_0": ("qwen3_moe_wide", "Q4_0"),
     "qwen3_moe, MXFP4": ("qwen3_moe_wide", "MXFP4"),
+    "llama, Q8_0": ("llama_wide", "Q8_0"),
+    "qwen3_moe, Q8_0": ("qwen3_moe_wide", "Q8_0"),
+    "deepseek_v3, Q8_0": ("deepseek_v3", "Q8_0"),
     "gemma3, Q4_0": ("gemma3", "Q4_0"),
     "glm4, Q4_0": ("glm4", "Q4_0"),
     "qwen2_moe, Q4_0": ("qwen2_moe", "Q4_0"),
@@ -103,7 +107,7 @@ def test_weights_that_stay_in_four_bits_answer_as_those_in_16(case: str, tmp_pat
     file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: kind if _is_product(name) else "F32")
     plan = plan_for(file, dtype="float32")
     assert plan.model.quantization is not None
-    assert plan.model.quantization.schemes() == {"int4_g32" if kind == "Q4_0" else "mxfp4"}
+    assert plan.model.quantization.schemes() == {SCHEMES[kind]}
     _as_16_bits(file, tmp_path / "saved", tmp_path / "wide")
     tokens = random_tokens(12, seed=1)
     got = TinyRunner(plan).extend({0: tokens})[0]
@@ -124,12 +128,12 @@ def test_a_file_in_four_bits_may_be_quantized_anew(tmp_path: Path) -> None:
         assert torch.equal(got.params[name].tensor, param.tensor), name
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1"])
 def test_the_flag_of_upstream_names_what_is_there(kind: str, tmp_path: Path) -> None:
     save_tiny("llama_wide", tmp_path / "saved")
     file = convert(tmp_path / "saved", tmp_path / "model.gguf", lambda name: kind if _is_product(name) else "F32")
     quantization = plan_for(file, quantization="gguf", load_format="gguf").model.quantization
-    assert (quantization is None) == (kind == "Q8_0")
+    assert (quantization is None) == (kind == "Q4_1")
     with pytest.raises(UserError, match="--quantization gguf, but the checkpoint .* is not quantized"):
         plan_for(tmp_path / "saved", quantization="gguf")
     with pytest.raises(UserError, match="--quantization awq"):
@@ -142,7 +146,7 @@ def test_modules_of_one_product_may_have_several_types(tmp_path: Path) -> None:
     def mixed(name: str) -> str:
         if not _is_product(name):
             return "F32"
-        return "Q8_0" if "attn_v" in name or "ffn_down" in name else "Q4_0"
+        return "Q5_0" if "attn_v" in name or "ffn_down" in name else "Q4_0"
 
     file = convert(tmp_path / "saved", tmp_path / "model.gguf", mixed)
     _as_16_bits(file, tmp_path / "saved", tmp_path / "wide")

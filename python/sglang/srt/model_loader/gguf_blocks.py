@@ -1,4 +1,4 @@
-"""Turns blocks of GGUF files into numbers, or into the codes and scales of our own four-bit schemes.
+"""Turns blocks of GGUF files into numbers, or into the codes and scales of our own schemes.
 
 Each function of a type takes its blocks as bytes [n, size] and returns the values in fp32 [n, elements], as the `gguf`
 package computes them, bit for bit. Sources: the layouts of ggml's blocks, and that package, which is the test's oracle.
@@ -183,6 +183,14 @@ def q4_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     parts = blocks.view(blocks.shape[0], -1, 18)
     scales = parts[..., :2].contiguous().view(torch.float16).squeeze(-1)
     return _halves_to_neighbours(parts[..., 2:]).flatten(1), scales
+
+
+def q8_0(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes plus 128 as bytes [rows, cols] and the scales [rows, cols / 32] fp16 of Q8_0's blocks, uint8
+    [rows, bytes]: both have w = scale (code - 128)."""
+    parts = blocks.view(blocks.shape[0], -1, 34)
+    scales = parts[..., :2].contiguous().view(torch.float16).squeeze(-1)
+    return (parts[..., 2:] ^ 0x80).flatten(1), scales
 
 
 def mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The tensors of a model in GGUF, as a checkpoint of safetensors would have them.
 
 A tensor is read when it is indexed, and of a matrix only the rows that are asked for. The types whose codes and scales
-a kernel reads stay in four bits if the model wants them so; the others are dequantized.
+a kernel reads stay in four or eight bits if the model wants them so; the others are dequantized.
 """
 
 from __future__ import annotations
@@ -17,14 +17,26 @@ import numpy as np
 import torch
 
 from sglang.srt.configs.checkpoint_header import inside
-from sglang.srt.configs.gguf.tensors import INDEX_NAME, INT4, Index, Source, StoredPart, TensorEntry, parts_of
+from sglang.srt.configs.gguf.tensors import (
+    FP4,
+    INDEX_NAME,
+    INT4,
+    INT8,
+    Index,
+    Source,
+    StoredPart,
+    TensorEntry,
+    parts_of,
+)
 from sglang.srt.configs.gguf.types import BY_NAME
 from sglang.srt.errors import UserError
-from sglang.srt.model_loader.gguf_blocks import dequantized, mxfp4, q4_0
+from sglang.srt.model_loader.gguf_blocks import dequantized, mxfp4, q4_0, q8_0
 from sglang.srt.model_loader.gguf_changes import CHANGES, WHOLE_CHANGES, row_orders, rows_of_halves
 
 logger = logging.getLogger(__name__)
 
+_CODES = {INT4: q4_0, INT8: q8_0, FP4: mxfp4}
+"""Functions that return codes and scales, by scheme."""
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
@@ -44,7 +56,7 @@ class GGUFCheckpoint:
         return sum(_elements(entry) * self.dtype.itemsize for entry in self.index.entries)
 
     def tensors(self) -> Iterator[tuple[str, Any, Any]]:
-        """Yields (name, slice, file) as `Checkpoint.tensors` does. Tensors that can stay in four bits are there in 16
+        """Yields (name, slice, file) as `Checkpoint.tensors` does. Tensors that can stay in fewer bits are there in 16
         if their name in 16 bits is wanted."""
         entries = [entry for entry in self.index.entries if not _is_plain(entry) and self._is_wide(entry)]
         self._say(entries)
@@ -160,7 +172,7 @@ class _Tensor:
     def _codes(self, source: Source, start: int, stop: int) -> torch.Tensor:
         """Returns codes or scales, whichever this tensor has."""
         blocks, lead = self._blocks(source, start, stop)
-        codes, scales = (q4_0 if self.entry.kept == INT4 else mxfp4)(blocks)
+        codes, scales = _CODES[self.entry.kept](blocks)
         if self.part.name.endswith(("_scale", "_scales")):
             return scales.reshape(*lead, -1)
         return codes.reshape(*lead, -1, 16) if self.part.name.endswith("_blocks") else codes.reshape(*lead, -1)

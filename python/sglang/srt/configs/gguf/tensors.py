@@ -22,17 +22,17 @@ from sglang.srt.errors import UserError
 
 INDEX_NAME = "gguf.index.json"
 METHOD = "gguf"
-"""quant_method of models in GGUF with weights that stay in four bits."""
+"""quant_method of models in GGUF with weights that stay in four or eight bits."""
 WHY_UNREAD = "gguf_tokenizer_unread"
 """Key of tokenizer_config.json with the reason why a file's tokenizer is not read."""
 LAYER = "{layer}"
 EXPERT = "{expert}"
 
-INT4, FP4 = "int4_g32", "mxfp4"
-KEPT: Mapping[str, str] = {"Q4_0": INT4, "MXFP4": FP4}
+INT4, INT8, FP4 = "int4_g32", "int8_g32", "mxfp4"
+KEPT: Mapping[str, str] = {"Q4_0": INT4, "Q8_0": INT8, "MXFP4": FP4}
 """Schemes of the types that are not dequantized when they are loaded, as kernels read their codes and scales."""
 _FP4_EXPERTS_ONLY = re.compile(r".*\.experts\..*")
-_NEVER_KEPT = re.compile(r".*(embed_tokens|lm_head|norm|\.gate|\.router|shared_expert_gate)")
+_NEVER_KEPT = re.compile(r".*(embed_tokens|norm|\.gate|\.router|shared_expert_gate)")
 """Modules whose weights are 16 bits wide in every checkpoint."""
 _IN_LAYER = re.compile(r"blk\.(\d{1,5})\.(.+)")
 
@@ -49,7 +49,7 @@ class Source(msgspec.Struct, frozen=True):
 class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint.
 
-    name: without `.weight` for `kept` ones; with "{expert}" it stands for a tensor of each expert, which are one in the
+    name: with "{expert}" it stands for a tensor of each expert, which are one in the
         file
     shape: of the tensor, or of one expert's
     change: what is done to the values of the sources
@@ -165,7 +165,7 @@ def _shape(target: Target, leaf: str, sources: tuple[Source, ...], num_heads: in
 
 
 def _alike_experts(entries: list[TensorEntry]) -> Iterator[TensorEntry]:
-    """Yields the entries; experts stay in four bits only where all matrices of the layer have the same scheme."""
+    """Yields the entries; experts stay in fewer bits only where all matrices of the layer have the same scheme."""
     kept: dict[str, set[str]] = {}
     for entry in entries:
         if _in_experts(entry.name) and not entry.name.endswith("bias"):
@@ -180,7 +180,7 @@ def _experts_of(name: str) -> str:
 
 
 def kept_modules(index: Index) -> dict[str, list[str]]:
-    """Returns the modules that stay in four bits, by scheme. Experts are one module."""
+    """Returns the modules that stay in four or eight bits, by scheme. Experts are one module."""
     modules: dict[str, dict[str, None]] = {}
     for entry in index.entries:
         if entry.kept:
@@ -207,10 +207,10 @@ def parts_of(entry: TensorEntry, name: str, wide: bool) -> tuple[StoredPart, ...
     if name.endswith(".weight"):
         rows, cols = entry.shape
         module = name.removesuffix(".weight")
-        dtype, per_word = ("I32", 8) if entry.kept == INT4 else ("U8", 2)
+        dtype, per_word = {INT4: ("I32", 8), INT8: ("I32", 4), FP4: ("U8", 2)}[entry.kept]
         return (
             StoredPart(f"{module}.weight_packed", dtype, (rows, cols // per_word)),
-            StoredPart(f"{module}.weight_scale", "F16" if entry.kept == INT4 else "U8", (rows, cols // 32)),
+            StoredPart(f"{module}.weight_scale", "U8" if entry.kept == FP4 else "F16", (rows, cols // 32)),
         )
     num, cols, rows = entry.shape
     return (
