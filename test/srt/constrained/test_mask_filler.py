@@ -93,7 +93,9 @@ class Library:
 
 def test_the_faster_number_of_threads_is_used_and_the_other_tried() -> None:
     library = Library({1: 0.001, 4: 0.0004})
-    grammar = SimpleNamespace(is_terminated=lambda: False, matcher=None, compiled=library)
+    grammar = SimpleNamespace(
+        is_terminated=lambda: False, matcher=None, compiled=library, mask_s=0.0, note_mask_time=lambda seconds: None
+    )
     filler = MaskFiller(4, lambda: library.now)
 
     def steps(number: int) -> list[int]:

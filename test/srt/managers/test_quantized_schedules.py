@@ -76,7 +76,10 @@ def run(ranks: RankLayout, names: tuple[str, ...], modes: tuple[str, ...], folde
         for mode in modes:
             files = [folder / f"{name}.{mode}.{rank}.json" for rank in range(ranks.world_size)]
             every = [json.loads(file.read_text()) for file in files]
+            logprobs = every[ranks.leader][0]["logprobs"]
             for rank, (got, _) in enumerate(every):
+                assert got["logprobs"] == (logprobs if rank == ranks.leader else []), f"{name}, {mode}, rank {rank}"
+                got["logprobs"] = logprobs
                 assert got == every[0][0], f"{name}, {mode}, rank {rank}"
             results[name, mode] = Outcome(**every[0][0]), every[0][1]
     return results

@@ -24,10 +24,17 @@ WEIGHT_ONLY, EIGHT_BITS, FOUR_BITS = 2.0, 15.0, 100.0
 H200, where e2m1 is not multiplied, 0.8 to 1.0 and 3.3 to 8.5 were seen. A wrong scale is off by a few hundred."""
 ALLOWED: Mapping[str, float] = {
     "Qwen3.6-27B-NVFP4": EIGHT_BITS,
+    "Qwen3.6-27B-NVFP4 of Unsloth": FOUR_BITS,
+    "Qwen3.8-27B-NVFP4": FOUR_BITS,
+    "a head in FP8 of one scale": EIGHT_BITS,
     "Qwen3.6-35B-A3B-NVFP4": EIGHT_BITS,
     "Nemotron-3.5-Lightning": EIGHT_BITS,
     "Qwen3.8-2.4T-A95B-NVFP4": EIGHT_BITS,
     "Qwen3.5-35B-A3B-GPTQ-Int4": WEIGHT_ONLY,
+    "Qwen3.6-35B-A3B-int4-mixed": WEIGHT_ONLY,
+    "W4AFP8": EIGHT_BITS,
+    "MiMo-V2.6": FOUR_BITS,
+    "Ling-3.0-flash": FOUR_BITS,
     "Qwen3.5-122B-A10B-NVFP4": FOUR_BITS,
     "Nemotron-3-Nano-NVFP4": FOUR_BITS,
     "Qwen3.5-35B-A3B-FP8": EIGHT_BITS,

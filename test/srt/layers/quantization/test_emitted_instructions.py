@@ -30,19 +30,25 @@ ON_SM120 = {
     "int4_g128": "m16n8k16 bf16",
     "mxfp4": "m16n8k16 bf16",
     "nvfp4_a16": "m16n8k16 bf16",
+    "fp8_channel_a16": "m16n8k16 bf16",
+    "fp8_tensor_a16": "m16n8k16 bf16",
+    "fp8_block_a16": "m16n8k16 bf16",
+    "int8_g32": "m16n8k16 bf16",
+    "int8_g128": "m16n8k16 bf16",
 }
-ROWS = {"nvfp4_a16": "nvfp4/widened"}
+ROWS = {"nvfp4_a16": "nvfp4/widened", "fp8_tensor_a16": "fp8_channel_a16"}
 """Of the schemes whose products are another scheme's."""
 
 
-ALIKE = {"fp8_tensor", "int4_g32", "int4_g64", "nvfp4_a16"}
+ALIKE = {"fp8_tensor", "fp8_tensor_a16", "int4_g32", "int4_g64", "int8_g32", "nvfp4_a16"}
 """Of whose kind of product another scheme is, which takes the same instruction. Compiling takes a second."""
 
 
 @pytest.mark.parametrize("scheme", some(SCHEMES, SCHEMES.keys() - ALIKE))
 def test_sm120_multiplies_natively_or_says_that_it_widens(scheme: str) -> None:
     arch = arch_by_name("sm_120")
-    found = variant_of("sm120", "linear", f"tiles/{ROWS.get(scheme, scheme)}/split")
+    split = "" if product_of(SCHEMES[scheme], arch.features).weight_only else "/split"
+    found = variant_of("sm120", "linear", f"tiles/{ROWS.get(scheme, scheme)}{split}")
     smem, _, spills, _, mma = compile_variant(found, "sm_120")
     assert mma == (ON_SM120[scheme],)
     assert smem <= arch.smem_per_block and spills <= spill_budget("sm120", "linear", found.key)
@@ -57,4 +63,5 @@ def test_explain_and_the_kernels_agree(arch: str) -> None:
         kind = product_of(scheme, features).kind
         mixed = scheme.element == "e2m1" and scheme.activation == "mxfp8"
         converted = kind == "mx" and (mixed or "block_scaled_mma" not in features)
-        assert bool(describe_dequantization(scheme, features)) == (kind == "planes" or converted), scheme.name
+        widened = kind == "planes" or product_of(scheme, features).weight_only
+        assert bool(describe_dequantization(scheme, features)) == (widened or converted), scheme.name

@@ -1,7 +1,7 @@
 """How long a client with a short conversation waits while others send long ones: rendering and tokenizing, no model.
 
     sglang serve --port 30000 --device cpu &
-    python benchmark/host/bench_texts.py --url http://127.0.0.1:30000
+    python lab/host/bench_texts.py --url http://127.0.0.1:30000
 
 Each long client is an agent: it sends its conversation again and again, with a turn more each time. `--fresh` sends a
 new conversation each time instead. Both use `/v1/messages/count_tokens`.
