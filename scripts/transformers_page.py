@@ -50,7 +50,7 @@ A class that a checkpoint brings as Python code runs only with `--trust-remote-c
 - `--ep-size`, where the class calls its experts through transformers' interface.
 - `--pp-size`, `--attn-dp-size`, `--dcp-size` and two-batch overlap are refused.
 - CUDA graphs are tried at start-up. If the class cannot be captured, the log says so and steps run kernel by kernel.
-  This was not tried on a GPU yet.
+  On an H200 Qwen3-8B by its class was captured for all batch sizes; its speed was not measured.
 
 Norms are not fused with what comes before them, and q, k and v are three products: expect less speed than from a
 family. Predicted times leave out the cost of such norms.
