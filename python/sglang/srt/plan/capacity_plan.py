@@ -145,7 +145,8 @@ class CapacityPlanner:
         self, size: defaults.DefaultSizes, running: int, tokens: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
         """Returns the batch sizes of decode graphs, the tokens of prefill graphs, and why there are none."""
-        graphs = () if self.on_cpu else defaults.cuda_graph_batch_sizes(self.args, size.cuda_graph_max_bs, running)
+        no_graphs = self.on_cpu or self.of_rank.model.pooling is not None
+        graphs = () if no_graphs else defaults.cuda_graph_batch_sizes(self.args, size.cuda_graph_max_bs, running)
         kernels = [choice for op, choice in self.choices.items() if op.partition("/")[0] not in NOT_OF_GRAPHS]
         unsafe = sorted({choice.name for choice in kernels if not choice.spec.graph_safe})
         if graphs and unsafe:
@@ -187,6 +188,7 @@ class CapacityPlanner:
         pages; -1: whole prompts."""
         chunk, page = self.args.chunked_prefill_size, self.parallel.page_size
         chunk = size.chunked_prefill_size if chunk is None else chunk
+        chunk = chunk if self.of_rank.model.pooling is None else -1
         return chunk if chunk == -1 else max(page, chunk // self.parallel.ranks.attn_dp_size // page * page)
 
 

@@ -123,8 +123,9 @@ class Plan:
     @property
     def caches_prefixes(self) -> bool:
         """Returns whether a cached prefix can serve another request. A recurrent state stands for all tokens before it,
-        so models with states need room for copies of states (checkpoints)."""
-        return not self.has_states or self.state_checkpoints > 0
+        so models with states need room for copies of states (checkpoints). Models that pool whole texts cache nothing.
+        """
+        return self.description.pooling is None and (not self.has_states or self.state_checkpoints > 0)
 
     @property
     def selection(self) -> str:
@@ -210,6 +211,7 @@ class Plan:
             "product": self.arch.product,
             "device": self.device,
             **({} if self.description.transformers_class is None else {"model_impl": self.description.model_impl}),
+            **({} if self.description.pooling is None else {"pooling": self.description.pooling.describe()}),
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),

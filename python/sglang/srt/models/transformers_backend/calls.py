@@ -92,13 +92,56 @@ class Calls:
             raise ValueError(f"attention is called with a window of {window} tokens and a mask of {stated or 'all'}")
         return stated
 
+    def sight_of(self, call: AttentionCall, is_causal: bool) -> tuple[bool, int]:
+        """Returns whether a call is causal and its window, as `AttentionFact` has them, of a class that may attend to
+        both sides. is_causal: what the class says itself. Raises ValueError as `window_of` does."""
+        facts = self.masks[call.mask][1] if call.mask is not None and call.mask >= 0 else None
+        if facts is None and not is_causal:
+            if call.mask is not None:
+                raise ValueError("its class makes masks of its own")
+            if call.arguments.get("sliding_window"):
+                raise ValueError("its attention has a window to both sides without a mask")
+            return False, 0
+        window = int((facts or {}).get("local_size") or call.arguments.get("sliding_window") or 0)
+        ahead = 0 if facts is None else _tokens_ahead(facts["mask_function"], window)
+        if not ahead or facts is None:
+            return True, self.window_of(call)
+        reach = ahead if ahead < _far(window) else 0
+        if not _sees_both_sides(facts["mask_function"], reach):
+            raise ValueError("a mask is neither causal nor the same to both sides")
+        return False, reach + 1 if reach else 0
+
+
+def _far(window: int) -> int:
+    """Returns a distance beyond every window to both sides that a class may make of `window`."""
+    return 4 * (window or 16) + 4
+
+
+def _tokens_ahead(allows: Any, window: int) -> int:
+    """Returns how many tokens behind itself a token sees, at most `_far(window)`."""
+    far = _far(window)
+    return int(_allowed(allows, torch.tensor([[far]]), torch.arange(far + 1, 2 * far + 1)[None]).sum())
+
+
+def _sees_both_sides(allows: Any, reach: int) -> bool:
+    """Returns whether a mask function lets tokens see those that are up to `reach` away; 0: all."""
+    edge = reach or 16
+    rows = torch.tensor(sorted({0, 1, edge - 1, edge, edge + 1, 2 * edge + 1}))[:, None]
+    cols = torch.arange(4 * edge + 4)[None]
+    expected = (rows - cols).abs() <= edge if reach else torch.ones(len(rows), cols.shape[1], dtype=torch.bool)
+    return bool((_allowed(allows, rows, cols) == expected).all())
+
+
+def _allowed(allows: Any, rows: torch.Tensor, cols: torch.Tensor) -> torch.Tensor:
+    """Returns what a mask function says of tokens `rows` [R, 1] and `cols` [1, C]."""
+    zero = torch.zeros((), dtype=torch.int64)
+    return torch.as_tensor(allows(zero, zero, rows, cols)).expand(len(rows), cols.shape[1])
+
 
 def _is_causal(allows: Any, window: int) -> bool:
     """Returns whether a mask function is that of causal attention with this window (0: none)."""
     reach = window or 16
     rows = torch.tensor(sorted({0, 1, 2, reach - 1, reach, reach + 1, 2 * reach + 1}))[:, None]
     cols = torch.arange(2 * reach + 4)[None]
-    zero = torch.zeros((), dtype=torch.int64)
     expected = (cols <= rows) & (cols > rows - window if window else True)
-    allowed = torch.as_tensor(allows(zero, zero, rows, cols)).expand(expected.shape)
-    return bool((allowed == expected).all())
+    return bool((_allowed(allows, rows, cols) == expected).all())

@@ -22,11 +22,23 @@ class Refused(Exception):
     """Raised where a class cannot be served; the message says why."""
 
 
+def run(decoder: Any, **more: Any) -> torch.Tensor:
+    """Runs what is below the head of a model without weights, and returns its output [1, T, C]."""
+    ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
+    positions = torch.arange(TOKENS, device="meta")[None]
+    with torch.no_grad():
+        hidden: torch.Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False, **more)[0]
+    if hidden.dim() != 3 or hidden.shape[:2] != (1, TOKENS):
+        raise Refused(f"its decoder returns {list(hidden.shape)} for {TOKENS} tokens")
+    return hidden
+
+
 class Reading:
     """A model without weights, whose run has been recorded. Raises Refused where something is not computed here."""
 
-    def __init__(self, model: Any, calls: Calls) -> None:
-        self.model, self.calls = model, calls
+    def __init__(self, model: Any, calls: Calls, generates: bool = True) -> None:
+        """generates: it is a causal language model; others may attend to both sides, over no cache."""
+        self.model, self.calls, self.generates = model, calls, generates
         self.names = {id(module): path for path, module in model.named_modules()}
         """Path of each module."""
         self.layers_at = self._layers_at()
@@ -73,12 +85,20 @@ class Reading:
         unknown = [name for name, value in arguments.items() if name not in HARMLESS and not isinstance(value, bool)]
         if unknown:
             raise Refused(f"its attention is called with {', '.join(sorted(unknown))}, which nothing computes here")
-        if arguments.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+        is_causal = arguments.get("is_causal") is not False and getattr(call.module, "is_causal", True) is not False
+        if self.generates and not is_causal:
             raise Refused("its attention is not causal")
         if not call.query[2] == call.key[2] == call.value[2] == TOKENS or call.query[0] != 1:
             raise Refused("its queries and keys are not those of the same tokens")
+        sinks, cap = _sinks(call, module), float(arguments.get("softcap") or 0.0)
+        if not self.generates and (sinks or cap):
+            raise Refused("its attention has caps or learned logits, which are only computed over a cache")
+        causal = True
         try:
-            window = self.calls.window_of(call)
+            if self.generates:
+                window = self.calls.window_of(call)
+            else:
+                causal, window = self.calls.sight_of(call, is_causal)
         except ValueError as reason:
             raise Refused(str(reason)) from None
         return AttentionFact(
@@ -89,8 +109,9 @@ class Reading:
             v_head_dim=call.value[3],
             scale=float(arguments.get("scaling") or call.query[3] ** -0.5),
             window=window,
-            logit_cap=float(arguments.get("softcap") or 0.0),
-            sinks=_sinks(call, module),
+            logit_cap=cap,
+            sinks=sinks,
+            causal=causal,
         )
 
     def _experts(self, number: int, call: ExpertsCall) -> ExpertsFact:
