@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sglang.srt.models.transformers_backend.rotations import Rotations
+
 NOT_COMPUTED = ("indices", "block_indices", "position_bias", "sinks", "relative_bias", "score_mod")
 """Arguments of attention calls that change its result, and that nothing computes here."""
 HARMLESS = frozenset(
@@ -21,7 +23,7 @@ TOKENS = 7
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
     """A call of attention. mask: what the class passed; the number of its `Calls.masks`, None without one, or -1 for a
-    tensor of its own."""
+    tensor of its own. rotary_dim: dims of queries and keys that were rotated just before."""
 
     module: torch.nn.Module
     query: torch.Size
@@ -29,6 +31,7 @@ class AttentionCall:
     value: torch.Size
     mask: int | None
     arguments: dict[str, Any]
+    rotary_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,7 @@ class Calls:
     attention: list[AttentionCall] = field(default_factory=list)
     experts: list[ExpertsCall] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
+    rotations: Rotations = field(default_factory=Rotations)
 
     def attend(
         self,
@@ -60,7 +64,8 @@ class Calls:
         numbers = [i for i, (mask, _) in enumerate(self.masks) if mask is attention_mask]
         number = None if attention_mask is None else numbers[0] if numbers else -1
         said = {name: argument for name, argument in arguments.items() if argument is not None}
-        self.attention.append(AttentionCall(module, query.shape, key.shape, value.shape, number, said))
+        rotary_dim = self.rotations.dim_of(query, key)
+        self.attention.append(AttentionCall(module, query.shape, key.shape, value.shape, number, said, rotary_dim))
         batch, heads, tokens, _ = query.shape
         return query.new_empty((batch, tokens, heads, value.shape[-1])), None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.transformers_layer.layer import (
+    ClassNorm,
     CurrentStep,
     LayerAttention,
     RoutedExperts,
@@ -15,17 +16,21 @@ from sglang.srt.blocks.transformers_layer.layer import (
     attend,
     compute_experts,
 )
+from sglang.srt.blocks.transformers_layer.rotation import AnglesOfStep, deferred
 from sglang.srt.blocks.transformers_layer.spec import TransformersExperts, TransformersLayer
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.ops import RMSNORM
 from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.models.causal_lm import AuxLayers, CausalLM
 from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
 from sglang.srt.models.transformers_backend.head import Given, decoder_of
+from sglang.srt.models.transformers_backend.rotations import FUNCTION, modules_with_rotation
 from sglang.srt.plan.transformers_backend.facts import HeadFact, TensorFact
 
 if TYPE_CHECKING:
@@ -57,6 +62,9 @@ class TransformersModel(CausalLM):
         self.model = create(kind, config_of(code.request, kind), scope.dtype, code.request.task)
         self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
         self.head = None
+        if any(layer.attention.rotary_dim for layer in facts.layers):
+            for code_of_class in modules_with_rotation(self.model):
+                setattr(code_of_class, FUNCTION, deferred(getattr(code_of_class, FUNCTION)))
         rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         for i, layer in enumerate(description.layers):
             assert isinstance(layer.mixer, TransformersLayer)
@@ -122,8 +130,12 @@ class TransformersModel(CausalLM):
         """Allocates a parameter or buffer that every rank has. at: what the names of the layer's modules begin with."""
         name = tensor.name if "." in tensor.name or not at else f"own.{tensor.name}"
         module, _, leaf = name.rpartition(".")
-        dtype = torch.float32 if tensor.fp32 else None
         inner = scope.sub(module) if module else scope
+        if tensor.norm is not None:
+            weight = norm_weight(inner, tensor.shape[0], tensor.norm.plus_one)
+            self._put(at + module, ClassNorm(weight, tensor.norm.eps, scope.plan.entry(RMSNORM)))
+            return
+        dtype = torch.float32 if tensor.fp32 else None
         self._set(at + tensor.name, inner.param(leaf, tensor.shape, init=_initial(tensor), dtype=dtype))
 
     def _set(self, path: str, tensor: torch.Tensor | None) -> None:
@@ -167,13 +179,17 @@ class TransformersModel(CausalLM):
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
         """Returns the decoder's output [T, H] after its final norm. received: None, there are no stages."""
-        self.step.batch = batch
-        try:
-            out = self.decoder(
-                input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True
-            )
-        finally:
-            self.step.batch = None
+        with AnglesOfStep() as angles:
+            self.step.batch, self.step.angles = batch, angles
+            try:
+                out = self.decoder(
+                    input_ids=batch.input_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                    return_dict=True,
+                )
+            finally:
+                self.step.batch = self.step.angles = None
         hidden: torch.Tensor = out[0][0]
         return hidden
 

@@ -12,6 +12,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from sglang.srt.models.transformers_backend.calls import HARMLESS, TOKENS, AttentionCall, Calls, ExpertsCall
 from sglang.srt.models.transformers_backend.checkpoint_names import experts_of
+from sglang.srt.models.transformers_backend.norms import NormFinder
 from sglang.srt.plan.transformers_backend.facts import AttentionFact, ExpertsFact, LayerFact, LinearFact, TensorFact
 
 _LAYER = re.compile(r"(.*?\.?)(\d+)\.(.+)")
@@ -48,6 +49,8 @@ class Reading:
         self._tensors: list[list[TensorFact]] = [[] for _ in calls.attention]
         self.outside: list[TensorFact] = []
         """Tensors outside of layers."""
+        self._norms = NormFinder()
+        self._kernels_rotate = generates and calls.rotations.replaceable(model)
         self._collect()
 
     def layer(self, number: int) -> LayerFact:
@@ -112,6 +115,7 @@ class Reading:
             logit_cap=cap,
             sinks=sinks,
             causal=causal,
+            rotary_dim=call.rotary_dim if self._kernels_rotate else 0,
         )
 
     def _experts(self, number: int, call: ExpertsCall) -> ExpertsFact:
@@ -153,8 +157,9 @@ class Reading:
                 for leaf, tensor in _stored(module):
                     name = f"{path}.{leaf}".removeprefix(".")
                     fact = f"{inner}.{leaf}".removeprefix(".")
-                    own_style = _style(plan, name) or style
-                    tensors.append(TensorFact(fact, tuple(tensor.shape), _keeps_fp32(self.model, name), own_style))
+                    own_style, norm = _style(plan, name) or style, self._norms.norm_of(module)
+                    fp32 = _keeps_fp32(self.model, name) or (norm is not None and norm.plus_one)
+                    tensors.append(TensorFact(fact, tuple(tensor.shape), fp32, own_style, norm))
 
 
 def _split(path: str, stem: str) -> tuple[int, str]:

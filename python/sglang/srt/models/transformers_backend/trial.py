@@ -70,7 +70,11 @@ def _facts(name: str, request: ClassRequest) -> ClassFacts:
     model = create(kind, config, torch.bfloat16, request.task, _TRIAL)
     if request.task != GENERATE:
         return read_text_class(name, model, calls, request.task)
-    hidden = run(decoder_of(model))
+    calls.rotations.watch(model)
+    try:
+        hidden = run(decoder_of(model))
+    finally:
+        calls.rotations.end()
     return _read(name, model, hidden, Reading(model, calls))
 
 

@@ -52,7 +52,8 @@ def _layer(layer: LayerFact, stream: TransformersStream, kind: type[Transformers
         num_heads=attention.num_heads,
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
-        rope=unrotated(attention.head_dim),
+        # The angles are the class's: it makes tables of a step's tokens, or rotates by itself.
+        rope=unrotated(attention.rotary_dim or attention.head_dim),
         values=values_of(attention),
         mask=windowed(attention.window),
         softmax=softmax_of(attention),

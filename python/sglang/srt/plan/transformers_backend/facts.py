@@ -25,14 +25,23 @@ class LinearFact:
 
 
 @dataclass(frozen=True, slots=True)
+class NormFact:
+    """An RMS norm over the last dim. plus_one: checkpoints store its weight minus 1."""
+
+    eps: float
+    plus_one: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TensorFact:
     """A parameter, or a stored buffer, that no product reads as a matrix. name: as in LinearFact. fp32: it keeps 32
-    bits."""
+    bits. norm: it is the weight of an RMS norm."""
 
     name: str
     shape: tuple[int, ...]
     fp32: bool = False
     style: str = ""
+    norm: NormFact | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class AttentionFact:
     window: without causality, a token sees the tokens that are fewer than this away, on both sides
     sinks: the tensor of learned logits, in its layer; "": there are none
     causal: a token sees itself and the tokens before it; else also those behind it
+    rotary_dim: dims of queries and keys that the class rotates just before, and that our kernels can rotate instead
     """
 
     module: str
@@ -55,6 +65,7 @@ class AttentionFact:
     logit_cap: float = 0.0
     sinks: str = ""
     causal: bool = True
+    rotary_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
