@@ -21,6 +21,7 @@ def write(folder: Path, modules: list[tuple[str, str]], **files: Any) -> None:
         (folder / path / "config.json").write_text(json.dumps(values))
 
 
+IDENTITY = "torch.nn.modules.linear.Identity"
 OLD, NEW = "sentence_transformers.models.{}", "sentence_transformers.sentence_transformer.modules.{}"
 
 
@@ -70,9 +71,6 @@ def test_what_is_not_computed_is_named(
     write(tmp_path, [(path, OLD.format(kind))], p=values)
     with pytest.raises(UserError, match=message):
         read_sentence_modules(tmp_path)
-
-
-IDENTITY = "torch.nn.modules.linear.Identity"
 
 
 @pytest.mark.parametrize(

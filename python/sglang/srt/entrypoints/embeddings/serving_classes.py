@@ -49,7 +49,8 @@ async def classify(service: OpenAIService, body: ClassifyBody, request: Request)
     `input_ids` as `/encode` does, with the scores as they are."""
     labels = labels_of(service)
     given: Any = body.input
-    of_openai, text, ids = given is not None, body.text, body.input_ids
+    ids: Any = body.input_ids
+    of_openai, text = given is not None, body.text
     if given is not None:
         is_text = isinstance(given, str) or isinstance(given[0], str)
         text, ids = (given, None) if is_text else (None, given)
