@@ -202,6 +202,8 @@ def test_texts_are_as_long_as_the_model_and_its_repository_allow(tmp_path: Path)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 48}))
     assert ModelConfig.from_server_args(args_of(tmp_path)).context_len == 48
     assert ModelConfig.from_server_args(args_of(tmp_path, context_length=60)).context_len == 60
+    assert ModelConfig.from_server_args(args_of(tmp_path)).dtype == "bfloat16"
+    assert ModelConfig.from_server_args(args_of(tmp_path, dtype="float32")).dtype == "float32"
     with pytest.raises(UserError, match="--context-length 65 exceeds the 64 tokens"):
         ModelConfig.from_server_args(args_of(tmp_path, context_length=65))
 

@@ -96,7 +96,7 @@ class ModelConfig:
             hf_config=hf_config,
             vocab_size=reader.positive("vocab_size"),
             context_len=context_len,
-            dtype=_dtype(reader, args.dtype),
+            dtype=_dtype(reader, args.dtype, args.is_embedding),
             quantization=quantization_of(
                 config,
                 directory,
@@ -145,7 +145,9 @@ def context_length(hf_config: Mapping[str, Any], requested: int | None, source: 
     return requested
 
 
-def _dtype(reader: ConfigReader, requested: str) -> str:
+def _dtype(reader: ConfigReader, requested: str, embeds: bool) -> str:
+    """Returns the dtype of the model. embeds: it makes embeddings; such models are often published in 32 bits, of which
+    16 are computed with."""
     if requested != "auto":
         return requested
     written = reader.values.get("dtype") or reader.values.get("torch_dtype") or "bfloat16"
@@ -154,7 +156,7 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
         raise UserError(
             f"{reader.source}: dtype {written!r} is not supported; choose {', '.join(DTYPES)} with --dtype."
         )
-    return name
+    return "bfloat16" if embeds and name == "float32" else name
 
 
 def _eos_token_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:
