@@ -65,6 +65,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("Anthropic's messages", "/v1/messages", "outputs.md#api-forms", "`/v1/messages`"),
         Feature("Ollama's API", "/api/chat", "test/http/test_ollama.py", "-"),
         Feature("Embeddings", "/v1/embeddings", "api.md#embeddings-scores-and-ranks", "`/v1/embeddings`"),
+        Feature("Classification", "/classify", "api.md#embeddings-scores-and-ranks", "`/classify`"),
         Feature("Rerank", "/v1/rerank", "api.md#embeddings-scores-and-ranks", "`/v1/rerank`"),
         Feature("SGLang's native API", "/generate", "test/http/test_native_api.py", "-"),
         Feature("Tool calls", "--tool-call-parser", "api.md#tools-and-reasoning", "`--tool-call-parser`"),

@@ -2,7 +2,7 @@
 
 python scripts/transformers_page.py
 
-The outcomes are those of test/srt/transformers_backend/test_every_class.py.
+The outcomes are those of test_every_class.py and test_every_text_class.py in test/srt/transformers_backend.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sglang.srt.plan.families import SERVED_ARCHITECTURES
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "transformers_models.md"
 OUTCOMES = ROOT / "test" / "srt" / "transformers_backend" / "outcomes.json"
+TEXT_OUTCOMES = OUTCOMES.with_name("text_outcomes.json")
 
 INTRODUCTION = """\
 # Models by transformers
@@ -73,6 +74,36 @@ Attention over latents (MLA) has its keys and values expanded in the cache: head
 
 """
 
+TEXTS = """\
+## Embedding models and classifiers
+
+    sglang serve --model-path sentence-transformers/all-MiniLM-L6-v2 --is-embedding
+    sglang serve --model-path BAAI/bge-reranker-v2-m3 --is-embedding
+
+With `--is-embedding` a model without a family is computed by the class of its model type, without a head.
+Its attention may see both sides, with a window or without.
+Each text is in one step as a whole, beside others and without padding. Nothing is cached, and there are no graphs.
+
+- The repository's `modules.json` says what becomes of the hidden states: `1_Pooling` takes the first one (`cls_token`),
+  the last one (`lasttoken`) or their mean (`mean_tokens`), `Dense` modules follow, and `Normalize` makes the length 1.
+  Other modules and modes are refused.
+- Without `modules.json`, decoders take the last state and others the mean of all, and the length is 1.
+- `max_seq_length` of `sentence_bert_config.json` limits a text. `--context-length` allows as many tokens as the model.
+- A family of this server embeds by the last token. Where the repository asks for another way, the class is used.
+- Classes `...ForSequenceClassification` are classifiers. Their head takes the first state, the last or the mean; which
+  one, is found by trying it. `problem_type` decides between softmax, sigmoid and plain scores; without it one label
+  gets a sigmoid, unless sentence-transformers wrote another activation.
+- Weights that are published in 32 bits are computed with in bfloat16 on a GPU; `--dtype` asks for another type.
+- `--dp-size` works. `--tp-size` works where the class has a plan; encoders like BERT have none.
+- Attention with caps or learned logits is refused here, as are classes that take no positions.
+
+"""
+
+TEXTS_SERVED = """\
+Each was compared with itself in transformers {version}, as above, with three texts side by side:
+
+"""
+
 SERVED = """\
 ## Classes that are served
 
@@ -106,6 +137,8 @@ def page() -> str:
     ]
     return (
         INTRODUCTION
+        + TEXTS
+        + _text_classes()
         + SERVED.format(version=version)
         + "\n".join(("| there is | classes |", "|---|---|", *table))
         + "\n\n"
@@ -113,6 +146,18 @@ def page() -> str:
         + "\n".join(("| reason | classes |", "|---|---|", *refused))
         + "\n"
     )
+
+
+def _text_classes() -> str:
+    """The table of classes that generate no text."""
+    recorded = json.loads(TEXT_OUTCOMES.read_text(encoding="utf-8"))
+    rows: dict[str, list[str]] = {}
+    for name, reason in recorded["outcomes"].items():
+        rows.setdefault(_short(name, reason) if reason else "served", []).append(name)
+    order = sorted(rows, key=lambda reason: (reason != "served", reason))
+    table = [f"| {reason} | {', '.join(f'`{name}`' for name in rows[reason])} |" for reason in order]
+    lines = ("| outcome | classes |", "|---|---|", *table)
+    return TEXTS_SERVED.format(version=recorded["transformers"]) + "\n".join(lines) + "\n\n"
 
 
 def _short(name: str, reason: str) -> str:

@@ -46,7 +46,7 @@ class ModelArgs:
     json_model_override_args: str = option(
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
     )
-    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts only, and refuse to generate.")
+    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts or scores of labels, and refuse to generate.")
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
     quantization: str | None = option(
         None,

@@ -341,7 +341,7 @@ class DeviceState:
             decode_rows,
             extend,
             mrope_positions=mrope_positions,
-            segments=arrays["segments"] if "segments" in arrays else None,
+            segments=arrays.get("segments"),
         )
 
     def _verify_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:

@@ -19,6 +19,6 @@ class Pooling:
 
     def describe(self) -> str:
         """Describes it for people."""
-        parts = [f"pooling: {self.method}", *(f"dense {layer.rows}" for layer in self.dense)]
+        parts = [self.method, *(f"dense {layer.rows}" for layer in self.dense)]
         parts += [f"{self.num_labels} labels"] if self.num_labels else []
         return ", ".join(parts)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.configs.hf_config import ConfigReader, select_text_config
+from sglang.srt.configs.labels import classifies
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.sentence_modules import LAST, MEAN, NO_MODULES, SentenceModules, read_sentence_modules
+from sglang.srt.configs.text_positions import first_position
 from sglang.srt.errors import UserError
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.families import SERVED_ARCHITECTURES
@@ -24,7 +26,7 @@ from sglang.srt.plan.model_description import (
 )
 from sglang.srt.plan.pooling import Pooling
 from sglang.srt.plan.transformers_backend.asking import facts_of, request_of
-from sglang.srt.plan.transformers_backend.class_tables import causal_classes, classifiers, has_base_class
+from sglang.srt.plan.transformers_backend.class_tables import causal_classes, has_base_class
 from sglang.srt.plan.transformers_backend.description import layers_of_class, names_of_class
 from sglang.srt.plan.transformers_backend.facts import (
     CLASSIFY,
@@ -55,7 +57,7 @@ def describe_served(
     source = f"{directory}/config.json"
     architecture = architecture_of(ConfigReader(select_text_config(config), source))
     values = written or config
-    task = _task(args, values, architecture)
+    task = _task(args, architecture)
     modules = NO_MODULES if task != EMBED else read_sentence_modules(Path(directory))
     of_family = architecture in SERVED_ARCHITECTURES and task != CLASSIFY and _takes_last(modules)
     if args.model_impl == OURS or (args.model_impl == AUTO and of_family):
@@ -76,20 +78,17 @@ def describe_served(
     return replace(model, unsupported=(*problems, *others))
 
 
-def _task(args: ServerArgs, values: Mapping[str, Any], architecture: str) -> str:
+def _task(args: ServerArgs, architecture: str) -> str:
     """Returns what a class of transformers would be asked to do. Raises UserError for a model that does not generate
     where --is-embedding is missing."""
-    classifies = architecture in classifiers() or (
-        architecture.endswith("ForSequenceClassification") and CLASSIFIER_KEY in _own_classes(values)
-    )
     if args.is_embedding:
-        return CLASSIFY if classifies else EMBED
-    if classifies:
+        return CLASSIFY if classifies(architecture) else EMBED
+    if classifies(architecture):
         raise UserError(f"{architecture} scores texts and generates none: serve it with --is-embedding.")
     return GENERATE
 
 
-CLASSIFIER_KEY, CAUSAL_KEY, BASE_KEY = "AutoModelForSequenceClassification", "AutoModelForCausalLM", "AutoModel"
+CAUSAL_KEY, BASE_KEY = "AutoModelForCausalLM", "AutoModel"
 """Keys of `auto_map` in config.json."""
 
 
@@ -138,7 +137,7 @@ def class_description(
         raise UserError(
             f"{keys.source}: vocab_size is {values['vocab_size']}, but the class has {facts.vocab_size} embeddings."
         )
-    pooling = None if facts.text is None else _pooling(facts, modules)
+    pooling = None if facts.text is None else _pooling(facts, modules, values)
     layers = layers_of_class(facts, () if pooling is None else pooling.dense)
     model = ModelDescription(
         architecture=facts.architecture,
@@ -162,14 +161,17 @@ def class_description(
     return replace(scaled, layers=interned(scaled.layers))
 
 
-def _pooling(facts: ClassFacts, modules: SentenceModules) -> Pooling:
+def _pooling(facts: ClassFacts, modules: SentenceModules, config: Mapping[str, Any]) -> Pooling:
     """Returns what becomes of the hidden states of a class that generates no text. Where no file says it, embeddings of
     decoders are states of the last token, and others the mean of all, as sentence-transformers takes them. Raises
-    UserError for linear layers that do not take what is there."""
+    UserError for linear layers that do not take what is there, and for a class that counts positions in another way
+    than the limit of a text's length supposes."""
     assert facts.text is not None
+    if facts.text.first_position != (expected := first_position(config)):
+        raise UserError(f"{facts.architecture} counts positions from {facts.text.first_position}, not from {expected}.")
+    causal = all(layer.attention.causal for layer in facts.layers)
     if facts.text.num_labels:
         return Pooling(facts.text.method, num_labels=facts.text.num_labels)
-    causal = all(layer.attention.causal for layer in facts.layers)
     size = facts.hidden_size
     for layer in modules.dense:
         if layer.cols != size:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.mlp.spec import Dense, up_parts
@@ -145,10 +145,10 @@ class TextLayer(TransformersLayer):
     def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
         return ()
 
-    def attention_shape(self, tp_size: int) -> None:
+    def attention_shape(self, tp_size: int) -> Any:
         return None
 
-    def attention_site(self, tp_size: int, dcp_size: int) -> None:
+    def attention_site(self, tp_size: int, dcp_size: int) -> Any:
         return None
 
     def needs(self, parallel: ParallelConfig) -> Iterator[Need]:

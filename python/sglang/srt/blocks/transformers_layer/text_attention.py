@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ class TextAttention:
         out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype, device=q.device)
         rows = batch.extend
 
-        def attend(tile: dict[str, int]) -> None:
+        def attend(tile: Mapping[str, int]) -> None:
             self.kernel(
                 q,
                 k,

@@ -110,4 +110,6 @@ class Classifier:
         read = [token for token, other in enumerate(others) if not torch.allclose(tried.scores(other), scores)]
         if read == [0, 1, 2] and torch.allclose(tried.scores(states.mean(1, keepdim=True)), scores, atol=1e-5):
             return MEAN
-        return {(0,): FIRST, (2,): LAST}.get(tuple(read), "")
+        if read == [0]:
+            return FIRST
+        return LAST if read == [2] else ""

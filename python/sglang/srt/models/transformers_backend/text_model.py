@@ -23,7 +23,12 @@ if TYPE_CHECKING:
     from sglang.srt.layers.row_exchange import RowExchange
     from sglang.srt.layers.step_rows import ExtendRows
 
-_FUNCTIONS = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tanh": torch.tanh,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
 
 
 class TextModel(TransformersModel):

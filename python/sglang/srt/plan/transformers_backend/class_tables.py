@@ -10,7 +10,7 @@ from pathlib import Path
 
 _TABLE = re.compile(r"^MODEL(?:_FOR)?(?:_(\w+))?_MAPPING_NAMES\b.*?^\)", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r'\(\s*"([\w.-]+)",\s*\(?((?:\s*"\w+",?)+)\s*\)?,?\s*\)')
-_CAUSAL, _CLASSIFIERS, _BASE = "CAUSAL_LM", "SEQUENCE_CLASSIFICATION", None
+_CAUSAL, _BASE = "CAUSAL_LM", None
 
 
 @lru_cache(maxsize=1)
@@ -37,11 +37,6 @@ def _names(table: str | None) -> frozenset[str]:
 def causal_classes() -> frozenset[str]:
     """Returns the names of the classes of causal language models."""
     return _names(_CAUSAL)
-
-
-def classifiers() -> frozenset[str]:
-    """Returns the names of the classes that classify texts."""
-    return _names(_CLASSIFIERS)
 
 
 def has_base_class(model_type: str) -> bool:
