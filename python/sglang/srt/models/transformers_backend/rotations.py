@@ -6,6 +6,7 @@ import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Rotations:
         for module in modules_with_rotation(model):
             original = getattr(module, FUNCTION)
             setattr(module, FUNCTION, self._recorded(original))
-            self._removals.append(lambda module=module, original=original: setattr(module, FUNCTION, original))
+            self._removals.append(partial(setattr, module, FUNCTION, original))
         for part in model.modules():
             if "Rotary" in type(part).__name__:
                 self._removals.append(part.register_forward_hook(self._table, with_kwargs=True).remove)
