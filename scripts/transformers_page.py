@@ -2,7 +2,7 @@
 
 python scripts/transformers_page.py
 
-The outcomes are those of test_every_class.py and test_every_text_class.py in test/srt/transformers_backend.
+The outcomes are those of test_every_class.py and test_text_classes.py in test/srt/transformers_backend.
 """
 
 from __future__ import annotations

@@ -146,6 +146,6 @@ def test_what_is_refused(ranker: Served, embedder: Served) -> None:
     chat = {"model": "any", "messages": [{"role": "user", "content": "w1"}]}
     for served in (ranker, embedder):
         assert "--is-embedding" in served.refused("/generate", text="w1")
-        assert httpx.post(f"{served.server.url}/v1/chat/completions", json=chat).status_code == 400
+        assert "--is-embedding" in served.refused("/v1/chat/completions", **chat)
         assert httpx.get(f"{served.server.url}/health_generate").status_code == 200
     assert "longer than the model's context length" in ranker.refused("/classify", input=" ".join(WORDS + WORDS[:40]))
