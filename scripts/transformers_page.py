@@ -62,8 +62,8 @@ Attention over latents (MLA) has its keys and values expanded in the cache: head
 TEXTS = """\
 ## Embedding models and classifiers
 
-    sglang serve --model-path sentence-transformers/all-MiniLM-L6-v2 --is-embedding
-    sglang serve --model-path BAAI/bge-reranker-v2-m3 --is-embedding
+    sglang serve --model-path sentence-transformers/all-MiniLM-L6-v2 --is-embedding  # GPU
+    sglang serve --model-path BAAI/bge-reranker-v2-m3 --is-embedding  # GPU
 
 With `--is-embedding` a model without a family is computed by the class of its model type, without a head.
 Its attention may see both sides, with a window or without.

@@ -59,13 +59,14 @@ class Served:
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """As all-MiniLM, without the last module: embeddings keep their lengths."""
+    """As all-MiniLM, without the last module: embeddings keep their lengths. Two replicas serve it."""
     folder = tmp_path_factory.mktemp("embedder")
     model = save_text_model("bert", EMBED, folder)
     tokenizer = save_tokenizer(folder)
     write_modules(folder, "mean_tokens", normalizes=False)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
-    with live_server("--model-path", str(folder), "--is-embedding", "--allow-auto-truncate", "--enable-metrics") as up:
+    flags = ("--is-embedding", "--allow-auto-truncate", "--enable-metrics", "--dp-size", "2")
+    with live_server("--model-path", str(folder), *flags) as up:
         yield Served(up, model, tokenizer)
 
 
