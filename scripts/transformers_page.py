@@ -2,7 +2,7 @@
 
 python scripts/transformers_page.py
 
-The outcomes are those of test_every_class.py and test_every_text_class.py in test/srt/transformers_backend.
+The outcomes are those of test_every_class.py and test_text_classes.py in test/srt/transformers_backend.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ Attention over latents (MLA) has its keys and values expanded in the cache: head
 TEXTS = """\
 ## Embedding models and classifiers
 
-    sglang serve --model-path sentence-transformers/all-MiniLM-L6-v2 --is-embedding
-    sglang serve --model-path BAAI/bge-reranker-v2-m3 --is-embedding
+    sglang serve --model-path sentence-transformers/all-MiniLM-L6-v2 --is-embedding  # GPU
+    sglang serve --model-path BAAI/bge-reranker-v2-m3 --is-embedding  # GPU
 
 With `--is-embedding` a model without a family is computed by the class of its model type, without a head.
 Its attention may see both sides, with a window or without.

@@ -59,13 +59,14 @@ class Served:
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """As all-MiniLM, without the last module: embeddings keep their lengths."""
+    """As all-MiniLM, without the last module: embeddings keep their lengths. Two replicas serve it."""
     folder = tmp_path_factory.mktemp("embedder")
     model = save_text_model("bert", EMBED, folder)
     tokenizer = save_tokenizer(folder)
     write_modules(folder, "mean_tokens", normalizes=False)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 16}))
-    with live_server("--model-path", str(folder), "--is-embedding", "--allow-auto-truncate", "--enable-metrics") as up:
+    flags = ("--is-embedding", "--allow-auto-truncate", "--enable-metrics", "--dp-size", "2")
+    with live_server("--model-path", str(folder), *flags) as up:
         yield Served(up, model, tokenizer)
 
 
@@ -146,6 +147,6 @@ def test_what_is_refused(ranker: Served, embedder: Served) -> None:
     chat = {"model": "any", "messages": [{"role": "user", "content": "w1"}]}
     for served in (ranker, embedder):
         assert "--is-embedding" in served.refused("/generate", text="w1")
-        assert httpx.post(f"{served.server.url}/v1/chat/completions", json=chat).status_code == 400
+        assert "--is-embedding" in served.refused("/v1/chat/completions", **chat)
         assert httpx.get(f"{served.server.url}/health_generate").status_code == 200
     assert "longer than the model's context length" in ranker.refused("/classify", input=" ".join(WORDS + WORDS[:40]))

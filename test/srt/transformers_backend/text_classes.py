@@ -18,11 +18,21 @@ LENGTHS = (29, 5, 40)
 """Tokens of the texts of one step."""
 
 
+KINDS = (
+    *("albert", "bert", "big_bird", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert"),
+    *("electra", "ernie", "esm", "eurobert", "ibert", "jina_embeddings_v3", "mobilebert", "modernbert", "mpnet"),
+    *("nomic_bert", "roberta", "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl"),
+    *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"),
+    *("qwen3_moe", "smollm3", "t5"),
+)
+"""Model types of which embedding models and classifiers are published, if transformers has them."""
+
+
 def text_classes(task: str) -> dict[str, str]:
-    """Returns the class of each model type that has a classifier, each class once."""
+    """Returns the class of each of KINDS, each class once."""
     table = MODEL_MAPPING_NAMES if task == EMBED else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     found: dict[str, str] = {}
-    for kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+    for kind in KINDS:
         names = table.get(kind, ())
         name = names if isinstance(names, str) else next(iter(names), "")
         if name and name not in found.values() and not nested(kind):

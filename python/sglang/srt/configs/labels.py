@@ -64,6 +64,6 @@ def read_labels(config: Mapping[str, Any]) -> Labels:
 
 def _written_activation(config: Mapping[str, Any]) -> str:
     """Returns the name of the activation that sentence-transformers wrote; "": it wrote none."""
-    own = config.get("sentence_transformers")
-    newer = own.get("activation_fn") if isinstance(own, Mapping) else None
+    written = config.get("sentence_transformers")
+    newer = written.get("activation_fn") if isinstance(written, Mapping) else None
     return str(newer or config.get("sbert_ce_default_activation_function") or "")

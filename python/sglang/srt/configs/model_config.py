@@ -65,6 +65,12 @@ class ModelConfig:
     labels: Labels | None = None
     """The labels of a classifier; None: the model is none."""
 
+    @property
+    def hidden_size(self) -> int:
+        """Returns the elements of a hidden state, by any of the names that model types have for it."""
+        reader = ConfigReader(self.hf_config, "config.json")
+        return reader.count("hidden_size", "n_embd", "d_model", "dim") or reader.positive("hidden_size")
+
     @classmethod
     def from_server_args(cls, args: ServerArgs) -> ModelConfig:
         """Reads the model's facts. Raises UserError if the model is missing or malformed."""

@@ -104,10 +104,10 @@ def _takes_last(modules: SentenceModules) -> bool:
 
 def _missing_class(config: Mapping[str, Any], architecture: str, task: str) -> tuple[str, ...]:
     """Returns why no class needs to be tried; empty if there may be one."""
-    own, kind = _own_classes(config), str(config.get("model_type") or "")
-    if task == CLASSIFY or (task == EMBED and (has_base_class(kind) or BASE_KEY in own)):
+    brought, kind = _own_classes(config), str(config.get("model_type") or "")
+    if task == CLASSIFY or (task == EMBED and (has_base_class(kind) or BASE_KEY in brought)):
         return ()
-    if task == GENERATE and (architecture in causal_classes() or CAUSAL_KEY in own):
+    if task == GENERATE and (architecture in causal_classes() or CAUSAL_KEY in brought):
         return ()
     unsupported = (
         f"the architecture {architecture} is not supported: there is no family of it here, and in transformers"

@@ -100,12 +100,20 @@ class RequestPreparer:
         self._longest = model_config.context_len - (not args.is_embedding)
         """Tokens of the longest prompt: embeddings need no room for output."""
         self._only_embeds = args.is_embedding
-        state_bytes = int(model_config.hf_config["hidden_size"]) * VALUE_BYTES
-        self._state_bytes = state_bytes if args.enable_return_hidden_states else None
+        of_embeddings = model_config.labels is None
+        self._instead = (
+            "use /v1/embeddings or /v1/rerank" if of_embeddings else "use /classify, /v1/score or /v1/rerank"
+        )
+        self._state_bytes = model_config.hidden_size * VALUE_BYTES if args.enable_return_hidden_states else None
         self._default_priority = args.default_priority_value
         self._refuse_priorities = args.abort_on_priority_when_disabled and not args.enable_priority_scheduling
         self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
         self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
+
+    def require_generation(self) -> None:
+        """Raises RequestError if the server generates no text."""
+        if self._only_embeds:
+            raise RequestError(f"The server was started with --is-embedding and generates no text; {self._instead}.")
 
     async def prepare(self, req: GenerateRequest) -> PreparedCall:
         """Checks and tokenizes a request. The media items of all its sequences are held once, until `release`. Raises
@@ -126,10 +134,8 @@ class RequestPreparer:
             self._media.files.release(items)
 
     async def _prepare(self, req: GenerateRequest, placed_items: list[MediaItem]) -> PreparedCall:
-        if self._only_embeds and not req.embed:
-            raise RequestError(
-                "The server was started with --is-embedding and generates no text; use /v1/embeddings or /v1/rerank."
-            )
+        if not req.embed:
+            self.require_generation()
         prompts = _prompts(req)
         count = len(prompts)
         media = self._media_of(req, count)

@@ -66,8 +66,8 @@ def _all(names: Any) -> tuple[str, ...]:
 
 def config_of(request: ClassRequest, model: type[Any]) -> Any:
     """Returns the config as the model class takes it. Raises UserError for one of another class."""
-    own = _CONFIG in request.own_code and _KEYS[request.task] in request.own_code
-    if own and model.__name__ not in dir(transformers):
+    brings_both = _CONFIG in request.own_code and _KEYS[request.task] in request.own_code
+    if brings_both and model.__name__ not in dir(transformers):
         return _own(request, _CONFIG).from_dict(dict(request.values))
     kind, wanted = str(request.values.get("model_type") or ""), model.config_class
     if kind not in CONFIG_MAPPING or not issubclass(CONFIG_MAPPING[kind], wanted):

@@ -52,9 +52,9 @@ class TextModel(TransformersModel):
         particular. received: None, there are no stages."""
         assert batch.extend is not None
         hidden = self._hidden(batch)
-        made = self._made_of(_pooled(hidden, batch.extend, self.method))
-        rows = torch.zeros((len(hidden), made.shape[1]), dtype=torch.float32, device=hidden.device)
-        return rows.index_copy_(0, batch.extend.start_loc[1:].long() - 1, made)
+        values = self._made_of(_pooled(hidden, batch.extend, self.method))
+        rows = torch.zeros((len(hidden), values.shape[1]), dtype=torch.float32, device=hidden.device)
+        return rows.index_copy_(0, batch.extend.start_loc[1:].long() - 1, values)
 
     def _hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns the hidden states [T, H] of all tokens."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang.srt.models.transformers_backend.calls import Calls
-from sglang.srt.models.transformers_backend.checkpoint_names import renamings
+from sglang.srt.models.transformers_backend.checkpoint_names import joins_tensors, renamings
 from sglang.srt.models.transformers_backend.head import Classifier
 from sglang.srt.models.transformers_backend.reading import Reading, Refused, run
 from sglang.srt.plan.transformers_backend.facts import CLASSIFY, ClassFacts, TextFacts
@@ -23,6 +23,10 @@ def read_text_class(name: str, model: Any, calls: Calls, task: str) -> ClassFact
     parameters = inspect.signature(base.forward).parameters
     if "position_ids" not in parameters:
         raise Refused("its class takes no positions, so that texts cannot be computed side by side")
+    if getattr(model.config, "trigram_input", False):
+        raise Refused("its embeddings read the tokens beside them, which may belong to another text")
+    if joins_tensors(model):
+        raise Refused("its checkpoints store queries, keys and values as one tensor, which is not taken apart here")
     hidden = run(base)
     reading = Reading(model, calls, generates=False)
     embedding = model.get_input_embeddings()

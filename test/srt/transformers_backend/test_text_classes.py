@@ -1,5 +1,5 @@
-"""Every class of transformers that scores labels, and the class of its model type without a head, against itself: three
-texts of different lengths are computed side by side, or the class is refused with a reason.
+"""Classes of transformers that score labels, and those without a head, against themselves: three texts of different
+lengths are computed side by side, or the class is refused with a reason.
 
 The outcomes are in text_outcomes.json; `UPDATE_GOLDEN=1` writes them. A sample runs always, the others are thorough.
 """
