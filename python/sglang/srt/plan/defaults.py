@@ -44,9 +44,7 @@ CACHE_SHARE = 0.5
 """Share of the memory besides the weights that the caches should get; otherwise smaller sizes are tried."""
 
 
-def default_sizes(
-    device: str, available: int, context_len: int, has_slots: bool = False
-) -> tuple[DefaultSizes, ...]:
+def default_sizes(device: str, available: int, context_len: int, has_slots: bool = False) -> tuple[DefaultSizes, ...]:
     """Returns the default sizes for this amount of memory, then smaller ones to try. has_slots: experts lie in main
     memory, whose bytes a prompt costs once a chunk."""
     if device == "cpu":

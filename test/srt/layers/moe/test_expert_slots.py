@@ -73,8 +73,8 @@ def test_misses_take_the_slots_used_longest_ago(sizes: tuple[int, int], name: st
     of, device = BOTH[name], torch.device(DEVICE)
     tables, moves = SlotTables.filled(*sizes, device), Moves.room_for(sizes[0], device)
     oracle = Oracle(*sizes)
-    missed = 0
-    for ids in random_steps(*sizes, 40, seed=sizes[1]):
+    asked = missed = 0
+    for ids in random_steps(*sizes, 20, seed=sizes[1]):
         of.choose(ids, tables, moves)
         used = {*ids.flatten().tolist()} - {-1}
         want = oracle.take(used)
@@ -85,7 +85,9 @@ def test_misses_take_the_slots_used_longest_ago(sizes: tuple[int, int], name: st
         rows = of.look_up(ids, tables.slot_of_expert)
         assert rows.tolist() == [[-1 if e < 0 else oracle.slots[e] for e in row] for row in ids.tolist()]
         missed += len(want)
-    assert missed > 10, "the schedule asks for nothing new"
+        asked += len(used)
+        assert tables.totals.tolist() == [asked, missed]
+    assert missed > 5, "the schedule asks for nothing new"
 
 
 @interpreter.kernel_test
@@ -110,7 +112,11 @@ def test_copies_of_every_size(name: str) -> None:
         tensors = [torch.arange(num * width) * 7 + first for width in widths]
         return [t.to(torch.uint8).view(num, width).to(device) for t, width in zip(tensors, widths, strict=True)]
 
-    bank, slots, target = rows(5, 1), rows(2, 99), [torch.zeros(5, width, dtype=torch.uint8, device=device) for width in widths]
+    bank, slots, target = (
+        rows(5, 1),
+        rows(2, 99),
+        [torch.zeros(5, width, dtype=torch.uint8, device=device) for width in widths],
+    )
     copies = of.prepare(slot_ops.ExpertCopies(bank, slots, target))
     moves = Moves.room_for(5, device)
     moves.rows[:3] = torch.tensor([[4, 0], [~1, 3], [2, 2]])
@@ -123,11 +129,15 @@ def test_copies_of_every_size(name: str) -> None:
 
 def slots_of(case, num_slots: int, num_buffers: int = 1, buffers: ExpertBuffers | None = None) -> ExpertSlots:
     plan = SimpleNamespace(entry=lambda op: kernels.EXPERT_SLOTS)
-    return ExpertSlots(plan, (case.w13, case.w2), num_slots, num_buffers, buffers or ExpertBuffers(), torch.device(DEVICE))
+    return ExpertSlots(
+        plan, (case.w13, case.w2), num_slots, num_buffers, buffers or ExpertBuffers(), torch.device(DEVICE)
+    )
 
 
 @interpreter.kernel_test
-@pytest.mark.parametrize("scheme", some([None, "fp8_block", "int8_channel", "int4_g64", "mxfp4", "nvfp4"], {None, "fp8_block", "mxfp4"}))
+@pytest.mark.parametrize(
+    "scheme", some([None, "fp8_block", "int8_channel", "int4_g64", "mxfp4", "nvfp4"], {None, "fp8_block", "mxfp4"})
+)
 def test_products_are_those_of_resident_experts(scheme: str | None) -> None:
     """Of steps with few pairs and with many, for every number of slots."""
     experts, top_k = 8, 2

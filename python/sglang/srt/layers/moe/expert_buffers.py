@@ -23,6 +23,14 @@ class ExpertBuffers:
     """Events by buffer, after these copies."""
     stream: torch.cuda.Stream | None = None
 
+    def totals(self) -> tuple[int, int] | None:
+        """Returns how many experts steps chose that computed with slots, and how many of these had to be copied; None
+        without such layers. Waits for the device."""
+        if not self.layers:
+            return None
+        asked, copied = torch.stack([layer.tables.totals for layer in self.layers]).sum(0).tolist()
+        return asked, copied
+
     def join(self, layer: object, device: torch.device | None) -> int:
         """Adds a layer and returns its number. device: where copies may be made ahead; None: they are not."""
         self.layers.append(layer)

@@ -153,9 +153,7 @@ def _with_zero_points(data: torch.Tensor, words: torch.Tensor, scheme: Scheme) -
     return (codes - zeros) * scale
 
 
-def repack(
-    weights: ExpertWeights, features: Collection[str], device: torch.device | None = None
-) -> ExpertWeights:
+def repack(weights: ExpertWeights, features: Collection[str], device: torch.device | None = None) -> ExpertWeights:
     """Returns the weights in the layout that kernels need on a GPU with these features (of ArchTraits). May reorder in
     place. device: computes the new order of weights that lie elsewhere.
 

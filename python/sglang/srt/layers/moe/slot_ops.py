@@ -32,12 +32,14 @@ LookUp = TypeVar("LookUp", covariant=True)
 class SlotTables:
     """The slots of a layer with E experts and K slots, on the device. `slot_of_expert` [E] int32, -1: in main memory
     alone; `expert_of_slot` [K] int32, -1: empty; `last_used` [K] int64, in steps counted by `clock` [1] int64;
+    `totals` [2] int64: experts that steps chose since the start, and of these the ones that were in no slot;
     `scratch` [K] int32 of the kernel."""
 
     slot_of_expert: torch.Tensor
     expert_of_slot: torch.Tensor
     last_used: torch.Tensor
     clock: torch.Tensor
+    totals: torch.Tensor
     scratch: torch.Tensor
 
     @classmethod
@@ -50,6 +52,7 @@ class SlotTables:
             experts[first:].clone(),
             torch.zeros(num_slots, dtype=torch.int64, device=device),
             torch.zeros(1, dtype=torch.int64, device=device),
+            torch.zeros(2, dtype=torch.int64, device=device),
             torch.empty(num_slots, dtype=torch.int32, device=device),
         )
 
@@ -117,6 +120,7 @@ def choose_slots(ids: torch.Tensor, tables: SlotTables, moves: Moves) -> None:
         slot_of[expert], expert_of[slot], last_used[slot] = slot, expert, now
         moves.rows[move] = torch.tensor([expert, slot])
     moves.count.fill_(len(missing))
+    tables.totals.add_(torch.tensor([len(used), len(missing)]))
     for table, values in (
         (tables.slot_of_expert, slot_of),
         (tables.expert_of_slot, expert_of),

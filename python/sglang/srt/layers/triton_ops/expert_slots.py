@@ -50,6 +50,7 @@ def choose_slots_kernel(
     expert_of_slot,
     last_used,
     clock,
+    totals,  # [2] int64
     victims,  # [num_slots] int32 scratch
     moves,
     num_moves,
@@ -91,6 +92,8 @@ def choose_slots_kernel(
     tl.store(moves + 2 * tl.maximum(move, 0) + 1, taken, mask=missing)
     tl.store(num_moves, count)
     tl.store(clock, now)
+    tl.store(totals, tl.load(totals) + tl.sum(used.to(tl.int32)))
+    tl.store(totals + 1, tl.load(totals + 1) + count)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_experts", "every"])
@@ -181,8 +184,8 @@ def prepare_copies(copies: ExpertCopies) -> ExpertCopies:
 def choose_slots(ids: torch.Tensor, tables: SlotTables, moves: Moves) -> None:
     """Does as the reference. `ids` contiguous, at most as many as there are slots."""
     choose_slots_kernel[(1,)](
-        ids, tables.slot_of_expert, tables.expert_of_slot, tables.last_used, tables.clock, tables.scratch,
-        moves.rows, moves.count, ids.numel(), len(tables.slot_of_expert), len(tables.expert_of_slot),
+        ids, tables.slot_of_expert, tables.expert_of_slot, tables.last_used, tables.clock, tables.totals,
+        tables.scratch, moves.rows, moves.count, ids.numel(), len(tables.slot_of_expert), len(tables.expert_of_slot),
         EXPERTS=EXPERTS, CHUNK=CHUNK, num_warps=8,
     )  # fmt: skip
 
