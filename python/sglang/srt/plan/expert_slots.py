@@ -38,6 +38,8 @@ MAX_EXPERTS = 1024
 RESERVED_TOKENS = 32768
 """Tokens that the caches hold before slots get memory, unless --max-total-tokens or --context-length say how many; a
 request of the context length if that is less, or what a quarter of the room holds."""
+RESERVED_REQUESTS = 8
+"""Requests that have room for their states, likewise."""
 ROOM_OF_CACHES = 4
 """Largest part of the memory besides everything but slots and caches that this reserve takes: a quarter."""
 ROOM_OF_BUFFERS = 4
@@ -162,15 +164,21 @@ def _largest(planner: Planner, counts: SlotCounts, smallest: Trial, wanted: int,
     of_slot = max(1, planner.with_slots(replace(counts, slots=counts.slots + 1)).weights() - base)
     spare = memory.caches * (1 - wanted / max(1, tokens)) + _unused(smallest)
     slots = min(most, counts.slots + int(spare / of_slot))
-    while slots > counts.slots:
+    requests = min(RESERVED_REQUESTS, smallest.capacity.sizes.max_running_requests)
+
+    def fits(number: int) -> bool:
         try:
-            trial = planner.with_slots(replace(counts, slots=slots)).trial()
+            trial = planner.with_slots(replace(counts, slots=number)).trial()
         except UserError:
-            trial = None
-        if trial is not None and trial.capacity.max_total_num_tokens >= wanted:
-            return slots
+            return False
+        enough = trial.capacity.sizes.max_running_requests >= requests
+        return enough and trial.capacity.max_total_num_tokens >= wanted
+
+    while slots > counts.slots and not fits(slots):
         slots -= max(1, slots // 64)
-    return counts.slots
+    while slots < most and fits(slots + 1):
+        slots += 1
+    return slots
 
 
 def _check_main_memory(planner: Planner) -> None:

@@ -376,7 +376,7 @@ def make_plan(
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         expert_slots=trial.expert_slots,
-        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
+        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity, trial.expert_slots is not None)),
         errors=short_of_context(planner.like(trial), trial),
     )
     return _with_host_cache(plan, args, trial, everything, host_bytes, tier_unasked)
