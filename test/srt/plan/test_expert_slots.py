@@ -34,7 +34,7 @@ def plan(name: str = MODEL, gpu: str = "rtx-5090", main: int | None = 256, free:
     host = None if main is None else main * GIB
     return make_plan(
         args, ModelConfig.from_server_args(args), arch, bytes_free, frozenset({"triton"}), host_bytes=host,
-        advises=False, lockable_bytes=host,
+        advises=False, main_memory=MainMemory(host),
     )  # fmt: skip
 
 
@@ -51,7 +51,9 @@ def test_experts_go_to_main_memory_where_the_weights_do_not_fit() -> None:
     assert 118 < slots.host_bytes / GIB < 121
     assert 8 < slots.slots < 32, "a few GiB of 119"
     assert made.max_total_num_tokens >= RESERVED_TOKENS
-    assert made.memory.available >= sum(v for k, v in made.memory.describe().items() if k not in ("available", "mem_fraction_static"))
+    assert made.memory.available >= sum(
+        v for k, v in made.memory.describe().items() if k not in ("available", "mem_fraction_static")
+    )
     assert made.chunked_prefill_size == 8192, "the bytes of a prompt are those of its chunks"
     assert made.cuda_graph_bs and not made.cuda_graph_prefill_tokens
     assert made.choices["expert_slots"].name == "triton"

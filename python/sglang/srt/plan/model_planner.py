@@ -34,8 +34,8 @@ from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
-from sglang.srt.plan.memory import DoesNotFit
 from sglang.srt.plan.media import check_placeholders, describe_media
+from sglang.srt.plan.memory import DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import check_pool, with_pages
 from sglang.srt.plan.rank_weights import rank_weights

@@ -25,7 +25,7 @@ from sglang.srt.plan.draft_plan import (
     DraftPlan,
     with_draft_layers,
 )
-from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan, MainMemory
+from sglang.srt.plan.expert_slot_plan import UNKNOWN, ExpertSlotPlan, MainMemory
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import host_table_bytes
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite, ParallelConfig
@@ -302,7 +302,7 @@ def make_plan(
     advises: bool = True,
     host_bytes: int | None = None,
     tier_unasked: bool = False,
-    lockable_bytes: int | None = None,
+    main_memory: MainMemory = UNKNOWN,
 ) -> Plan:
     """Makes the plan of one rank.
 
@@ -314,14 +314,12 @@ def make_plan(
         advises: whether messages say what would help, which takes further trials
         host_bytes: free main memory of the rank's machine; None: unknown
         tier_unasked: prefixes are kept in main memory by default, without a flag that asks for it
-        lockable_bytes: main memory of the machine that experts may take; None: unknown, they take some if asked
+        main_memory: what experts may take of it
 
     Raises UserError where a kernel that was asked for cannot run, heads do not divide or weights do not fit.
     """
     packages = packages or installed_packages()
-    planner = ModelPlanner(
-        args, model, arch, available_bytes, packages, True, links, probe, advises, MainMemory(lockable_bytes)
-    )
+    planner = ModelPlanner(args, model, arch, available_bytes, packages, True, links, probe, advises, main_memory)
     trial = trial_or_advice(planner)
     parallel, capacity, draft = trial.parallel, trial.capacity, trial.draft
     everything = with_draft_layers(trial.description, draft)
@@ -376,7 +374,11 @@ def make_plan(
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
         expert_slots=trial.expert_slots,
-        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity, trial.expert_slots is not None)),
+        warnings=(
+            *trial.chosen.notes,
+            *capacity.notes,
+            *flag_notes(args, trial.description, capacity, trial.expert_slots is not None),
+        ),
         errors=short_of_context(planner.like(trial), trial),
     )
     return _with_host_cache(plan, args, trial, everything, host_bytes, tier_unasked)

@@ -128,8 +128,8 @@ def _bytes_of(
 
 
 def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features: Collection[str] | None = None) -> int:
-    """Returns the bytes of a matrix and its scales in the memory of the device. `item`: bytes of an unquantized element; `features`: as in
-    `rank_weight_bytes`."""
+    """Returns the bytes of a matrix and its scales in the memory of the device. `item`: bytes of an unquantized
+    element; `features`: as in `rank_weight_bytes`."""
     rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
         return matrix.held * rows * cols * item

@@ -32,6 +32,7 @@ from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.launch import tiles_in_use
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
+from sglang.srt.plan.expert_slot_plan import MainMemory
 from sglang.srt.plan.host_cache import keeps_unasked
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
 from sglang.srt.plan.model_planner import Probe, describe_served_model
@@ -100,7 +101,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
     def make() -> Plan:
         return make_plan(
             args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=by_default,
-            lockable_bytes=lockable,
+            main_memory=MainMemory(lockable),
         )  # fmt: skip
 
     plan = agreed_plan(agreed, ranks.stage(rank), make)
