@@ -93,11 +93,11 @@ def why_not(planner: Planner) -> str:
         return "experts of a class of transformers stay in GPU memory"
     if planner.arch.unified_memory:
         return f"the memory of {planner.arch.product or planner.arch.name} is main memory"
-    held = _held(model, parallel)
-    if held > MAX_EXPERTS:
-        return f"a layer has {held} experts, and slots are for up to {MAX_EXPERTS}"
-    if held <= _fewest(model):
-        return f"a rank holds {held} experts of a layer, and a token may choose all of them"
+    num_experts = _experts_of_rank(model, parallel)
+    if num_experts > MAX_EXPERTS:
+        return f"a layer has {num_experts} experts, and slots are for up to {MAX_EXPERTS}"
+    if num_experts <= _fewest(model):
+        return f"a rank holds {num_experts} experts of a layer, and a token may choose all of them"
     return ""
 
 
@@ -107,7 +107,7 @@ def plan_in_main_memory(planner: Planner) -> Trial:
     if problem := why_not(planner):
         raise UserError(f"--enable-paged-experts: {problem}. Remove the flag.")
     model, parallel = planner.describe()
-    fewest, most = _fewest(model), _held(model, parallel)
+    fewest, most = _fewest(model), _experts_of_rank(model, parallel)
     asked = planner.args.paged_experts_num_resident
     if asked is not None and asked < fewest:
         raise UserError(
@@ -121,9 +121,9 @@ def plan_in_main_memory(planner: Planner) -> Trial:
     _check_main_memory(planner.with_slots(SlotCounts(fewest, 1)))
     counts, trial, wanted = _smallest(planner, fewest)
     slots = _largest(planner, counts, trial, wanted, most - 1) if asked is None else asked
-    found = planner.with_slots(replace(counts, slots=slots))
+    chosen = planner.with_slots(replace(counts, slots=slots))
     try:
-        trial = found.trial()
+        trial = chosen.trial()
     except DoesNotFit:
         largest = _largest(planner, counts, trial, 1, most - 1)
         raise UserError(
@@ -210,14 +210,14 @@ def _fewest(model: ModelDescription) -> int:
     return max(experts.top_k + experts.fused_shared for layer in model.layers if (experts := layer.ffn.experts))
 
 
-def _held(model: ModelDescription, parallel: ParallelConfig) -> int:
+def _experts_of_rank(model: ModelDescription, parallel: ParallelConfig) -> int:
     """Returns the most experts of a layer that a rank holds."""
-    held = (
+    num_experts = (
         parallel.ranks.padded_experts(experts.num_experts) + experts.fused_shared
         for layer in model.layers
         if (experts := layer.ffn.experts)
     )
-    return max(held)
+    return max(num_experts)
 
 
 def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> ExpertSlotPlan:
@@ -226,7 +226,7 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     model = of_rank.model
     features = planner.arch.features if planner.arch.device == "cuda" else None
     layers = expert_bytes(of_rank, parallel.dtype, features)
-    total, experts = sum(layers), _held(model, parallel)
+    total, experts = sum(layers), _experts_of_rank(model, parallel)
     processes = processes_of(planner.args, parallel)
     rate = FETCHED * bus_rate(planner.arch, planner.main_memory, processes)
     share = counts.slots / experts

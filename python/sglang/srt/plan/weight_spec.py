@@ -29,7 +29,7 @@ class Matrix:
     buffers: int = 0
 
     @property
-    def held(self) -> int:
+    def num_matrices(self) -> int:
         """Returns how many such matrices the memory of the device holds."""
         return self.slots or max(1, self.experts)
 

@@ -86,7 +86,7 @@ def _offloaded(of_rank: RankWeights) -> list[list[tuple[Matrix, ModuleQuant | No
 
 def _all_experts(matrix: Matrix, quant: ModuleQuant | None, item: int, features: Collection[str] | None) -> int:
     whole = replace(matrix, slots=0)
-    return matrix_bytes(whole, quant, item, features) + whole.rows * whole.held * item * whole.bias
+    return matrix_bytes(whole, quant, item, features) + whole.rows * whole.num_matrices * item * whole.bias
 
 
 def front_bytes(of_rank: RankWeights, dtype: str, embedding_rows: int, head: bool) -> int:
@@ -121,7 +121,7 @@ def _bytes_of(
         if isinstance(weight, Matrix):
             size = item if weight.dtype is None else _DTYPE_BYTES[weight.dtype]
             total += matrix_bytes(weight, model.quant_of(layer, weight), size, features)
-            total += weight.rows * weight.held * size * weight.bias
+            total += weight.rows * weight.num_matrices * size * weight.bias
         else:
             total += weight.count * (item if weight.dtype is None else _DTYPE_BYTES[weight.dtype])
     return total
@@ -132,7 +132,7 @@ def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features:
     element; `features`: as in `rank_weight_bytes`."""
     rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
-        return matrix.held * rows * cols * item
+        return matrix.num_matrices * rows * cols * item
     scheme = quant.format
     # There is one zero point for each group, in the model's dtype.
     zeros = math.prod(scheme.scale_shape(rows, cols)) * item if quant.zero_points else 0
@@ -145,4 +145,4 @@ def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features:
         # One scale a matrix is repeated for every row.
         scales = rows if scheme.group[1] == 0 else math.prod(scheme.scale_shape(rows, cols))
         singles = (4 * rows if scheme.global_scale else 0) + (4 * modules if quant.static_input else 0) + zeros
-    return matrix.held * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)
+    return matrix.num_matrices * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)

@@ -176,11 +176,11 @@ class MoE(FeedForwardDefaults):
         experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
-        scored, held = self.num_experts + router.sinks, {"slots": self.slots, "buffers": self.buffers}
+        scored, offloaded = self.num_experts + router.sinks, {"slots": self.slots, "buffers": self.buffers}
         parts: list[Matrix | Elements] = [
             Matrix("moe.router", ("",), scored, hidden_size, router.bias, quantized=False, dtype=dtype),
-            replace(Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts), **held),
-            replace(Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts), **held),
+            replace(Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts), **offloaded),
+            replace(Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts), **offloaded),
         ]
         if self.latent_size:
             parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))

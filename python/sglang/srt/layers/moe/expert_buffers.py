@@ -17,7 +17,7 @@ class ExpertBuffers:
     layers: list[Any] = field(default_factory=list)
     """The layers, each an `ExpertSlots`, in the order of a step."""
     by_form: dict[object, list[Any]] = field(default_factory=dict)
-    held: dict[int, int] = field(default_factory=dict)
+    copied_ahead: dict[int, int] = field(default_factory=dict)
     """Buffer -> the layer all of whose experts were copied there ahead, in this step."""
     arrived: list[torch.cuda.Event] = field(default_factory=list)
     """Events by buffer, after these copies."""

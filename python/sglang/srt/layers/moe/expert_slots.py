@@ -84,14 +84,14 @@ class ExpertSlots:
         """Fills a buffer, unless that has been done ahead in this step."""
         shared = self.shared
         if self.number == 0:  # a step begins: graphs may have written to the buffers since the last one
-            shared.held.clear()
-        if every and shared.held.get(place) == self.number:
+            shared.copied_ahead.clear()
+        if every and shared.copied_ahead.get(place) == self.number:
             if shared.stream is not None:
                 shared.arrived[place].wait()
             return
         self.kernels.stage(ids, self.tables, self.moves, every)
         self.kernels.copy(self.to_buffers[place], self.moves)
-        shared.held.pop(place, None)
+        shared.copied_ahead.pop(place, None)
 
     def _begin_next(self, ids: torch.Tensor) -> None:
         """Begins to copy the next layer's experts to the other buffer, on a stream of its own."""
@@ -101,14 +101,14 @@ class ExpertSlots:
             return
         following = shared.layers[number]
         place = number % len(following.buffers)
-        if following.num_experts * EVERY_EXPERT > ids.numel() or shared.held.get(place) == number:
+        if following.num_experts * EVERY_EXPERT > ids.numel() or shared.copied_ahead.get(place) == number:
             return
         stream.wait_stream(torch.cuda.current_stream())  # whoever reads the buffer has been launched
         with torch.cuda.stream(stream):
             following.kernels.stage(ids, following.tables, following.moves_ahead, True)
             following.kernels.copy(following.to_buffers[place], following.moves_ahead)
             shared.arrived[place].record()
-        shared.held[place] = number
+        shared.copied_ahead[place] = number
 
 
 def _tensors(pair: Pair) -> Iterator[torch.Tensor]:
