@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Protocol
 
+from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.capacity import Trial
@@ -74,12 +75,7 @@ def with_slots(model: ModelDescription, counts: SlotCounts | None) -> ModelDescr
     """Returns the model with the experts of all layers in main memory; None: as it is."""
     if counts is None:
         return model
-    layers = (
-        replace(layer, ffn=replace(layer.ffn, slots=counts.slots, buffers=counts.buffers))
-        if layer.ffn.experts is not None
-        else layer
-        for layer in model.layers
-    )
+    layers = (replace(layer, ffn=layer.ffn.with_slots(counts.slots, counts.buffers)) for layer in model.layers)
     return replace(model, layers=interned(layers))
 
 
@@ -152,7 +148,7 @@ def _smallest(planner: Planner, fewest: int) -> tuple[SlotCounts, Trial, int]:
 
 def _unused(trial: Trial) -> int:
     """Returns the bytes that the plan leaves unused, as with --max-total-tokens."""
-    memory = asdict(trial.capacity.memory)
+    memory: dict[str, int] = asdict(trial.capacity.memory)
     return max(0, 2 * memory["available"] - sum(memory.values()))
 
 
@@ -207,17 +203,15 @@ def _host_bytes(planner: Planner) -> int:
 
 
 def _fewest(model: ModelDescription) -> int:
-    return max(experts.top_k + experts.fused_shared for layer in model.layers if (experts := layer.ffn.experts))
+    """Returns how many experts a token chooses, the shared one included."""
+    blocks: list[MoE] = [experts for layer in model.layers if (experts := layer.ffn.experts)]
+    return max(experts.top_k + experts.fused_shared for experts in blocks)
 
 
 def _experts_of_rank(model: ModelDescription, parallel: ParallelConfig) -> int:
     """Returns the most experts of a layer that a rank holds."""
-    num_experts = (
-        parallel.ranks.padded_experts(experts.num_experts) + experts.fused_shared
-        for layer in model.layers
-        if (experts := layer.ffn.experts)
-    )
-    return max(num_experts)
+    blocks: list[MoE] = [experts for layer in model.layers if (experts := layer.ffn.experts)]
+    return max(parallel.ranks.padded_experts(experts.num_experts) + experts.fused_shared for experts in blocks)
 
 
 def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> ExpertSlotPlan:

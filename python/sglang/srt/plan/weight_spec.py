@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,10 @@ class Matrix:
     dtype: str | None = None
     slots: int = 0
     buffers: int = 0
+
+    def in_slots(self, slots: int, buffers: int) -> Matrix:
+        """Returns the experts as they are if they lie in main memory."""
+        return replace(self, slots=slots, buffers=buffers)
 
     @property
     def num_matrices(self) -> int:

@@ -157,6 +157,9 @@ class MoE(FeedForwardDefaults):
             return self
         return replace(self, router=replace(self.router, image_token=token))
 
+    def with_slots(self, slots: int, buffers: int) -> Self:
+        return replace(self, slots=slots, buffers=buffers)
+
     def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> MoE:
         if self.shared is None:
             return self
@@ -176,11 +179,11 @@ class MoE(FeedForwardDefaults):
         experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
-        scored, offloaded = self.num_experts + router.sinks, {"slots": self.slots, "buffers": self.buffers}
+        scored, numbers = self.num_experts + router.sinks, (self.slots, self.buffers)
         parts: list[Matrix | Elements] = [
             Matrix("moe.router", ("",), scored, hidden_size, router.bias, quantized=False, dtype=dtype),
-            replace(Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts), **offloaded),
-            replace(Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts), **offloaded),
+            Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts).in_slots(*numbers),
+            Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts).in_slots(*numbers),
         ]
         if self.latent_size:
             parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))

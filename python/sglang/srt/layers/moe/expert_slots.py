@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,8 +28,6 @@ EVERY_EXPERT = 8
 """Pairs for each expert from which on a step needs all of them: hardly any is left out then."""
 PAGE = mmap.PAGESIZE
 GIB = 1024**3
-TENSORS = ("data", "scale", "global_scale", "bias")
-"""Fields of ExpertWeights with a row for each expert."""
 
 Pair = tuple[ExpertWeights, ExpertWeights]
 """Weights of both products."""
@@ -46,7 +44,8 @@ class ExpertSlots:
             raise UserError(f"{num_experts} experts of a layer cannot lie in main memory: there may be {MAX_EXPERTS}")
         self.kernels = plan.entry(EXPERT_SLOTS_OP)
         self.num_experts, self.num_slots, self.shared = num_experts, num_slots, shared
-        bank = (_locked(bank[0], device), _locked(bank[1], device))
+        if device.type == "cuda":
+            bank = (_each_tensor(bank[0], _page_locked), _each_tensor(bank[1], _page_locked))
         self.bank = bank
         self.slots = _like(bank, num_slots, device)
         self.tables = SlotTables.filled(num_experts, num_slots, device)
@@ -63,8 +62,8 @@ class ExpertSlots:
         self.same_rows = torch.arange(num_experts, dtype=torch.int32, device=device)
 
     def _copies(self, target: Pair) -> ExpertCopies:
-        tensors = ([*_tensors(pair)] for pair in (self.bank, self.slots, target))
-        return self.kernels.prepare(ExpertCopies(*tensors))
+        bank, slots, filled = ([*_tensors(pair)] for pair in (self.bank, self.slots, target))
+        return self.kernels.prepare(ExpertCopies(bank, slots, filled))
 
     def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, torch.Tensor]:
         """Returns weights of both products that have the experts of ids [T, k] int32 (contiguous; -1: none), and the
@@ -113,36 +112,33 @@ class ExpertSlots:
 
 def _tensors(pair: Pair) -> Iterator[torch.Tensor]:
     for weights in pair:
-        for name in TENSORS:
-            if (tensor := getattr(weights, name)) is not None:
-                yield tensor
+        tensors = (weights.data, weights.scale, weights.global_scale, weights.bias)
+        yield from (tensor for tensor in tensors if tensor is not None)
 
 
 def _like(pair: Pair, num: int, device: torch.device) -> Pair:
     """Returns weights of `num` experts on the device, with what all experts share."""
 
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+
     def of(weights: ExpertWeights) -> ExpertWeights:
-        rows = {
-            name: torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
-            for name in TENSORS
-            if (tensor := getattr(weights, name)) is not None
-        }
         scale = None if weights.input_scale is None else weights.input_scale.to(device)
-        return replace(weights, **rows, input_scale=scale)
+        return replace(_each_tensor(weights, empty), input_scale=scale)
 
     return of(pair[0]), of(pair[1])
 
 
-def _locked(weights: ExpertWeights, device: torch.device) -> ExpertWeights:
-    """Returns the weights in page-locked main memory; as they are where the device's memory is that."""
-    if device.type != "cuda":
-        return weights
-    rows = {}
-    for name in TENSORS:
-        tensor: torch.Tensor | None = getattr(weights, name)
-        if tensor is not None:
-            rows[name] = _page_locked(tensor)
-    return replace(weights, **rows)
+def _each_tensor(weights: ExpertWeights, change: Callable[[torch.Tensor], torch.Tensor]) -> ExpertWeights:
+    """Returns the weights with other tensors in the place of those that have a row for each expert."""
+    scale, factor, bias = weights.scale, weights.global_scale, weights.bias
+    return replace(
+        weights,
+        data=change(weights.data),
+        scale=None if scale is None else change(scale),
+        global_scale=None if factor is None else change(factor),
+        bias=None if bias is None else change(bias),
+    )
 
 
 def _page_locked(tensor: torch.Tensor) -> torch.Tensor:

@@ -251,8 +251,8 @@ class SchedulerProcess:
             **dataclasses.asdict(self.scheduler.stats.launches),
         }
         buffers = self.runner.model.expert_buffers
-        if buffers is not None and (totals := buffers.totals()) is not None:
-            state["expert_slots"] = dict(zip(("chosen", "copied"), totals, strict=True))
+        if buffers is not None and (copies := buffers.totals()) is not None:
+            state["expert_slots"] = dict(zip(("chosen", "copied"), copies, strict=True))
         drafts = self.scheduler.stats.drafts
         if drafts.algorithm is not None:
             totals = drafts.since_start
