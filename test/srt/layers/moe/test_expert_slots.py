@@ -87,7 +87,7 @@ def test_misses_take_the_slots_used_longest_ago(sizes: tuple[int, int], name: st
         missed += len(want)
         asked += len(used)
         assert tables.totals.tolist() == [asked, missed]
-    assert missed > 5, "the schedule asks for nothing new"
+    assert missed > 3, "the schedule asks for nothing new"
 
 
 @interpreter.kernel_test
