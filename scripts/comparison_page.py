@@ -82,7 +82,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("Images and video", "--limit-mm-data-per-request", "multimodal.md", "`--limit-mm-per-prompt`"),
         Feature("New weights in a running server", "/update_weights_from_disk", "", "`--weight-transfer-config`"),
         Feature("Memory given back while idle", "--enable-memory-saver", "", "`--enable-sleep-mode`"),
-        Feature("Weights in CPU memory", "--kt-method", "", "`--cpu-offload-gb`"),
+        Feature("Experts in CPU memory", "--enable-paged-experts", "expert_offload.md", "`--cpu-offload-gb`"),
+        Feature("Experts computed by CPUs", "--kt-method", "", "no"),
     ),
     "Speed": (
         Feature(

@@ -208,9 +208,12 @@ def fill_random(params: dict[str, Param], seed: int) -> None:
             param.tensor.zero_()
         else:
             rank = parallel_state.tp_rank() if param.sharded else 0
-            generator = torch.Generator(param.tensor.device)
+            tensor = param.tensor if param.filled_on is None else torch.empty_like(param.tensor, device=param.filled_on)
+            generator = torch.Generator(tensor.device)
             generator.manual_seed(zlib.crc32(f"{seed}/{rank}/{param.name}".encode()))
             if param.init is Init.NORMAL:
-                param.tensor.normal_(0.0, 0.02, generator=generator)
+                tensor.normal_(0.0, 0.02, generator=generator)
             else:
-                param.init(param.tensor, generator)
+                param.init(tensor, generator)
+            if tensor is not param.tensor:
+                param.tensor.copy_(tensor)

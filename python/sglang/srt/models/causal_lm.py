@@ -53,6 +53,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
@@ -262,6 +263,8 @@ class CausalLM:
     layers between. Stages before the last return empty logits [R, 0].
     """
 
+    expert_buffers: ExpertBuffers | None = None
+    """What layers whose experts lie in main memory share."""
     base_prefix = "model."
     """Prefix that names lack in checkpoints saved without a head, such as embedding models."""
 
@@ -333,6 +336,7 @@ class CausalLM:
             first_layer=first_layer,
         )
         self.weights = model.names
+        self.expert_buffers = scope.buffers
         self.params: dict[str, Param] = scope.params
         self.on_other_ranks, self.finish = scope.on_other_ranks, scope.finish
         self.caches: list[CacheStore] = scope.caches
