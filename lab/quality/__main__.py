@@ -31,6 +31,8 @@ from sglang.srt.errors import UserError  # noqa: E402
 
 CITIES = Path(__file__).with_name("cities.txt")
 QUESTION_CHUNK = 64
+QUESTION_TOKENS = 640
+"""As many as a prompt of questions has at most."""
 
 
 class Run:
@@ -44,45 +46,68 @@ class Run:
 
     def measure(self, cell: forms.Cell) -> dict[str, Any]:
         """Returns the result of a cell, which is computed if no earlier run has done it."""
-        path = self.folder / f"{cell.name}.json"
-        if path.exists():
-            result: dict[str, Any] = json.loads(path.read_text())
-            return result
+        if (stored := self.stored(cell)) is not None:
+            return stored
         started = time.process_time()
         result = {"weights": cell.weights, "cache": cell.cache, "tokens": cell.tokens}
         try:
             result |= self._scores(cell)
         except UserError as error:
             result["refused"] = str(error)
-        self.save(path, result | {"cpu_seconds": round(time.process_time() - started, 1)})
+        self._save(cell, result | {"cpu_seconds": round(time.process_time() - started, 1)})
         return result
 
-    def save(self, path: Path, result: dict[str, Any]) -> None:
+    def stored(self, cell: forms.Cell) -> dict[str, Any] | None:
+        """Returns the result of a cell, None if there is none yet."""
+        path = self._path(cell)
+        result: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return result
+
+    def _path(self, cell: forms.Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
+    def _save(self, cell: forms.Cell, result: dict[str, Any]) -> None:
         """Writes a result as a whole or not at all."""
-        partial = path.with_suffix(".part")
+        partial = self._path(cell).with_suffix(".part")
         partial.write_text(json.dumps(result, indent=1) + "\n")
-        partial.rename(path)
+        partial.rename(self._path(cell))
 
     def _scores(self, cell: forms.Cell) -> dict[str, Any]:
         flags = {"kv_cache_dtype": forms.CACHES[cell.cache]}
+        if cell.weights == forms.TRANSFORMERS:
+            return self._scores_of_transformers(cell)
         requests = max(-(-len(self.facts) // texts.QUESTIONS_A_PROMPT), -(-self.args.tokens // self.args.window))
-        model = Model(self._checkpoint(cell.weights), flags, requests, self.args.window)
+        model = Model(self._checkpoint(cell.weights), flags, requests, max(self.args.window, QUESTION_TOKENS))
         prompts = texts.windows(model.tokenizer, texts.python_reference(), cell.tokens, self.args.window)
         hidden = torch.cat([states[:-1] for states in model.hidden_states(prompts, self.args.chunk)])
-        following = torch.tensor([ids[1:] for ids in prompts]).flatten()
-        known = self._reference(hidden, model.head, cell)
-        scores = head.score(hidden, following, model.head, known)
         right = self._answers(model) if self.facts and cell.tokens == self.args.tokens else []
-        return {
-            "count": len(hidden),
+        return self._figures(hidden, prompts, model.head, cell) | {
             "quantized_share": model.quantized_share,
-            "perplexity": scores.logprobs.double().mean().neg().exp().item(),
-            "perplexity_16_bit": known.logprobs(following, model.head).double().mean().neg().exp().item(),
-            "divergence": scores.divergence.double().mean().item(),
-            "same": scores.same.double().mean().item(),
             "right": sum(right),
             "questions": len(right),
             "wrong": [city for (city, _), is_right in zip(self.facts, right, strict=False) if not is_right],
+        }
+
+    def _scores_of_transformers(self, cell: forms.Cell) -> dict[str, Any]:
+        path = self._checkpoint(forms.PLAIN)
+        model = Model(path, {}, 1, self.args.window)
+        prompts = texts.windows(model.tokenizer, texts.python_reference(), cell.tokens, self.args.window)
+        hidden = torch.cat([states[:-1] for states in peers.hidden_states(path, prompts)])
+        return self._figures(hidden, prompts, model.head, cell)
+
+    def _figures(
+        self, hidden: torch.Tensor, prompts: list[list[int]], weight: torch.Tensor, cell: forms.Cell
+    ) -> dict[str, Any]:
+        following = torch.tensor([ids[1:] for ids in prompts]).flatten()
+        known = self._reference(hidden, weight, cell)
+        scores = head.score(hidden, following, weight, known)
+        return {
+            "count": len(hidden),
+            "perplexity": scores.logprobs.double().mean().neg().exp().item(),
+            "perplexity_16_bit": known.logprobs(following, weight).double().mean().neg().exp().item(),
+            "divergence": scores.divergence.double().mean().item(),
+            "same": scores.same.double().mean().item(),
+            "questions": 0,
         }
 
     def _checkpoint(self, weights: str) -> str:
@@ -95,7 +120,7 @@ class Run:
                 write_16_bits(self.args.model_path, out)
                 done.touch()
                 return str(out)
-            arguments = ["--model-path", self.args.model_path, "--scheme", form.scheme, "--output", str(out)]
+            arguments = ["--model-path", self._checkpoint(forms.PLAIN), "--scheme", form.scheme, "--output", str(out)]
             arguments += ["--rounding", form.rounding]
             if form.rounding == "gptq":
                 prompts = self.folder / "calibration.jsonl"
@@ -142,22 +167,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--calibration-tokens", type=int, default=16384, help="for GPTQ")
     parser.add_argument("--weights", nargs="+", choices=forms.WEIGHTS, default=list(forms.WEIGHTS), metavar="FORM")
-    parser.add_argument("--peers", action="store_true", help="measure transformers and llama.cpp instead, on GGUF")
     parser.add_argument("--table", action="store_true", help="print what has been measured")
     args = parser.parse_args(argv)
     head.exact_products()
     run = Run(args)
+    cells = forms.cells(args.tokens, args.cross_tokens, args.weights)
     if args.table:
-        print(tables.table(run.folder))
-        return 0
-    if args.peers:
-        peers.measure(run)
+        print(tables.table([result for cell in cells if (result := run.stored(cell)) is not None]))
         return 0
     with torch.inference_mode():
-        for cell in forms.cells(args.tokens, args.cross_tokens, args.weights):
+        for cell in cells:
             result = run.measure(cell)
-            brief = {key: value for key, value in result.items() if key != "wrong"}
-            print(json.dumps(brief), flush=True)
+            print(json.dumps({key: value for key, value in result.items() if key != "wrong"}), flush=True)
     return 0
 
 

@@ -31,10 +31,13 @@ class Cell:
 
 
 PLAIN = "16-bit"
+TRANSFORMERS = "transformers"
+"""The weights of 16 bits, computed by transformers."""
 CACHES: Mapping[str, str] = {PLAIN: "bf16", "fp8": "fp8_e4m3", "fp4": "fp4_e2m1"}
 ROUNDED = ("int4_g32", "int4_g64", "int4_g128", "mxfp4", "nvfp4")
 WEIGHTS: Mapping[str, Weights] = {
     PLAIN: Weights(),
+    TRANSFORMERS: Weights(),
     **{scheme: Weights(scheme) for scheme in FORMATS},
     **{f"{scheme}-fitted": Weights(scheme, "fitted") for scheme in ROUNDED},
     **{f"{scheme}-gptq": Weights(scheme, "gptq") for scheme in ROUNDED},
@@ -47,5 +50,6 @@ def cells(tokens: int, cross_tokens: int, weights: Sequence[str] = tuple(WEIGHTS
     """Returns the cells in the order of their worth: each form alone over `tokens`, then pairs over `cross_tokens`."""
     alone = [Cell(form, PLAIN, tokens) for form in weights]
     alone[1:1] = [Cell(PLAIN, cache, tokens) for cache in CACHES if cache != PLAIN]
-    pairs = [Cell(form, cache, cross_tokens) for form in weights for cache in CACHES if PLAIN not in (form, cache)]
+    ours = [form for form in weights if form not in (PLAIN, TRANSFORMERS)]
+    pairs = [Cell(form, cache, cross_tokens) for form in ours for cache in CACHES if cache != PLAIN]
     return alone + pairs
