@@ -46,8 +46,13 @@ SECONDS = {
     "srt/layers/moe/test_fused_moe.py": 20,
     "srt/layers/quantization/test_quant_linear.py": 20,
     "srt/managers/test_families_in_the_scheduler.py": 20,
+    "srt/managers/test_host_tier.py": 20,
+    "srt/managers/test_launch.py": 20,
+    "srt/managers/test_random_schedules.py": 20,
     "srt/models/test_latent_models.py": 20,
     "srt/speculative/test_kv_sharing_assistant.py": 20,
+    "srt/speculative/test_ngram_drafter.py": 20,
+    "srt/transformers_backend/test_every_class.py": 20,
 }
 """Of one processor, about, by path below test/: files of 20 or more, when they were last measured."""
 

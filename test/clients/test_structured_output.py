@@ -148,6 +148,7 @@ def test_an_object_without_a_schema_ends(served: LiveServer, text: str) -> None:
     assert isinstance(json.loads(answer.choices[0].message.content), dict)
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("text", PEOPLE)
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(name, marks=BY_A_CLIENT_THAT_IS_LARGE) for name in LARGE)])
 def test_a_class_is_filled_in(served: LiveServer, name: str, text: str) -> None:

@@ -102,7 +102,7 @@ def given(kind: str, name: str, field: str, text: str) -> Hostile:
 
 
 def patterns() -> Iterator[Hostile]:
-    """In a short run every fourth of them for `stop_regex`, and others for `regex`."""
+    """In a short run every sixth of them for `stop_regex`, and others for `regex`."""
     for i, (name, pattern) in enumerate(PATTERNS.items()):
         if i % PATTERN_STEP == 0:
             yield given("stop_regex", name, "stop_regex", pattern)

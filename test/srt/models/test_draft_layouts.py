@@ -32,6 +32,7 @@ TOKENS = random_tokens(30, seed=3)
 # --- quantized targets ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.values
 @pytest.mark.parametrize("draft_is_quantized", [True, False])
 @pytest.mark.parametrize("form", ["fp8_block", "modelopt_nvfp4", "compressed_fp8_channel"])
 def test_a_draft_is_stored_as_its_tensors_say(form: str, draft_is_quantized: bool, tmp_path: Path) -> None:

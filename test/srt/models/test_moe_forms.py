@@ -17,13 +17,13 @@ from sglang.srt.model_loader.loader import load_model
 from sglang.srt.plan.ranks import RankLayout
 
 from .harness import TinyRunner, blocks_of, plan_for
-from .quantized_checkpoints import FORMS, save_gpt_oss, save_quantized
+from .quantized_checkpoints import FORMS, ZERO_POINT_FORMS, save_gpt_oss, save_quantized
 from .test_quantized import TOLERANCE, steps, wanted
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS | ZERO_POINT_FORMS)
 def test_every_form_computes_what_it_stands_for(form: str, tmp_path: Path) -> None:
-    reference = save_quantized("qwen3_moe_wide", FORMS[form], tmp_path)
+    reference = save_quantized("qwen3_moe_wide", (FORMS | ZERO_POINT_FORMS)[form], tmp_path)
     plan = plan_for(tmp_path / "quantized")
     runner = TinyRunner(plan)
     want = wanted(reference)

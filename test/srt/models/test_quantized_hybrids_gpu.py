@@ -22,6 +22,8 @@ pytestmark = pytest.mark.gpu
 WEIGHT_ONLY, EIGHT_BITS, FOUR_BITS = 2.0, 15.0, 100.0
 """Mean error over that of bf16, by what inputs of products are rounded to: e4m3 keeps 4 of its 8 bits, e2m1 two. On an
 H200, where e2m1 is not multiplied, 0.8 to 1.0 and 3.3 to 8.5 were seen. A wrong scale is off by a few hundred."""
+EIGHT_BITS_BESIDE_FOUR = {"Qwen3.6-27B-NVFP4 of Unsloth", "Qwen3.8-27B-NVFP4", "MiMo-V2.6", "Ling-3.0-flash"}
+"""Forms with FP8 layers beside their four bits: where e2m1 is not multiplied, these still round their inputs."""
 ALLOWED: Mapping[str, float] = {
     "Qwen3.6-27B-NVFP4": EIGHT_BITS,
     "Qwen3.6-27B-NVFP4 of Unsloth": FOUR_BITS,
@@ -102,6 +104,7 @@ def test_a_published_form_on_a_gpu(name: str, dims: dict[str, Any], tmp_path: Pa
     )
     error = error_over_bf16(scheduler, reference)
     print(f"{name}: {error:.2f} times the error of bf16")
-    multiplies_four_bits = "mma_sync_block_scale" in scheduler.plan.arch.features
     allowed = ALLOWED[name]
-    assert error < (WEIGHT_ONLY if allowed == FOUR_BITS and not multiplies_four_bits else allowed)
+    if allowed == FOUR_BITS and "mma_sync_block_scale" not in scheduler.plan.arch.features:
+        allowed = EIGHT_BITS if name in EIGHT_BITS_BESIDE_FOUR else WEIGHT_ONLY
+    assert error < allowed

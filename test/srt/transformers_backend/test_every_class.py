@@ -24,10 +24,10 @@ from sglang.srt.plan.transformers_backend.asking import request_of
 from sglang.srt.server_args import ServerArgs
 from srt.managers.fake_runner import Collector, add, assert_clean, request, run_to_end
 from srt.models.harness import TinyRunner, hf_logits, plan_for
-from srt.transformers_backend.tiny import VOCAB, causal_classes, config_values, save_tiny, tiny_config
+from srt.transformers_backend.tiny import KINDS, VOCAB, causal_classes, config_values, save_tiny, tiny_config
 
 OUTCOMES = Path(__file__).with_name("outcomes.json")
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 SAMPLE = (
     *("olmo3", "cohere2", "gemma2", "granite_swa", "phi3", "ernie4_5_moe"),
     *("gpt_neox", "opt", "nanochat", "granitemoe", "minicpm3", "diffllama"),
@@ -92,9 +92,11 @@ def test_the_record_has_every_class() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in SAMPLE)) for kind in causal_classes()]
+    "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in SAMPLE)) for kind in KINDS]
 )
 def test_a_class_answers_as_transformers_does_or_is_refused(kind: str, tmp_path: Path, in_this_process: None) -> None:
+    if kind not in causal_classes():
+        pytest.skip("another kind has its class, or its config has others inside")
     config = tiny_config(kind)
     facts = trial.facts_of(request_of(config_values(config, causal_classes()[kind]), str(tmp_path), False))
     if facts.problems:

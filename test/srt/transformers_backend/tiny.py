@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -74,6 +75,11 @@ _OF_CLASS: dict[str, dict[str, Any]] = {
 """Keys without a default, or whose default does not go with the sizes. Published LFM2 models have convolutions."""
 
 
+KINDS = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Model types that have a causal class. Tests are collected by this list: `causal_classes` imports every config."""
+
+
+@functools.cache
 def causal_classes() -> dict[str, str]:
     """Returns the class of each model type, each class once."""
     found: dict[str, str] = {}

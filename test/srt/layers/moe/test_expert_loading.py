@@ -95,7 +95,8 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, bound: float = 1e-5) -> 
     assert error < bound, f"relative error {error:.2e}"
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.values
+@pytest.mark.parametrize("tp_size", [2, 1, 3])  # most formats have the first one in `make test`
 @pytest.mark.parametrize("name", FORMATS)
 def test_published_formats(name: str, tp_size: int, tmp_path: Path) -> None:
     form = FORMATS[name]
@@ -498,6 +499,7 @@ def test_experts_that_cannot_be_served(
 # --- the shared expert as one more ------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairs
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", ["bf16", "fp8_channel", "fp8_block", "nvfp4_modelopt", "int4_g32"])
