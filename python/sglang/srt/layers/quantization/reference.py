@@ -35,26 +35,48 @@ def quantize(weight: torch.Tensor, scheme: Scheme, global_scale: torch.Tensor | 
     """Quantizes weight [..., N, K]; if a group has one row, K must be a multiple of its columns. `global_scale` [...]
     is given if several weights share it."""
     w = weight.float()
-    rows, cols = w.shape[-2:]
     if scheme.scale == "e8m0":
-        scale, values = _quantize_mx(w, scheme)
-        return Quantized(_encode(values, scheme.element), scale)
+        return quantize_by(w, scheme, _mx_scale(w, scheme))
     if scheme.global_scale:
-        factor = _over(w.abs().amax((-1, -2)), E4M3_MAX * E2M1_MAX)
-        return _quantize_nvfp4(w, factor if global_scale is None else global_scale)
+        factor = _over(w.abs().amax((-1, -2)), E4M3_MAX * E2M1_MAX) if global_scale is None else global_scale
+        return _quantize_nvfp4(w, factor)
     limit = {"e4m3": E4M3_MAX, "int8": 127.0, "int4": 7.5}[scheme.element]
     scale = _over(_group_amax(w, scheme), limit).clamp_min(_TINY)
     if scheme.scale in _SIXTEEN_BITS:
         scale = scale.to(_SIXTEEN_BITS[scheme.scale])
-    return Quantized(_encode(w / expand_scale(scale.float(), scheme, rows, cols), scheme.element), scale)
+    return quantize_by(w, scheme, scale)
+
+
+def quantize_by(
+    weight: torch.Tensor, scheme: Scheme, scale: torch.Tensor, global_scale: torch.Tensor | None = None
+) -> Quantized:
+    """Quantizes weight [..., N, K] to the nearest values with scales in the form that is stored."""
+    step = expand_scale(decoded_scale(scale, scheme), scheme, *weight.shape[-2:])
+    if global_scale is not None:
+        step = step * global_scale[..., None, None]
+    values = (weight.float() / step).masked_fill_(step == 0, 0.0)
+    return Quantized(_encode(values, scheme.element), scale, global_scale)
+
+
+def decoded_scale(scale: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Returns stored scales as fp32 numbers."""
+    return decode_e8m0(scale) if scheme.scale == "e8m0" else scale.float()
+
+
+def nearest(values: torch.Tensor, element: str) -> torch.Tensor:
+    """Returns the nearest values of an element type, fp32."""
+    if element == "int4":
+        return values.round().clamp(-8, 7)
+    if element == "e2m1":
+        return decode_e2m1(encode_e2m1(values))
+    return _decode(_encode(values, element), element)
 
 
 def dequantize(q: Quantized, scheme: Scheme) -> torch.Tensor:
     """Returns [..., N, K] fp32."""
     values = _decode(q.data, scheme.element)
     rows, cols = values.shape[-2:]
-    scale = decode_e8m0(q.scale) if scheme.scale == "e8m0" else q.scale.float()
-    values = values * expand_scale(scale, scheme, rows, cols)
+    values = values * expand_scale(decoded_scale(q.scale, scheme), scheme, rows, cols)
     return values if q.global_scale is None else values * q.global_scale.float()[..., None, None]
 
 
@@ -163,21 +185,15 @@ def _group_amax(w: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     return padded.unflatten(-1, (-1, per_col)).unflatten(-3, (-1, per_row)).amax((-1, -3))
 
 
-def _quantize_mx(w: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (e8m0 scales, values divided by them). A scale's exponent is the largest value's minus the element
-    format's largest."""
-    rows, cols = w.shape[-2:]
+def _mx_scale(w: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    """Returns e8m0 scales. An exponent is the largest value's minus the element format's largest."""
     largest_exponent = {"e2m1": 2, "e4m3": 8}[scheme.element]
     exponent = torch.frexp(_group_amax(w, scheme).clamp_min(2.0**-126)).exponent - 1 - largest_exponent
-    scale = (exponent + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
-    return scale, w / expand_scale(decode_e8m0(scale), scheme, rows, cols)
+    return (exponent + E8M0_BIAS).clamp(0, 254).to(torch.uint8)
 
 
 def _quantize_nvfp4(w: torch.Tensor, global_scale: torch.Tensor) -> Quantized:
     scheme = SCHEMES["nvfp4"]
-    rows, cols = w.shape[-2:]
-    factor = global_scale.clamp_min(_TINY)[..., None, None]
-    scale = _encode(_over(_group_amax(w, scheme), E2M1_MAX) / factor, "e4m3")
-    both = expand_scale(scale.float(), scheme, rows, cols) * factor
-    values = torch.where(both > 0, w / both, 0.0)
-    return Quantized(_encode(values, "e2m1"), scale, global_scale.clamp_min(_TINY))
+    factor = global_scale.clamp_min(_TINY)
+    scale = _encode(_over(_group_amax(w, scheme), E2M1_MAX) / factor[..., None, None], "e4m3")
+    return quantize_by(w, scheme, scale, factor)

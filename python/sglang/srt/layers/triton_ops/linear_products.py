@@ -23,7 +23,7 @@ from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, repack
 from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.quantization.linear_weight import LinearWeight
-from sglang.srt.layers.triton_ops import pdl, quant_linear_widened, scaled_dot
+from sglang.srt.layers.triton_ops import pdl, quant_linear_dequantized, scaled_dot
 from sglang.srt.layers.triton_ops.linear_tiles import FEW, MANY, num_splits, swaps
 from sglang.srt.layers.triton_ops.quant_linear import few_rows_kernel, tiles_kernel
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
@@ -142,7 +142,7 @@ def many_rows(
     data, scale, scale_stride, factor = operand(x, matrix)
     parts = torch.empty((splits, num_rows, num_cols), device=out.device) if splits > 1 else out
     row_factor = weight.row_factor
-    kernel = quant_linear_widened.tiles_kernel if product.weight_only else tiles_kernel
+    kernel = quant_linear_dequantized.tiles_kernel if product.weight_only else tiles_kernel
     kernel[(num_tiles, splits)](
         data, scale, weight.data, weight.scale, out if row_factor is None else row_factor,
         out if factor is None else factor, out if bias is None else bias, out, parts, matrix.arrivals,

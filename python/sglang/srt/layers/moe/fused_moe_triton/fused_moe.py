@@ -23,7 +23,7 @@ from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.kernels.tile_configs import TileConfigs, Tiles, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
-from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_few, kernels_widened, kernels_zero_points
+from sglang.srt.layers.moe.fused_moe_triton import kernels, kernels_dequantized, kernels_few, kernels_zero_points
 from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, swaps
 from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
@@ -202,7 +202,7 @@ def _down(
 def grouped_kernels(weights: ExpertWeights) -> ModuleType:
     """Returns the module of grouped kernels for the weights."""
     if product_for(weights).weight_only:
-        return kernels_widened
+        return kernels_dequantized
     return kernels_zero_points if weights.zero_points else kernels
 
 

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from sglang.srt.layers.moe.fused_moe_triton import kernels
+from sglang.srt.layers.triton_ops.dequantized_dot import multiply
 from sglang.srt.layers.triton_ops.kernel_variant import with_functions
-from sglang.srt.layers.triton_ops.widened_dot import multiply
 
 gate_up_kernel = with_functions(kernels.gate_up_kernel, __name__, multiply=multiply)
 down_kernel = with_functions(kernels.down_kernel, __name__, multiply=multiply)

@@ -4,7 +4,7 @@ same as others. Reference: `LinearWeight.dequantized`."""
 from __future__ import annotations
 
 from sglang.srt.layers.triton_ops import quant_linear
+from sglang.srt.layers.triton_ops.dequantized_dot import multiply
 from sglang.srt.layers.triton_ops.kernel_variant import with_functions
-from sglang.srt.layers.triton_ops.widened_dot import multiply
 
 tiles_kernel = with_functions(quant_linear.tiles_kernel, __name__, multiply=multiply)

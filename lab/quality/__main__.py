@@ -1,0 +1,186 @@
+"""python lab/quality --model-path smollm2 --out DIR: what forms of weights and of the KV cache cost a real model.
+
+For each form: perplexity of a text, the divergence (Kullback-Leibler) from 16 bits, the share of tokens whose likeliest
+successor is that of 16 bits, and how many of 200 questions are answered. The text is the reference of the Python
+language. It is read in windows, all of them together by a chunk a step, so that tokens read earlier chunks from the KV
+cache. Products are computed on this machine's processor as the reference of the kernels has them: weights dequantized,
+activations rounded by their scheme.
+
+Each result is a file in DIR, and a second run goes on where the first one ended. `--table` prints what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package, not the folder that `python FOLDER` puts there
+
+from quality import forms, head, peers, tables, texts  # noqa: E402
+from quality.model import Model, write_16_bits  # noqa: E402
+from sglang.quantize.__main__ import main as quantize  # noqa: E402
+from sglang.srt.errors import UserError  # noqa: E402
+
+CITIES = Path(__file__).with_name("cities.txt")
+QUESTION_CHUNK = 64
+QUESTION_TOKENS = 640
+"""As many as a prompt of questions has at most."""
+
+
+class Run:
+    """All measurements of one model. `folder` has a file for each, the reference, and the forms' checkpoints."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.folder = Path(args.out) / Path(args.name or args.model_path).stem
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.facts = texts.read_facts(CITIES.read_text().splitlines(), args.questions)
+
+    def measure(self, cell: forms.Cell) -> dict[str, Any]:
+        """Returns the result of a cell, which is computed if no earlier run has done it."""
+        if (stored := self.stored(cell)) is not None:
+            return stored
+        started = time.process_time()
+        result = {"weights": cell.weights, "cache": cell.cache, "tokens": cell.tokens}
+        try:
+            result |= self._scores(cell)
+        except UserError as error:
+            result["refused"] = str(error)
+        self._save(cell, result | {"cpu_seconds": round(time.process_time() - started, 1)})
+        return result
+
+    def stored(self, cell: forms.Cell) -> dict[str, Any] | None:
+        """Returns the result of a cell, None if there is none yet."""
+        path = self._path(cell)
+        result: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+        return result
+
+    def _path(self, cell: forms.Cell) -> Path:
+        return self.folder / f"{cell.name}.json"
+
+    def _save(self, cell: forms.Cell, result: dict[str, Any]) -> None:
+        """Writes a result as a whole or not at all."""
+        partial = self._path(cell).with_suffix(".part")
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.rename(self._path(cell))
+
+    def _scores(self, cell: forms.Cell) -> dict[str, Any]:
+        flags = {"kv_cache_dtype": forms.CACHES[cell.cache]}
+        if cell.weights == forms.TRANSFORMERS:
+            return self._scores_of_transformers(cell)
+        requests = max(-(-len(self.facts) // texts.QUESTIONS_A_PROMPT), -(-self.args.tokens // self.args.window))
+        model = Model(self._checkpoint(cell.weights), flags, requests, max(self.args.window, QUESTION_TOKENS))
+        prompts = texts.windows(model.tokenizer, texts.python_reference(), cell.tokens, self.args.window)
+        hidden = torch.cat([states[:-1] for states in model.hidden_states(prompts, self.args.chunk)])
+        right = self._answers(model) if self.facts and cell.tokens == self.args.tokens else []
+        return self._figures(hidden, prompts, model.head, cell) | {
+            "quantized_share": model.quantized_share,
+            "right": sum(right),
+            "questions": len(right),
+            "wrong": [city for (city, _), is_right in zip(self.facts, right, strict=False) if not is_right],
+        }
+
+    def _scores_of_transformers(self, cell: forms.Cell) -> dict[str, Any]:
+        path = self._checkpoint(forms.PLAIN)
+        model = Model(path, {}, 1, self.args.window)
+        prompts = texts.windows(model.tokenizer, texts.python_reference(), cell.tokens, self.args.window)
+        hidden = torch.cat([states[:-1] for states in peers.hidden_states(path, prompts)])
+        return self._figures(hidden, prompts, model.head, cell)
+
+    def _figures(
+        self, hidden: torch.Tensor, prompts: list[list[int]], weight: torch.Tensor, cell: forms.Cell
+    ) -> dict[str, Any]:
+        following = torch.tensor([ids[1:] for ids in prompts]).flatten()
+        known = self._reference(hidden, weight, cell)
+        scores = head.score(hidden, following, weight, known)
+        return {
+            "count": len(hidden),
+            "perplexity": scores.logprobs.double().mean().neg().exp().item(),
+            "perplexity_16_bit": known.logprobs(following, weight).double().mean().neg().exp().item(),
+            "divergence": scores.divergence.double().mean().item(),
+            "same": scores.same.double().mean().item(),
+            "questions": 0,
+        }
+
+    def _checkpoint(self, weights: str) -> str:
+        form = forms.WEIGHTS[weights]
+        out = self.folder / "checkpoints" / weights
+        done = out.with_suffix(".done")
+        if not done.exists():
+            shutil.rmtree(out, ignore_errors=True)
+            if not form.scheme:
+                write_16_bits(self.args.model_path, out)
+                done.touch()
+                return str(out)
+            arguments = ["--model-path", self._checkpoint(forms.PLAIN), "--scheme", form.scheme, "--output", str(out)]
+            arguments += ["--rounding", form.rounding]
+            if form.rounding == "gptq":
+                prompts = self.folder / "calibration.jsonl"
+                prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts.library_docs()))
+                arguments += ["--calibrate", str(prompts), "--calibration-device", "cpu"]
+                arguments += ["--calibration-tokens", str(self.args.calibration_tokens)]
+            if quantize(arguments):
+                raise UserError(f"sglang.quantize cannot write {weights}")
+            done.touch()
+        return str(out)
+
+    def _reference(self, hidden: torch.Tensor, weight: torch.Tensor, cell: forms.Cell) -> head.Reference:
+        """Returns the reference of as many tokens; the first cell, of 16 bits, makes it."""
+        path = self.folder / f"reference.{self.args.tokens}.pt"
+        if not path.exists():
+            if (cell.weights, cell.cache) != (forms.PLAIN, forms.PLAIN):
+                raise SystemExit(f"error: {path} is missing; the cell of 16 bits makes it")
+            made = head.make_reference(hidden, weight)
+            torch.save((made.hidden, made.expected, made.lse, made.likeliest), path)
+        return head.Reference(*torch.load(path)).first(len(hidden))
+
+    def _answers(self, model: Model) -> list[bool]:
+        """Returns for each question whether greedy decoding gives the answer: each of its tokens is likeliest."""
+        prompts = texts.question_prompts(model.tokenizer, self.facts)
+        right = []
+        for asked, states in zip(prompts, model.hidden_states([p.ids for p in prompts], QUESTION_CHUNK), strict=True):
+            found = head.likeliest(states, model.head).tolist()
+            right += [found[first - 1 : end - 1] == asked.ids[first:end] for first, end in asked.answers]
+        return right
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what is missing, or prints a table. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model-path", required=True, help="a model in 16 bits, or in GGUF, whose head is its embedding"
+    )
+    parser.add_argument("--name", help="of the model's folder in --out (default: of --model-path)")
+    parser.add_argument("--out", required=True, help="directory for results, or of them")
+    parser.add_argument("--tokens", type=int, default=50_000, help="of text, for each form alone, and questions")
+    parser.add_argument("--cross-tokens", type=int, default=8_192, help="for forms of weights with a quantized cache")
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--chunk", type=int, default=128, help="tokens of a window in a step")
+    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--calibration-tokens", type=int, default=16384, help="for GPTQ")
+    parser.add_argument("--weights", nargs="+", choices=forms.WEIGHTS, default=list(forms.WEIGHTS), metavar="FORM")
+    parser.add_argument("--table", action="store_true", help="print what has been measured")
+    args = parser.parse_args(argv)
+    head.exact_products()
+    run = Run(args)
+    cells = forms.cells(args.tokens, args.cross_tokens, args.weights)
+    if args.table:
+        print(tables.table([result for cell in cells if (result := run.stored(cell)) is not None]))
+        return 0
+    with torch.inference_mode():
+        for cell in cells:
+            result = run.measure(cell)
+            print(json.dumps({key: value for key, value in result.items() if key != "wrong"}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Computes the final hidden states of a model in this process, as a server of it would, without its scheduler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import linear
+
+from sglang.bench.direct import DirectBatch, direct_table
+from sglang.srt.configs.gguf.tensors import INDEX_NAME as GGUF_INDEX
+from sglang.srt.configs.hf_config import read_json_object
+from sglang.srt.configs.model_path import resolve_model_path
+from sglang.srt.configs.quant_scheme import Scheme
+from sglang.srt.errors import UserError
+from sglang.srt.kernels.op import Op
+from sglang.srt.layers.ops import QUANTIZED_LINEAR
+from sglang.srt.layers.quantization.activations import Activations, values_of
+from sglang.srt.layers.quantization.linear_weight import LinearWeight, QuantizedProduct
+from sglang.srt.layers.quantization.reference import round_activation
+from sglang.srt.managers.scheduler.scheduler_setup import create_plan
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, find_checkpoint
+from sglang.srt.plan.plan import Plan
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
+
+STEP_TOKENS = 4096
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RoundingPlan(Plan):
+    """A plan for a CPU whose quantized products round activations by their scheme, as GPUs do and CPUs do not."""
+
+    rounds: bool = field(kw_only=True)
+    quantized: list[LinearWeight] = field(kw_only=True, default_factory=list)
+    """The weights of these products."""
+
+    def entry(self, op: Op[T], key: str = "") -> T:
+        """Returns the kernel of an op."""
+        kernel: Any = super().entry(op, key)
+        return _rounding_product(self.rounds, self.quantized) if op is QUANTIZED_LINEAR else kernel
+
+
+def _rounding_product(rounds: bool, quantized: list[LinearWeight]) -> Callable[..., QuantizedProduct]:
+    def bind(weight: LinearWeight, *_: object) -> QuantizedProduct:
+        kept: list[torch.Tensor] = []
+        quantized.append(weight)
+
+        def run(x: Activations, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+            values = values_of(x)
+            if not kept:  # a server's product dequantizes anew each time
+                kept.append(weight.dequantized().to(values.dtype))
+            seen = _rounded(values, weight.scheme, weight.input_scale) if rounds else values
+            return linear(seen.to(out_dtype or seen.dtype), kept[0].to(out_dtype or seen.dtype), bias)
+
+        return run
+
+    return bind
+
+
+def _rounded(x: torch.Tensor, scheme: Scheme, input_scale: torch.Tensor | None) -> torch.Tensor:
+    if scheme.activation is None:
+        return x
+    return round_activation(x, scheme, None if input_scale is None else input_scale.max()).to(x.dtype)
+
+
+def write_16_bits(source: str, target: Path) -> None:
+    """Writes a model, also one in GGUF whose types are mixed, with all weights in bfloat16."""
+    folder = resolve_model_path(source, flag="The model")
+    target.mkdir(parents=True)
+    for path in folder.glob("*.json"):
+        shutil.copy2(path, target / path.name)
+    for name in (INDEX_NAME, GGUF_INDEX):
+        (target / name).unlink(missing_ok=True)
+    config = dict(read_json_object(folder / "config.json"))
+    config.pop("quantization_config", None)
+    (target / "config.json").write_text(json.dumps(config))
+    tensors = find_checkpoint(str(folder), torch.bfloat16).tensors()
+    values = {name: file.get_tensor(name).to(torch.bfloat16).contiguous() for name, _, file in tensors}
+    save_file(values, target / SINGLE_NAME, metadata={"format": "pt"})
+
+
+class Model:
+    """A model on this machine's processor."""
+
+    def __init__(self, path: str, flags: Mapping[str, Any], requests: int, tokens: int, rounds: bool = True) -> None:
+        """`requests` prompts of `tokens` tokens at most are computed at once. Raises UserError for a model that cannot
+        be run."""
+        args = ServerArgs(
+            model_path=path, device="cpu", dtype="bfloat16", random_seed=0, context_length=tokens + 1,
+            chunked_prefill_size=STEP_TOKENS, max_running_requests=requests,
+            max_total_tokens=requests * (tokens + 16), **flags,
+        )  # fmt: skip
+        self.plan = create_plan(args)
+        values = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan)}
+        plan = RoundingPlan(**values, rounds=rounds)
+        self.runner = ModelRunner(plan)
+        params = self.runner.model.params.items()
+        plain = sum(
+            p.tensor.numel()
+            for name, p in params
+            if p.tensor.ndim == 2
+            and p.tensor.dtype == torch.bfloat16
+            and "layers" in name
+            and not name.endswith("scale")
+        )
+        quantized = sum(weight.shape[0] * weight.shape[1] for weight in plan.quantized)
+        self.quantized_share = quantized / (quantized + plain)
+        """Of the weights of linear layers, how many are quantized."""
+        head = self.runner.model.head
+        if head is None or head.cap or head.scale != 1.0 or not self.runner.model.description.tie_embeddings:
+            raise UserError("Only models whose output head is the embedding, without a cap, are measured.")
+        tokenizer = load_tokenizer(args)
+        assert tokenizer is not None
+        self.tokenizer: Tokenizer = tokenizer
+
+    @property
+    def head(self) -> torch.Tensor:
+        """Returns the output head [V, H]."""
+        assert self.runner.model.embed is not None
+        return self.runner.model.embed.weight[: self.plan.model.vocab_size]
+
+    def hidden_states(self, prompts: Sequence[Sequence[int]], chunk: int) -> list[torch.Tensor]:
+        """Returns the final hidden states [n, H] fp32 of each prompt. The prompts advance together by `chunk` tokens a
+        step: a token reads those of earlier chunks from the KV cache."""
+        kv = direct_table(self.runner)
+        batch = DirectBatch(self.runner, kv, [list(ids) for ids in prompts], 1)
+        parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+        for upto in range(chunk, max(map(len, prompts)) + chunk, chunk):
+            for part, states in zip(parts, batch.hidden_states(upto), strict=True):
+                part.append(states)
+        batch.close()
+        return [torch.cat(part) for part in parts]

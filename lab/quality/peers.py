@@ -1,0 +1,14 @@
+"""The same text in transformers, from the same checkpoint in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def hidden_states(checkpoint: str, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Returns the final hidden states [n, H] fp32 of each prompt, as transformers computes them in bfloat16."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    return [model.model(torch.tensor([list(ids)])).last_hidden_state[0].float() for ids in prompts]

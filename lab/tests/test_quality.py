@@ -1,0 +1,150 @@
+"""What forms cost: figures are those of whole rows of logits, and results are kept."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quality import __main__ as quality
+from quality import forms, head, tables, texts
+from quality.model import Model, write_16_bits
+from srt.configs.gguf_files import add_byte_level, convert, trained
+from srt.models.harness import hf_logits, random_tokens, save_tiny
+
+from sglang.quantize.__main__ import main as quantize
+from sglang.srt.errors import UserError
+from sglang.srt.utils.hf_tokenizer import load_tokenizer
+
+
+def test_figures_are_those_of_whole_rows_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "ROWS", 16)
+    monkeypatch.setattr(head, "COLUMNS", 64)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(201, 32, generator=generator).bfloat16()
+    plain = torch.randn(50, 32, generator=generator)
+    form = plain + 0.2 * torch.randn(50, 32, generator=generator)
+    ids = torch.randint(201, (50,), generator=generator)
+    reference = head.make_reference(plain, weight)
+    scores = head.score(form, ids, weight, reference)
+    p, q = ((states @ weight.float().T).log_softmax(-1) for states in (plain, form))
+    torch.testing.assert_close(scores.divergence, (p.exp() * (p - q)).sum(-1), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(scores.logprobs, q.gather(1, ids[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(reference.logprobs(ids, weight), p.gather(1, ids[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    assert torch.equal(scores.same, p.argmax(-1) == q.argmax(-1)) and 0 < scores.same.sum() < 50
+    assert torch.equal(head.likeliest(form, weight), q.argmax(-1))
+    itself = head.score(plain, ids, weight, reference)
+    assert itself.same.all() and itself.divergence.abs().max() < 1e-5
+    assert len(reference.first(7).hidden) == len(reference.first(7).lse) == 7
+
+
+def tiny(folder: Path) -> tuple[Any, Path]:
+    """A model whose head is its embedding, in GGUF with a tokenizer."""
+    tokenizer = trained("qwen2")
+    size = tokenizer.get_vocab_size()
+    model = save_tiny(
+        "llama_wide", folder / "saved", vocab_size=size, tie_word_embeddings=True, max_position_embeddings=1024
+    )
+    add_tokenizer = partial(add_byte_level, tokenizer=tokenizer, pre="qwen2")
+    return model, convert(folder / "saved", folder / "model.gguf", more=add_tokenizer)
+
+
+@pytest.fixture
+def model_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Path]:
+    monkeypatch.setenv("SGLANG_CACHE_DIR", str(tmp_path / "cache"))
+    return tiny(tmp_path)
+
+
+@torch.inference_mode()
+def test_hidden_states_are_those_of_transformers(model_file: tuple[Any, Path], tmp_path: Path) -> None:
+    """Prompts of several lengths, in chunks; quantized products round activations, as GPUs do."""
+    hf, file = model_file
+    prompts = [random_tokens(count, seed=count) for count in (40, 17)]
+    write_16_bits(str(file), tmp_path / "plain")
+    assert (
+        quantize(["--model", str(tmp_path / "plain"), "--scheme", "fp8_channel", "--output", str(tmp_path / "fp8")])
+        == 0
+    )
+
+    def logits(path: str, **flags: Any) -> list[torch.Tensor]:
+        model = Model(str(tmp_path / path), {}, 2, 64, **flags)
+        assert (model.quantized_share > 0.99) == (path == "fp8")
+        return [states @ model.head.float().T for states in model.hidden_states(prompts, 16)]
+
+    for ids, plain, exact, rounded in zip(
+        prompts, logits("plain"), logits("fp8", rounds=False), logits("fp8"), strict=True
+    ):
+        want = hf_logits(hf, ids)
+
+        def error(got: torch.Tensor, want: torch.Tensor = want) -> float:
+            return ((got - want).norm() / want.norm()).item()
+
+        assert len(plain) == len(ids) and error(plain) < 0.06
+        assert error(plain) < error(exact) < error(rounded) < 0.5
+
+
+def test_questions_stand_behind_others_and_their_answers(model_file: tuple[Any, Path], tmp_path: Path) -> None:
+    write_16_bits(str(model_file[1]), tmp_path / "plain")
+    from sglang.srt.server_args import ServerArgs
+
+    tokenizer = load_tokenizer(ServerArgs(model_path=str(tmp_path / "plain")))
+    assert tokenizer is not None
+    facts = texts.read_facts(["France: Paris, Nice", "Peru: Lima"], 3)
+    assert sorted(facts) == [("Lima", "Peru"), ("Nice", "France"), ("Paris", "France")]
+    (prompt,) = texts.question_prompts(tokenizer, facts)
+    for (city, country), (first, end) in zip(facts, prompt.answers, strict=True):
+        assert tokenizer.decode(prompt.ids[first:end]) == f" {country}."
+        assert tokenizer.decode(prompt.ids[:first]).endswith(f"\n{city} is a city in the country of")
+    cities = texts.read_facts(quality.CITIES.read_text().splitlines(), 1000)
+    assert len(cities) >= 200 and len({city for city, _ in cities}) == len(cities)
+
+
+def test_windows_are_whole(model_file: tuple[Any, Path], tmp_path: Path) -> None:
+    write_16_bits(str(model_file[1]), tmp_path / "plain")
+    from sglang.srt.server_args import ServerArgs
+
+    tokenizer = load_tokenizer(ServerArgs(model_path=str(tmp_path / "plain")))
+    assert tokenizer is not None
+    found = texts.windows(tokenizer, "It's a small text. " * 20, 40, 16)
+    assert [len(ids) for ids in found] == [16, 16, 16]
+    with pytest.raises(UserError, match="The text has"):
+        texts.windows(tokenizer, "Short.", 40, 16)
+
+
+def test_cells_come_in_the_order_of_their_worth() -> None:
+    cells = forms.cells(50, 8, [forms.PLAIN, "nvfp4"])
+    assert [(cell.weights, cell.cache, cell.tokens) for cell in cells] == [
+        ("16-bit", "16-bit", 50), ("16-bit", "fp8", 50), ("16-bit", "fp4", 50), ("nvfp4", "16-bit", 50),
+        ("nvfp4", "fp8", 8), ("nvfp4", "fp4", 8),
+    ]  # fmt: skip
+
+
+def test_a_run_keeps_what_it_has_measured(
+    model_file: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(texts, "python_reference", lambda: "It's a small text. " * 40)
+    words = ["--model-path", str(model_file[1]), "--out", str(tmp_path / "out"), "--tokens", "64", "--window", "32"]
+    words += ["--cross-tokens", "32", "--chunk", "16", "--questions", "4", "--calibration-tokens", "64"]
+    words += ["--weights", "16-bit", "transformers", "int4_g32", "int4_g32-gptq", "fp8_block"]
+    assert quality.main(words) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(quality.Run, "_scores", lambda *_: pytest.fail("measured again"))
+    assert quality.main(words) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 13
+    assert quality.main([*words, "--table"]) == 0
+    title, _, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert title == "62 tokens:"
+    assert rows[0].startswith("| 16-bit | 16-bit | ") and rows[0].endswith(" |  |  |  | 0 of 4 |")
+    assert [row.split(" | ")[:2] for row in rows[:7]] == [
+        ["| 16-bit", "16-bit"], ["| 16-bit", "fp8"], ["| 16-bit", "fp4"], ["| transformers", "16-bit"],
+        ["| `fp8_block`", "16-bit"], ["| `int4_g32`", "16-bit"], ["| `int4_g32`, gptq", "16-bit"],
+    ]  # fmt: skip
+    assert float(rows[3].split(" | ")[4]) < 0.01 < float(rows[5].split(" | ")[4])
+
+
+def test_a_form_that_is_refused_has_a_row() -> None:
+    assert "| `nvfp4` | 16-bit | refused | | | | |" in tables.table(
+        [{"weights": "nvfp4", "cache": "16-bit", "tokens": 8, "refused": "No."}]
+    )
