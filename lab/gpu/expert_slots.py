@@ -1,7 +1,7 @@
 """Experts in main memory on one GPU, beside the same model resident: tokens, speed, and the rate of the bus.
 
-    python benchmark/expert_slots.py                       # GPU; about six minutes on an H200 machine
-    python benchmark/expert_slots.py --cases resident 32 --layers 8
+    python lab/gpu/expert_slots.py                       # GPU; about six minutes on an H200 machine
+    python lab/gpu/expert_slots.py --cases resident 32 --layers 8
 
 Qwen3-30B-A3B's sizes with random weights in FP8 (blocks of 128 x 128). Cases: `resident`; numbers of slots; `full`,
 where the script takes GPU memory until the weights do not fit, and the server starts with default flags.
