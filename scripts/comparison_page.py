@@ -65,6 +65,7 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("Anthropic's messages", "/v1/messages", "outputs.md#api-forms", "`/v1/messages`"),
         Feature("Ollama's API", "/api/chat", "test/http/test_ollama.py", "-"),
         Feature("Embeddings", "/v1/embeddings", "api.md#embeddings-scores-and-ranks", "`/v1/embeddings`"),
+        Feature("Classification", "/classify", "api.md#embeddings-scores-and-ranks", "`/classify`"),
         Feature("Rerank", "/v1/rerank", "api.md#embeddings-scores-and-ranks", "`/v1/rerank`"),
         Feature("SGLang's native API", "/generate", "test/http/test_native_api.py", "-"),
         Feature("Tool calls", "--tool-call-parser", "api.md#tools-and-reasoning", "`--tool-call-parser`"),
@@ -81,7 +82,8 @@ FEATURES: dict[str, tuple[Feature, ...]] = {
         Feature("Images and video", "--limit-mm-data-per-request", "multimodal.md", "`--limit-mm-per-prompt`"),
         Feature("New weights in a running server", "/update_weights_from_disk", "", "`--weight-transfer-config`"),
         Feature("Memory given back while idle", "--enable-memory-saver", "", "`--enable-sleep-mode`"),
-        Feature("Weights in CPU memory", "--kt-method", "", "`--cpu-offload-gb`"),
+        Feature("Experts in CPU memory", "--enable-paged-experts", "expert_offload.md", "`--cpu-offload-gb`"),
+        Feature("Experts computed by CPUs", "--kt-method", "", "no"),
     ),
     "Speed": (
         Feature(

@@ -2,7 +2,7 @@
 
 python scripts/transformers_page.py
 
-The outcomes are those of test/srt/transformers_backend/test_every_class.py.
+The outcomes are those of test_every_class.py and test_text_classes.py in test/srt/transformers_backend.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from sglang.srt.plan.families import SERVED_ARCHITECTURES
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "transformers_models.md"
 OUTCOMES = ROOT / "test" / "srt" / "transformers_backend" / "outcomes.json"
+TEXT_OUTCOMES = OUTCOMES.with_name("text_outcomes.json")
 
 INTRODUCTION = """\
 # Models by transformers
@@ -26,8 +27,10 @@ This page is generated, and a test fails when it is stale:
 
 A model without a family here is computed by its own class in
 [transformers](https://github.com/huggingface/transformers).
-The class computes norms, rotary embeddings, gates and routers.
+The class computes activations, gates, routers and residuals.
 In the place of its attention, linear layers, experts, embedding and output head it calls those of this server.
+RMS norms, and rotations of halves of the head just before attention, are also those of this server: they are known
+by their values, which are compared when the class is tried. Other norms and rotations remain the class's own.
 So scheduler, cache, sampler and API are the same as for every other model.
 
 `--model-impl` says what computes the model:
@@ -50,11 +53,54 @@ A class that a checkpoint brings as Python code runs only with `--trust-remote-c
 - `--ep-size`, where the class calls its experts through transformers' interface.
 - `--pp-size`, `--attn-dp-size`, `--dcp-size` and two-batch overlap are refused.
 - CUDA graphs are tried at start-up. If the class cannot be captured, the log says so and steps run kernel by kernel.
-  On an H200 Qwen3-8B by its class was captured for all batch sizes; its speed was not measured.
+  On an H200 the classes of Qwen3-8B, Llama 3.1 8B, OLMo 3, Granite, Phi-3, Command R7B (Cohere2), Gemma 2 and
+  ERNIE 4.5 MoE were captured for all batch sizes at default flags (the last six with eight layers or fewer).
 
-Norms are not fused with what comes before them, and q, k and v are three products: expect less speed than from a
-family. Predicted times leave out the cost of such norms.
+Norms are not fused with the addition before them, q, k and v are three products, and gate and up are two: expect
+somewhat less speed than from a family. On an H200 (2026-11-30, bf16, random weights, `python -m sglang.bench_serving`):
+
+| milliseconds | by its family | by its class | ratio |
+|---|---|---|---|
+| Qwen3-8B, per token, 1 request | 4.28 | 5.02 | 1.17 |
+| 64 requests, 512 tokens in and 128 out | 9.32 | 10.27 | 1.10 |
+| first token, 4 prompts of 8,000 | 656 | 650 | 0.99 |
+| Llama 3.1 8B, per token, 1 request | 4.17 | 4.64 | 1.11 |
+| 64 requests | 9.12 | 9.73 | 1.07 |
+| first token, 4 prompts of 8,000 | 633 | 638 | 1.01 |
+
+With the class's own norms and rotations the ratios were 1.82, 1.47, 1.26, 1.51, 1.37 and 1.18. They remain where
+neighbouring dims rotate together (Cohere, GLM-4, ERNIE 4.5) or where norms come after the rotation (Hunyuan).
 Attention over latents (MLA) has its keys and values expanded in the cache: heads times their sizes a token.
+
+"""
+
+TEXTS = """\
+## Embedding models and classifiers
+
+    sglang serve --model-path sentence-transformers/all-MiniLM-L6-v2 --is-embedding  # GPU
+    sglang serve --model-path BAAI/bge-reranker-v2-m3 --is-embedding  # GPU
+
+With `--is-embedding` a model without a family is computed by the class of its model type, without a head.
+Its attention may see both sides, with a window or without.
+Each text is in one step as a whole, beside others and without padding. Nothing is cached, and there are no graphs.
+
+- The repository's `modules.json` says what becomes of the hidden states: `1_Pooling` takes the first one (`cls_token`),
+  the last one (`lasttoken`) or their mean (`mean_tokens`), `Dense` modules follow, and `Normalize` makes the length 1.
+  Other modules and modes are refused.
+- Without `modules.json`, decoders take the last state and others the mean of all, and the length is 1.
+- `max_seq_length` of `sentence_bert_config.json` limits a text. `--context-length` allows as many tokens as the model.
+- A family of this server embeds by the last token. Where the repository asks for another way, the class is used.
+- Classes `...ForSequenceClassification` are classifiers. Their head takes the first state, the last or the mean; which
+  one, is found by trying it. `problem_type` decides between softmax, sigmoid and plain scores; without it one label
+  gets a sigmoid, unless sentence-transformers wrote another activation.
+- Weights that are published in 32 bits are computed with in bfloat16 on a GPU; `--dtype` asks for another type.
+- `--dp-size` works. `--tp-size` works where the class has a plan; encoders like BERT have none.
+- Attention with caps or learned logits is refused here, as are classes that take no positions.
+
+"""
+
+TEXTS_SERVED = """\
+Each was compared with itself in transformers {version}, as above, with three texts side by side:
 
 """
 
@@ -91,6 +137,8 @@ def page() -> str:
     ]
     return (
         INTRODUCTION
+        + TEXTS
+        + _text_classes()
         + SERVED.format(version=version)
         + "\n".join(("| there is | classes |", "|---|---|", *table))
         + "\n\n"
@@ -98,6 +146,18 @@ def page() -> str:
         + "\n".join(("| reason | classes |", "|---|---|", *refused))
         + "\n"
     )
+
+
+def _text_classes() -> str:
+    """The table of classes that generate no text."""
+    recorded = json.loads(TEXT_OUTCOMES.read_text(encoding="utf-8"))
+    rows: dict[str, list[str]] = {}
+    for name, reason in recorded["outcomes"].items():
+        rows.setdefault(_short(name, reason) if reason else "served", []).append(name)
+    order = sorted(rows, key=lambda reason: (reason != "served", reason))
+    table = [f"| {reason} | {', '.join(f'`{name}`' for name in rows[reason])} |" for reason in order]
+    lines = ("| outcome | classes |", "|---|---|", *table)
+    return TEXTS_SERVED.format(version=recorded["transformers"]) + "\n".join(lines) + "\n\n"
 
 
 def _short(name: str, reason: str) -> str:

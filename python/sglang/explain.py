@@ -154,7 +154,10 @@ def explain(
     not_implemented = "\n".join(model.unsupported) or None
     free = int(arch.memory * USUAL_FREE_SHARE) if available is None else available
     config_of_model = ModelConfig.from_hf(config, read_generation_config(directory), args=args, directory=directory)
-    planner = ModelPlanner(args, config_of_model, arch, free, packages, served=not not_implemented, advises=advises)
+    planner = ModelPlanner(
+        args, config_of_model, arch, free, packages, served=not not_implemented, advises=advises,
+        main_memory=machine.main_memory,
+    )  # fmt: skip
 
     nothing = Explanation(arch, model, parallel.kv_dtype, parallel, args.dp_size, not_implemented)
     try:
@@ -264,7 +267,7 @@ def _plan(
         plan = make_plan(
             planner.args, planner.model, planner.arch, planner.available, planner.packages, advises=planner.advises,
             host_bytes=UNBOUNDED if unasked and machine.host_bytes is None else machine.host_bytes,
-            tier_unasked=unasked,
+            tier_unasked=unasked, main_memory=machine.main_memory,
         )  # fmt: skip
         host = None if plan.host_cache is None else HostMemory(plan.host_cache, machine, unasked)
         described = {key: value for key, value in plan.describe().items() if key not in ("kernels", "host_cache")}

@@ -192,7 +192,9 @@ MISTAKES = [
     ("/v1/rerank", {"query": "a", "documents": []}, "documents"),
     ("/v1/rerank", {"query": "", "documents": ["a"]}, "query"),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}, "yes and no"),
-    ("/v1/classify", {"input": "a"}, "not supported"),
+    ("/v1/classify", {"input": "a"}, "no classification head"),
+    ("/v1/score", {"query": "a", "items": "b"}, "label_token_ids is missing"),
+    ("/classify", {"input": "a", "text": "a"}, "one of input, text and input_ids"),
 ]
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang.plan.floors import Floor
+from sglang.plan.host_memory import Machine
 from sglang.plan.layouts import CLEARLY, GIB, Load, Prospect, Survey, check_counts, survey
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, current_arch
@@ -72,6 +73,17 @@ def run_plan(argv: Sequence[str]) -> None:
         help="tokens of a request and step with drafts, where the flags ask for some; default: %(default)s",
     )
     parser.add_argument("--free-memory", type=float, help="GiB free on a GPU; default: 97%% of what the card has")
+    parser.add_argument(
+        "--main-memory",
+        type=float,
+        help="GiB of main memory that are free on a machine: experts of weights that do not fit then lie there",
+    )
+    parser.add_argument(
+        "--memory-channels",
+        type=int,
+        default=0,
+        help="channels of DDR5 of a machine; default: as many as the GPUs need",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     first = ["--model-path"] if argv and not argv[0].startswith("-") else []
     options, words = parser.parse_known_args([*first, *argv])
@@ -82,7 +94,8 @@ def run_plan(argv: Sequence[str]) -> None:
     free = None if options.free_memory is None else int(options.free_memory * GIB)
     if not options.accept_length >= 1:
         raise UserError(f"--accept-length {options.accept_length:g} must be at least 1 token.")
-    result = survey(words, gpus, arch, load, free, options.nodes)
+    main = None if options.main_memory is None else int(options.main_memory * GIB)
+    result = survey(words, gpus, arch, load, free, options.nodes, Machine(main, channels=options.memory_channels))
     length = options.accept_length
     print(json.dumps(to_json(result, length), indent=2) if options.json else to_text(result, length))
 
@@ -145,6 +158,13 @@ def _gains(result: Survey) -> list[str]:
     return lines
 
 
+def _in_main_memory(result: Survey) -> list[str]:
+    """Returns lines about experts in main memory."""
+    slots = {prospect.layout: prospect.expert_slots for prospect in result.prospects if prospect.expert_slots}
+    lines = [line for layout, plan in slots.items() for line in textwrap.wrap(f"{layout}: {plan}", 116)]
+    return [*lines, "Floors do not count what crosses the bus; these predictions do."] if lines else []
+
+
 def _more(seconds: float) -> str:
     return f"{abs(seconds) * 1e3:.2f} ms {'less' if seconds < 0 else 'more'}"
 
@@ -170,6 +190,7 @@ def _prospect_json(prospect: Prospect, accept_length: float) -> dict[str, Any]:
         "predicted": _predicted_json(prospect),
         "loaded": {"bytes": prospect.loaded_bytes, "seconds": prospect.loaded_seconds},
         "with_drafts": _drafted_json(prospect, accept_length),
+        **({"expert_slots": prospect.expert_slots.describe()} if prospect.expert_slots is not None else {}),
         "commands": list(prospect.commands),
         "notes": list(prospect.notes),
     }
@@ -255,6 +276,7 @@ def to_text(result: Survey, accept_length: float = ACCEPT_LENGTH) -> str:
     lines += ["", *_table(result), ""]
     lines += [f"{name}: {meaning}" for name, meaning in dict(COLUMNS).items() if name != "layout"]
     lines += ["", *_gains(result)]
+    lines += _in_main_memory(result)
     lines += ["", *_traffic(result), *_predictions(result), *_drafted(result, accept_length)]
     best = result.best()
     if best is not None:

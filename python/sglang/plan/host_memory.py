@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sglang.srt.plan.expert_slot_plan import MainMemory
 from sglang.srt.plan.host_cache import BUS_RATE, COPIED, GIB, HostCachePlan
 
 UNBOUNDED = 1 << 60
@@ -15,10 +16,16 @@ UNBOUNDED = 1 << 60
 @dataclass(frozen=True, slots=True)
 class Machine:
     """What is known of a machine. `host_bytes`: free main memory; None: unknown. `numa_nodes`: nodes over which the
-    GPUs are evenly spread."""
+    GPUs are evenly spread. `channels`: of its main memory; 0: enough for the buses of all GPUs."""
 
     host_bytes: int | None = None
     numa_nodes: int = 1
+    channels: int = 0
+
+    @property
+    def main_memory(self) -> MainMemory:
+        """What experts may take of it."""
+        return MainMemory(self.host_bytes, self.channels)
 
 
 UNKNOWN = Machine()

@@ -9,10 +9,12 @@ from typing import Any
 
 from sglang.explain import Explanation, explain
 from sglang.plan.floors import Floor, StepFloors
+from sglang.plan.host_memory import UNKNOWN, Machine
 from sglang.plan.predictions import Prediction, predict
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.kernels.spec import Choice
+from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan
 from sglang.srt.plan.host_cache import BUS_RATE
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.model_description import ModelDescription
@@ -125,6 +127,8 @@ class Prospect:
     loaded_bytes: int = 0
     """Bytes that a GPU loads for a request of the load whose whole prefix is in main memory: tokens and a state,
     without windows. 0: unified memory, where nothing is loaded."""
+    expert_slots: ExpertSlotPlan | None = None
+    """The experts in main memory, whose predictions then hold: floors do not count the bus."""
 
     @property
     def loaded_seconds(self) -> float:
@@ -142,6 +146,9 @@ class Prospect:
     def predicted_tokens_per_second(self) -> tuple[float, float, float] | None:
         """Predicted tokens a second of all servers with the load: (figure, low, high), by the range of the prediction's
         error; None where nothing is predicted."""
+        if self.expert_slots is not None:
+            speed = self.layout.servers * self.expert_slots.tokens_per_second(self.requests_per_server)
+            return (speed, speed, speed) if self.max_requests else (0.0, 0.0, 0.0)
         if self.predicted is None:
             return None
         time, requests = self.predicted.loaded, self.layout.servers * self.requests_per_server
@@ -160,6 +167,8 @@ class Prospect:
     @property
     def one_request_per_second(self) -> float:
         """Tokens a second of a single request: predicted if possible, else the upper bound."""
+        if self.expert_slots is not None:
+            return self.expert_slots.tokens_per_second(1)
         return 1 / (self.one.seconds_with_nccl if self.predicted is None else self.predicted.one.seconds)
 
 
@@ -199,13 +208,20 @@ class Survey:
 
 
 def survey(
-    words: Sequence[str], gpus: int, arch: ArchTraits, load: Load, free_memory: int | None, nodes: int = 1
+    words: Sequence[str],
+    gpus: int,
+    arch: ArchTraits,
+    load: Load,
+    free_memory: int | None,
+    nodes: int = 1,
+    machine: Machine = UNKNOWN,
 ) -> Survey:
     """Plans the model in every layout.
 
         words: flags of the server, without those of the layout
         free_memory: bytes free on a GPU before anything is loaded; None: the usual share
         nodes: machines that a server may span, each with an equal part of the GPUs
+        machine: what is known of its main memory
 
     Raises UserError for a model or flags that cannot be read.
     """
@@ -224,7 +240,7 @@ def survey(
             continue
         meeting = ["--nnodes", str(layout.machines), "--dist-init-addr", ADDRESS] if layout.machines > 1 else []
         args = ServerArgs.from_cli([*words, *layout.flags, *meeting], prog="sglang plan")
-        explained = explain(args, arch, frozenset({"triton"}), free_memory, advises=False)
+        explained = explain(args, arch, frozenset({"triton"}), free_memory, advises=False, machine=machine)
         first = first or explained
         problem = explained.refused or explained.unfit or _unplanned(explained)
         if problem is not None:
@@ -287,6 +303,7 @@ def _prospect(
     maximum = groups * requests_that_fit(plan, load.length)
     each = max(1, min(-(-load.concurrency // layout.servers), maximum))
     a_step = -(-each // layout.pp_size)  # pipeline stages compute different microbatches of requests at the same time
+    slots = ExpertSlotPlan(**plan["expert_slots"]) if "expert_slots" in plan else None
     memory, cost = plan["memory"], cache_cost(explained.groups)
     return Prospect(
         layout=layout,
@@ -300,7 +317,10 @@ def _prospect(
         prefill=floors.prefill(load.length),
         commands=tuple(layout.commands(words, a_machine // layout.gpus_each if a_machine else None)),
         notes=explained.notes,
-        predicted=_predicted(explained, model, parallel, a_step, load.length) if layout.machines == 1 else None,
+        predicted=_predicted(explained, model, parallel, a_step, load.length)
+        if layout.machines == 1 and slots is None
+        else None,
+        expert_slots=slots,
         starts=explained.problem is None,
         loaded_bytes=0 if explained.arch.unified_memory else int(cost.bytes_per_token * load.length) + cost.state_bytes,
     )

@@ -9,7 +9,7 @@ import pytest
 from sglang.embedded import DEFAULT_MODEL_PATH
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front import request_preparation, result_limits
-from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError, TextPair
 from sglang.srt.managers.front.request_preparation import PreparedCall, RequestPreparer
 from sglang.srt.managers.wire.io_struct import TokenizedGenerateReq
 from sglang.srt.managers.wire.token_ids import decoder, encoder
@@ -332,3 +332,41 @@ def test_samples_share_an_array_of_four_bytes_a_token() -> None:
     message = encoder().encode(first)
     assert len(message) < len(encoder().encode(prepare(input_ids=[1]).requests[0])) + 19 * 4 + 64
     assert decoder(TokenizedGenerateReq).decode(message).input_ids.tolist() == list(range(20))
+
+
+async def framed(text: str, add_special_tokens: bool) -> list[int]:
+    """As `encode`, with a token behind every text, too."""
+    ids = await encode(text, add_special_tokens)
+    return [*ids, 1] if add_special_tokens else ids
+
+
+async def framed_pair(pair: TextPair) -> tuple[list[int], int]:
+    first, second = await encode(pair.first, False), await encode(pair.second, False)
+    return [0, *first, 1, *second, 1], len(first) + 2
+
+
+def embedded(*texts: Any, **flags: Any) -> list[TokenizedGenerateReq]:
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, is_embedding=True, **flags)
+    model = dataclasses.replace(ModelConfig.from_server_args(args), context_len=CONTEXT, vocab_size=VOCAB)
+    made = RequestPreparer(args, model, framed, encode_pair=framed_pair)
+    return asyncio.run(made.prepare(GenerateRequest(text=list(texts), embed=True))).requests
+
+
+def test_embeddings_need_no_room_for_output() -> None:
+    (request,) = embedded("a" * (CONTEXT - 2))
+    assert len(request.input_ids) == CONTEXT and request.hidden_start == CONTEXT - 1
+    with pytest.raises(RequestError, match=f"prompt of {CONTEXT + 1} tokens is longer than the model's context"):
+        embedded("a" * (CONTEXT - 1))
+
+
+def test_texts_that_are_cut_keep_the_token_that_ends_them() -> None:
+    long, pair = embedded("a" * 50, TextPair("bb", "c" * 50), allow_auto_truncate=True)
+    assert long.input_ids.tolist() == [0, *[97] * (CONTEXT - 2), 1] and long.segment_start == 0
+    assert pair.input_ids.tolist() == [0, 98, 98, 1, *[99] * (CONTEXT - 5), 1] and pair.segment_start == 4
+
+
+def test_pairs_need_a_tokenizer() -> None:
+    args = ServerArgs.from_kwargs(model_path=DEFAULT_MODEL_PATH, is_embedding=True)
+    made = RequestPreparer(args, ModelConfig.from_server_args(args), None)
+    with pytest.raises(RequestError, match="pairs of texts cannot be joined"):
+        asyncio.run(made.prepare(GenerateRequest(text=[TextPair("a", "b")], embed=True)))

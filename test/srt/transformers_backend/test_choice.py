@@ -20,7 +20,7 @@ from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.served_model import describe_served
 from sglang.srt.plan.transformers_backend import asking
-from sglang.srt.plan.transformers_backend.causal_classes import causal_classes
+from sglang.srt.plan.transformers_backend.class_tables import causal_classes
 from sglang.srt.plan.transformers_backend.facts import ClassFacts, ClassRequest
 from sglang.srt.plan.two_batch_overlap import two_batch_rule
 from sglang.srt.server_args import ServerArgs

@@ -112,16 +112,21 @@ def save_tiny(kind: str, folder: Path) -> Any:
     config = tiny_config(kind)
     config._attn_implementation = "eager"  # the others leave out caps of scores
     model = getattr(transformers, causal_classes()[kind])(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0.0, 0.08)
-            elif "norm" in name or "ln_" in name:
-                parameter.uniform_(0.5, 1.5)
-            else:
-                parameter.normal_(0.0, 0.1)
+    fill_randomly(model)
     model.save_pretrained(folder)
     return model
+
+
+@torch.no_grad()
+def fill_randomly(model: Any) -> None:
+    """Fills the parameters with values that all count."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0.0, 0.08)
+        elif "norm" in name.lower() or "ln_" in name:
+            parameter.uniform_(0.5, 1.5)
+        else:
+            parameter.normal_(0.0, 0.1)
 
 
 def config_values(config: Any, architecture: str) -> dict[str, Any]:

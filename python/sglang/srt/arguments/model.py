@@ -46,7 +46,7 @@ class ModelArgs:
     json_model_override_args: str = option(
         "{}", MODEL, "JSON object merged into config.json.", json=True, metavar="JSON"
     )
-    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts only, and refuse to generate.")
+    is_embedding: bool = option(False, MODEL, "Serve embeddings of texts or scores of labels, and refuse to generate.")
     skip_tokenizer_init: bool = option(False, MODEL, "Serve token ids only; no tokenizer is loaded.")
     quantization: str | None = option(
         None,
@@ -79,7 +79,19 @@ class ModelArgs:
         "Memory of these states over that of the KV cache; above 0. None: states for conversations of 4,096 tokens.",
     )
     cpu_offload_gb: float = option(
-        0.0, MODEL, "Weights stay in GPU memory: a model that fits starts with a warning.", minimum=0
+        0.0,
+        MODEL,
+        "Weights that fit stay in GPU memory, with a warning; of those that do not, experts go to main memory anyway.",
+        minimum=0,
+    )
+    enable_paged_experts: bool = option(
+        False,
+        MEMORY,
+        "Keep routed experts in page-locked main memory, and those in use in slots of GPU memory. By default only if"
+        " GPUs have no room for the weights and main memory has.",
+    )
+    paged_experts_num_resident: int | None = option(
+        None, MEMORY, "Slots of each layer for experts in use. None: as many as caches leave room for.", minimum=1
     )
     ple_offload_embedding: bool = option(
         False,

@@ -20,11 +20,14 @@ from sglang.srt.configs.hf_config import (
     read_generation_config,
     select_text_config,
 )
+from sglang.srt.configs.labels import Labels, classifies, read_labels
 from sglang.srt.configs.model_path import resolve_model_path
 from sglang.srt.configs.ngram_tables import with_table_dtype
 from sglang.srt.configs.quant_rules import QuantConfig
 from sglang.srt.configs.quantization import quantization_of
 from sglang.srt.configs.rope import by_layer_type, rope_parameters, scaled_context_length
+from sglang.srt.configs.sentence_modules import NO_MODULES, SentenceModules, read_sentence_modules
+from sglang.srt.configs.text_positions import first_position
 from sglang.srt.environ import envs, warn_once
 from sglang.srt.errors import UserError
 
@@ -57,6 +60,16 @@ class ModelConfig:
     """Values of the whole config.json after overrides, in the form of the file."""
     media_config: Mapping[str, Any] = field(default_factory=dict)
     """Values of the whole config.json where images may be served; empty with --language-model-only."""
+    sentence_modules: SentenceModules = NO_MODULES
+    """What the repository makes of hidden states, where the server makes embeddings."""
+    labels: Labels | None = None
+    """The labels of a classifier; None: the model is none."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Returns the elements of a hidden state, by any of the names that model types have for it."""
+        reader = ConfigReader(self.hf_config, "config.json")
+        return reader.count("hidden_size", "n_embd", "d_model", "dim") or reader.positive("hidden_size")
 
     @classmethod
     def from_server_args(cls, args: ServerArgs) -> ModelConfig:
@@ -78,13 +91,18 @@ class ModelConfig:
         --flashinfer-mxfp4-moe-precision. Raises UserError."""
         hf_config, inner = select_text_config(config), config.get("text_config")
         reader = ConfigReader(hf_config, f"{directory / 'config.json'}")
+        architecture = _architecture(reader)
+        modules = read_sentence_modules(directory) if args.is_embedding else NO_MODULES
+        context_len = context_length(hf_config, args.context_length, reader.source)
+        if modules.max_tokens and args.context_length is None:
+            context_len = min(context_len, modules.max_tokens)
         return cls(
             model_path=str(directory),
-            architecture=_architecture(reader),
+            architecture=architecture,
             hf_config=hf_config,
             vocab_size=reader.positive("vocab_size"),
-            context_len=context_length(hf_config, args.context_length, reader.source),
-            dtype=_dtype(reader, args.dtype),
+            context_len=context_len,
+            dtype=_dtype(reader, args.dtype, args.is_embedding),
             quantization=quantization_of(
                 config,
                 directory,
@@ -96,6 +114,8 @@ class ModelConfig:
             text_keys=frozenset(inner) if isinstance(inner, Mapping) else None,
             written_config=config,
             media_config={} if args.language_model_only else config,
+            sentence_modules=modules,
+            labels=read_labels(config) if args.is_embedding and classifies(architecture) else None,
             default_sampling={key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None},
         )
 
@@ -114,6 +134,7 @@ def context_length(hf_config: Mapping[str, Any], requested: int | None, source: 
     # Kimi Linear, whose attention has no positions, calls it model_max_length, and GPT-2 and its like n_positions.
     names = ("max_position_embeddings", "model_max_length", "n_positions", "n_ctx")
     longest = reader.count(*names) or reader.positive("max_position_embeddings")
+    longest -= first_position(hf_config)
     # Where only a part of the layers is scaled (in the newer or the older form), the stated length is the scaled one.
     if not by_layer_type(hf_config) and hf_config.get("rope_local_base_freq") is None:
         longest = scaled_context_length(longest, rope_parameters(hf_config))
@@ -130,7 +151,9 @@ def context_length(hf_config: Mapping[str, Any], requested: int | None, source: 
     return requested
 
 
-def _dtype(reader: ConfigReader, requested: str) -> str:
+def _dtype(reader: ConfigReader, requested: str, embeds: bool) -> str:
+    """Returns the dtype of the model. embeds: it makes embeddings; such models are often published in 32 bits, of which
+    16 are computed with."""
     if requested != "auto":
         return requested
     written = reader.values.get("dtype") or reader.values.get("torch_dtype") or "bfloat16"
@@ -139,7 +162,7 @@ def _dtype(reader: ConfigReader, requested: str) -> str:
         raise UserError(
             f"{reader.source}: dtype {written!r} is not supported; choose {', '.join(DTYPES)} with --dtype."
         )
-    return name
+    return "bfloat16" if embeds and name == "float32" else name
 
 
 def _eos_token_ids(vocab_size: int, *sources: Mapping[str, Any]) -> frozenset[int]:

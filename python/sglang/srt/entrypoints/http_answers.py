@@ -110,6 +110,17 @@ _BY_PATH: dict[str, Schema] = {
         ),
     ),
     "/encode": _one_or_many(_record(embedding=_list(_NUMBER), meta_info=_META)),
+    "/classify": {
+        "anyOf": [
+            _one_or_many(_record(embedding=_list(_NUMBER), meta_info=_META)),
+            _record(
+                object="list",
+                model=_TEXT,
+                usage=_USAGE,
+                data=_list(_record(index=_COUNT, label=_TEXT, probs=_list(_NUMBER), num_classes=_COUNT)),
+            ),
+        ]
+    },
     "/v1/score": _record(object="scoring", scores=_list(_list(_NUMBER)), model=_TEXT, usage=_USAGE),
     "/v1/rerank": _list(_record(score=_NUMBER, index=_COUNT, document=_or_null(_TEXT), meta_info=_META)),
     "/rerank": _record(

@@ -244,6 +244,15 @@ def _free_main_memory(root: Path = Path("/")) -> int:
     return available
 
 
+def lockable_bytes(free: int, root: Path = Path("/")) -> int:
+    """Returns how many of the `free` bytes of main memory may be page-locked for a GPU: WSL2 locks up to half of its
+    memory."""
+    version = root / "proc/version"
+    if not version.exists() or "microsoft" not in version.read_text().lower():
+        return free
+    return min(free, _numbers(root / "proc/meminfo", ":")["MemTotal"] * 1024 // 2)
+
+
 def _numbers(path: Path, separator: str) -> dict[str, int]:
     """Reads lines of a name, the separator and a number; returns {} for a missing file."""
     lines = path.read_text().splitlines() if path.exists() else []

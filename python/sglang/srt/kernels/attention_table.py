@@ -143,7 +143,8 @@ LONG_LATENT_PROMPT = (
     ),
 )
 PREFILL_ATTENTION = (
-    # Serves image encoders. Measured beside Triton's on an H100: benchmark/results/images.md.
+    # Serves image encoders, and classes of transformers that generate no text. Measured beside Triton's on an H100:
+    # benchmark/results/images.md.
     KernelSpec(
         "torch_flash",
         f"{_ATTENTION}.flash_varlen:flash_attention",
@@ -157,7 +158,7 @@ PREFILL_ATTENTION = (
         CP_ASYNC,
         "triton",
         tiled=True,
-        refuse=HALF,
+        refuse=all_of(HALF, lacks("two_sided_window")),
     ),
     KernelSpec("torch_native", f"{_NATIVE}:context_attention", graph_safe=False),
     KernelSpec("fa3", requires=WGMMA, not_here=NOT_PART),

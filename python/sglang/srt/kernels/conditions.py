@@ -110,7 +110,9 @@ def torch_flash_is_faster(need: Need, arch: ArchTraits) -> list[str]:
     """Refuses head dims with which Triton's kernel is faster than torch's. With wgmma (H100, 16,384 patches), Triton's
     takes 0.75 to 0.88 of torch's time with the dims listed below, but 1.7 times as long with 72, whose rows are not
     aligned to 32 bytes. On other GPUs, by FA2's measured times on SM12x, Triton's is faster with 64 dims; with more,
-    torch's takes half of its time."""
+    torch's takes half of its time. Triton's has no windows to both sides."""
+    if "two_sided_window" in need.traits:
+        return []
     faster = (64, 80, 96, 128) if "wgmma" in arch.features else (64,)
     return [f"Triton's is faster with head dim {need.head_dim}"] if need.head_dim in faster else []
 

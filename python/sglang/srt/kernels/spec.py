@@ -38,11 +38,11 @@ class Need:
     that of the cache.
 
         traits: properties that not every kernel supports: "sliding_window", "sinks", "logit_cap", "custom_mask", "mla",
-            "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "head_norm", "window_slack" (the
-            cache keeps more than the window), "chunked" (windows are chunks), "relative_bias" (scores get a bias by
-            distance), "expert_bias", "clamped_gate", "gelu_gate", "flashinfer_fusion" (asked for), "token_shares" (DCP:
-            ranks shard the tokens and merge their partial attention), "uneven_sizes" (some sizes are no powers of two;
-            only for ops that name it)
+            "shared_kv", "sparse", "hybrid_gdn", "hybrid_mamba2", "bidirectional", "two_sided_window" (of a
+            bidirectional op), "head_norm", "window_slack" (the cache keeps more than the window), "chunked" (windows
+            are chunks), "relative_bias" (scores get a bias by distance), "expert_bias", "clamped_gate", "gelu_gate",
+            "flashinfer_fusion" (asked for), "token_shares" (DCP: ranks shard the tokens and merge their partial
+            attention), "uneven_sizes" (some sizes are no powers of two; only for ops that name it)
         heads: (query, KV) heads of a rank
         rotary_dim: dims of a head that rotate
         shapes: (rows, cols, has a bias) of a rank's weights: of linear layers, or of the experts' first and second

@@ -356,6 +356,10 @@ TABLES: dict[str, tuple[KernelSpec, ...]] = {
     **{f"topk_{kind}": _elementwise(f"topk_{kind}", "topk", block=_ROUTED) for kind in ROUTERS},
     "linear": LINEAR,
     "fused_moe": FUSED_MOE,
+    "expert_slots": (
+        KernelSpec("triton", f"{_TRITON}.expert_slots:EXPERT_SLOTS", CP_ASYNC, "triton"),
+        KernelSpec("torch_native", f"{_EXPERTS}.slot_ops:EXPERT_SLOTS", graph_safe=False),
+    ),
     "extend_attention": EXTEND_ATTENTION,
     "long_prompt_attention": LONG_PROMPT_ATTENTION,
     "long_latent_prompt": LONG_LATENT_PROMPT,

@@ -40,6 +40,9 @@ class ForwardBatch:
     metadata: Mapping[AttentionSite, SiteMetadata] = field(default_factory=dict)
     """Attention metadata of this step by attention site (`AttentionSites.metadata`)."""
 
+    segments: torch.Tensor | None = None
+    """[T] int64, number of the text of a pair, 0 or 1, that a token belongs to. None: no request is a pair."""
+
     num_valid_tokens: torch.Tensor | None = None
     """[1] int32: tokens from here on are padding, which experts need not compute. None: all are valid."""
 

@@ -260,12 +260,14 @@ def context_attention(
     longest: int,
     is_causal: bool,
     scale: float | None = None,
+    sliding_window: int = 0,
     share: tuple[int, int] = (0, 1),
     tile: object,
 ) -> None:
     """Fills o [T, Hq, Dv] for q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] without a cache; sequence i has rows
-    start_loc[i] to start_loc[i + 1]. `longest`, the rows of the longest sequence, is not read. share (i, n), without
-    causality: fills only the i-th of n ranges of rows."""
+    start_loc[i] to start_loc[i + 1]. `longest`, the rows of the longest sequence, is not read. sliding_window: a row
+    sees those that are fewer rows away, without causality on both sides; 0: all. share (i, n), without causality: fills
+    only the i-th of n ranges of rows."""
     starts = start_loc.tolist()
     first, last = (len(q) * (share[0] + i) // share[1] for i in (0, 1))
     assert share[1] == 1 or not is_causal
@@ -274,6 +276,10 @@ def context_attention(
         if low >= high:
             continue
         query, key, value = (x.transpose(0, 1) for x in (q[low:high], k[begin:end], v[begin:end]))
+        mask = None
+        if sliding_window:
+            ahead = torch.arange(begin, end, device=q.device) - torch.arange(low, high, device=q.device)[:, None]
+            mask = (ahead.abs() < sliding_window) & (ahead <= 0 if is_causal else True)
         o[low:high] = F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True
+            query, key, value, mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=True
         ).transpose(0, 1)

@@ -17,7 +17,9 @@ import torch
 
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.errors import UserError
+from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
 from sglang.srt.layers.quantization.activations import Activations
+from sglang.srt.mem_cache.main_memory import map_memory
 from sglang.srt.mem_cache.memory_pool import CacheStore
 from sglang.srt.plan.ranks import ShardRange
 from sglang.srt.plan.weight_names import PartKey, WeightMap
@@ -93,6 +95,8 @@ class Param:
     tensor: torch.Tensor
     parts: dict[PartKey, TensorPart]
     init: Init | Fill = Init.NORMAL
+    filled_on: torch.device | None = None
+    """Device that makes the random numbers of a dummy parameter; None: the tensor's."""
 
     @property
     def sharded(self) -> bool:
@@ -182,6 +186,16 @@ class Scope:
     """Number of the first layer's caches: a draft's follow those of its target."""
     readable: tuple[CacheStore, ...] = ()
     """Stores of another model that layers may read, such as the target's for a draft."""
+    buffers: ExpertBuffers = field(default_factory=ExpertBuffers)
+    """Buffers of experts whose weights lie in main memory."""
+    made_for: torch.device | None = None
+    """Device that reads the parameters if they lie in main memory."""
+
+    def in_main_memory(self) -> Scope:
+        """Returns the scope with parameters in main memory, each on pages of its own."""
+        if self.device.type == "meta":
+            return self
+        return replace(self, device=torch.device("cpu"), made_for=self.device)
 
     def sub(self, name: str | int) -> Scope:
         """Returns the scope of a child; its parameters go into the same collection."""
@@ -224,9 +238,12 @@ class Scope:
         dtype = dtype or self.dtype
         if pinned and self.device.type == "cuda":
             tensor = _pinned(shape, dtype)
+        elif self.made_for is not None:
+            tensor = map_memory(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        self.params[name] = Param(name, tensor, {PartKey(): TensorPart(shape)} if parts is None else parts, init)
+        parts = {PartKey(): TensorPart(shape)} if parts is None else parts
+        self.params[name] = Param(name, tensor, parts, init, self.made_for)
         return tensor
 
 

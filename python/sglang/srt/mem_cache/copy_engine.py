@@ -9,9 +9,7 @@ layer by layer: one layer's pieces are small in main memory, and a buffer of who
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ import torch
 
 from sglang.srt.mem_cache.cache_tier import CopyState, PageMoves
 from sglang.srt.mem_cache.layerwise_load import LayerwiseLoad
+from sglang.srt.mem_cache.main_memory import populate_memory, register, use_huge_pages
 from sglang.srt.mem_cache.page_pool import Bundle, PagePool
 from sglang.srt.plan.host_cache import STAGING_BUFFERS, STAGING_BYTES
 from sglang.srt.utils.device_arrays import event_on, to_device
@@ -33,13 +32,6 @@ SHORT_PIECE = 512 << 10
 """Average bytes of a piece below which its launch takes longer than its copy."""
 PACED_PIECE = 8 << 20
 """Bytes of a piece where copies are paced: 0.15 ms of the bus, which is a small part of a step."""
-HUGE_PAGE = 2 << 20
-ADVISE_HUGE = 14
-"""MADV_HUGEPAGE of Linux."""
-ADVISE_POPULATE = 23
-"""MADV_POPULATE_WRITE."""
-POPULATED_PIECE = 16 << 20
-"""Bytes that the system allocates at a time. Other threads that allocate large arrays wait meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -369,8 +361,8 @@ def part_of(moves: PageMoves, rank: int, count: int) -> PageMoves:
 def populate(pools: Sequence[PagePool]) -> None:
     """Has the system allocate the pools' main memory, in huge pages if it has them."""
     for pool in pools:
-        _use_huge_pages(pool.host)
-        _populate(pool.host)
+        use_huge_pages(pool.host)
+        populate_memory(pool.host)
 
 
 def page_lock(pools: Sequence[PagePool]) -> None:
@@ -378,31 +370,8 @@ def page_lock(pools: Sequence[PagePool]) -> None:
     copies are slower. A pool is locked as a whole, because CUDA refuses copies across two ranges that were locked
     separately."""
     for pool in pools:
-        code = torch.cuda.cudart().cudaHostRegister(pool.host.data_ptr(), pool.host.numel(), 0)
-        pool.locked = int(code) == 0
+        code = register(pool.host)
+        pool.locked = code == 0
         if not pool.locked:
             logger.warning("Main memory for cached prefixes cannot be page-locked (CUDA error %s)", code)
             return
-
-
-def _populate(memory: torch.Tensor) -> None:
-    """Has the system allocate memory near this thread's CPUs, piece by piece: locking everything at once would block
-    all other threads that allocate. Systems before Linux 5.14 allocate when the memory is locked."""
-    start, end = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE, memory.data_ptr() + memory.numel()
-    end = end // HUGE_PAGE * HUGE_PAGE
-    if end <= start or sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    for first in range(start, end, POPULATED_PIECE):
-        size = min(POPULATED_PIECE, end - first)
-        if libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), ADVISE_POPULATE):
-            return
-
-
-def _use_huge_pages(memory: torch.Tensor) -> None:
-    """Asks the system for pages of 2 MiB, which are locked many times faster; nothing else depends on them."""
-    start = -(-memory.data_ptr() // HUGE_PAGE) * HUGE_PAGE
-    size = memory.data_ptr() + memory.numel() - start
-    if size > 0 and sys.platform == "linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), ADVISE_HUGE)

@@ -95,6 +95,10 @@ class _Canary:
                 raise _failure(self._first_without_numbers() + " is not finite", "check the checkpoint's files")
         yield from self._with_overlap(reference)
         yield from self._in_graph("the graph of a prompt", partial(steps.prompts, steps.length), reference)
+        if runner.plan.description.pooling is not None:
+            alone = [self._logits(steps.alone(number)) for number in range(steps.count)]
+            yield self._compared("each text by itself", torch.cat(alone), reference)
+            return
         if steps.length < 2:
             return
         if steps.has_drafts:

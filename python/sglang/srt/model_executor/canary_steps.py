@@ -68,6 +68,10 @@ class CanarySteps:
         """Returns a step with the first `length` tokens of every prompt."""
         return self._step(np.arange(0), np.arange(self.count), length)
 
+    def alone(self, number: int) -> StepInput:
+        """Returns a step with one prompt."""
+        return self._step(np.arange(0), np.arange(number, number + 1), self.length)
+
     def decoded(self, count: int) -> StepInput:
         """Returns a step that decodes the last tokens of the first `count` prompts, whose other tokens are computed."""
         return self._step(np.arange(count), np.arange(0), 0)

@@ -334,7 +334,15 @@ class DeviceState:
             None if step is None else step.seq_lens[step.num_decodes :].tolist(),
         )
         mrope_positions = None if rows is None else self._mrope_positions(positions, rows)
-        return ForwardBatch(input_ids, positions, token_slots, decode_rows, extend, mrope_positions=mrope_positions)
+        return ForwardBatch(
+            input_ids,
+            positions,
+            token_slots,
+            decode_rows,
+            extend,
+            mrope_positions=mrope_positions,
+            segments=arrays.get("segments"),
+        )
 
     def _verify_batch(self, arrays: DeviceArrays, shape: StepShape, step: StepInput | None) -> ForwardBatch:
         """Builds the verify batch of k tokens per request, T = D k. A request's rows beyond its width are padding in

@@ -225,6 +225,11 @@ class ModelRunner:
         longest, and the longest that attends to all entries, behind every kind of cached prefix; those at which a
         kernel's tiles change; and those at which the selection of entries, or the attention to them, does."""
         attention, context_len = self.state.attention, self.plan.context_len
+        if self.plan.description.pooling is not None:  # whole texts, of which none has a cached prefix
+            for num in (min(SHORT_PROMPT, self.longest_prompt), self.longest_prompt):
+                self.run_padding(num)
+            self.launches = PromptLaunches()
+            return
         lengths = {(num, 0) for num in self.plan.bucket_sizes(self.longest_prompt)}
         short = min(SHORT_PROMPT, self.longest_prompt)
         dense = min(attention.longest_dense, self.longest_prompt)
@@ -243,7 +248,7 @@ class ModelRunner:
         most requests that may run, with a number that is no multiple of anything, and with the fewest that may bring
         as many draft tokens."""
         maximum = self.plan.max_running_requests
-        if self.decodes_in_graph(maximum):
+        if self.decodes_in_graph(maximum) or self.plan.description.pooling is not None:
             return
         widths = self.widths.of if self.state.has_drafts else lambda num: (0,)
         fewest = {widths(num): num for num in range(maximum, 0, -1) if not self.decodes_in_graph(num)}

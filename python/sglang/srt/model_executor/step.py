@@ -55,6 +55,8 @@ class PromptTokens:
     """[P] int64, the token that follows each run, 0 where the step samples it. Only set with speculative decoding."""
     media: MediaTokens | None = None
     """None: no prompt has a token at or before its last placeholder in this step."""
+    segments: np.ndarray | None = None
+    """[sum of extend_lens] int64, number of the text of a pair, 0 or 1. None: no prompt is a pair."""
 
 
 @dataclass(slots=True)
@@ -262,6 +264,8 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
     seq_lens, prefix_lens [P] and start_loc [P + 1] (each prompt's first token, then T); last_rows (the last token of
     each sampled request) and sampled_slots [R].
 
+    With pairs of texts also segments [T], as in `PromptTokens`.
+
     With images also media_tokens and feature_rows [M], and sections [3, N] for the N prompt tokens, as in
     `MediaTokens`; for their runs run_slots, run_ends, run_starts [S] and run_locs [S + 1] (each run's first of the M
     tokens, then M).
@@ -287,6 +291,8 @@ def step_arrays(step: StepInput) -> dict[str, np.ndarray]:
         arrays["next_ids"] = np.zeros(start_loc[-1], np.int64)
         arrays["next_ids"][count:-1] = prompts.input_ids[1:]
         arrays["next_ids"][start_loc[1:] - 1] = prompts.next_ids
+    if prompts.segments is not None:
+        arrays["segments"] = np.concatenate((np.zeros(count, np.int64), prompts.segments))
     if prompts.media is not None:
         rows = [rows for _, rows in prompts.media.sources]
         arrays["media_tokens"] = prompts.media.tokens

@@ -175,6 +175,8 @@ class StepOutput:
     def _sampled(self, forward: LaunchedForward, vocab_mask: np.ndarray | None) -> SamplerOutput:
         """Samples from complete or sharded logits: with sharded ones ranks exchange each row's largest, or each samples
         complete rows of a share."""
+        if self.model.description.pooling is not None:  # nothing is generated
+            return SamplerOutput(torch.zeros_like(forward.slots), None)
         head = self.model.head
         assert head is not None, "the last stage has it"
         sampling = self.table.view(forward.host_slots, forward.slots)

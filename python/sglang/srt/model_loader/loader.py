@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm import tqdm
@@ -18,7 +19,7 @@ from sglang.srt.layers.parameter import FLOATS, Init, Param, TensorPart
 from sglang.srt.model_loader.checkpoint import find_checkpoint, format_names
 from sglang.srt.model_loader.weight_check import refuse_not_finite
 from sglang.srt.models.build import build_model
-from sglang.srt.models.causal_lm import CausalLM
+from sglang.srt.models.causal_lm import CausalLM, Loadable
 from sglang.srt.plan.weight_names import PartKey, WeightMap, usual_fp8_name
 from sglang.srt.towers.base.encoder import VisionEncoder
 from sglang.srt.towers.base.shared_encoder import SharedEncoder
@@ -30,19 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-
-
-class Loadable(Protocol):
-    """Parameters with their places in a checkpoint."""
-
-    weights: WeightMap
-    params: dict[str, Param]
-    finish: list[Callable[[], None]]
-    base_prefix: str
-    """Prefix that names may lack in checkpoints saved without a head."""
-
-    def ignored_weight(self, name: str) -> bool:
-        """Returns whether this rank needs nothing of a checkpoint tensor."""
 
 
 def load_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> CausalLM:
@@ -69,11 +57,16 @@ def filled_model(plan: Plan, load_format: str = "auto", seed: int = 0) -> Causal
             fill_random(model.params, seed)
         else:
             load_checkpoint(model, plan.model.model_path, getattr(torch, plan.dtype))
+        for folder, part in model.beside.items():
+            if load_format == "dummy":
+                fill_random(part.params, seed)
+            else:
+                load_checkpoint(part, str(Path(plan.model.model_path) / folder), getattr(torch, plan.dtype))
         for step in model.finish:
             step()
     # The collectives that follow have a time limit, and files come at different speeds.
     parallel_state.wait_for_all_ranks()
-    num_bytes = sum(p.tensor.nbytes for p in model.params.values())
+    num_bytes = sum(p.tensor.nbytes for part in (model, *model.beside.values()) for p in part.params.values())
     logger.info(
         "Loaded %s (%s): %.2f GB of weights in %.1f s",
         plan.description.title,
@@ -215,9 +208,12 @@ def fill_random(params: dict[str, Param], seed: int) -> None:
             param.tensor.zero_()
         else:
             rank = parallel_state.tp_rank() if param.sharded else 0
-            generator = torch.Generator(param.tensor.device)
+            tensor = param.tensor if param.filled_on is None else torch.empty_like(param.tensor, device=param.filled_on)
+            generator = torch.Generator(tensor.device)
             generator.manual_seed(zlib.crc32(f"{seed}/{rank}/{param.name}".encode()))
             if param.init is Init.NORMAL:
-                param.tensor.normal_(0.0, 0.02, generator=generator)
+                tensor.normal_(0.0, 0.02, generator=generator)
             else:
-                param.init(param.tensor, generator)
+                param.init(tensor, generator)
+            if tensor is not param.tensor:
+                param.tensor.copy_(tensor)

@@ -16,8 +16,8 @@ def build_model(plan: Plan, device: torch.device | str | None = None) -> CausalL
     """Builds the model of a plan; arguments as in CausalLM."""
     if plan.description.transformers_class is None:
         return CausalLM(plan, device)
-    from sglang.srt.models.transformers_backend.model import (
-        TransformersModel,  # imports transformers' model code, which takes seconds
-    )
+    # These import transformers' model code, which takes seconds.
+    from sglang.srt.models.transformers_backend.model import TransformersModel
+    from sglang.srt.models.transformers_backend.text_model import TextModel
 
-    return TransformersModel(plan, device)
+    return (TransformersModel if plan.description.pooling is None else TextModel)(plan, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -53,6 +53,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.layers.block import Site
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
 from sglang.srt.layers.linear import Unquantized
+from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
 from sglang.srt.layers.parameter import Param, QuantMethod, Scope
 from sglang.srt.layers.quantization.dense import QuantizedMethod
 from sglang.srt.layers.quantization.layout import is_redundant
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.model_description import ModelDescription
     from sglang.srt.plan.plan import Plan
+    from sglang.srt.plan.weight_names import WeightMap
 
 Block = Callable[[torch.Tensor, "ForwardBatch"], torch.Tensor]
 """Computes a block: x [T, H] -> [T, H]."""
@@ -238,6 +240,19 @@ def _residual_stream(scope: Scope, model: ModelDescription) -> ResidualStream:
     return kind(scope, model, first)
 
 
+class Loadable(Protocol):
+    """Parameters with their places in a checkpoint."""
+
+    weights: WeightMap
+    params: dict[str, Param]
+    finish: list[Callable[[], None]]
+    base_prefix: str
+    """Prefix that names may lack in checkpoints saved without a head."""
+
+    def ignored_weight(self, name: str) -> bool:
+        """Returns whether this rank needs nothing of a checkpoint tensor."""
+
+
 class CausalLM:
     """A decoder-only model. Construction allocates parameters; the loader fills `params`, the runner's pools `caches`.
 
@@ -248,6 +263,8 @@ class CausalLM:
     layers between. Stages before the last return empty logits [R, 0].
     """
 
+    expert_buffers: ExpertBuffers | None = None
+    """What layers whose experts lie in main memory share."""
     base_prefix = "model."
     """Prefix that names lack in checkpoints saved without a head, such as embedding models."""
 
@@ -260,26 +277,10 @@ class CausalLM:
     ) -> None:
         """Allocates the parameters. `device` overrides the plan's; `meta` builds the shapes only. `first_layer`: number
         of the first layer's caches. `groups`: None for those of this process."""
-        self.description = model = plan.description
-        quantization = model.quantization
-        quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
-        scope = Scope(
-            plan=plan,
-            device=torch.device(device or plan.device),
-            dtype=getattr(torch, plan.dtype),
-            groups=groups or parallel_state.groups(),
-            quant=quant,
-            weights=model.names,
-            first_layer=first_layer,
-        )
-        self.weights = model.names
-        self.params: dict[str, Param] = scope.params
-        self.on_other_ranks = scope.on_other_ranks
-        self.finish = scope.finish
-        self.caches: list[CacheStore] = scope.caches
+        scope = self._begin(plan, device, groups, first_layer)
+        model = self.description
         self.vocab_is_in_group = plan.ranks.vocab_tp_size == plan.ranks.attn_tp_size
         """True if the ranks that share the vocabulary have the same requests."""
-        self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
         self.embed: VocabParallelEmbedding | None = None
         if model.has_embedding:
             self.embed = embedding_of(scope, model)
@@ -316,6 +317,33 @@ class CausalLM:
         for i in self.aux_layers.taken:
             if i + 1 < len(self.layers):
                 self.layers[i + 1].aux_layer = i
+
+    def _begin(
+        self, plan: Plan, device: torch.device | str | None, groups: Groups | None, first_layer: int = 0
+    ) -> Scope:
+        """Returns the scope of the model's parameters; arguments as in `__init__`. What is allocated in it is in
+        `params`, `caches`, `on_other_ranks` and `finish`."""
+        self.description = model = plan.description
+        quantization = model.quantization
+        quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
+        scope = Scope(
+            plan=plan,
+            device=torch.device(device or plan.device),
+            dtype=getattr(torch, plan.dtype),
+            groups=groups or parallel_state.groups(),
+            quant=quant,
+            weights=model.names,
+            first_layer=first_layer,
+        )
+        self.weights = model.names
+        self.expert_buffers = scope.buffers
+        self.params: dict[str, Param] = scope.params
+        self.on_other_ranks, self.finish = scope.on_other_ranks, scope.finish
+        self.caches: list[CacheStore] = scope.caches
+        self.beside: dict[str, Loadable] = {}
+        """Parts with checkpoints of their own, by their folder in the model's directory."""
+        self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
+        return scope
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         received = self.input_buffer(len(batch.input_ids))

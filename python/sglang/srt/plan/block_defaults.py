@@ -209,6 +209,10 @@ class FeedForwardDefaults(Protocol):
         """Returns the block for a model that is served with images, whose placeholder is `token`."""
         return self
 
+    def with_slots(self, slots: int, buffers: int) -> Self:
+        """Returns the block with its experts, if it has any, in main memory."""
+        return self
+
     @property
     def defers_all_reduce(self) -> bool:
         """Returns whether no bias is part of the sum over ranks."""

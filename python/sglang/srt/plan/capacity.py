@@ -8,6 +8,7 @@ from typing import Any
 
 from sglang.srt.plan.caches import CacheGroup
 from sglang.srt.plan.draft_plan import DraftPlan
+from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan
 from sglang.srt.plan.kernel_choice import KernelChoices
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import MemoryPlan
@@ -43,6 +44,8 @@ class Trial:
     chosen: KernelChoices
     capacity: Capacity
     draft: DraftPlan | None = None
+    expert_slots: ExpertSlotPlan | None = None
+    """The experts in main memory; None: they are in GPU memory."""
 
     @property
     def description(self) -> ModelDescription:

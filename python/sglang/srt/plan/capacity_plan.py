@@ -36,6 +36,7 @@ from sglang.srt.plan.sizes import Sizes
 from sglang.srt.plan.speculation import speculative_settings, step_widths
 from sglang.srt.plan.stages import NO_EXTRAS, Behind, Stage, cut_stages, fullest_caches
 from sglang.srt.plan.state_rows import state_rows
+from sglang.srt.plan.weights import expert_bytes, slot_bytes
 from sglang.srt.server_args import ServerArgs
 
 NOT_OF_GRAPHS = ("extend_attention", "long_prompt_attention", "long_latent_prompt", "prefill_attention")
@@ -62,7 +63,13 @@ class CapacityPlanner:
 
     @cached_property
     def weights(self) -> int:
-        return max(stage.weight_bytes for stage in self.stages)
+        in_main_memory = sum(expert_bytes(self.of_rank, self.parallel.dtype)) if self.on_cpu else 0
+        return max(stage.weight_bytes for stage in self.stages) + in_main_memory
+
+    @cached_property
+    def has_slots(self) -> bool:
+        """True: experts lie in main memory."""
+        return any(matrix.slots for matrix, _ in self.of_rank.matrices())
 
     @cached_property
     def everything(self) -> ModelDescription:
@@ -89,11 +96,11 @@ class CapacityPlanner:
     def plan(self) -> Capacity:
         """Plans the capacity. Sizes that the user did not give are as large as possible while the caches get their
         share (`defaults.CACHE_SHARE`). Raises UserError if the model does not fit."""
-        steps = defaults.default_sizes(self.arch.device, self.available, self.context_len)
+        steps = defaults.default_sizes(self.arch.device, self.available, self.context_len, self.has_slots)
         if self.args.mem_fraction_static is not None:  # it decides what caches get: smaller steps give them no more
             steps = steps[:1]
         chosen, best = defaults.with_share(steps, self._capacity, self._share)
-        if chosen != steps[0]:
+        if chosen != steps[0] and not self.has_slots:
             best.notes.append(smaller_sizes(best, self.weights, self.available))
         return best
 
@@ -101,6 +108,11 @@ class CapacityPlanner:
         """Returns the share of the memory besides the weights that the caches get."""
         if self.args.max_total_tokens is not None and capacity.max_total_num_tokens >= self.args.max_total_tokens:
             return 1.0
+        if self.has_slots:  # which get what steps and caches leave, so that steps are chosen first
+            memory, features = capacity.memory, None if self.on_cpu else self.arch.features
+            room = self.available - self.weights + slot_bytes(self.of_rank, self.parallel.dtype, features)
+            steps = memory.activations + memory.logits + memory.graphs
+            return defaults.CACHE_SHARE * room / max(1, defaults.ROOM_OF_STEPS * steps)
         return capacity.memory.caches / (self.available - self.weights)
 
     def _capacity(self, size: defaults.DefaultSizes) -> Capacity:
@@ -145,13 +157,15 @@ class CapacityPlanner:
         self, size: defaults.DefaultSizes, running: int, tokens: int
     ) -> tuple[tuple[int, ...], tuple[int, ...], list[str]]:
         """Returns the batch sizes of decode graphs, the tokens of prefill graphs, and why there are none."""
-        graphs = () if self.on_cpu else defaults.cuda_graph_batch_sizes(self.args, size.cuda_graph_max_bs, running)
+        no_graphs = self.on_cpu or self.of_rank.model.pooling is not None
+        graphs = () if no_graphs else defaults.cuda_graph_batch_sizes(self.args, size.cuda_graph_max_bs, running)
         kernels = [choice for op, choice in self.choices.items() if op.partition("/")[0] not in NOT_OF_GRAPHS]
         unsafe = sorted({choice.name for choice in kernels if not choice.spec.graph_safe})
         if graphs and unsafe:
             return (), (), [f"CUDA graphs are off: {', '.join(unsafe)} cannot run inside one"]
         extend = self.choices.get("extend_attention")
-        if not graphs or not (extend is None or extend.spec.graph_prefill):
+        # Where experts are copied for a prompt, the bus decides how long it takes and not the host's launches.
+        if not graphs or self.has_slots or not (extend is None or extend.spec.graph_prefill):
             return graphs, (), []
         return graphs, defaults.cuda_graph_prefill_tokens(self.of_rank.model, self.parallel.ranks.tp_size, tokens), []
 
@@ -187,6 +201,7 @@ class CapacityPlanner:
         pages; -1: whole prompts."""
         chunk, page = self.args.chunked_prefill_size, self.parallel.page_size
         chunk = size.chunked_prefill_size if chunk is None else chunk
+        chunk = chunk if self.of_rank.model.pooling is None else -1
         return chunk if chunk == -1 else max(page, chunk // self.parallel.ranks.attn_dp_size // page * page)
 
 

@@ -36,14 +36,21 @@ _BY_MEMORY: tuple[tuple[int, DefaultSizes], ...] = (
 """Pairs (available memory in bytes from which the sizes apply, default sizes)."""
 SMALLER = (DefaultSizes(2048, 64, 64), DefaultSizes(1024, 32, 32), DefaultSizes(512, 16, 16), DefaultSizes(256, 8, 8))
 """Default sizes for when the weights leave little memory, as with a model that just fits."""
+BESIDE_SLOTS = (DefaultSizes(8192, 64, 64), DefaultSizes(4096, 64, 64), DefaultSizes(2048, 32, 32), *SMALLER[1:])
+"""Default sizes where experts lie in main memory: the longest chunks whose steps leave slots their room."""
+ROOM_OF_STEPS = 6
+"""Steps get at most a sixth of the memory besides the weights that are always there."""
 CACHE_SHARE = 0.5
 """Share of the memory besides the weights that the caches should get; otherwise smaller sizes are tried."""
 
 
-def default_sizes(device: str, available: int, context_len: int) -> tuple[DefaultSizes, ...]:
-    """Returns the default sizes for this amount of memory, then smaller ones to try."""
+def default_sizes(device: str, available: int, context_len: int, has_slots: bool = False) -> tuple[DefaultSizes, ...]:
+    """Returns the default sizes for this amount of memory, then smaller ones to try. has_slots: experts lie in main
+    memory, whose bytes a prompt costs once a chunk."""
     if device == "cpu":
         return (DefaultSizes(512, 64, 0),)
+    if has_slots:
+        return BESIDE_SLOTS
     by_table = max(8, available // TABLE_SHARE // (context_len * 4))
     sizes = [*(sizes for least, sizes in _BY_MEMORY if available >= least), *SMALLER]
     return tuple(replace(size, max_running_requests=min(size.max_running_requests, by_table)) for size in sizes)

@@ -174,6 +174,8 @@ def plan_host_cache(
     """
     if not args.enable_hierarchical_cache and not unasked:
         return None, []
+    if not groups:
+        return None, [] if unasked else ["--enable-hierarchical-cache has no effect: the model caches nothing"]
     if arch.unified_memory:
         return None, [
             f"--enable-hierarchical-cache has no effect: the memory of {arch.product or arch.name} is the machine's, so"

@@ -28,6 +28,7 @@ from sglang.srt.plan.families.unread import CHANGING, check_layers, check_unread
 from sglang.srt.plan.families.usual import unknown_model
 from sglang.srt.plan.layer_spec import LayerSpec
 from sglang.srt.plan.media import MediaDescription
+from sglang.srt.plan.pooling import Pooling
 from sglang.srt.plan.ranks import ONE_RANK
 from sglang.srt.plan.transformers_backend.facts import TransformersClass
 from sglang.srt.plan.weight_names import WeightMap
@@ -66,6 +67,8 @@ class ModelDescription:
     """How the model reads images and videos; None: it reads text only, or media are not served."""
     transformers_class: TransformersClass | None = None
     """The class of transformers that computes the model; None: a family of ours does."""
+    pooling: Pooling | None = None
+    """What the model makes of the hidden states of a text; None: it returns them, and it can generate."""
     shared_apart: str | None = None
     """Why the shared expert is not held as one more routed expert; None if it is, or if there is none."""
     _quants: dict[tuple[int, str, tuple[str, ...], int], ModuleQuant | None] = field(

@@ -27,12 +27,15 @@ from sglang.srt.plan.draft_plan import (
     plan_draft,
 )
 from sglang.srt.plan.equal_layers import interned
+from sglang.srt.plan.expert_slot_plan import UNKNOWN, MainMemory, SlotCounts
+from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, why_not, with_slots
 from sglang.srt.plan.host_tables import has_tables, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.layout import MAX_GPUS, LayoutProblem, asked_layout, check_layout, check_machine
 from sglang.srt.plan.media import check_placeholders, describe_media
+from sglang.srt.plan.memory import DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.pool_checks import check_pool, with_pages
 from sglang.srt.plan.rank_weights import rank_weights
@@ -59,6 +62,8 @@ class ModelPlanner:
     links: PeerLinks | None = None
     probe: Probe | None = None
     advises: bool = True
+    main_memory: MainMemory = UNKNOWN
+    slots: SlotCounts | None = None  # of experts in main memory
     described: dict[str, ModelDescription] = field(default_factory=dict)  # by the result of `why_shared_apart`
     drafts: dict[str, tuple[DraftConfig, DraftDescription] | None] = field(default_factory=dict)  # likewise
 
@@ -73,6 +78,16 @@ class ModelPlanner:
     def changed(self, **change: Any) -> ModelPlanner:
         """Returns the planner with other values of some flags."""
         return replace(self, args=replace(self.args, **change))
+
+    def with_slots(self, counts: SlotCounts) -> ModelPlanner:
+        """Returns the planner of the model with its experts in main memory."""
+        return replace(self, slots=counts)
+
+    def like(self, trial: Trial) -> ModelPlanner:
+        """Returns the planner with as many slots as a plan has, so that trials of other flags need not look for them
+        again."""
+        slots = trial.expert_slots
+        return self if slots is None else self.with_slots(SlotCounts(slots.slots, slots.buffers))
 
     def quantizing(self, scheme: str) -> ModelPlanner | None:
         """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
@@ -95,6 +110,7 @@ class ModelPlanner:
             self.described[apart] = _described(args, self.model, apart)
         model = _with_shared_tower(args, self.described[apart])
         model = with_tables(model, args.ple_offload_embedding and self.arch.device != "cpu")
+        model = with_slots(model, self.slots)
         if self.served:
             model.require_served()
         check_layout(model, ranks)
@@ -117,6 +133,24 @@ class ModelPlanner:
         return max(stage.weight_bytes for stage in stages_of(of_rank, parallel, self.arch, draft))
 
     def trial(self) -> Trial:
+        """Plans the model. Unless a flag decides, experts go to main memory where the GPU has no room for the weights
+        and main memory is known to have. Raises UserError where no server would start."""
+        if self.slots is not None:
+            return self._trial_with_tables()
+        if self.args.enable_paged_experts or self.args.paged_experts_num_resident is not None:
+            return plan_in_main_memory(self)
+        try:
+            return self._trial_with_tables()
+        except DoesNotFit:
+            if self.main_memory.free is None or not self.served or why_not(self):
+                raise
+            try:
+                return plan_in_main_memory(self)
+            except UserError:
+                pass
+            raise
+
+    def _trial_with_tables(self) -> Trial:
         """Plans the model. Unless a flag decides, n-gram tables go to host memory where the GPU has no room for both
         them and a request of the full context length. Raises UserError where no server would start."""
         args = self.args
@@ -148,7 +182,8 @@ class ModelPlanner:
         )
         capacity = planner.plan()
         check_pool(args, capacity)
-        return Trial(of_rank, parallel, chosen, capacity, draft)
+        trial = Trial(of_rank, parallel, chosen, capacity, draft)
+        return trial if self.slots is None else replace(trial, expert_slots=describe_slots(self, trial, self.slots))
 
     def _with_probed_facts(self, need: Need) -> Need:
         """Returns the need completed by what was found on this machine: a library's defect, the links of an

@@ -25,6 +25,7 @@ from sglang.srt.plan.draft_plan import (
     DraftPlan,
     with_draft_layers,
 )
+from sglang.srt.plan.expert_slot_plan import UNKNOWN, ExpertSlotPlan, MainMemory
 from sglang.srt.plan.host_cache import HostCachePlan, RankBytes, active_share, plan_host_cache
 from sglang.srt.plan.host_tables import host_table_bytes
 from sglang.srt.plan.layer_spec import AttentionShape, AttentionSite, ParallelConfig
@@ -91,6 +92,7 @@ class Plan:
     next_tokens_read: int = 0  # as `Form.next_tokens_read` of drafts, on every stage
     aux_keeps_streams: bool = False  # the draft reads all residual streams behind the last layer, not their mean
     host_cache: HostCachePlan | None = None  # the prefix cache in main memory
+    expert_slots: ExpertSlotPlan | None = None  # the experts in main memory
     quantized_sums: QuantizedAllReduceRule | None = None  # which all-reduces are quantized
     two_batch_overlap: TwoBatchRule | None = None  # which steps run as two microbatches
     decode_interval: IntervalRule = NEVER  # which steps have no prompts
@@ -123,8 +125,9 @@ class Plan:
     @property
     def caches_prefixes(self) -> bool:
         """Returns whether a cached prefix can serve another request. A recurrent state stands for all tokens before it,
-        so models with states need room for copies of states (checkpoints)."""
-        return not self.has_states or self.state_checkpoints > 0
+        so models with states need room for copies of states (checkpoints). Models that pool whole texts cache nothing.
+        """
+        return self.description.pooling is None and (not self.has_states or self.state_checkpoints > 0)
 
     @property
     def selection(self) -> str:
@@ -210,6 +213,7 @@ class Plan:
             "product": self.arch.product,
             "device": self.device,
             **({} if self.description.transformers_class is None else {"model_impl": self.description.model_impl}),
+            **({} if self.description.pooling is None else {"pooling": self.description.pooling.describe()}),
             "dtype": self.dtype,
             "kv_cache_dtype": self.kv_cache_dtype,
             "quantization": None if self.model.quantization is None else self.model.quantization.describe(),
@@ -227,6 +231,7 @@ class Plan:
             "cuda_graph_prefill_tokens": list(self.cuda_graph_prefill_tokens),
             "memory": self.memory.describe(),
             **({"host_cache": self.host_cache.describe()} if self.host_cache is not None else {}),
+            **({"expert_slots": self.expert_slots.describe()} if self.expert_slots is not None else {}),
             "kernels": {
                 op: {
                     "kernel": choice.name,
@@ -276,6 +281,8 @@ class Plan:
         if self.two_batch_overlap is not None:
             logger.info("Steps with prompts as two microbatches: %s", self.two_batch_overlap)
         logger.info(self.memory.log_line())
+        if self.expert_slots is not None:
+            logger.info("Weights: %s", self.expert_slots)
         if self.host_cache is not None:
             logger.info("Prefixes in main memory: %s", self.host_cache)
         logger.info(", ".join(f"{name}={value}" for name, value in self._sizes().items()))
@@ -297,6 +304,7 @@ def make_plan(
     advises: bool = True,
     host_bytes: int | None = None,
     tier_unasked: bool = False,
+    main_memory: MainMemory = UNKNOWN,
 ) -> Plan:
     """Makes the plan of one rank.
 
@@ -308,11 +316,12 @@ def make_plan(
         advises: whether messages say what would help, which takes further trials
         host_bytes: free main memory of the rank's machine; None: unknown
         tier_unasked: prefixes are kept in main memory by default, without a flag that asks for it
+        main_memory: what experts may take of it
 
     Raises UserError where a kernel that was asked for cannot run, heads do not divide or weights do not fit.
     """
     packages = packages or installed_packages()
-    planner = ModelPlanner(args, model, arch, available_bytes, packages, True, links, probe, advises)
+    planner = ModelPlanner(args, model, arch, available_bytes, packages, True, links, probe, advises, main_memory)
     trial = trial_or_advice(planner)
     parallel, capacity, draft = trial.parallel, trial.capacity, trial.draft
     everything = with_draft_layers(trial.description, draft)
@@ -366,8 +375,13 @@ def make_plan(
         decode_interval=interval_rule(args, trial.description),
         shares_encoder=args.mm_enable_dp_encoder and args.tp_size > 1,
         stages=tuple(map(str, stages)) if len(stages) > 1 else (),
-        warnings=(*trial.chosen.notes, *capacity.notes, *flag_notes(args, trial.description, capacity)),
-        errors=short_of_context(planner, trial),
+        expert_slots=trial.expert_slots,
+        warnings=(
+            *trial.chosen.notes,
+            *capacity.notes,
+            *flag_notes(args, trial.description, capacity, trial.expert_slots is not None),
+        ),
+        errors=short_of_context(planner.like(trial), trial),
     )
     return _with_host_cache(plan, args, trial, everything, host_bytes, tier_unasked)
 
@@ -386,7 +400,9 @@ def _with_host_cache(
     processes = -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
     if host_bytes is not None:
         taken = memory.weights + memory.caches if plan.device == "cpu" else 0
-        host_bytes = max(0, host_bytes - taken - host_table_bytes(everything, parallel) * processes)
+        of_experts = 0 if trial.expert_slots is None else trial.expert_slots.host_bytes
+        pinned = host_table_bytes(everything, parallel) + (0 if plan.device == "cpu" else of_experts)
+        host_bytes = max(0, host_bytes - taken - pinned * processes)
     ranks_share = ranks_share_caches(everything, parallel)
     weights = RankBytes(memory.weights, int(memory.weights * active_share(everything)))
     alike = ranks_share and parallel.ranks.pp_size == 1 and args.nnodes == 1 and parallel.ranks.attn_dp_size == 1

@@ -44,8 +44,11 @@ def with_pages(args: ServerArgs, model: ModelDescription, parallel: ParallelConf
     return parallel
 
 
-def flag_notes(args: ServerArgs, model: ModelDescription, capacity: Capacity) -> tuple[str, ...]:
-    """Returns notes about flags that cannot be followed, where a server starts nevertheless."""
+def flag_notes(
+    args: ServerArgs, model: ModelDescription, capacity: Capacity, in_main_memory: bool = False
+) -> tuple[str, ...]:
+    """Returns notes about flags that cannot be followed, where a server starts nevertheless. in_main_memory: the
+    experts are."""
     notes, tokens, page_size = [], capacity.max_total_num_tokens, capacity.sizes.page_size
     if args.max_total_tokens is not None and args.max_total_tokens // page_size * page_size > tokens:
         notes.append(f"--max-total-tokens {args.max_total_tokens} does not fit: the KV cache holds {tokens} tokens")
@@ -53,7 +56,7 @@ def flag_notes(args: ServerArgs, model: ModelDescription, capacity: Capacity) ->
         notes.append(
             f"--kv-cache-dtype {args.kv_cache_dtype} has no effect: compressed entries and their window stay in 16 bits"
         )
-    if args.cpu_offload_gb:
+    if args.cpu_offload_gb and not in_main_memory:
         memory = capacity.memory
         notes.append(
             f"--cpu-offload-gb {args.cpu_offload_gb:g} has no effect: all {memory.weights / GIB:.2f} GiB of weights a"

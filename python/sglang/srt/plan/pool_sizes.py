@@ -107,14 +107,14 @@ class CacheCost:
 
     def tokens_in(self, pool_bytes: int) -> int:
         """Returns the tokens that fit into `pool_bytes`: the inverse of the method pool_bytes. Where no cache grows
-        with the tokens it returns `pool_bytes`."""
+        with the tokens it returns FREE_TOKENS."""
         grows, fixed = self.bytes_per_token, self.max_window_bytes
         for demand in sorted(self.windows, key=lambda demand: -demand.most):
             if (grows and (pool_bytes - fixed) / grows >= demand.most) or (not grows and pool_bytes >= fixed):
                 break  # this window, and the smaller ones, are limited by the demand and not by the tokens
             grows += demand.bytes_per_token
             fixed -= demand.most * demand.bytes_per_token
-        return max(0, int((pool_bytes - fixed) / grows)) if grows else pool_bytes
+        return max(0, int((pool_bytes - fixed) / grows)) if grows else FREE_TOKENS
 
     def limited(self, pool_bytes: int) -> CacheCost:
         """Returns the cost with windows limited to their share of a pool of `pool_bytes`, unless one request needs

@@ -100,7 +100,7 @@ def trial_or_advice(planner: Planner) -> Trial:
         ways = list(_ways_to_start(planner))
         kept = _kept_wide(planner)
         facts = f"{misfit}; the checkpoint keeps {kept} in 16 bits" if kept else str(misfit)
-        offload = "; --cpu-offload-gb is not implemented" if planner.args.cpu_offload_gb else ""
+        offload = "; --cpu-offload-gb moves experts only" if planner.args.cpu_offload_gb else ""
         raise UserError(f"{facts}{offload}. {_advice(ways) if ways else _nothing_helps(planner)}") from None
 
 

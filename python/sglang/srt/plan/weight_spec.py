@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +12,8 @@ class Matrix:
     name: the module in the layer, as the family's WeightMap names it ("attn.qkv")
     parts: its parts, stacked by rows ("q", "k", "v"); their names in the checkpoint decide the quantization scheme
     experts: number of such matrices in one tensor; 0: no experts
+    slots: > 0: the experts lie in main memory, and GPU memory has room for so many of them
+        and for `buffers` of all
     quantized: False keeps it in 16 bits (or `dtype`), whatever the checkpoint's rules say of the name
     """
 
@@ -23,6 +25,17 @@ class Matrix:
     experts: int = 0
     quantized: bool = True
     dtype: str | None = None
+    slots: int = 0
+    buffers: int = 0
+
+    def in_slots(self, slots: int, buffers: int) -> Matrix:
+        """Returns the experts as they are if they lie in main memory."""
+        return replace(self, slots=slots, buffers=buffers)
+
+    @property
+    def num_matrices(self) -> int:
+        """Returns how many such matrices the memory of the device holds."""
+        return self.slots or max(1, self.experts)
 
 
 @dataclass(frozen=True, slots=True)

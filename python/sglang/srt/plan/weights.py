@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 
 from sglang.srt.configs.quant_rules import ModuleQuant
 from sglang.srt.configs.quant_scheme import PLANE_COLUMNS, SCALE_BYTES, wants_planes
@@ -49,7 +50,43 @@ def rank_weight_bytes(
         total += _bytes_of(
             model, 0, model.per_layer_inputs.model_weights(hidden, of_rank.ranks.vocab_tp_size), item, features
         )
-    return total
+    return total + _buffer_bytes(of_rank, item, features)
+
+
+def expert_bytes(of_rank: RankWeights, dtype: str, features: Collection[str] | None = None) -> list[int]:
+    """Returns the bytes of all experts of each layer whose experts lie in main memory."""
+    item = _DTYPE_BYTES[dtype]
+    return [sum(_all_experts(m, quant, item, features) for m, quant in pair) for pair in _offloaded(of_rank)]
+
+
+def slot_bytes(of_rank: RankWeights, dtype: str, features: Collection[str] | None = None) -> int:
+    """Returns the bytes of the slots of all layers whose experts lie in main memory."""
+    item = _DTYPE_BYTES[dtype]
+    return sum(
+        _all_experts(replace(m, experts=m.slots), quant, item, features)
+        for pair in _offloaded(of_rank)
+        for m, quant in pair
+    )
+
+
+def _buffer_bytes(of_rank: RankWeights, item: int, features: Collection[str] | None) -> int:
+    """Returns the bytes of the buffers for all experts of a layer, one set for each form that layers have."""
+    forms = {tuple(pair) for pair in _offloaded(of_rank)}
+    return sum(m.buffers * _all_experts(m, quant, item, features) for pair in forms for m, quant in pair)
+
+
+def _offloaded(of_rank: RankWeights) -> list[list[tuple[Matrix, ModuleQuant | None]]]:
+    """Returns the matrices of experts in main memory by layer, with their quantization."""
+    layers = [
+        [(m, of_rank.model.quant_of(i, m)) for m in weights if isinstance(m, Matrix) and m.slots]
+        for i, weights in enumerate(of_rank.layers)
+    ]
+    return [pair for pair in layers if pair]
+
+
+def _all_experts(matrix: Matrix, quant: ModuleQuant | None, item: int, features: Collection[str] | None) -> int:
+    whole = replace(matrix, slots=0)
+    return matrix_bytes(whole, quant, item, features) + whole.rows * whole.num_matrices * item * whole.bias
 
 
 def front_bytes(of_rank: RankWeights, dtype: str, embedding_rows: int, head: bool) -> int:
@@ -84,18 +121,18 @@ def _bytes_of(
         if isinstance(weight, Matrix):
             size = item if weight.dtype is None else _DTYPE_BYTES[weight.dtype]
             total += matrix_bytes(weight, model.quant_of(layer, weight), size, features)
-            total += weight.rows * max(1, weight.experts) * size * weight.bias
+            total += weight.rows * weight.num_matrices * size * weight.bias
         else:
             total += weight.count * (item if weight.dtype is None else _DTYPE_BYTES[weight.dtype])
     return total
 
 
 def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features: Collection[str] | None = None) -> int:
-    """Returns the bytes of a matrix and its scales. `item`: bytes of an unquantized element; `features`: as in
-    `rank_weight_bytes`."""
+    """Returns the bytes of a matrix and its scales in the memory of the device. `item`: bytes of an unquantized
+    element; `features`: as in `rank_weight_bytes`."""
     rows, cols, modules = matrix.rows, matrix.cols, len(matrix.parts)
     if quant is None:
-        return max(1, matrix.experts) * rows * cols * item
+        return matrix.num_matrices * rows * cols * item
     scheme = quant.format
     # There is one zero point for each group, in the model's dtype.
     zeros = math.prod(scheme.scale_shape(rows, cols)) * item if quant.zero_points else 0
@@ -108,4 +145,4 @@ def matrix_bytes(matrix: Matrix, quant: ModuleQuant | None, item: int, features:
         # One scale a matrix is repeated for every row.
         scales = rows if scheme.group[1] == 0 else math.prod(scheme.scale_shape(rows, cols))
         singles = (4 * rows if scheme.global_scale else 0) + (4 * modules if quant.static_input else 0) + zeros
-    return max(1, matrix.experts) * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)
+    return matrix.num_matrices * (rows * cols * scheme.bits // 8 + scales * SCALE_BYTES[scheme.scale] + singles)

@@ -47,6 +47,10 @@ class DeviceArrays:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._arrays[name]
 
+    def get(self, name: str) -> torch.Tensor | None:
+        """Returns the array; None: there is none of this name."""
+        return self._arrays.get(name)
+
     def __contains__(self, name: str) -> bool:
         return name in self._arrays
 

@@ -63,6 +63,19 @@ class Tokenizer:
         with self._own_hf() as hf:
             return list(hf.encode(text, add_special_tokens=add_special_tokens))
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Returns the ids of two texts with the special tokens that separate them, and where those of the second kind
+        begin; 0: the tokenizer does not tell the two apart. Thread-safe. Raises TokenizerError as `encode` does."""
+        if self._rust is not None:
+            with _panics_as_errors():
+                (encoding,) = self._rust.encode_batch_fast([(first, second)])
+            ids, kinds = encoding.ids, encoding.type_ids
+        else:
+            with self._own_hf() as hf:
+                encoding = hf(first, second, return_token_type_ids=True)
+            ids, kinds = encoding["input_ids"], encoding["token_type_ids"]
+        return list(ids), kinds.index(1) if 1 in kinds else 0
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`; ids outside of the vocabulary print nothing, those on which the tokenizer fails
         print U+FFFD."""

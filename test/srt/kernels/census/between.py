@@ -42,7 +42,14 @@ from .every_model import launch_norms
 from .gqa import launch_attention, launch_rope_stores
 from .inputs import CONTEXT, LAUNCHED, REQUESTS, SLOTS, empty, few_as_rounded, tiles_of
 from .mla import launch_part_exchange
-from .moe import expert_matrices, launch_expert_tiles, launch_experts, launch_fused_moe, launch_routing
+from .moe import (
+    expert_matrices,
+    launch_expert_slots,
+    launch_expert_tiles,
+    launch_experts,
+    launch_fused_moe,
+    launch_routing,
+)
 from .pooled_sparse import launch_pooled_sparse
 from .products import launch_products, launch_tall_products, with_weight
 
@@ -188,6 +195,7 @@ def _routers() -> None:
 
 def _pages() -> None:
     strips, at = empty(6, 4, dtype=torch.int64), empty(3, dtype=torch.int64)
+    launch_expert_slots()
     for word, width, to_rows in itertools.product((torch.int64, torch.int32), page_kernel.WIDTHS, (True, False)):
         page_kernel.copy_rows(strips, width, at, at, empty(8, 1000, dtype=word), to_rows)
 

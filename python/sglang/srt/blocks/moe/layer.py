@@ -115,7 +115,7 @@ class MoELayer:
 
     def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
-        w13, w2 = self.experts.w13, self.experts.w2
+        w13, w2, ids = self.experts.of_step(ids)
         rows = x if self.latent is None else self.latent[0](values_of(x))
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)

@@ -120,6 +120,8 @@ class MoE(FeedForwardDefaults):
     form: how checkpoints store experts: "" one by one; "by_matrix" one tensor for each matrix of all experts; else
         one of `layers.quantization.experts_fused.FUSED`, for 16-bit checkpoints
     vocab_size: rows of the router's hash table
+    slots: > 0: the experts lie in main memory, and so many of them in GPU memory at a time
+        (`plan/expert_slots`), beside `buffers` that layers share
     """
 
     num_experts: int
@@ -135,6 +137,8 @@ class MoE(FeedForwardDefaults):
     branches: bool = False
     """The shared expert and the routed ones are branches, each between norms of its own. The router norms the stream
     too, and scales the weights of every expert by a number of its own (Gemma 4)."""
+    slots: int = 0
+    buffers: int = 0
 
     @property
     def top_k(self) -> int:
@@ -153,6 +157,9 @@ class MoE(FeedForwardDefaults):
             return self
         return replace(self, router=replace(self.router, image_token=token))
 
+    def with_slots(self, slots: int, buffers: int) -> Self:
+        return replace(self, slots=slots, buffers=buffers)
+
     def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> MoE:
         if self.shared is None:
             return self
@@ -163,6 +170,8 @@ class MoE(FeedForwardDefaults):
         yield Need(self.router.op, q_dtype=parallel.dtype)
         traits = {self.activation.trait} - {""} | ({"expert_bias"} if self.bias else set())
         yield Need("fused_moe", q_dtype=parallel.dtype, traits=frozenset(traits))
+        if self.slots:
+            yield Need("expert_slots", q_dtype=parallel.dtype)
         if self.shared is not None and not self.fused_shared:
             yield from self.shared.dense(self.activation).needs(parallel)
 
@@ -170,11 +179,11 @@ class MoE(FeedForwardDefaults):
         experts, router = ranks.padded_experts(self.num_experts) + self.fused_shared, self.router
         dtype = "float32" if router.float32 else None
         up, width = up_parts(self.activation), self.latent_size or hidden_size
-        scored = self.num_experts + router.sinks
+        scored, numbers = self.num_experts + router.sinks, (self.slots, self.buffers)
         parts: list[Matrix | Elements] = [
             Matrix("moe.router", ("",), scored, hidden_size, router.bias, quantized=False, dtype=dtype),
-            Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts),
-            Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts),
+            Matrix("moe.w13", up, len(up) * expert_rows, width, self.bias, experts=experts).in_slots(*numbers),
+            Matrix("moe.w2", ("down",), width, expert_rows, self.bias, experts=experts).in_slots(*numbers),
         ]
         if self.latent_size:
             parts.append(Matrix("moe.latent_in", ("",), width, hidden_size))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang.srt.blocks.gqa.reference import QK_NORM_ROPE_STORE
+from sglang.srt.blocks.transformers_layer.rotation import AnglesOfStep
 from sglang.srt.blocks.transformers_layer.spec import ROWS, TransformersExperts, TransformersLayer
 from sglang.srt.layers.attention.cache_scale import cache_scale, cache_scale_value
 from sglang.srt.layers.attention.call_site import Attention
@@ -30,6 +32,7 @@ class CurrentStep:
     """The step that a model computes: classes hand on no batch to the functions that they call."""
 
     batch: ForwardBatch | None = field(default=None)
+    angles: AnglesOfStep | None = field(default=None)
 
 
 class LayerAttention:
@@ -75,9 +78,13 @@ class LayerAttention:
         assert batch is not None, "a step is being computed"
         if batch.loads is not None:
             batch.loads.before(self.layer_id)
-        # Heads that rotate by an angle of 0 are stored as they are.
+        # Heads that the class has rotated are stored as they are: rotated by an angle of 0.
         rows = torch.cat([heads[0].transpose(0, 1).flatten(1).to(self.dtype) for heads in (query, key, value)], dim=-1)
-        positions, cos_sin = self.rotary.at(batch.positions)
+        if self.fact.rotary_dim:
+            assert self.step.angles is not None, "the class has just called `rotate`"
+            positions, cos_sin = self.step.angles.take()
+        else:
+            positions, cos_sin = self.rotary.at(batch.positions)
         scales = self.cache.group_scales()
         q, k, v = self.store(
             qkv=rows,
@@ -104,6 +111,18 @@ class LayerAttention:
         """Reads the scales of keys and values in a quantized cache, 1 if the checkpoint has none. Raises UserError for
         an invalid scale."""
         self.cache.k_scale, self.cache.v_scale = cache_scale_value(self.k_scale), cache_scale_value(self.v_scale)
+
+
+class ClassNorm(torch.nn.Module):
+    """An RMS norm in the place of a class's."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, norm: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.weight, self.eps, self.norm = torch.nn.Parameter(weight, requires_grad=False), eps, norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x [..., C] normalized."""
+        return self.norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
 class TransformersLinear(torch.nn.Module):
@@ -158,7 +177,8 @@ class RoutedExperts:
             here &= (torch.arange(len(chosen), device=chosen.device) < batch.num_valid_tokens)[:, None]
         ids = torch.where(here, chosen - self.local.start, -1).to(torch.int32)
         experts, scales = self.experts, weights.to(torch.float32)
-        out = self.products(hidden, experts.w13, experts.w2, scales, ids, self.activation, self.configs, self.features)
+        w13, w2, ids = experts.of_step(ids)
+        out = self.products(hidden, w13, w2, scales, ids, self.activation, self.configs, self.features)
         return self.group.all_reduce(out) if self.group.size > 1 else out
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.blocks.gqa.spec import GQA
 from sglang.srt.blocks.mlp.spec import Dense, up_parts
@@ -14,6 +14,7 @@ from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.kernels.spec import Need
 from sglang.srt.plan.attention_parts import Softmax, Values
 from sglang.srt.plan.block_defaults import HeadDims
+from sglang.srt.plan.cache_spec import CacheSpec
 from sglang.srt.plan.layer_spec import ParallelConfig, ResidualDefaults
 from sglang.srt.plan.ranks import HeadShares, RankLayout, ShardRange, share_of_units, whole
 from sglang.srt.plan.transformers_backend.facts import AttentionFact, ExpertsFact, LinearFact, TensorFact
@@ -130,6 +131,33 @@ class TransformersLayer(GQA):
         shares = self.shares(tp_size)
         heads = (3 * shares.padded_heads + 2 * shares.padded_kv_heads) * self.head_dim
         return 2 * heads + 3 * widest
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayer(TransformersLayer):
+    """A layer of a class that generates no text: the tokens of a text, which a step computes whole, attend to one
+    another, and nothing is cached."""
+
+    @property
+    def cache_scale_bytes(self) -> int:
+        return 0
+
+    def caches(self, parallel: ParallelConfig) -> tuple[CacheSpec, ...]:
+        return ()
+
+    def attention_shape(self, tp_size: int) -> Any:
+        return None
+
+    def attention_site(self, tp_size: int, dcp_size: int) -> Any:
+        return None
+
+    def needs(self, parallel: ParallelConfig) -> Iterator[Need]:
+        assert self.attention is not None
+        traits = set() if self.attention.causal else {"bidirectional"}
+        traits |= {"sliding_window"} if self.window and self.attention.causal else set()
+        traits |= {"two_sided_window"} if self.window and not self.attention.causal else set()
+        dims, dtype = (self.head_dim, self.v_head_dim), parallel.dtype
+        yield Need("prefill_attention", *dims, dtype, dtype, traits=frozenset(traits))
 
 
 def elements_of(tensor: TensorFact) -> Elements:

@@ -59,15 +59,36 @@ class EncodeBody(Body, kw_only=True):
     priority: Int | None = None
 
 
+class ClassifyBody(Body, kw_only=True):
+    """Body of `/classify`: `input`, or `text` or `input_ids` as those of `/encode`."""
+
+    unsupported: ClassVar = EMBEDDINGS
+
+    model: Name | None = None
+    input: Inputs | None = None
+    text: str | list[str] | None = None
+    input_ids: list[Int | list[Int]] | None = None
+    user: str | None = None
+    rid: str | list[str] | None = None
+    priority: Int | None = None
+
+    def __post_init__(self) -> None:
+        if sum(given is not None for given in (self.input, self.text, self.input_ids)) != 1:
+            raise bad_request("give one of input, text and input_ids")
+        if self.input is not None:
+            _check_inputs("input", self.input)
+
+
 class ScoreRequest(Body, kw_only=True):
-    """Asks for the probability of each label as the token that follows query and item."""
+    """Asks for the probability of each label as the token that follows query and item, or of a classifier for those of
+    all its labels."""
 
     unsupported: ClassVar = EMBEDDINGS
 
     model: Name | None = None
     query: str | list[Int]
     items: str | Annotated[list[str | list[Int]], Meta(min_length=1, max_length=MAX_INPUTS)]
-    label_token_ids: Annotated[list[Int], Meta(min_length=1, max_length=MAX_LABELS)]
+    label_token_ids: Annotated[list[Int], Meta(min_length=1, max_length=MAX_LABELS)] | None = None
     apply_softmax: bool | None = False
     """Probabilities among the labels, which add up to 1, instead of those among all tokens."""
     item_first: bool | None = False
@@ -104,5 +125,5 @@ class RerankRequest(Body, kw_only=True):
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
-BODIES = (EmbeddingRequest, EncodeBody, ScoreRequest, RerankRequest)
+BODIES = (EmbeddingRequest, EncodeBody, ClassifyBody, ScoreRequest, RerankRequest)
 """Request bodies that `/openapi.json` describes."""

@@ -6,11 +6,18 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sglang.srt.entrypoints.embeddings.protocol import BODIES, EmbeddingRequest, EncodeBody, RerankRequest, ScoreRequest
+from sglang.srt.entrypoints.embeddings.protocol import (
+    BODIES,
+    ClassifyBody,
+    EmbeddingRequest,
+    EncodeBody,
+    RerankRequest,
+    ScoreRequest,
+)
+from sglang.srt.entrypoints.embeddings.serving_classes import classify
 from sglang.srt.entrypoints.embeddings.serving_embeddings import embeddings, encode
 from sglang.srt.entrypoints.embeddings.serving_scores import rerank, rerank_results, score
 from sglang.srt.entrypoints.http_body import body_schema, read_body
-from sglang.srt.entrypoints.http_errors import bad_request
 from sglang.srt.entrypoints.http_state import engine_of
 
 router = APIRouter(tags=["Embeddings"])
@@ -51,10 +58,9 @@ async def post_rerank_results(request: Request) -> Response:
     return await rerank_results(service, await read_body(request, RerankRequest), request)
 
 
+@router.post("/classify", openapi_extra=body_schema(ClassifyBody))
+@router.put("/classify", include_in_schema=False)
 @router.post("/v1/classify", include_in_schema=False)
-@router.post("/classify", include_in_schema=False)
-async def refuse_classify(request: Request) -> Response:
-    raise bad_request(
-        "classification is not supported: models have no classification head here; send /v1/score the token ids of "
-        "the labels"
-    )
+async def post_classify(request: Request) -> Response:
+    service = engine_of(request)
+    return await classify(service, await read_body(request, ClassifyBody), request)

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` and `/encode`: final hidden states of the last token, normalized."""
+"""`/v1/embeddings` and `/encode`: final hidden states of the last token, or what the model makes of all."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ MAX_FLOATS = 1 << 23
 
 async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Request) -> Response:
     """Answers `/v1/embeddings`."""
+    refuse_classifier(service)
     given: Any = body.input
     is_text = isinstance(given, str) or isinstance(given[0], str)
     call = GenerateRequest(
@@ -37,12 +38,18 @@ async def embeddings(service: OpenAIService, body: EmbeddingRequest, request: Re
     as_text, dimensions, model = body.encoding_format == "base64", body.dimensions, body.model or service.model_name
     del body, given  # the answer needs no more of it
     _, outputs = await collect_complete(service, request, call)
-    entries = await encoded_embeddings(outputs, dimensions, as_text)
+    entries = await encoded_embeddings(service, outputs, dimensions, as_text)
     long = LongJSON()
     data = [
         {"object": "embedding", "index": index, "embedding": long.part([entry])} for index, entry in enumerate(entries)
     ]
     return long.response({"object": "list", "data": data, "model": model, "usage": usage(outputs)})
+
+
+def refuse_classifier(service: OpenAIService) -> None:
+    """Raises ApiError 400 if the model scores labels."""
+    if service.manager.model_config.labels is not None:
+        raise bad_request("this model scores labels and makes no embeddings: use /classify, /v1/score or /v1/rerank")
 
 
 async def collect_complete(
@@ -62,12 +69,15 @@ def refuse_incomplete(outputs: list[GenerateOutput]) -> None:
         refuse_aborted(output.finish)
 
 
-async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | None, as_base64: bool) -> list[bytes]:
+async def encoded_embeddings(
+    service: OpenAIService, outputs: list[GenerateOutput], dimensions: int | None, as_base64: bool
+) -> list[bytes]:
     """Returns the embeddings for JSON, letting the event loop run between them."""
+    normalizes = service.manager.model_config.sentence_modules.normalizes
     entries = []
     num_floats = 0
     for output in outputs:
-        vector = normalized(output, dimensions)
+        vector = embedding_of(output, normalizes, dimensions)
         if as_base64:
             entries.append(b'"%s"' % base64.b64encode(vector.astype("<f4").tobytes()))
         else:
@@ -80,15 +90,27 @@ async def encoded_embeddings(outputs: list[GenerateOutput], dimensions: int | No
     return entries
 
 
+def embedding_of(output: GenerateOutput, normalizes: bool, dimensions: int | None = None) -> np.ndarray:
+    """Returns the embedding as the repository makes it: with length 1 or, without `normalizes`, as it is. Raises
+    ApiError as `normalized` does."""
+    if normalizes:
+        return normalized(output, dimensions)
+    return _first(output, dimensions)
+
+
 def normalized(output: GenerateOutput, dimensions: int | None = None) -> np.ndarray:
     """Returns the embedding [H] float32 with length 1, or its first `dimensions` values, normalized again. Raises
     ApiError 400 for more dimensions than it has."""
+    vector = _first(output, dimensions)
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return vector / np.float32(length) if length else vector
+
+
+def _first(output: GenerateOutput, dimensions: int | None) -> np.ndarray:
     vector = np.frombuffer(output.hidden, np.float32)
     if dimensions is not None and dimensions > len(vector):
         raise bad_request(f"dimensions must be in [1, {len(vector)}] for this model", param="dimensions")
-    vector = vector[:dimensions]
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    return vector / np.float32(length) if length else vector
+    return vector[:dimensions]
 
 
 def usage(outputs: list[GenerateOutput]) -> dict[str, int]:
@@ -99,11 +121,12 @@ def usage(outputs: list[GenerateOutput]) -> dict[str, int]:
 
 async def encode(service: OpenAIService, body: EncodeBody, request: Request) -> Response:
     """Answers `/encode`: one dict, or a list for a batch."""
+    refuse_classifier(service)
     ids: Any = body.input_ids
     call = GenerateRequest(text=body.text, input_ids=ids, embed=True, rid=body.rid, priority=body.priority)
     del body, ids  # the answer needs no more of it
     stream, outputs = await collect_complete(service, request, call)
-    entries = await encoded_embeddings(outputs, None, as_base64=False)
+    entries = await encoded_embeddings(service, outputs, None, as_base64=False)
     long = LongJSON()
     results = [
         {

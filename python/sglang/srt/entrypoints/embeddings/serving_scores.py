@@ -11,7 +11,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.configs.labels import Labels
 from sglang.srt.entrypoints.embeddings.protocol import RerankRequest, ScoreRequest
+from sglang.srt.entrypoints.embeddings.serving_classes import labels_of, pairs, scores_of
 from sglang.srt.entrypoints.embeddings.serving_embeddings import normalized, refuse_incomplete, usage
 from sglang.srt.entrypoints.http_errors import bad_request, json_response
 from sglang.srt.entrypoints.http_stream import until_disconnect
@@ -42,22 +44,41 @@ thousandfold. Of prompts that are token ids, a call may have MAX_CALL_TOKENS in 
 
 async def score(service: OpenAIService, body: ScoreRequest, request: Request) -> Response:
     """Answers `/v1/score`."""
-    items = body.item_list()
+    items, labels = body.item_list(), service.manager.model_config.labels
     size = _bounded_size(len(body.query), items, MAX_PROMPT_CHARS if isinstance(body.query, str) else MAX_CALL_TOKENS)
-    prompts = await off_event_loop(service, size, _joined, body.query, items, bool(body.item_first))
-    call = _next_tokens(prompts, body.label_token_ids)
+    if labels is not None:
+        call = _scored_pairs(body, items)
+    elif body.label_token_ids is None:
+        raise bad_request("label_token_ids is missing: the model is no classifier", param="label_token_ids")
+    else:
+        prompts = await off_event_loop(service, size, _joined, body.query, items, bool(body.item_first))
+        call = _next_tokens(prompts, body.label_token_ids)
+        del prompts
     among_labels, model = bool(body.apply_softmax), body.model or service.model_name
-    del body, items, prompts  # the answer needs no more of it
+    del body, items  # the answer needs no more of it
 
     def answer(_: GenerationStream, outputs: list[GenerateOutput]) -> Response:
         refuse_incomplete(outputs)
         scores, long = JSONList(), LongJSON()
         for output in outputs:
-            scores.extend([_probabilities(output, among_labels)])
+            if labels is None:
+                scores.extend([_probabilities(output, among_labels)])
+            else:
+                scores.extend([labels.probabilities(scores_of(output))])
         part = long.part([b"[", *scores.pieces, b"]"])
         return long.response({"object": "scoring", "scores": part, "model": model, "usage": usage(outputs)})
 
     return await answered(service, request, call, answer)
+
+
+def _scored_pairs(body: ScoreRequest, items: list[str | list[int]]) -> GenerateRequest:
+    """Returns the call of a classifier for the items beside the query. Raises ApiError 400 for what it cannot do."""
+    if body.label_token_ids is not None:
+        raise bad_request("this model is a classifier: it scores its own labels", param="label_token_ids")
+    texts = [item for item in items if isinstance(item, str)]
+    if not isinstance(body.query, str) or len(texts) != len(items):
+        raise bad_request("a classifier takes query and items as texts; send joined token ids to /classify")
+    return pairs(body.query, texts, bool(body.item_first))
 
 
 def _joined(query: Any, items: Sequence[Any], item_first: bool) -> list[Any]:
@@ -145,10 +166,15 @@ class _Ranking(NamedTuple):
 
 
 async def _ranking(service: OpenAIService, body: RerankRequest) -> _Ranking:
-    """Returns the ranking. A server of embeddings compares embeddings of query and documents; others ask the model yes
-    or no."""
+    """Returns the ranking. A classifier with one label scores each document beside the query, a server of embeddings
+    compares embeddings of query and documents, and others ask the model yes or no."""
     texts = body.texts()
-    call = _similarities(body, texts) if service.manager.args.is_embedding else await _judgements(service, body, texts)
+    if service.manager.model_config.labels is not None:
+        call = _relevances(service, body, texts)
+    elif service.manager.args.is_embedding:
+        call = _similarities(body, texts)
+    else:
+        call = await _judgements(service, body, texts)
     documents = texts if body.return_documents else None
     call.kept_bytes = sum(map(len, documents or ()))
     return _Ranking(call, documents, body.top_n, body.model)
@@ -158,23 +184,31 @@ async def _answered(
     service: OpenAIService, ranking: _Ranking, request: Request, answer: Callable[[list[dict[str, Any]]], Any]
 ) -> Response:
     """Returns the response with the JSON of `answer(entries)`: an entry for each document, the best first."""
-    by_embeddings = service.manager.args.is_embedding
+    labels = service.manager.model_config.labels
+    by_embeddings = service.manager.args.is_embedding and labels is None
 
     def write(stream: GenerationStream, outputs: list[GenerateOutput]) -> Response:
         refuse_incomplete(outputs)
-        return json_response(answer(_ranked(ranking, stream, outputs, by_embeddings)))
+        return json_response(answer(_ranked(ranking, stream, outputs, by_embeddings, labels)))
 
     return await answered(service, request, ranking.call, write, lambda _: ranking.call.kept_bytes)
 
 
 def _ranked(
-    ranking: _Ranking, stream: GenerationStream, outputs: list[GenerateOutput], by_embeddings: bool
+    ranking: _Ranking,
+    stream: GenerationStream,
+    outputs: list[GenerateOutput],
+    by_embeddings: bool,
+    labels: Labels | None,
 ) -> list[dict[str, Any]]:
-    """Returns an entry for each document, the best first. by_embeddings: the first output is the query's."""
+    """Returns an entry for each document, the best first. by_embeddings: the first output is the query's. labels: of a
+    classifier."""
     if by_embeddings:
         query, *outputs = outputs
         query_vector = normalized(query)
         scores = [float(np.dot(query_vector, normalized(output))) for output in outputs]
+    elif labels is not None:
+        scores = [labels.probabilities(scores_of(output))[0] for output in outputs]
     else:
         scores = [_probabilities(output, True)[0] for output in outputs]
     ranked: list[dict[str, Any]] = [
@@ -188,6 +222,16 @@ def _ranked(
     ]
     ranked.sort(key=lambda entry: -entry["score"])
     return ranked
+
+
+def _relevances(service: OpenAIService, body: RerankRequest, texts: list[str]) -> GenerateRequest:
+    """Returns the call whose outputs score the documents beside the query. Raises ApiError 400 for a classifier of
+    several labels."""
+    if len(labels_of(service).names) > 1:
+        raise bad_request("this model scores several labels, of which none is relevance: use /v1/score or /classify")
+    query = f"{body.instruct} {body.query}" if body.instruct else body.query
+    _bounded_size(len(query), texts, MAX_PROMPT_CHARS)
+    return pairs(query, texts)
 
 
 def _similarities(body: RerankRequest, texts: list[str]) -> GenerateRequest:

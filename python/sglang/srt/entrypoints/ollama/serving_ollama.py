@@ -142,7 +142,7 @@ async def _embedded(
     outputs: list[GenerateOutput] = []
     if call.text:
         _, outputs = await collect_complete(service, request, call)
-    return outputs, await encoded_embeddings(outputs, dimensions, as_base64=False)
+    return outputs, await encoded_embeddings(service, outputs, dimensions, as_base64=False)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

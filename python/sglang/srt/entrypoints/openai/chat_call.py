@@ -36,6 +36,7 @@ async def chat_call(
     """Returns the call, and the formats of its outputs. `num_bytes`: approximate size of the conversation. `target`:
     tokens after which thoughts are ended if the model's format allows it. `folds`: see `_fitted`. Raises ApiError
     400."""
+    service.manager.preparer.require_generation()
     body = await off_event_loop(service, num_bytes, _fitted, service, folds, body)
     media = await off_event_loop(service, num_bytes, media_of, body.messages)
     service.manager.preparer.require_media(media)

@@ -1,4 +1,5 @@
-"""Attention over image patches with torch's flash kernels, which are built for every GPU that torch supports.
+"""Attention over image patches and whole texts with torch's flash kernels, which are built for every GPU that torch
+supports.
 
 Encoders run outside of graphs and have no cache, so a library kernel suffices. Heads of 72 elements are no multiple of
 32 bytes, which splits Triton's loads into small ones; the library pads them while loading.
@@ -30,20 +31,23 @@ def flash_attention(
     longest: int,
     is_causal: bool,
     scale: float | None = None,
+    sliding_window: int = 0,
     share: tuple[int, int] = (0, 1),
     tile: Mapping[str, int] | None = None,
 ) -> None:
     """Fills o [T, H, D] for q, k, v [T, H, D] (bf16/fp16; elements of a head contiguous, D a multiple of 8). Sequence i
-    has rows start_loc[i] to start_loc[i + 1] (int32, on the device); the longest has `longest` rows. share (i, n),
-    without causality: fills only the i-th of n equal ranges of rows."""
-    assert not is_causal or share == (0, 1)
+    has rows start_loc[i] to start_loc[i + 1] (int32, on the device); the longest has `longest` rows. sliding_window:
+    as in `native_ops.context_attention`. share (i, n), without causality and windows: fills only the i-th of n equal
+    ranges of rows."""
+    assert not (is_causal or sliding_window) or share == (0, 1)
     first, last = (len(q) * (share[0] + i) // share[1] for i in (0, 1))
     if first == last:
         return
     of_queries = start_loc if share == (0, 1) else (start_loc - first).clamp_(0, last - first)
+    behind = sliding_window - 1 if sliding_window else None
     result = torch.ops.aten._flash_attention_forward(
         q[first:last], k, v, of_queries, start_loc, min(longest, last - first), longest, 0.0, is_causal, False,
-        scale=scale,
+        scale=scale, window_size_left=behind, window_size_right=0 if is_causal and sliding_window else behind,
     )  # fmt: skip
     o[first:last] = result[0]
 

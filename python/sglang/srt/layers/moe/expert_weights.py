@@ -153,9 +153,9 @@ def _with_zero_points(data: torch.Tensor, words: torch.Tensor, scheme: Scheme) -
     return (codes - zeros) * scale
 
 
-def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
+def repack(weights: ExpertWeights, features: Collection[str], device: torch.device | None = None) -> ExpertWeights:
     """Returns the weights in the layout that kernels need on a GPU with these features (of ArchTraits). May reorder in
-    place.
+    place. device: computes the new order of weights that lie elsewhere.
 
     Four-bit weights that are unpacked in registers are reordered into planes (see ExpertWeights), so that one shift and
     mask gives weights of neighbouring columns, with one scale per row. Weights that tensor cores read packed stay
@@ -177,7 +177,7 @@ def repack(weights: ExpertWeights, features: Collection[str]) -> ExpertWeights:
         groups = scheme.scale_shape(weights.rows, weights.cols + padding)[1]
         scale = F.pad(scale.view(_bytes_of(scale)), (0, groups - scale.shape[-1])).view(scale.dtype)
     for expert in data:  # one at a time: all at once would need several times their memory
-        expert.copy_(_to_planes(expert, scheme))
+        expert.copy_(_to_planes(expert.to(device), scheme))
     return dataclasses.replace(weights, data=data.view(torch.int32), scale=scale, plane_cols=weights.cols)
 
 

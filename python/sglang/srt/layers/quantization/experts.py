@@ -18,6 +18,7 @@ from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.configs.stored_form import STACKED_FP8
 from sglang.srt.distributed.groups import Group
 from sglang.srt.errors import UserError
+from sglang.srt.layers.moe.expert_slots import ExpertSlots
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights, repack
 from sglang.srt.layers.parameter import FLOATS, Fill, Init, Scope, TensorPart, WeightShard, constant, random_codes
 from sglang.srt.layers.quantization.expert_sizes import ExpertProduct, ExpertSizes
@@ -41,13 +42,18 @@ BY_MATRIX = "by_matrix"
 
 
 class Experts:
-    """The experts of a layer. `w13` and `w2` exist once the parameters are filled and `finish` has run. `linear_in_up`:
-    see Activation."""
+    """The experts of a layer. `w13` and `w2` exist once the parameters are filled and `finish` has run; where they lie
+    in main memory, a step computes with what `of_step` returns. `linear_in_up`: see Activation."""
 
     w13: ExpertWeights
     w2: ExpertWeights
 
     def __init__(self, scope: Scope, sizes: ExpertSizes, linear_in_up: bool) -> None:
+        self.num_slots, self.num_buffers, self.buffers = sizes.w13.slots, sizes.w13.buffers, scope.buffers
+        self.plan, self.device = scope.plan, scope.device
+        self.slots: ExpertSlots | None = None
+        if self.num_slots:
+            scope = scope.in_main_memory()
         self.quant = quant = expert_quant(scope, sizes)
         self.linear_in_up = linear_in_up
         self.ep_size = sizes.ep_size
@@ -63,8 +69,17 @@ class Experts:
             up, down = finish_pair(up, down, self.linear_in_up)
         assert isinstance(up, ExpertWeights) and isinstance(down, ExpertWeights)
         up, down = replace(up, ep_size=self.ep_size), replace(down, ep_size=self.ep_size)
-        self.w13, self.w2 = repack(up, self.features), repack(down, self.features)
+        self.w13, self.w2 = (repack(weights, self.features, self.device) for weights in (up, down))
         self.products.clear()
+        if self.num_slots and not self.w13.data.is_meta:
+            bank, numbers = (self.w13, self.w2), (self.num_slots, self.num_buffers)
+            self.slots = ExpertSlots(self.plan, bank, *numbers, self.buffers, self.device)
+            self.w13, self.w2 = self.slots.bank
+
+    def of_step(self, ids: torch.Tensor) -> tuple[ExpertWeights, ExpertWeights, torch.Tensor]:
+        """Returns the weights of both products for a step whose tokens chose the experts `ids` [T, k] int32, and the
+        rows where these experts are."""
+        return (self.w13, self.w2, ids) if self.slots is None else self.slots.of_step(ids)
 
 
 def expert_quant(scope: Scope, sizes: ExpertSizes) -> ModuleQuant | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.wire.io_struct import FinishReason, MediaItem, TokenMeta
@@ -33,6 +33,13 @@ def refuse_aborted(finish: FinishReason) -> None:
         raise RequestError("the answer was aborted at the server; send the request again", 503)
 
 
+class TextPair(NamedTuple):
+    """Two texts of which a model reads the second beside the first, such as a query and a document."""
+
+    first: str
+    second: str
+
+
 @dataclass(slots=True, kw_only=True)
 class GenerateRequest:
     """One call: a single prompt or a batch of prompts, each with `n` samples.
@@ -44,7 +51,7 @@ class GenerateRequest:
     SamplingParams; `max_new_tokens=None` given explicitly means "until the context is full".
     """
 
-    text: str | list[str] | None = None
+    text: str | list[str] | list[TextPair] | None = None
     input_ids: list[int] | list[list[int]] | Ids | None = None
     sampling_params: SamplingParams | dict[str, Any] | list[dict[str, Any]] | None = None
     stream: bool = False

@@ -94,7 +94,7 @@ class ResultWriter:
 
     def __init__(self, manager: TokenizerManager, req: GenerateRequest, stream: GenerationStream) -> None:
         tokenizer = manager.tokenizer
-        self._hidden_size = int(manager.model_config.hf_config["hidden_size"])
+        self._hidden_size = manager.model_config.hidden_size
         self.has_text = tokenizer is not None
         self._names = tokenizer if req.return_text_in_logprobs else None
         self._stream = stream

@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.front.checked_ids import checked_ids
-from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError
+from sglang.srt.managers.front.generate_request import GenerateRequest, RequestError, TextPair
 from sglang.srt.managers.front.media.media_loader import MediaLoader
 from sglang.srt.managers.front.media.media_source import MediaSource
 from sglang.srt.managers.front.result_limits import ResultLimits
@@ -59,6 +59,7 @@ CHARS_PER_TOKEN_BOUND = 512
 tokens that long, so it cannot fit."""
 
 Encode = Callable[[str, bool], Awaitable[list[int]]]
+EncodePair = Callable[[TextPair], Awaitable[tuple[list[int], int]]]
 Prompt = str | list[int] | Ids
 """A text, or token ids; those in an array have been checked before."""
 
@@ -83,21 +84,36 @@ class RequestPreparer:
     images; None if the model reads none."""
 
     def __init__(
-        self, args: ServerArgs, model_config: ModelConfig, encode: Encode | None, media: MediaLoader | None = None
+        self,
+        args: ServerArgs,
+        model_config: ModelConfig,
+        encode: Encode | None,
+        media: MediaLoader | None = None,
+        encode_pair: EncodePair | None = None,
     ) -> None:
         self._media = media
         self._sees = not args.language_model_only
         self._allow_truncate = args.allow_auto_truncate
         self._context_len = model_config.context_len
         self._vocab_size = model_config.vocab_size
-        self._encode = encode
+        self._encode, self._encode_pair = encode, encode_pair
+        self._longest = model_config.context_len - (not args.is_embedding)
+        """Tokens of the longest prompt: embeddings need no room for output."""
         self._only_embeds = args.is_embedding
-        state_bytes = int(model_config.hf_config["hidden_size"]) * VALUE_BYTES
-        self._state_bytes = state_bytes if args.enable_return_hidden_states else None
+        of_embeddings = model_config.labels is None
+        self._instead = (
+            "use /v1/embeddings or /v1/rerank" if of_embeddings else "use /classify, /v1/score or /v1/rerank"
+        )
+        self._state_bytes = model_config.hidden_size * VALUE_BYTES if args.enable_return_hidden_states else None
         self._default_priority = args.default_priority_value
         self._refuse_priorities = args.abort_on_priority_when_disabled and not args.enable_priority_scheduling
         self._model_defaults = model_config.default_sampling if args.sampling_defaults == "model" else {}
         self._server_defaults = json.loads(args.preferred_sampling_params or "{}")
+
+    def require_generation(self) -> None:
+        """Raises RequestError if the server generates no text."""
+        if self._only_embeds:
+            raise RequestError(f"The server was started with --is-embedding and generates no text; {self._instead}.")
 
     async def prepare(self, req: GenerateRequest) -> PreparedCall:
         """Checks and tokenizes a request. The media items of all its sequences are held once, until `release`. Raises
@@ -118,10 +134,8 @@ class RequestPreparer:
             self._media.files.release(items)
 
     async def _prepare(self, req: GenerateRequest, placed_items: list[MediaItem]) -> PreparedCall:
-        if self._only_embeds and not req.embed:
-            raise RequestError(
-                "The server was started with --is-embedding and generates no text; use /v1/embeddings or /v1/rerank."
-            )
+        if not req.embed:
+            self.require_generation()
         prompts = _prompts(req)
         count = len(prompts)
         media = self._media_of(req, count)
@@ -156,6 +170,10 @@ class RequestPreparer:
         for prompt, sources, rid, (p, explicit_length), wanted in zip(
             prompts, media, rids, params, options, strict=True
         ):
+            segment_start = 0
+            if isinstance(prompt, TextPair):
+                num_chars += sum(map(len, prompt))
+                prompt, segment_start = await self._pair_ids(prompt)
             num_chars += len(prompt) + num_samples * (SEQUENCE_CHARS + p.num_bytes // BYTES_A_CHAR)
             num_chars += num_samples * len(wanted[3] or ())
             if num_chars >= YIELD_CHARS:
@@ -180,6 +198,7 @@ class RequestPreparer:
                 top_logprobs_num=wanted[2],
                 token_ids_logprob=wanted[3],
                 hidden_start=len(input_ids) - 1 if req.embed else 0 if wanted[6] else -1,
+                segment_start=segment_start,
                 priority=priority,
                 thinking=self._thinking(req, len(input_ids), p.max_new_tokens),
                 cache_namespace=_namespace(wanted[4], wanted[5]),
@@ -289,7 +308,7 @@ class RequestPreparer:
 
     async def _whole(self, ids: Ids, has_media: bool) -> Ids:
         """Checks the length again and truncates; a cut must not split an image."""
-        if has_media and len(ids) >= self._context_len:
+        if has_media and len(ids) > self._longest:
             raise RequestError(
                 f"The prompt of {len(ids)} tokens, images included, is longer than the model's context length of "
                 f"{self._context_len} tokens; send fewer or smaller images."
@@ -309,17 +328,44 @@ class RequestPreparer:
             if len(prompt) > min(self._context_len * LONG_TEXT_CHARS_PER_TOKEN, MAX_UNCHECKED_CHARS):
                 prompt = await self._bounded(self._encode, prompt)
             prompt = await self._encode(prompt, add_special_tokens)
+            if add_special_tokens:
+                prompt = await self._cut(prompt)
             source = "The tokenized text"
         else:
             source = "input_ids"
         if not len(prompt):
             raise RequestError("The prompt is empty: at least one token is needed.")
-        if len(prompt) >= self._context_len and not self._allow_truncate:
+        if len(prompt) > self._longest and not self._allow_truncate:
+            room = "" if self._only_embeds else " with room for output"
             raise RequestError(
-                f"The prompt of {len(prompt)} tokens with room for output is longer than the model's context length "
-                f"of {self._context_len} tokens."
+                f"The prompt of {len(prompt)} tokens{room} is longer than the model's context length of"
+                f" {self._context_len} tokens."
             )
-        return await checked_ids(prompt[: self._context_len - 1], self._vocab_size, source)
+        return await checked_ids(prompt[: self._longest], self._vocab_size, source)
+
+    async def _pair_ids(self, pair: TextPair) -> tuple[list[int], int]:
+        """Returns the token ids of a pair of texts, and the first of the second one. Raises RequestError."""
+        if self._encode is None or self._encode_pair is None:
+            raise RequestError("The server runs with --skip-tokenizer-init: pairs of texts cannot be joined.")
+        for text in pair:
+            if len(text) > self._context_len * CHARS_PER_TOKEN_BOUND:
+                raise RequestError(
+                    f"The text of {len(text)} characters is longer than the model's context length of"
+                    f" {self._context_len} tokens."
+                )
+        ids, segment_start = await self._encode_pair(pair)
+        return await self._cut(ids), segment_start
+
+    async def _cut(self, ids: list[int]) -> list[int]:
+        """Returns the ids of a text to be embedded, cut to the longest that the model takes where the server cuts
+        texts: what its tokenizer puts behind every text stays there. Other ids are returned as they are."""
+        if not (self._only_embeds and self._allow_truncate and self._encode and len(ids) > self._longest):
+            return ids
+        around = await self._encode("", True)
+        kept = 0
+        while kept < len(around) and around[-1 - kept] == ids[-1 - kept]:
+            kept += 1
+        return ids[: self._longest - kept] + ids[len(ids) - kept :] if kept < self._longest else ids
 
     async def _bounded(self, encode: Encode, text: str) -> str:
         """Returns `text`, truncated (if the server truncates) to what the context may hold. Raises RequestError for
@@ -372,7 +418,7 @@ def _prompts(req: GenerateRequest) -> Sequence[Prompt]:
         raise RequestError("Give either text or input_ids, and not both.")
     given: Any = req.text if req.text is not None else req.input_ids
     prompts: Any = given if req.is_batch else [given]
-    kind = str if req.text is not None else (list, np.ndarray)
+    kind = (str, TextPair) if req.text is not None else (list, np.ndarray)
     if isinstance(prompts, list) and not 1 <= len(prompts) <= MAX_BATCH:
         raise RequestError(f"A batch must have 1 to {MAX_BATCH} prompts, got {len(prompts)}.")
     if not isinstance(prompts, list) or not all(isinstance(prompt, kind) for prompt in prompts):

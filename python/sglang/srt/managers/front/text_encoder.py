@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from sglang.srt.managers.front.generate_request import RequestError
+from sglang.srt.managers.front.generate_request import RequestError, TextPair
 from sglang.srt.managers.front.prefix_tokens import PrefixTokens
 from sglang.srt.managers.front.request_preparation import pieces
 from sglang.srt.managers.front.worker_threads import WorkerThreads, num_long_threads
@@ -45,6 +45,17 @@ class TextEncoder:
             if len(text) < LONG_TEXT:
                 return self._tokenizer.encode(text, add_special_tokens)
             return await self.in_thread(len(text), self._prefixes.encode, text, add_special_tokens)
+
+    async def encode_pair(self, pair: TextPair) -> tuple[list[int], int]:
+        """Returns the token ids of a pair of texts, and the first of the second text; 0 if the model does not tell them
+        apart. Raises RequestError like `encode`."""
+        if self._tokenizer is None:
+            raise RequestError("The server runs with --skip-tokenizer-init.")
+        size = len(pair.first) + len(pair.second)
+        with _as_request_errors():
+            if size < LONG_TEXT:
+                return self._tokenizer.encode_pair(*pair)
+            return await self.in_thread(size, self._tokenizer.encode_pair, *pair)
 
     async def encode_each(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each text by itself, without special tokens. Raises RequestError like `encode`."""

@@ -118,7 +118,7 @@ class TokenizerManager:
         if self.media is not None and (args.nnodes > 1 or args.use_ray):
             self._transfers = ArrayTransfers(self.media.files, self.replicas, self._send_endings)
         encode = None if tokenizer is None else self.text.encode
-        self.preparer = RequestPreparer(args, model_config, encode, self.media)
+        self.preparer = RequestPreparer(args, model_config, encode, self.media, self.text.encode_pair)
         self._sequences = SequenceTable(None if self.media is None else self.media.files)
         self._logprobs = LogprobBudget()
         self._endings_retry: asyncio.TimerHandle | None = None

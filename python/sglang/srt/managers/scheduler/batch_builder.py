@@ -161,9 +161,17 @@ def _prompt_tokens(chosen: Sequence[tuple[Req, int]], num_decodes: int, draft_to
     lens = np.array([n for _, n in chosen], np.int32)
     prompts = PromptTokens(np.array(ids, np.int64), prefix_lens, lens, np.array(done, np.int64))
     prompts.media = _media_tokens(chosen)
+    if any(req.segment_start for req, _ in chosen):
+        prompts.segments = np.concatenate([_segments(req.segment_start, req.kv_len, n) for req, n in chosen])
     if draft_tokens:
         prompts.next_ids = next_ids
     return prompts
+
+
+def _segments(second: int, start: int, count: int) -> np.ndarray:
+    """Returns the number of the text of a pair, 0 or 1, that each of `count` tokens from `start` on belongs to, where
+    the second begins at token `second`; 0: there is one text."""
+    return (np.arange(start, start + count) >= (second or start + count)).astype(np.int64)
 
 
 def _media_tokens(chosen: Sequence[tuple[Req, int]]) -> MediaTokens | None:

@@ -100,6 +100,7 @@ class Req:
         "return_logprob",
         "rid",
         "seed",
+        "segment_start",
         "slot",
         "started_time",
         "state_is_exact",
@@ -194,6 +195,8 @@ class Req:
             self.pending_logprobs.first_token = self.tokens[0]
         self.hidden = None if msg.hidden_start < 0 else HiddenStates(msg.hidden_start)
         """The final hidden states that are wanted."""
+        self.segment_start = msg.segment_start
+        """First token of the second text of a pair; 0: there is one text."""
         self.prompt_logprobs_done = 0
         """Prompt tokens whose log probability has been collected (a retracted request computes its prompt again)."""
 

@@ -250,6 +250,9 @@ class SchedulerProcess:
             "num_retracted_reqs": stats["num_retracted_reqs"],
             **dataclasses.asdict(self.scheduler.stats.launches),
         }
+        buffers = self.runner.model.expert_buffers
+        if buffers is not None and (copies := buffers.totals()) is not None:
+            state["expert_slots"] = dict(zip(("chosen", "copied"), copies, strict=True))
         drafts = self.scheduler.stats.drafts
         if drafts.algorithm is not None:
             totals = drafts.since_start

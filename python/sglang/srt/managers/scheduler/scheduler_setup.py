@@ -22,6 +22,7 @@ from sglang.srt.hardware.arch import (
     device_name,
     free_memory_bytes,
     gpus_reach_one_another,
+    lockable_bytes,
     pci_address,
 )
 from sglang.srt.hardware.numa import bind_to_numa_node, free_bytes_of, node_of
@@ -31,6 +32,7 @@ from sglang.srt.kernels.conditions import SCALED_MM_FEATURES
 from sglang.srt.kernels.launch import tiles_in_use
 from sglang.srt.kernels.resolve import installed_packages
 from sglang.srt.kernels.spec import Need, PeerLinks
+from sglang.srt.plan.expert_slot_plan import MainMemory
 from sglang.srt.plan.host_cache import keeps_unasked
 from sglang.srt.plan.layout import asked_node, check_gpus, check_machine
 from sglang.srt.plan.model_planner import Probe, describe_served_model
@@ -88,6 +90,7 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
         links = slowest_links(links)
     available = parallel_state.min_over_ranks(free_memory_bytes(gpu if on_gpu else None, arch.unified_memory))
     host = parallel_state.min_over_ranks(free_memory_bytes(None)) if on_gpu or args.enable_hierarchical_cache else None
+    lockable = lockable_bytes(host) if on_gpu and host is not None else None
     by_default = False
     if on_gpu and host is not None:
         numa_host = parallel_state.min_over_ranks(_numa_memory(node, host, args.dp_size))
@@ -97,8 +100,9 @@ def create_plan(args: ServerArgs, rank: int = 0, rendezvous: str | None = None) 
 
     def make() -> Plan:
         return make_plan(
-            args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=by_default
-        )
+            args, model, arch, available, links=links, rank=rank, probe=probe, host_bytes=host, tier_unasked=by_default,
+            main_memory=MainMemory(lockable),
+        )  # fmt: skip
 
     plan = agreed_plan(agreed, ranks.stage(rank), make)
     return replace(plan, warnings=(*plan.warnings, agreed.note)) if agreed.note else plan

@@ -51,6 +51,8 @@ class TokenizedGenerateReq(msgspec.Struct, tag=True, omit_defaults=True, kw_only
     hidden_start: int = -1
     """First position whose final hidden state is wanted; -1: none. An embedding is the state of the last prompt
     token."""
+    segment_start: int = 0
+    """First token of the second text of a pair, for models that tell them apart; 0: there is one text."""
     priority: int = 0
     thinking: ThinkingBudget | None = None
     cache_namespace: str | None = None

@@ -14,34 +14,60 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from sglang.srt.errors import UserError
-from sglang.srt.plan.transformers_backend.facts import ClassRequest
+from sglang.srt.plan.transformers_backend.facts import CLASSIFY, EMBED, GENERATE, ClassRequest
 
 REGISTERED = "sglang"
 """Name of our functions among those of transformers."""
-_CAUSAL, _CONFIG = "AutoModelForCausalLM", "AutoConfig"
-"""Keys of `auto_map` in config.json."""
+_CONFIG = "AutoConfig"
+_KEYS = {GENERATE: "AutoModelForCausalLM", EMBED: "AutoModel", CLASSIFY: "AutoModelForSequenceClassification"}
+"""Keys of `auto_map` in config.json, by what the class is to do."""
+_TABLES = {GENERATE: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, CLASSIFY: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
+_DOES = {
+    GENERATE: "no class of causal language models",
+    EMBED: "no model type with a class of its own",
+    CLASSIFY: "no class that classifies texts",
+}
 
 
 def class_of(request: ClassRequest) -> type[Any]:
-    """Returns the model class that the config names. Raises UserError."""
-    name, classes = request.architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    if any(name in (names if isinstance(names, tuple | list) else (names,)) for names in classes):
+    """Returns the model class that the config names; for embeddings that of its model type, without a head. Raises
+    UserError."""
+    name = _named(request)
+    if name:
         kind: type[Any] = getattr(transformers, name)
         return kind
-    if _CAUSAL in request.own_code:
-        return _own(request, _CAUSAL)
+    if _KEYS[request.task] in request.own_code:
+        return _own(request, _KEYS[request.task])
     raise UserError(
-        f"the architecture {name} is not supported: there is no family of it here, and in transformers"
-        f" {transformers.__version__} it is no class of causal language models."
+        f"the architecture {request.architecture} is not supported: there is no family of it here, and in transformers"
+        f" {transformers.__version__} it is {_DOES[request.task]}."
     )
+
+
+def _named(request: ClassRequest) -> str:
+    """Returns the name of transformers' class; "": it has none."""
+    if request.task == EMBED:
+        names = _all(MODEL_MAPPING_NAMES.get(str(request.values.get("model_type") or ""), ()))
+        return next(iter(names), "")
+    known = {name for names in _TABLES[request.task].values() for name in _all(names)}
+    return request.architecture if request.architecture in known else ""
+
+
+def _all(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def config_of(request: ClassRequest, model: type[Any]) -> Any:
     """Returns the config as the model class takes it. Raises UserError for one of another class."""
-    if _CONFIG in request.own_code and _CAUSAL in request.own_code and model.__name__ not in dir(transformers):
+    brings_both = _CONFIG in request.own_code and _KEYS[request.task] in request.own_code
+    if brings_both and model.__name__ not in dir(transformers):
         return _own(request, _CONFIG).from_dict(dict(request.values))
     kind, wanted = str(request.values.get("model_type") or ""), model.config_class
     if kind not in CONFIG_MAPPING or not issubclass(CONFIG_MAPPING[kind], wanted):
@@ -68,9 +94,13 @@ def register(attention: Callable[..., Any], experts: Callable[..., Any], name: s
     ALL_EXPERTS_FUNCTIONS.register(name, experts)
 
 
-def create(kind: type[Any], config: Any, dtype: torch.dtype, name: str = REGISTERED) -> Any:
+def create(kind: type[Any], config: Any, dtype: torch.dtype, task: str, name: str = REGISTERED) -> Any:
     """Creates a model on the meta device, with the functions registered under `name`."""
     config._attn_implementation = name
     with torch.device("meta"):
         model = kind._from_config(config, dtype=dtype, attn_implementation=name, experts_implementation=name)
+    if (
+        task == EMBED and getattr(model, "pooler", None) is not None
+    ):  # computes something of the first token that nobody asks for
+        model.pooler = None
     return model.eval()

@@ -25,6 +25,14 @@ def renamings(model: Any) -> tuple[tuple[str, str], ...]:
     )
 
 
+def joins_tensors(model: Any) -> bool:
+    """Returns whether checkpoints store several tensors of the class as one, other than those of experts."""
+    return any(
+        isinstance(each, WeightConverter) and not isinstance(each.operations[0], MergeModulelist)
+        for each in _transforms(model)
+    )
+
+
 def experts_of(model: Any) -> dict[str, tuple[str, ...]]:
     """Returns the parts (gate, up, down) under which checkpoints store each expert by itself, by the end of the name of
     the module that has them all; empty where they store all experts in one tensor."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.blocks.transformers_layer.layer import (
+    ClassNorm,
     CurrentStep,
     LayerAttention,
     RoutedExperts,
@@ -15,26 +16,27 @@ from sglang.srt.blocks.transformers_layer.layer import (
     attend,
     compute_experts,
 )
+from sglang.srt.blocks.transformers_layer.rotation import AnglesOfStep, deferred
 from sglang.srt.blocks.transformers_layer.spec import TransformersExperts, TransformersLayer
-from sglang.srt.distributed import parallel_state
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.distributed.ping_pong import Blocks, PingPong
 from sglang.srt.errors import UserError
 from sglang.srt.layers.embedding import LMHead, VocabParallelEmbedding
-from sglang.srt.layers.linear import Unquantized
-from sglang.srt.layers.parameter import Init, Param, QuantMethod, Scope
-from sglang.srt.layers.quantization.dense import QuantizedMethod
+from sglang.srt.layers.layernorm import norm_weight
+from sglang.srt.layers.ops import RMSNORM
+from sglang.srt.layers.parameter import Init, Scope
 from sglang.srt.layers.quantization.layout import is_redundant
 from sglang.srt.layers.rotary_embedding import RotaryTables
 from sglang.srt.models.causal_lm import AuxLayers, CausalLM
 from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
 from sglang.srt.models.transformers_backend.head import Given, decoder_of
-from sglang.srt.plan.transformers_backend.facts import TensorFact
+from sglang.srt.models.transformers_backend.rotations import FUNCTION, modules_with_rotation
+from sglang.srt.plan.transformers_backend.facts import HeadFact, TensorFact
 
 if TYPE_CHECKING:
+    from sglang.srt.blocks.transformers_layer.text_attention import TextAttention
     from sglang.srt.layers.forward_batch import ForwardBatch
     from sglang.srt.layers.row_exchange import RowExchange
-    from sglang.srt.mem_cache.memory_pool import CacheStore
     from sglang.srt.plan.plan import Plan
 
 
@@ -46,38 +48,23 @@ class TransformersModel(CausalLM):
 
     def __init__(self, plan: Plan, device: torch.device | str | None = None, groups: Groups | None = None) -> None:
         """Allocates the parameters; arguments as in CausalLM."""
-        self.description = description = plan.description
-        code = description.transformers_class
-        assert code is not None and code.facts.head is not None
-        self.facts, head, facts = code.facts, code.facts.head, code.facts
-        quantization = description.quantization
-        quant: QuantMethod = Unquantized() if quantization is None else QuantizedMethod(quantization)
-        scope = Scope(
-            plan=plan,
-            device=torch.device(device or plan.device),
-            dtype=getattr(torch, plan.dtype),
-            groups=groups or parallel_state.groups(),
-            quant=quant,
-            weights=description.names,
-        )
-        self.weights, self.base_prefix = description.names, facts.base
-        self.params: dict[str, Param] = scope.params
-        self.on_other_ranks, self.finish = scope.on_other_ranks, scope.finish
-        self.caches: list[CacheStore] = scope.caches
+        scope = self._begin(plan, device, groups)
+        description, code = self.description, self.description.transformers_class
+        assert code is not None
+        self.facts, facts = code.facts, code.facts
+        self.base_prefix = facts.base
         self.vocab_is_in_group, self.defers_all_reduce = True, False
-        self.pp, self.dtype, self.device = scope.groups.pp, scope.dtype, scope.device
         self.layers = []  # the class has its layers to itself
         self.aux_layers, self.aux_keeps_streams = AuxLayers(), False
         self.step = CurrentStep()
         register(attend, compute_experts)
         kind = class_of(code.request)
-        self.model = create(kind, config_of(code.request, kind), scope.dtype)
+        self.model = create(kind, config_of(code.request, kind), scope.dtype, code.request.task)
         self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
-        tied_to = self.embed if description.tie_embeddings else None
-        self.head = LMHead(scope.sub("lm_head"), facts.vocab_size, tied_to)
-        head_bias = None
-        if head.bias:
-            head_bias = scope.sub("lm_head").param("bias", (head.rows,), init=Init.ZEROS)
+        self.head = None
+        if any(layer.attention.rotary_dim for layer in facts.layers):
+            for code_of_class in modules_with_rotation(self.model):
+                setattr(code_of_class, FUNCTION, deferred(getattr(code_of_class, FUNCTION)))
         rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         for i, layer in enumerate(description.layers):
             assert isinstance(layer.mixer, TransformersLayer)
@@ -86,8 +73,21 @@ class TransformersModel(CausalLM):
             self._take(scope.sub("outside"), "", tensor)
         embedding = self.model.get_submodule(facts.embedding)
         self._put(facts.embedding, TransformersEmbedding(embedding, self.embed))
-        self._put(head.name, HeadProduct(self.head, head_bias, self.embed.weight[:0]))
+        if facts.head is not None:
+            self._add_head(scope.sub("lm_head"), facts.head)
         self._fill_buffers()
+        self._split()
+
+    def _add_head(self, scope: Scope, fact: HeadFact) -> None:
+        """Puts our output head in the place of the class's."""
+        assert self.embed is not None
+        tied_to = self.embed if self.description.tie_embeddings else None
+        self.head = LMHead(scope, self.facts.vocab_size, tied_to)
+        bias = scope.param("bias", (fact.rows,), init=Init.ZEROS) if fact.bias else None
+        self._put(fact.name, HeadProduct(self.head, bias, self.embed.weight[:0]))
+
+    def _split(self) -> None:
+        """Takes the class apart: what computes hidden states, and what computes logits of them."""
         self.decoder = decoder_of(self.model)
         self.logits_of = Given(self.model, self.decoder)
 
@@ -104,11 +104,12 @@ class TransformersModel(CausalLM):
         assert spec.attention is not None
         for linear in spec.linears:
             self._put(at + linear.name, TransformersLinear(scope.sub(linear.name), spec, linear))
-        attention = LayerAttention(scope, spec, number, rotary, self.step)
+        attention = self._attention(scope, spec, number, rotary)
         # Not as submodules: a class's own modules are what its code knows of.
         vars(self.model.get_submodule(at + spec.attention.module))["attention_of_step"] = attention
         for tensor in spec.tensors:
             if tensor.name == spec.attention.sinks:
+                assert isinstance(attention, LayerAttention)
                 self._set(at + tensor.name, attention.sinks)
             else:
                 self._take(scope, at, tensor)
@@ -119,12 +120,22 @@ class TransformersModel(CausalLM):
             for name in [*module._parameters]:
                 module._parameters[name] = None
 
+    def _attention(
+        self, scope: Scope, spec: TransformersLayer, number: int, rotary: RotaryTables
+    ) -> LayerAttention | TextAttention:
+        """Returns what computes the attention of a layer."""
+        return LayerAttention(scope, spec, number, rotary, self.step)
+
     def _take(self, scope: Scope, at: str, tensor: TensorFact) -> None:
         """Allocates a parameter or buffer that every rank has. at: what the names of the layer's modules begin with."""
         name = tensor.name if "." in tensor.name or not at else f"own.{tensor.name}"
         module, _, leaf = name.rpartition(".")
-        dtype = torch.float32 if tensor.fp32 else None
         inner = scope.sub(module) if module else scope
+        if tensor.norm is not None:
+            weight = norm_weight(inner, tensor.shape[0], tensor.norm.plus_one)
+            self._put(at + module, ClassNorm(weight, tensor.norm.eps, scope.plan.entry(RMSNORM)))
+            return
+        dtype = torch.float32 if tensor.fp32 else None
         self._set(at + tensor.name, inner.param(leaf, tensor.shape, init=_initial(tensor), dtype=dtype))
 
     def _set(self, path: str, tensor: torch.Tensor | None) -> None:
@@ -168,13 +179,17 @@ class TransformersModel(CausalLM):
 
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
         """Returns the decoder's output [T, H] after its final norm. received: None, there are no stages."""
-        self.step.batch = batch
-        try:
-            out = self.decoder(
-                input_ids=batch.input_ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True
-            )
-        finally:
-            self.step.batch = None
+        with AnglesOfStep() as angles:
+            self.step.batch, self.step.angles = batch, angles
+            try:
+                out = self.decoder(
+                    input_ids=batch.input_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                    return_dict=True,
+                )
+            finally:
+                self.step.batch = self.step.angles = None
         hidden: torch.Tensor = out[0][0]
         return hidden
 

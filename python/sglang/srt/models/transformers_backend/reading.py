@@ -12,6 +12,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from sglang.srt.models.transformers_backend.calls import HARMLESS, TOKENS, AttentionCall, Calls, ExpertsCall
 from sglang.srt.models.transformers_backend.checkpoint_names import experts_of
+from sglang.srt.models.transformers_backend.norms import NormFinder
 from sglang.srt.plan.transformers_backend.facts import AttentionFact, ExpertsFact, LayerFact, LinearFact, TensorFact
 
 _LAYER = re.compile(r"(.*?\.?)(\d+)\.(.+)")
@@ -22,11 +23,23 @@ class Refused(Exception):
     """Raised where a class cannot be served; the message says why."""
 
 
+def run(decoder: Any, **more: Any) -> torch.Tensor:
+    """Runs what is below the head of a model without weights, and returns its output [1, T, C]."""
+    ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
+    positions = torch.arange(TOKENS, device="meta")[None]
+    with torch.no_grad():
+        hidden: torch.Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False, **more)[0]
+    if hidden.dim() != 3 or hidden.shape[:2] != (1, TOKENS):
+        raise Refused(f"its decoder returns {list(hidden.shape)} for {TOKENS} tokens")
+    return hidden
+
+
 class Reading:
     """A model without weights, whose run has been recorded. Raises Refused where something is not computed here."""
 
-    def __init__(self, model: Any, calls: Calls) -> None:
-        self.model, self.calls = model, calls
+    def __init__(self, model: Any, calls: Calls, generates: bool = True) -> None:
+        """generates: it is a causal language model; others may attend to both sides, over no cache."""
+        self.model, self.calls, self.generates = model, calls, generates
         self.names = {id(module): path for path, module in model.named_modules()}
         """Path of each module."""
         self.layers_at = self._layers_at()
@@ -36,6 +49,8 @@ class Reading:
         self._tensors: list[list[TensorFact]] = [[] for _ in calls.attention]
         self.outside: list[TensorFact] = []
         """Tensors outside of layers."""
+        self._norms = NormFinder()
+        self._kernels_rotate = generates and calls.rotations.replaceable(model)
         self._collect()
 
     def layer(self, number: int) -> LayerFact:
@@ -73,12 +88,20 @@ class Reading:
         unknown = [name for name, value in arguments.items() if name not in HARMLESS and not isinstance(value, bool)]
         if unknown:
             raise Refused(f"its attention is called with {', '.join(sorted(unknown))}, which nothing computes here")
-        if arguments.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+        is_causal = arguments.get("is_causal") is not False and getattr(call.module, "is_causal", True) is not False
+        if self.generates and not is_causal:
             raise Refused("its attention is not causal")
         if not call.query[2] == call.key[2] == call.value[2] == TOKENS or call.query[0] != 1:
             raise Refused("its queries and keys are not those of the same tokens")
+        sinks, cap = _sinks(call, module), float(arguments.get("softcap") or 0.0)
+        if not self.generates and (sinks or cap):
+            raise Refused("its attention has caps or learned logits, which are only computed over a cache")
+        causal = True
         try:
-            window = self.calls.window_of(call)
+            if self.generates:
+                window = self.calls.window_of(call)
+            else:
+                causal, window = self.calls.sight_of(call, is_causal)
         except ValueError as reason:
             raise Refused(str(reason)) from None
         return AttentionFact(
@@ -89,8 +112,10 @@ class Reading:
             v_head_dim=call.value[3],
             scale=float(arguments.get("scaling") or call.query[3] ** -0.5),
             window=window,
-            logit_cap=float(arguments.get("softcap") or 0.0),
-            sinks=_sinks(call, module),
+            logit_cap=cap,
+            sinks=sinks,
+            causal=causal,
+            rotary_dim=call.rotary_dim if self._kernels_rotate else 0,
         )
 
     def _experts(self, number: int, call: ExpertsCall) -> ExpertsFact:
@@ -132,8 +157,9 @@ class Reading:
                 for leaf, tensor in _stored(module):
                     name = f"{path}.{leaf}".removeprefix(".")
                     fact = f"{inner}.{leaf}".removeprefix(".")
-                    own_style = _style(plan, name) or style
-                    tensors.append(TensorFact(fact, tuple(tensor.shape), _keeps_fp32(self.model, name), own_style))
+                    own_style, norm = _style(plan, name) or style, self._norms.norm_of(module)
+                    fp32 = _keeps_fp32(self.model, name) or (norm is not None and norm.plus_one)
+                    tensors.append(TensorFact(fact, tuple(tensor.shape), fp32, own_style, norm))
 
 
 def _split(path: str, stem: str) -> tuple[int, str]:

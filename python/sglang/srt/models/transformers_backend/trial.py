@@ -20,8 +20,9 @@ from sglang.srt.models.transformers_backend.build import class_of, config_of, cr
 from sglang.srt.models.transformers_backend.calls import TOKENS, Calls
 from sglang.srt.models.transformers_backend.checkpoint_names import renamings
 from sglang.srt.models.transformers_backend.head import Given, decoder_of
-from sglang.srt.models.transformers_backend.reading import Reading, Refused
-from sglang.srt.plan.transformers_backend.facts import ClassFacts, ClassRequest, HeadFact
+from sglang.srt.models.transformers_backend.reading import Reading, Refused, run
+from sglang.srt.models.transformers_backend.text_trial import read_text_class
+from sglang.srt.plan.transformers_backend.facts import GENERATE, ClassFacts, ClassRequest, HeadFact
 from sglang.srt.utils.process_limits import die_with_parent, limit_memory, lower_limit
 
 _TRIAL = "sglang_trial"
@@ -66,8 +67,14 @@ def _facts(name: str, request: ClassRequest) -> ClassFacts:
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(_TRIAL, calls.mask)
     with suppress(AttributeError):  # it reads positions, which have no values here; they are those of one text
         masking_utils.find_packed_sequence_indices = _one_text
-    model = create(kind, config, torch.bfloat16, _TRIAL)
-    hidden = _run(model)
+    model = create(kind, config, torch.bfloat16, request.task, _TRIAL)
+    if request.task != GENERATE:
+        return read_text_class(name, model, calls, request.task)
+    calls.rotations.watch(model)
+    try:
+        hidden = run(decoder_of(model))
+    finally:
+        calls.rotations.end()
     return _read(name, model, hidden, Reading(model, calls))
 
 
@@ -90,17 +97,6 @@ def _check(config: Any) -> None:
                 f"its rotary embedding ({settings['rope_type']}) depends on the longest text of a step. Up to"
                 f" {original} tokens it is the default one: --json-model-override-args '{override}'"
             )
-
-
-def _run(model: Any) -> torch.Tensor:
-    """Runs the decoder, and returns its output [1, T, C]."""
-    ids = torch.zeros((1, TOKENS), dtype=torch.int64, device="meta")
-    positions = torch.arange(TOKENS, device="meta")[None]
-    with torch.no_grad():
-        hidden: torch.Tensor = decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)[0]
-    if hidden.dim() != 3 or hidden.shape[:2] != (1, TOKENS):
-        raise Refused(f"its decoder returns {list(hidden.shape)} for {TOKENS} tokens")
-    return hidden
 
 
 def _read(name: str, model: Any, hidden: torch.Tensor, reading: Reading) -> ClassFacts:

@@ -17,7 +17,7 @@ import msgspec
 
 from sglang.srt.environ import envs
 from sglang.srt.errors import UserError
-from sglang.srt.plan.transformers_backend.facts import ClassFacts, ClassRequest
+from sglang.srt.plan.transformers_backend.facts import GENERATE, ClassFacts, ClassRequest
 
 SECONDS = 180
 """Processor time of a trial; most take a few seconds, nearly all of it to import torch."""
@@ -27,11 +27,13 @@ _TRIAL = "sglang.srt.models.transformers_backend.trial"
 _ABOUT_CHECKPOINTS = ("quantization_config", "compression_config")
 
 
-def request_of(values: Mapping[str, Any], directory: str, trust_remote_code: bool) -> ClassRequest:
+def request_of(
+    values: Mapping[str, Any], directory: str, trust_remote_code: bool, task: str = GENERATE
+) -> ClassRequest:
     """Returns the request for the class of a config.json, without what is about its checkpoint."""
     kept = {key: value for key, value in values.items() if key not in _ABOUT_CHECKPOINTS}
     # Only code that the directory brings is read from there.
-    return ClassRequest(kept, directory if "auto_map" in values else "", trust_remote_code)
+    return ClassRequest(kept, directory if "auto_map" in values else "", trust_remote_code, task)
 
 
 def facts_of(request: ClassRequest) -> ClassFacts:

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
+"""What a class is asked to do: a causal language model, a class without a head, or one that classifies texts."""
+
 
 @dataclass(frozen=True, slots=True)
 class LinearFact:
@@ -22,14 +25,23 @@ class LinearFact:
 
 
 @dataclass(frozen=True, slots=True)
+class NormFact:
+    """An RMS norm over the last dim. plus_one: checkpoints store its weight minus 1."""
+
+    eps: float
+    plus_one: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TensorFact:
     """A parameter, or a stored buffer, that no product reads as a matrix. name: as in LinearFact. fp32: it keeps 32
-    bits."""
+    bits. norm: it is the weight of an RMS norm."""
 
     name: str
     shape: tuple[int, ...]
     fp32: bool = False
     style: str = ""
+    norm: NormFact | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,10 @@ class AttentionFact:
     """The attention of a layer, as the class calls it.
 
     module: that calls it, in its layer; the others as in `blocks.gqa.spec.GQA`
+    window: without causality, a token sees the tokens that are fewer than this away, on both sides
     sinks: the tensor of learned logits, in its layer; "": there are none
+    causal: a token sees itself and the tokens before it; else also those behind it
+    rotary_dim: dims of queries and keys that the class rotates just before, and that our kernels can rotate instead
     """
 
     module: str
@@ -49,6 +64,8 @@ class AttentionFact:
     window: int = 0
     logit_cap: float = 0.0
     sinks: str = ""
+    causal: bool = True
+    rotary_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +102,28 @@ class LayerFact:
 
 @dataclass(frozen=True, slots=True)
 class HeadFact:
-    """The output head. name: of the module in the model. tied: its weight is the embedding's."""
+    """The output head over the vocabulary. name: of the module in the model. tied: its weight is the embedding's."""
 
     name: str
     rows: int
     bias: bool
     tied: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TextFacts:
+    """How a class that generates no text takes one, and what it makes of it.
+
+    first_position: what it calls the position of the first token
+    has_segments: it is told which tokens belong to the second text of a pair
+    method: which states the head of a classifier takes (`configs.sentence_modules`); "": there is none
+    num_labels: scores of a classifier
+    """
+
+    first_position: int = 0
+    has_segments: bool = False
+    method: str = ""
+    num_labels: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +136,9 @@ class ClassFacts:
     renamings: (pattern, replacement) of names in checkpoints, applied one after the other
     ignored: patterns of names in checkpoints that the class does not read
     base: what names lack in checkpoints without a head
+    beginning: what names begin with in checkpoints with a head, of a class without one
+    parts: the first components of names; a class without an output head reads no others. Empty: it reads all
+    text: of a class that generates no text; None: of a causal language model
     problems: why the class cannot be served; the other facts are then incomplete
     """
 
@@ -117,16 +153,21 @@ class ClassFacts:
     renamings: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     base: str = ""
+    beginning: str = ""
+    parts: tuple[str, ...] = ()
+    text: TextFacts | None = None
     problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ClassRequest:
-    """What is asked of the trial: the config's values, where the model is, and whether its own code may run."""
+    """What is asked of the trial: the config's values, where the model is, whether its own code may run, and what the
+    class is to do."""
 
     values: dict[str, Any]
     directory: str
     trust_remote_code: bool = False
+    task: str = GENERATE
 
     @property
     def architecture(self) -> str:

@@ -1,0 +1,93 @@
+"""What a plan says of experts in main memory: their sizes, and predictions. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from sglang.srt.hardware.arch import ArchTraits
+
+GIB = 1024**3
+HIT_SHARES = ((0.0, 0.0), (0.02, 0.10), (0.09, 0.28), (0.18, 0.44), (0.36, 0.62), (0.55, 0.72), (0.73, 0.79), (1, 1))
+"""(slots of a layer / its experts, share of the chosen experts that are found in slots), as others measured it with
+Qwen3.8-Flash-Next in one conversation."""
+FETCHED = 0.9
+"""Share of the bus's rate that copies of experts reach."""
+READ_RATE = 0.865
+"""Share of the memory's rate that decode steps reach."""
+LAYER_S, STEP_S = 60e-6, 1.5e-3
+"""Seconds of a layer and of a step besides reading weights."""
+PCIE5, PCIE4 = 55e9, 25e9
+"""Bytes a second over 16 lanes."""
+CHANNEL_RATE = 38e9
+"""Bytes a second of a channel of DDR5-5600 that copies reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCounts:
+    """Sizes in GPU memory: slots of each layer, and buffers for all experts of a layer."""
+
+    slots: int
+    buffers: int
+
+
+@dataclass(frozen=True, slots=True)
+class MainMemory:
+    """Main memory for experts. `free`: bytes on the machine that can be page-locked; None: unknown, and experts stay
+    on the GPU unless a flag asks. `channels`: of DDR5; 0: enough for the bus of every GPU."""
+
+    free: int | None = None
+    channels: int = 0
+
+
+UNKNOWN = MainMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSlotPlan:
+    """The experts in main memory of one rank, and predictions for them, in seconds."""
+
+    layers: int
+    experts: int
+    slots: int
+    buffers: int
+    host_bytes: int
+    processes: int
+    """Ranks of this machine, each with such a bank."""
+    decode_one: float
+    decode_eight: float
+    prompt: float
+    """Of a prompt of one chunk."""
+    chunk: int
+
+    def tokens_per_second(self, num_requests: int) -> float:
+        """Predicts the tokens a second of so many requests together; more than eight gain nothing that is counted."""
+        of_eight = min(num_requests - 1, 7) / 7
+        return min(num_requests, 8) / (self.decode_one + (self.decode_eight - self.decode_one) * of_eight)
+
+    def describe(self) -> dict[str, Any]:
+        """Describes it for /server_info."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        ranks = f" for each of {self.processes} ranks" if self.processes > 1 else ""
+        return (
+            f"experts of {self.layers} layers in main memory: {self.host_bytes / GIB:.2f} GiB{ranks}, {self.slots} of"
+            f" {self.experts} in GPU memory at a time; predicted {1 / self.decode_one:.0f} tokens/s for one request,"
+            f" {8 / self.decode_eight:.0f} for eight, {self.prompt:.1f} s for a prompt of {self.chunk:,} tokens"
+        )
+
+
+def hit_share(slots: float) -> float:
+    """Returns the predicted share of chosen experts that are found in slots. `slots`: their number by the experts'."""
+    for (low, at_low), (high, at_high) in pairwise(HIT_SHARES):
+        if slots <= high:
+            return at_low + (at_high - at_low) * (slots - low) / (high - low)
+    return 1.0
+
+
+def bus_rate(arch: ArchTraits, main_memory: MainMemory, processes: int) -> float:
+    """Returns the predicted bytes a second from main memory to a GPU, while all GPUs of the machine read."""
+    bus = PCIE5 if arch.capability is None or arch.capability[0] >= 9 else PCIE4
+    return min(bus, main_memory.channels * CHANNEL_RATE / processes) if main_memory.channels else bus

@@ -1,0 +1,240 @@
+"""Plans experts in main memory, for models whose weights a GPU has no room for. All sizes are bytes. No torch.
+
+Each rank has the experts of all its layers in page-locked main memory, and in GPU memory slots for the experts that
+are in use, of every layer as many, and one or two buffers for all experts of a layer (`layers/moe/expert_slots`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Protocol
+
+from sglang.srt.blocks.moe.spec import MoE
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import ArchTraits
+from sglang.srt.plan.capacity import Trial
+from sglang.srt.plan.equal_layers import interned
+from sglang.srt.plan.expert_slot_plan import (
+    FETCHED,
+    LAYER_S,
+    READ_RATE,
+    STEP_S,
+    ExpertSlotPlan,
+    MainMemory,
+    SlotCounts,
+    bus_rate,
+    hit_share,
+)
+from sglang.srt.plan.host_cache import SYSTEM_RESERVE
+from sglang.srt.plan.host_tables import host_table_bytes
+from sglang.srt.plan.layer_spec import ParallelConfig
+from sglang.srt.plan.memory import GIB, DoesNotFit
+from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.weights import expert_bytes
+from sglang.srt.server_args import ServerArgs
+
+MAX_EXPERTS = 1024
+"""Most experts of a layer; a test holds it to the kernels'."""
+RESERVED_TOKENS = 32768
+"""Tokens that the caches hold before slots get memory, unless --max-total-tokens or --context-length say how many; a
+request of the context length if that is less, or what a quarter of the room holds."""
+RESERVED_REQUESTS = 8
+"""Requests that have room for their states, likewise."""
+ROOM_OF_CACHES = 4
+"""Largest part of the memory besides everything but slots and caches that this reserve takes: a quarter."""
+ROOM_OF_BUFFERS = 4
+"""Two buffers may take a quarter of the memory besides other weights; otherwise there is one."""
+
+
+class Planner(Protocol):
+    """A planner of one model with one set of flags."""
+
+    @property
+    def args(self) -> ServerArgs: ...
+
+    @property
+    def arch(self) -> ArchTraits: ...
+
+    @property
+    def available(self) -> int: ...
+
+    @property
+    def main_memory(self) -> MainMemory: ...
+
+    def with_slots(self, counts: SlotCounts) -> Planner: ...
+
+    def describe(self) -> tuple[ModelDescription, ParallelConfig]: ...
+
+    def weights(self) -> int: ...
+
+    def trial(self) -> Trial: ...
+
+
+def with_slots(model: ModelDescription, counts: SlotCounts | None) -> ModelDescription:
+    """Returns the model with the experts of all layers in main memory; None: as it is."""
+    if counts is None:
+        return model
+    layers = (replace(layer, ffn=layer.ffn.with_slots(counts.slots, counts.buffers)) for layer in model.layers)
+    return replace(model, layers=interned(layers))
+
+
+def why_not(planner: Planner) -> str:
+    """Returns why the model's experts cannot lie in main memory; "" if they can."""
+    model, parallel = planner.describe()
+    experts = model.experts
+    if experts is None:
+        return f"{model.title} has no experts, and other weights stay in GPU memory"
+    if model.transformers_class is not None:
+        return "experts of a class of transformers stay in GPU memory"
+    if planner.arch.unified_memory:
+        return f"the memory of {planner.arch.product or planner.arch.name} is main memory"
+    num_experts = _experts_of_rank(model, parallel)
+    if num_experts > MAX_EXPERTS:
+        return f"a layer has {num_experts} experts, and slots are for up to {MAX_EXPERTS}"
+    if num_experts <= _fewest(model):
+        return f"a rank holds {num_experts} experts of a layer, and a token may choose all of them"
+    return ""
+
+
+def plan_in_main_memory(planner: Planner) -> Trial:
+    """Plans the model with its experts in main memory, and as many slots as there is room for, or as a flag says.
+    Raises UserError where no server would start."""
+    if problem := why_not(planner):
+        raise UserError(f"--enable-paged-experts: {problem}. Remove the flag.")
+    model, parallel = planner.describe()
+    fewest, most = _fewest(model), _experts_of_rank(model, parallel)
+    asked = planner.args.paged_experts_num_resident
+    if asked is not None and asked < fewest:
+        raise UserError(
+            f"--paged-experts-num-resident {asked}: a token needs {fewest} experts at once; use at least as many"
+        )
+    if asked is not None and asked >= most:
+        raise UserError(
+            f"--paged-experts-num-resident {asked}: a layer has {most} experts, and all of them would be in GPU memory;"
+            " use fewer, or remove the flag and --enable-paged-experts"
+        )
+    _check_main_memory(planner.with_slots(SlotCounts(fewest, 1)))
+    counts, trial, wanted = _smallest(planner, fewest)
+    slots = _largest(planner, counts, trial, wanted, most - 1) if asked is None else asked
+    chosen = planner.with_slots(replace(counts, slots=slots))
+    try:
+        trial = chosen.trial()
+    except DoesNotFit:
+        largest = _largest(planner, counts, trial, 1, most - 1)
+        raise UserError(
+            f"--paged-experts-num-resident {asked}: slots for so many experts do not fit; the largest number that does"
+            f" is {largest}"
+        ) from None
+    return trial
+
+
+def _smallest(planner: Planner, fewest: int) -> tuple[SlotCounts, Trial, int]:
+    """Returns the counts with the fewest slots, the plan with them, and the tokens that the caches should hold. Raises
+    DoesNotFit."""
+    two = planner.with_slots(SlotCounts(fewest, 2))
+    one = planner.with_slots(SlotCounts(fewest, 1))
+    buffer = two.weights() - one.weights()
+    room = planner.available - one.weights() + buffer
+    counts = SlotCounts(fewest, 2 if 2 * buffer * ROOM_OF_BUFFERS <= room else 1)
+    trial = planner.with_slots(counts).trial()
+    capacity = trial.capacity
+    tokens, memory = capacity.max_total_num_tokens, capacity.memory
+    if asked := planner.args.max_total_tokens or planner.args.context_length:
+        return counts, trial, min(tokens, asked)
+    share = (memory.caches + _unused(trial)) / ROOM_OF_CACHES / max(1, memory.caches)
+    return counts, trial, min(tokens, capacity.sizes.context_len, RESERVED_TOKENS, max(1, int(tokens * share)))
+
+
+def _unused(trial: Trial) -> int:
+    """Returns the bytes that the plan leaves unused, as with --max-total-tokens."""
+    memory: dict[str, int] = asdict(trial.capacity.memory)
+    return max(0, 2 * memory["available"] - sum(memory.values()))
+
+
+def _largest(planner: Planner, counts: SlotCounts, smallest: Trial, wanted: int, most: int) -> int:
+    """Returns the largest number of slots, up to `most`, beside caches of `wanted` tokens. `smallest`: the plan with
+    the fewest."""
+    memory, tokens = smallest.capacity.memory, smallest.capacity.max_total_num_tokens
+    base = planner.with_slots(counts).weights()
+    of_slot = max(1, planner.with_slots(replace(counts, slots=counts.slots + 1)).weights() - base)
+    spare = memory.caches * (1 - wanted / max(1, tokens)) + _unused(smallest)
+    slots = min(most, counts.slots + int(spare / of_slot))
+    requests = min(RESERVED_REQUESTS, smallest.capacity.sizes.max_running_requests)
+
+    def fits(number: int) -> bool:
+        try:
+            trial = planner.with_slots(replace(counts, slots=number)).trial()
+        except UserError:
+            return False
+        enough = trial.capacity.sizes.max_running_requests >= requests
+        return enough and trial.capacity.max_total_num_tokens >= wanted
+
+    while slots > counts.slots and not fits(slots):
+        slots -= max(1, slots // 64)
+    while slots < most and fits(slots + 1):
+        slots += 1
+    return slots
+
+
+def _check_main_memory(planner: Planner) -> None:
+    """Raises DoesNotFit where main memory has no room for the experts."""
+    free = planner.main_memory.free
+    if free is None:
+        return
+    model, parallel = planner.describe()
+    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel)
+    usable = max(free - SYSTEM_RESERVE, free // 2)
+    if needed > usable:
+        raise DoesNotFit(
+            f"the experts take {needed / GIB:.2f} GiB of main memory, and {usable / GIB:.2f} GiB of it may be taken"
+        )
+
+
+def processes_of(args: ServerArgs, parallel: ParallelConfig) -> int:
+    """Returns the number of ranks on one machine."""
+    return -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
+
+
+def _host_bytes(planner: Planner) -> int:
+    model, parallel = planner.describe()
+    features = planner.arch.features if planner.arch.device == "cuda" else None
+    return sum(expert_bytes(rank_weights(model, parallel.ranks), parallel.dtype, features))
+
+
+def _fewest(model: ModelDescription) -> int:
+    """Returns how many experts a token chooses, the shared one included."""
+    blocks: list[MoE] = [experts for layer in model.layers if (experts := layer.ffn.experts)]
+    return max(experts.top_k + experts.fused_shared for experts in blocks)
+
+
+def _experts_of_rank(model: ModelDescription, parallel: ParallelConfig) -> int:
+    """Returns the most experts of a layer that a rank holds."""
+    blocks: list[MoE] = [experts for layer in model.layers if (experts := layer.ffn.experts)]
+    return max(parallel.ranks.padded_experts(experts.num_experts) + experts.fused_shared for experts in blocks)
+
+
+def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> ExpertSlotPlan:
+    """Describes the experts in main memory of a plan."""
+    of_rank, parallel, memory = trial.of_rank, trial.parallel, trial.capacity.memory
+    model = of_rank.model
+    features = planner.arch.features if planner.arch.device == "cuda" else None
+    layers = expert_bytes(of_rank, parallel.dtype, features)
+    total, experts = sum(layers), _experts_of_rank(model, parallel)
+    processes = processes_of(planner.args, parallel)
+    rate = FETCHED * bus_rate(planner.arch, planner.main_memory, processes)
+    share = counts.slots / experts
+    dense = memory.weights - total * share - counts.buffers * max(layers)
+    chosen = _fewest(model) / parallel.ranks.ep_size
+
+    def decode(num_requests: int) -> float:
+        used = total * (1 - (1 - chosen / experts) ** num_requests)
+        hits = hit_share(share)
+        read = (dense + used * hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
+        return len(layers) * LAYER_S + STEP_S + read + used * (1 - hits) / rate
+
+    chunk = trial.capacity.sizes.tokens_per_step
+    return ExpertSlotPlan(
+        len(layers), experts, counts.slots, counts.buffers, total, processes,
+        decode(1), decode(8), total * (1 - share) / rate, chunk,
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""Experts in main memory, as they are planned: when, how many slots, what is refused, and what is predicted."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.errors import UserError
+from sglang.srt.hardware.arch import arch_by_name, lockable_bytes
+from sglang.srt.plan.expert_slot_plan import MainMemory, bus_rate, hit_share
+from sglang.srt.plan.expert_slots import RESERVED_TOKENS
+from sglang.srt.plan.plan import Plan, make_plan
+from sglang.srt.server_args import ServerArgs
+from srt.kernels import published
+
+GIB = 1024**3
+MODEL = "Qwen3-235B-A22B-NVFP4"
+"""94 layers of 128 experts, 119 GiB in all; 8 of a token."""
+
+
+@functools.cache
+def folder(name: str) -> str:
+    return str(Path(published.config_files()[name]).parent)
+
+
+def plan(name: str = MODEL, gpu: str = "rtx-5090", main: int | None = 256, free: float = 0, **flags: Any) -> Plan:
+    args = ServerArgs(model_path=folder(name), **flags)
+    arch = arch_by_name(gpu)
+    bytes_free = int(free * GIB) or int(0.97 * arch.memory)
+    host = None if main is None else main * GIB
+    return make_plan(
+        args, ModelConfig.from_server_args(args), arch, bytes_free, frozenset({"triton"}), host_bytes=host,
+        advises=False, main_memory=MainMemory(host),
+    )  # fmt: skip
+
+
+def refusal(**asked: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        plan(**asked)
+    return str(refused.value)
+
+
+def test_experts_go_to_main_memory_where_the_weights_do_not_fit() -> None:
+    made = plan()
+    slots = made.expert_slots
+    assert slots is not None and slots.layers == 94 and slots.experts == 128
+    assert 118 < slots.host_bytes / GIB < 121
+    assert 8 < slots.slots < 32, "a few GiB of 119"
+    assert made.max_total_num_tokens >= RESERVED_TOKENS
+    assert made.memory.available >= sum(
+        v for k, v in made.memory.describe().items() if k not in ("available", "mem_fraction_static")
+    )
+    assert made.chunked_prefill_size == 8192, "the bytes of a prompt are those of its chunks"
+    assert made.cuda_graph_bs and not made.cuda_graph_prefill_tokens
+    assert made.choices["expert_slots"].name == "triton"
+    assert "experts of 94 layers in main memory: 11" in str(slots) and "predicted" in str(slots)
+
+
+def test_more_memory_gives_more_slots_and_faster_steps() -> None:
+    small, large = plan().expert_slots, plan(gpu="rtx-pro-6000").expert_slots
+    assert small is not None and large is not None
+    assert large.slots > 3 * small.slots and large.decode_one < small.decode_one / 1.5
+
+
+def test_what_fits_stays_in_gpu_memory() -> None:
+    resident = plan("Qwen3-30B-A3B", "rtx-pro-6000")
+    assert resident.expert_slots is None and "expert_slots" not in resident.describe()
+
+
+@pytest.mark.parametrize("main", [None, 96])
+def test_without_enough_main_memory_the_refusal_is_that_of_the_gpu(main: int | None) -> None:
+    assert "the weights take" in refusal(main=main)
+
+
+def test_a_flag_asks_where_main_memory_is_unknown_or_says_what_is_missing() -> None:
+    assert plan(main=None, enable_paged_experts=True).expert_slots is not None
+    assert "of main memory, and" in refusal(main=96, enable_paged_experts=True)
+
+
+def test_numbers_of_slots() -> None:
+    asked = plan(enable_paged_experts=True, paged_experts_num_resident=9).expert_slots
+    assert asked is not None and asked.slots == 9
+    most = refusal(enable_paged_experts=True, paged_experts_num_resident=100)
+    largest = int(most.split()[-1])
+    assert plan(paged_experts_num_resident=largest).expert_slots is not None
+    assert "do not fit" in refusal(paged_experts_num_resident=largest + 1)
+    assert "needs 8 experts at once" in refusal(paged_experts_num_resident=7)
+    assert "all of them would be in GPU memory" in refusal(paged_experts_num_resident=128)
+
+
+def test_what_has_no_experts_or_main_memory_of_its_own_is_refused_by_name() -> None:
+    assert "Qwen3ForCausalLM has no experts" in refusal(name="Qwen3-8B", enable_paged_experts=True)
+    assert "gb10 is main memory" in refusal(name="Qwen3-30B-A3B", gpu="gb10", enable_paged_experts=True)
+
+
+def test_a_rank_has_its_share_and_the_machine_all() -> None:
+    whole, half = plan().expert_slots, plan(tp_size=2).expert_slots
+    experts = plan(tp_size=2, ep_size=2).expert_slots
+    assert whole is not None and half is not None and experts is not None
+    for shared in (half, experts):
+        assert shared.processes == 2
+        assert abs(2 * shared.host_bytes / whole.host_bytes - 1) < 0.02
+    assert experts.experts == 64 and half.experts == 128
+    assert half.slots > 2 * whole.slots
+
+
+def test_prefixes_get_what_experts_leave_of_main_memory() -> None:
+    args = {"enable_hierarchical_cache": True, "hicache_ratio": 64.0}
+    assert "are free" in refusal(main=140, **args)
+    assert plan(main=1400, **args).host_cache is not None
+
+
+def test_two_buffers_where_they_take_little() -> None:
+    small, large = plan("GLM-5.3-Flash-NVFP4").expert_slots, plan("GLM-5.3-Flash-NVFP4", "rtx-pro-6000").expert_slots
+    assert small is not None and large is not None
+    assert (small.buffers, large.buffers) == (1, 2)
+
+
+def test_predictions() -> None:
+    assert hit_share(0) == 0 and hit_share(1) == 1
+    assert hit_share(0.36) == pytest.approx(0.62) and hit_share(0.455) == pytest.approx(0.67)
+    arch = arch_by_name("rtx-5090")
+    assert bus_rate(arch, MainMemory(), 1) == 55e9
+    assert bus_rate(arch, MainMemory(channels=2), 2) == 38e9
+    assert bus_rate(arch_by_name("rtx-3090"), MainMemory(), 1) == 25e9
+
+
+def test_windows_locks_half_of_its_memory(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       100 kB\n")
+    (tmp_path / "proc/version").write_text("Linux version 6.6 (Ubuntu)")
+    assert lockable_bytes(80 * 1024, tmp_path) == 80 * 1024
+    (tmp_path / "proc/version").write_text("Linux version 5.15.90.1-microsoft-standard-WSL2")
+    assert lockable_bytes(80 * 1024, tmp_path) == 50 * 1024
+    assert lockable_bytes(30 * 1024, tmp_path) == 30 * 1024
