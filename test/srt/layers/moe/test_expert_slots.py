@@ -15,7 +15,7 @@ from sglang.srt.configs.activation import SILU
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe import expert_slots, slot_ops
 from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
-from sglang.srt.layers.moe.expert_slots import EVERY_EXPERT, ExpertSlots
+from sglang.srt.layers.moe.expert_slots import EVERY_EXPERT, ExpertSlots, _each_tensor
 from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.slot_ops import Moves, SlotTables
 from sglang.srt.layers.triton_ops import expert_slots as kernels
@@ -129,9 +129,8 @@ def test_copies_of_every_size(name: str) -> None:
 
 def slots_of(case, num_slots: int, num_buffers: int = 1, buffers: ExpertBuffers | None = None) -> ExpertSlots:
     plan = SimpleNamespace(entry=lambda op: kernels.EXPERT_SLOTS)
-    return ExpertSlots(
-        plan, (case.w13, case.w2), num_slots, num_buffers, buffers or ExpertBuffers(), torch.device(DEVICE)
-    )
+    bank = _each_tensor(case.w13, torch.Tensor.cpu), _each_tensor(case.w2, torch.Tensor.cpu)
+    return ExpertSlots(plan, bank, num_slots, num_buffers, buffers or ExpertBuffers(), torch.device(DEVICE))
 
 
 @interpreter.kernel_test

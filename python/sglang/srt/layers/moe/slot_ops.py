@@ -120,7 +120,7 @@ def choose_slots(ids: torch.Tensor, tables: SlotTables, moves: Moves) -> None:
         slot_of[expert], expert_of[slot], last_used[slot] = slot, expert, now
         moves.rows[move] = torch.tensor([expert, slot])
     moves.count.fill_(len(missing))
-    tables.totals.add_(torch.tensor([len(used), len(missing)]))
+    tables.totals.add_(torch.tensor([len(used), len(missing)], device=tables.totals.device))
     for table, values in (
         (tables.slot_of_expert, slot_of),
         (tables.expert_of_slot, expert_of),
