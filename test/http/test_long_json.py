@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from starlette.responses import Response
 
+from sglang.srt.configs.sentence_modules import NO_MODULES
 from sglang.srt.entrypoints import http_stream, long_json
 from sglang.srt.entrypoints.embeddings import serving_embeddings
 from sglang.srt.entrypoints.embeddings.protocol import EmbeddingRequest, EncodeBody
@@ -64,7 +65,8 @@ def answer(monkeypatch: pytest.MonkeyPatch, ask: Any, body: Any) -> tuple[Any, l
 
     monkeypatch.setattr(serving_embeddings, "collect_complete", collect)
     monkeypatch.setattr(serving_embeddings, "request_info", lambda rid, *_: {"id": rid})
-    service: Any = SimpleNamespace(model_name="m")
+    model = SimpleNamespace(labels=None, sentence_modules=NO_MODULES)
+    service: Any = SimpleNamespace(model_name="m", manager=SimpleNamespace(model_config=model))
     return sent(asyncio.run(ask(service, body, None)))
 
 
@@ -85,7 +87,7 @@ def test_no_piece_has_all_vectors(route: str, monkeypatch: pytest.MonkeyPatch) -
 def native(num_top: int = 0) -> tuple[Any, GenerateRequest, TokenizedGenerateReq, GenerateOutput]:
     """A front without a tokenizer, a call, its request, and an output with 42 hidden states, or many log
     probabilities."""
-    front: Any = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(hf_config={"hidden_size": 4096}))
+    front: Any = SimpleNamespace(tokenizer=None, model_config=SimpleNamespace(hidden_size=4096))
     request = TokenizedGenerateReq(
         rid="r", input_ids=np.zeros(40, np.int32), sampling_params=SamplingParams(), hidden_start=-1 if num_top else 0
     )

@@ -34,7 +34,9 @@ class Service:
     """The parts of the service that ranking uses."""
 
     def __init__(self, ids: dict[str, list[int]]) -> None:
-        self.manager = SimpleNamespace(args=SimpleNamespace(is_embedding=False))
+        self.manager = SimpleNamespace(
+            args=SimpleNamespace(is_embedding=False), model_config=SimpleNamespace(labels=None)
+        )
         self.chat_template = InlineTemplate(TEMPLATE)
         self.tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: ids[text])
 

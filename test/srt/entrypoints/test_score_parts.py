@@ -32,7 +32,12 @@ class Engine:
         self.on_event_loop: list[str] = []
         self.text = TextEncoder(None, 1)
         self.service: Any = SimpleNamespace(
-            model_name="m", manager=SimpleNamespace(text=self.text, args=SimpleNamespace(is_embedding=is_embedding))
+            model_name="m",
+            manager=SimpleNamespace(
+                text=self.text,
+                args=SimpleNamespace(is_embedding=is_embedding),
+                model_config=SimpleNamespace(labels=None),
+            ),
         )
         monkeypatch.setattr(serving_scores, "answered", self.answered)
         for name in ("_probabilities", "normalized", "_joined", "json_response"):

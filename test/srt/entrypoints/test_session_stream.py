@@ -39,7 +39,7 @@ class Bench:
         request = TokenizedGenerateReq(rid="a", input_ids=np.array([7], np.int32), sampling_params=SamplingParams())
         self.stream = GenerationStream([request], [None], 1, lambda _: None)
         self.manager: Any = SimpleNamespace(
-            submit=self.submit, tokenizer=None, model_config=SimpleNamespace(hf_config={"hidden_size": 8})
+            submit=self.submit, tokenizer=None, model_config=SimpleNamespace(hidden_size=8)
         )
         self.call = GenerateRequest(input_ids=[7])
         monkeypatch.setattr(http_sessions, "begin_turn", self.begun)

@@ -170,7 +170,7 @@ def test_native_events_are_the_dicts(
     count = 2 if num else 1
     req = GenerateRequest(input_ids=[1, 2], counts_thoughts=thoughts)
     tokenizer = object() if has_text else None
-    manager: Any = SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(hf_config={"hidden_size": 8}))
+    manager: Any = SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(hidden_size=8))
 
     async def dicts() -> list[bytes]:
         stream, wanted = new_stream(count, count), list[bytes]()
@@ -193,7 +193,7 @@ def test_native_events_are_the_dicts(
 
 
 def front(tokenizer: Any = None) -> Any:
-    return SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(hf_config={"hidden_size": 8}))
+    return SimpleNamespace(tokenizer=tokenizer, model_config=SimpleNamespace(hidden_size=8))
 
 
 STATES = np.random.default_rng(0).standard_normal((5, 8)).astype(np.float32)
