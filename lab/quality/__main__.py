@@ -169,7 +169,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", nargs="+", choices=forms.WEIGHTS, default=list(forms.WEIGHTS), metavar="FORM")
     parser.add_argument("--table", action="store_true", help="print what has been measured")
     args = parser.parse_args(argv)
-    head.exact_products()
     run = Run(args)
     cells = forms.cells(args.tokens, args.cross_tokens, args.weights)
     if args.table:

@@ -10,6 +10,8 @@ and p W [H] is kept for each token of the reference.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +49,20 @@ class Scores:
     same: torch.Tensor
 
 
-def exact_products() -> None:
+@contextmanager
+def exact_products() -> Iterator[None]:
     """Lets products of fp32 matrices be computed from bfloat16 with sums in fp32. Hidden states and heads have such
-    values, so nothing is rounded; it is several times as fast where a processor has instructions for it."""
+    values, so nothing is rounded; it is several times as fast where a processor has instructions for it. Models are not
+    computed so: transformers multiplies positions as matrices."""
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
+@exact_products()
 def make_reference(hidden: torch.Tensor, head: torch.Tensor) -> Reference:
     """Returns the reference of hidden states [N, H] fp32 in 16 bits."""
     lse, likeliest, expected = [], [], []
@@ -66,6 +76,7 @@ def make_reference(hidden: torch.Tensor, head: torch.Tensor) -> Reference:
     return Reference(hidden, torch.cat(expected), torch.cat(lse), torch.cat(likeliest))
 
 
+@exact_products()
 def score(hidden: torch.Tensor, next_ids: torch.Tensor, head: torch.Tensor, reference: Reference) -> Scores:
     """Scores a form by its hidden states [N, H] fp32; `next_ids` [N] are the text's next tokens."""
     lse, largest = [], []
@@ -83,6 +94,7 @@ def score(hidden: torch.Tensor, next_ids: torch.Tensor, head: torch.Tensor, refe
     return Scores(_logits_of(hidden, head, next_ids) - sums, divergence, of_likeliest > most - 1e-4)
 
 
+@exact_products()
 def likeliest(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """Returns the likeliest tokens [N] by hidden states [N, H] fp32."""
     rows = [torch.cat([part @ w.float().T for w in head.split(COLUMNS)], -1).argmax(-1) for part in hidden.split(ROWS)]

@@ -94,10 +94,11 @@ class Model:
     def __init__(self, path: str, flags: Mapping[str, Any], requests: int, tokens: int, rounds: bool = True) -> None:
         """`requests` prompts of `tokens` tokens at most are computed at once. Raises UserError for a model that cannot
         be run."""
+        rows = 2 * requests + 2  # sliding windows get a part of the slots only
         args = ServerArgs(
             model_path=path, device="cpu", dtype="bfloat16", random_seed=0, context_length=tokens + 1,
-            chunked_prefill_size=STEP_TOKENS, max_running_requests=requests,
-            max_total_tokens=requests * (tokens + 16), **flags,
+            chunked_prefill_size=STEP_TOKENS, max_running_requests=rows,
+            max_total_tokens=rows * (tokens + 16), **flags,
         )  # fmt: skip
         self.plan = create_plan(args)
         values = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan)}

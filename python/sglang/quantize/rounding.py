@@ -120,4 +120,5 @@ def _viewable(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _where(condition: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return torch.where(condition, *_viewable([first, second])).view(first.dtype)
+    ours, others = _viewable([first, second])
+    return torch.where(condition, ours, others).view(first.dtype)
