@@ -199,6 +199,7 @@ FEATURES: Mapping[str, Feature] = {
     "two-batch overlap": Feature(
         TWO_BATCHES, needs="TP", refuses={"DCP": "its steps stay whole", WHOLE: "so are its steps"}
     ),
+    "experts in main memory": Feature({"enable_paged_experts": True}, needs="experts"),
     "quantized all-reduce": Feature(
         {"enable_quantized_all_reduce": "all", "quantized_all_reduce_min_bytes": 1}, needs="TP"
     ),

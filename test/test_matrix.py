@@ -74,6 +74,16 @@ def test_features_go_with_the_kinds_that_have_them(models: dict[str, Path]) -> N
     assert not wrong, "\n".join(wrong)
 
 
+def test_experts_go_to_main_memory_in_every_kind_that_has_them(models: dict[str, Path]) -> None:
+    wrong = []
+    for name, kind in KINDS.items():
+        planned = plan(models[name], page_size=kind.page, **FEATURES["experts in main memory"].flags)
+        has = isinstance(planned, Plan) and planned.expert_slots is not None
+        if has != (why_not(name, feature="experts in main memory") is None):
+            wrong.append(f"{name}: {planned if isinstance(planned, str) else planned.expert_slots}")
+    assert not wrong, "\n".join(wrong)
+
+
 def test_tags_are_what_the_models_have(models: dict[str, Path]) -> None:
     wrong = []
     for name, kind in KINDS.items():

@@ -124,7 +124,8 @@ def _like(pair: Pair, num: int, device: torch.device) -> Pair:
 
     def of(weights: ExpertWeights) -> ExpertWeights:
         scale = None if weights.input_scale is None else weights.input_scale.to(device)
-        return replace(_each_tensor(weights, empty), input_scale=scale)
+        experts = weights.num_experts if num < weights.num_experts else 0
+        return replace(_each_tensor(weights, empty), input_scale=scale, experts_of_layer=experts)
 
     return of(pair[0]), of(pair[1])
 

@@ -70,6 +70,8 @@ class ExpertWeights:
     bias: torch.Tensor | None = None
     plane_cols: int | None = None
     ep_size: int = 1
+    experts_of_layer: int = 0
+    """Number of the layer's experts where the tensors are slots for some of them; 0: they have all."""
 
     def __post_init__(self) -> None:
         for problem in self._problems():
@@ -80,6 +82,12 @@ class ExpertWeights:
     def num_experts(self) -> int:
         """Returns the number of experts that this rank holds."""
         return self.data.shape[0]
+
+    @property
+    def grouped_as(self) -> int:
+        """Returns the number of experts by which pairs are grouped: the layer's, so that slots launch what all experts
+        launch."""
+        return self.experts_of_layer or self.num_experts
 
     @property
     def zero_points(self) -> bool:

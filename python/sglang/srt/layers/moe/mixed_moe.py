@@ -48,7 +48,7 @@ def fused_moe(
         return streamed.fused_moe(x, w13, w2, topk_weights, topk_ids, activation, configs, features)
     block_m = config.tiles[0]["BLOCK_M"]
     (num_tokens, top_k), intermediate = topk_ids.shape, w13.rows // 2
-    blocks = align(topk_ids, w13.num_experts, block_m)
+    blocks = align(topk_ids, w13.grouped_as, block_m)
     inter = torch.empty((num_tokens * top_k, intermediate), dtype=x.dtype, device=x.device)
     pair_out = torch.empty((num_tokens * top_k, w2.rows), dtype=x.dtype, device=x.device)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

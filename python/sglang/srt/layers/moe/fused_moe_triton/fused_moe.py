@@ -156,7 +156,7 @@ def _gate_up(
     """Returns [T * k, I], without the rows of choices of -1, and the grouping of the pairs."""
     num_pairs, top_k = topk_ids.numel(), topk_ids.shape[1]
     hidden, intermediate = w13.cols, w13.rows // (1 + activation.gated)
-    blocks = align(topk_ids, w13.num_experts, tile["BLOCK_M"])
+    blocks = align(topk_ids, w13.grouped_as, tile["BLOCK_M"])
     # What is made of a whole tensor must not see rows that were not written.
     make = torch.zeros if _scales_whole_tensor(w13) else torch.empty
     values = values_of(x)
