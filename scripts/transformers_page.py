@@ -94,7 +94,7 @@ Each text is in one step as a whole, beside others and without padding. Nothing 
   one, is found by trying it. `problem_type` decides between softmax, sigmoid and plain scores; without it one label
   gets a sigmoid, unless sentence-transformers wrote another activation.
 - Weights that are published in 32 bits are computed with in bfloat16 on a GPU; `--dtype` asks for another type.
-- `--dp-size` works. `--tp-size` works where the class has a plan; encoders like BERT have none.
+- `--tp-size` works where the class has a plan; encoders like BERT have none.
 - Attention with caps or learned logits is refused here, as are classes that take no positions.
 
 """
