@@ -72,7 +72,7 @@ def make_reference(hidden: torch.Tensor, head: torch.Tensor) -> Reference:
         likeliest.append(logits.argmax(-1))
         probabilities = logits.sub_(lse[-1][:, None]).exp_()
         parts = zip(probabilities.split(COLUMNS, -1), head.split(COLUMNS), strict=True)
-        expected.append(sum((p @ part.float() for p, part in parts), torch.zeros_like(rows)))
+        expected.append(sum((_times_head(p, part.float()) for p, part in parts), torch.zeros_like(rows)))
     return Reference(hidden, torch.cat(expected), torch.cat(lse), torch.cat(likeliest))
 
 
@@ -99,6 +99,12 @@ def likeliest(hidden: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """Returns the likeliest tokens [N] by hidden states [N, H] fp32."""
     rows = [torch.cat([part @ w.float().T for w in head.split(COLUMNS)], -1).argmax(-1) for part in hidden.split(ROWS)]
     return torch.cat(rows)
+
+
+def _times_head(probabilities: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Returns the product with a part of the head. The probabilities are two values of bfloat16 each."""
+    first = probabilities.bfloat16().float()
+    return first @ part + (probabilities - first) @ part
 
 
 def _logits_of(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
