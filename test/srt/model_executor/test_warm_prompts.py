@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang.srt.layers.moe.fused_moe_triton.align import ONE_PROGRAM_PAIRS
 from srt.model_executor.test_canary import runner_of
 
 
@@ -40,3 +41,14 @@ def test_prompts_of_both_paths_behind_a_prefix(tmp_path: Path, monkeypatch: pyte
     dense = {(num, prefix) for num, prefix in prompts if num + prefix <= sparse.top_k}
     assert any(prefix and spec.expanding_pays([prefix], [num]) for num, prefix in dense)
     assert any(num + prefix > sparse.top_k for num, prefix in prompts)
+
+
+def test_the_longest_prompt_whose_pairs_one_program_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it the same tile has other kernels that group pairs: the end of its bucket does not show them."""
+    runner = runner_of("glm_moe_dsa", tmp_path, json_model_override_args='{"max_position_embeddings": 4096}')
+    monkeypatch.setattr(type(runner), "longest_prompt", 4095)
+    lengths: list[int] = []
+    monkeypatch.setattr(runner, "run_padding", lambda num, prefix=0: lengths.append(num))
+    runner._compile_prompts()
+    (top_k,) = {layer.ffn.experts.router.top_k for layer in runner.plan.description.layers if layer.ffn.experts}
+    assert ONE_PROGRAM_PAIRS // (top_k + 1) in lengths

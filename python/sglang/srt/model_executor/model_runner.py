@@ -231,6 +231,7 @@ class ModelRunner:
             self.launches = PromptLaunches()
             return
         lengths = {(num, 0) for num in self.plan.bucket_sizes(self.longest_prompt)}
+        lengths |= {(num, 0) for num in self._grouped_at_once() if num <= self.longest_prompt}
         short = min(SHORT_PROMPT, self.longest_prompt)
         dense = min(attention.longest_dense, self.longest_prompt)
         for num in (short, dense or short, self.longest_prompt):
@@ -242,6 +243,18 @@ class ModelRunner:
         for num, prefix in sorted(lengths):
             self.run_padding(num, prefix)
         self.launches = PromptLaunches()
+
+    def _grouped_at_once(self) -> set[int]:
+        """Returns the most tokens whose pairs of token and expert one program groups: larger steps of the same tile
+        have other kernels for it."""
+        experts = [block.experts for layer in self.plan.description.layers if (block := layer.ffn).experts is not None]
+        if not experts or "fused_moe" not in self.plan.choices:
+            return set()
+        from sglang.srt.layers.moe.fused_moe_triton.align import ONE_PROGRAM_PAIRS
+
+        return {
+            ONE_PROGRAM_PAIRS // (each.router.top_k + 1) for each in experts
+        }  # 1: of an expert that all tokens have
 
     def compile_decodes(self) -> None:
         """Computes steps with more requests than the largest graph, kernel by kernel, on the padding slot: with the

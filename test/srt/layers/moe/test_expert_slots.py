@@ -127,10 +127,16 @@ def test_copies_of_every_size(name: str) -> None:
         assert not got[1].any() and not got[4].any()
 
 
+KEPT: list[ExpertSlots] = []
+"""Memory stays page-locked until its process ends: its addresses must not become those of other memory before."""
+
+
 def slots_of(case, num_slots: int, num_buffers: int = 1, buffers: ExpertBuffers | None = None) -> ExpertSlots:
     plan = SimpleNamespace(entry=lambda op: kernels.EXPERT_SLOTS)
     bank = _each_tensor(case.w13, torch.Tensor.cpu), _each_tensor(case.w2, torch.Tensor.cpu)
-    return ExpertSlots(plan, bank, num_slots, num_buffers, buffers or ExpertBuffers(), torch.device(DEVICE))
+    slots = ExpertSlots(plan, bank, num_slots, num_buffers, buffers or ExpertBuffers(), torch.device(DEVICE))
+    KEPT.append(slots)
+    return slots
 
 
 @interpreter.kernel_test
