@@ -19,7 +19,7 @@ from forked_servers import ForkedServer
 
 from sglang.embedded import DEFAULT_MODEL_PATH
 
-START_LIMIT_S = 120.0
+START_LIMIT_S = 240.0
 LAUNCH = ("-m", "sglang.launch_server")
 PYTHON_ROOT = str(Path(__file__).parents[1] / "python")
 
