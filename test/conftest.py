@@ -20,6 +20,11 @@ import pairs
 import pytest
 import slow_files
 import tiny_models
+from hypothesis import HealthCheck, settings
+
+# On a busy machine the making of inputs takes long; that says nothing of what is tested.
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 # A process of a test that compiles every module anew takes a second or two longer, and there are hundreds of them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
