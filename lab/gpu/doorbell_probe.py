@@ -1,4 +1,4 @@
-"""Doorbells between a GPU and CPUs inside a CUDA graph: do captured stream writes and waits work, and how long they take.
+"""Doorbells between a GPU and CPUs in a CUDA graph: do captured stream writes and waits work, and how long they take.
 
     python lab/gpu/doorbell_probe.py     # GPU, a C compiler; a minute
 
