@@ -13,12 +13,15 @@ from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.capacity import Trial
+from sglang.srt.plan.cpu_experts import LAYER_S as CPU_LAYER_S
+from sglang.srt.plan.cpu_experts import CpuRate, advised, threads_of_rank, with_threads
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import (
     FETCHED,
     LAYER_S,
     READ_RATE,
     STEP_S,
+    AdvisedCpus,
     ExpertSlotPlan,
     MainMemory,
     SlotCounts,
@@ -31,6 +34,7 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import expert_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -183,7 +187,7 @@ def _check_main_memory(planner: Planner) -> None:
     if free is None:
         return
     model, parallel = planner.describe()
-    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel)
+    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel.ranks)
     usable = max(free - SYSTEM_RESERVE, free // 2)
     if needed > usable:
         raise DoesNotFit(
@@ -191,9 +195,9 @@ def _check_main_memory(planner: Planner) -> None:
         )
 
 
-def processes_of(args: ServerArgs, parallel: ParallelConfig) -> int:
+def processes_of(args: ServerArgs, ranks: RankLayout) -> int:
     """Returns the number of ranks on one machine."""
-    return -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
+    return -(-ranks.world_size * args.dp_size // args.nnodes)
 
 
 def _host_bytes(planner: Planner) -> int:
@@ -221,20 +225,26 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     features = planner.arch.features if planner.arch.device == "cuda" else None
     layers = expert_bytes(of_rank, parallel.dtype, features)
     total, experts = sum(layers), _experts_of_rank(model, parallel)
-    processes = processes_of(planner.args, parallel)
+    processes = processes_of(planner.args, parallel.ranks)
     rate = FETCHED * bus_rate(planner.arch, planner.main_memory, processes)
     share = counts.slots / experts
     dense = memory.weights - total * share - counts.buffers * max(layers)
     chosen = _fewest(model) / parallel.ranks.ep_size
 
-    def decode(num_requests: int) -> float:
+    def decode(num_requests: int, cpus: CpuRate | None) -> float:
         used = total * (1 - (1 - chosen / experts) ** num_requests)
         hits = hit_share(share)
         read = (dense + used * hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
-        return len(layers) * LAYER_S + STEP_S + read + used * (1 - hits) / rate
+        layer_s, missing_rate = (LAYER_S, rate) if cpus is None else (LAYER_S + CPU_LAYER_S, cpus.together)
+        return len(layers) * layer_s + STEP_S + read + used * (1 - hits) / missing_rate
+
+    threads = threads_of_rank(planner.args.kt_cpuinfer, processes)
+    asked = with_threads(rate, threads, planner.main_memory, processes) if threads else None
+    better = advised(rate, planner.main_memory, processes) if planner.args.kt_cpuinfer is None else None
 
     chunk = trial.capacity.sizes.tokens_per_step
     return ExpertSlotPlan(
         len(layers), experts, counts.slots, counts.buffers, total, processes,
-        decode(1), decode(8), total * (1 - share) / rate, chunk,
+        decode(1, asked), decode(8, asked), total * (1 - share) / rate, chunk, threads,
+        None if better is None else AdvisedCpus(better.threads * processes, decode(1, better), decode(8, better)),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
+from sglang.srt.plan.cpu_experts import threads_of_rank, with_cpus
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
     asked_draft,
@@ -28,7 +29,7 @@ from sglang.srt.plan.draft_plan import (
 )
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import UNKNOWN, MainMemory, SlotCounts
-from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, why_not, with_slots
+from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, processes_of, why_not, with_slots
 from sglang.srt.plan.host_tables import has_tables, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -111,6 +112,9 @@ class ModelPlanner:
         model = _with_shared_tower(args, self.described[apart])
         model = with_tables(model, args.ple_offload_embedding and self.arch.device != "cpu")
         model = with_slots(model, self.slots)
+        if self.slots is not None:
+            processes = processes_of(args, ranks)
+            model = with_cpus(model, self.model.dtype, threads_of_rank(args.kt_cpuinfer, processes))
         if self.served:
             model.require_served()
         check_layout(model, ranks)

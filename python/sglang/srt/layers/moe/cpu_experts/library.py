@@ -55,7 +55,7 @@ class Header(ctypes.Structure):
         ("bell", ctypes.c_uint64), ("_pad0", ctypes.c_uint64 * 7),
         ("done", ctypes.c_uint64), ("_pad1", ctypes.c_uint64 * 7),
         ("tokens", ctypes.c_int32), ("top_k", ctypes.c_int32), ("_pad2", ctypes.c_uint64 * 7),
-        ("fetched", ctypes.c_float), ("_pad3", ctypes.c_uint32 * 15),
+        ("fetched", ctypes.c_int32), ("_pad3", ctypes.c_uint32 * 15),
     )  # fmt: skip
 
 

@@ -10,27 +10,16 @@ from dataclasses import dataclass
 import torch
 
 from sglang.srt.configs.activation import Activation, gate_constants
-from sglang.srt.configs.quant_scheme import Scheme
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.cpu_experts.library import Activated, Mailbox, Matrix, load_library
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
+from sglang.srt.plan.cpu_experts import why_not_on_cpus
 
 BF16, E4M3, E2M1_PACKED, E2M1_PLANES, E2M1_PAIRS, INT4_PLANES, INT4_ZEROS = range(7)
 """`enum element` of experts.h."""
 NO_SCALE, F32, E8M0, SCALE_E4M3, SCALE_BF16, WORDS = range(6)
 """`enum scale`."""
 SCALES = {"float32": F32, "e8m0": E8M0, "e4m3": SCALE_E4M3, "bfloat16": SCALE_BF16}
-GROUPS = {"e4m3": (0, 128), "e2m1": (16, 32), "int4": (32, 64, 128)}
-"""Columns that may share a scale, by element; 0: all."""
-
-
-def why_not(scheme: Scheme | None, dtype: str) -> str:
-    """Returns why CPUs cannot compute experts of this form; "" if they can."""
-    if dtype != "bfloat16":
-        return f"CPUs compute experts of models in bfloat16, not {dtype}"
-    if scheme is not None and scheme.group[1] not in GROUPS.get(scheme.element, ()):
-        return f"CPUs have no kernel for experts in {scheme.name}"
-    return ""
 
 
 def _element(weights: ExpertWeights) -> int:
@@ -50,7 +39,7 @@ def matrix_of(weights: ExpertWeights) -> Matrix:
     """Describes weights in main memory, which must outlive what is returned. Raises UserError for forms without a
     kernel."""
     scheme, data, scale = weights.scheme, weights.data, weights.scale
-    if problem := why_not(scheme, "bfloat16" if scheme or data.dtype == torch.bfloat16 else str(data.dtype)[6:]):
+    if problem := why_not_on_cpus(scheme, str(torch.bfloat16 if scheme else data.dtype).removeprefix("torch.")):
         raise UserError(problem)
     if weights.bias is not None and weights.bias.dtype != torch.bfloat16:
         raise UserError("CPUs compute experts with biases in bfloat16 only")

@@ -32,7 +32,7 @@ struct header {
     uint64_t pad1[7];
     int32_t tokens, top_k;    /* of the step; no tokens: nothing to compute */
     uint64_t pad2[7];
-    _Atomic float fetched;    /* share of the missing experts that the GPU shall copy */
+    _Atomic int32_t fetched;  /* share of the missing experts that the GPU shall copy, of 4,096 */
     uint32_t pad3[15];
 };
 
@@ -271,7 +271,7 @@ static void share(struct pool *p) {
     double ns = (double)atomic_load(&p->busy_ns), bytes = (double)atomic_load(&p->bytes_read);
     if (p->bus_rate <= 0 || ns <= 0) return;
     double cpu = bytes / ns * 1e9;
-    atomic_store(&p->mailbox.header->fetched, (float)(p->bus_rate / (p->bus_rate + cpu)));
+    atomic_store(&p->mailbox.header->fetched, (int32_t)(4096 * p->bus_rate / (p->bus_rate + cpu)));
     if (ns > 2e9) { /* the last seconds count */
         atomic_store(&p->busy_ns, (uint64_t)(ns / 2));
         atomic_store(&p->bytes_read, (uint64_t)(bytes / 2));
