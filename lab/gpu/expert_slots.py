@@ -2,6 +2,7 @@
 
     python lab/gpu/expert_slots.py                       # GPU; about six minutes on an H200 machine
     python lab/gpu/expert_slots.py --cases resident 32 --layers 8
+    python lab/gpu/expert_slots.py --cases resident 32 32+12    # the last with 12 threads of CPUs
 
 Qwen3-30B-A3B's sizes with random weights in FP8 (blocks of 128 x 128). Cases: `resident`; numbers of slots; `full`,
 where the script takes GPU memory until the weights do not fit, and the server starts with default flags.
@@ -56,7 +57,11 @@ def write_checkpoint(folder: Path, layers: int) -> None:
 
 def flags_of(case: str) -> dict[str, Any]:
     """Returns the flags of a case besides the defaults."""
-    return {"enable_paged_experts": True, "paged_experts_num_resident": int(case)} if case.isdecimal() else {}
+    slots, _, threads = case.partition("+")
+    if not slots.isdecimal():
+        return {}
+    flags = {"enable_paged_experts": True, "paged_experts_num_resident": int(slots)}
+    return flags | ({"kt_cpuinfer": int(threads)} if threads else {})
 
 
 def run_case(case: str, folder: str) -> dict[str, Any]:
@@ -102,6 +107,7 @@ def run_case(case: str, folder: str) -> dict[str, Any]:
         }  # fmt: skip
     timed([ids(PROMPT)], 1)
     result["prompt_s"] = min(timed([ids(PROMPT)], 1)[0] for _ in range(2))
+    result["cpus"] = plan_state(engine).get("cpu_experts")
     engine.shutdown()
     del taken
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,6 @@ from sglang.srt.errors import UserError
 from sglang.srt.hardware.cpu_cores import cores, threads_on_cores
 from sglang.srt.layers.moe.cpu_experts import library, ops
 from sglang.srt.layers.moe.cpu_experts.layer import LayerOnCpus
-from sglang.srt.layers.moe.cpu_experts.library import Mailbox
 from sglang.srt.layers.moe.cpu_experts.ops import DONE, FETCHED, MAX_PAIRS, MAX_TOKENS, TOKENS, TOP_K, WHOLE, Request
 from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool
 from sglang.srt.layers.moe.cpu_experts.shared import CpuExperts
@@ -140,7 +138,7 @@ def request_of(hidden: int) -> Request:
         "results": torch.zeros(MAX_TOKENS * hidden),
         "words": torch.zeros(ops.WORDS, dtype=torch.int32),
     }
-    addresses = tuple(part.data_ptr() for part in parts.values())
+    addresses = torch.tensor([part.data_ptr() for part in parts.values()])
     return Request(**parts, asked=torch.zeros(1, dtype=torch.int32), addresses=addresses)
 
 
@@ -149,8 +147,7 @@ def request_of(hidden: int) -> Request:
 
 def connected(pool: CpuExpertPool, request: Request, deadline: float = 10.0, rate: float = 0.0) -> torch.Tensor:
     """Has the pool answer requests; returns the words with 64 bits, bell and answer at 0 and 8."""
-    parts = (request.words, request.ids, request.weights, request.x, request.results)
-    pool.connect(Mailbox(*(ctypes.c_void_p(part.data_ptr()) for part in parts)), deadline, rate)
+    pool.connect(request, deadline, rate)
     return request.words.view(torch.int64)
 
 

@@ -24,7 +24,9 @@ FETCHED = tl.constexpr(ops.FETCHED)
 WHOLE, TURN, STRIDE = tl.constexpr(ops.WHOLE), tl.constexpr(ops.TURN), tl.constexpr(ops.STRIDE)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "top_k", "num_experts", "hidden", "x_stride"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "top_k", "num_experts", "hidden", "x_stride"], do_not_specialize_on_alignment=["x"]
+)
 def divide_misses_kernel(
     ids,
     weights,
@@ -33,10 +35,7 @@ def divide_misses_kernel(
     clock,
     out_ids,
     asked,
-    words_address,  # of the request's parts, int64
-    ids_address,
-    weights_address,
-    x_address,
+    addresses,  # [5] int64: of the request's ids, weights, x, results and words
     num_tokens,
     top_k,
     num_experts,
@@ -46,7 +45,7 @@ def divide_misses_kernel(
 ):
     """A program copies the row of one token; each finds out by itself which pairs are the CPUs'."""
     token = tl.program_id(0)
-    words = words_address.to(tl.pointer_type(tl.int32))
+    words = tl.load(addresses + 4).to(tl.pointer_type(tl.int32))
     step = tl.load(clock)
     pair = tl.arange(0, PAIRS)
     inside = pair < num_tokens * top_k
@@ -66,28 +65,31 @@ def divide_misses_kernel(
         some = tl.sum(mine.to(tl.int32)) > 0
         weight = tl.load(weights + pair, mask=inside, other=0.0)
         tl.store(out_ids + pair, tl.where(mine, -1, expert), mask=inside)
-        tl.store(ids_address.to(tl.pointer_type(tl.int32)) + pair, tl.where(mine, expert, -1), mask=inside)
-        tl.store(weights_address.to(tl.pointer_type(tl.float32)) + pair, weight, mask=inside)
+        asked_ids = tl.load(addresses).to(tl.pointer_type(tl.int32))
+        asked_weights = tl.load(addresses + 1).to(tl.pointer_type(tl.float32))
+        tl.store(asked_ids + pair, tl.where(mine, expert, -1), mask=inside)
+        tl.store(asked_weights + pair, weight, mask=inside)
         tl.store(words + DONE, 0)
         tl.store(words + DONE + 1, 0)
         tl.store(words + TOKENS, tl.where(some, num_tokens, 0))
         tl.store(words + TOP_K, top_k)
         tl.store(asked, some.to(tl.int32))
     if tl.sum((mine & (pair // top_k == token)).to(tl.int32)) > 0:
-        to = x_address.to(tl.pointer_type(tl.bfloat16)) + token.to(tl.int64) * hidden
+        to = tl.load(addresses + 2).to(tl.pointer_type(tl.bfloat16)) + token.to(tl.int64) * hidden
         for start in range(0, hidden, BLOCK):
             at = start + tl.arange(0, BLOCK)
             tl.store(to + at, tl.load(x + token.to(tl.int64) * x_stride + at, mask=at < hidden), mask=at < hidden)
 
 
-@triton.jit(do_not_specialize=["hidden", "out_stride"])
-def add_results_kernel(out, results_address, asked, hidden, out_stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["hidden", "out_stride"], do_not_specialize_on_alignment=["out"])
+def add_results_kernel(out, addresses, asked, hidden, out_stride, BLOCK: tl.constexpr):
     """One program a token and block of columns."""
     if tl.load(asked) == 0:
         return
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    result = tl.load(results_address.to(tl.pointer_type(tl.float32)) + token * hidden + at, mask=at < hidden, other=0.0)
+    results = tl.load(addresses + 3).to(tl.pointer_type(tl.float32)) + token * hidden
+    result = tl.load(results + at, mask=at < hidden, other=0.0)
     place = out + token * out_stride + at
     total = tl.load(place, mask=at < hidden, other=0.0).to(tl.float32) + result
     tl.store(place, total.to(out.dtype.element_ty), mask=at < hidden)
@@ -104,10 +106,8 @@ def divide_misses(
     """Does as the reference. ids and weights contiguous, rows of x contiguous."""
     out = torch.empty_like(ids)
     tokens, top_k = ids.shape
-    of_ids, of_weights, of_x, _, of_words = request.addresses
     divide_misses_kernel[(tokens,)](
-        ids, weights, x, slot_of_expert, clock, out, request.asked,
-        of_words, of_ids, of_weights, of_x,
+        ids, weights, x, slot_of_expert, clock, out, request.asked, request.addresses,
         tokens, top_k, len(slot_of_expert), x.shape[1], x.stride(0), BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     return out
@@ -115,9 +115,8 @@ def divide_misses(
 
 def add_results(out: torch.Tensor, request: Request) -> None:
     """Does as the reference. Rows of out contiguous."""
-    results = request.addresses[3]
     add_results_kernel[(len(out), triton.cdiv(out.shape[1], BLOCK))](
-        out, results, request.asked, out.shape[1], out.stride(0), BLOCK=BLOCK, num_warps=4
+        out, request.addresses, request.asked, out.shape[1], out.stride(0), BLOCK=BLOCK, num_warps=4
     )
 
 

@@ -31,7 +31,7 @@ class Request:
     pairs, an id -1 where CPUs compute nothing; `x` bfloat16, undefined for tokens without a pair; `results` fp32, a row
     of each token; `words` [WORDS] int32: the number of tokens, 0 if there is nothing to compute, k, and the share of
     the missing experts that the GPU copies. `asked` [1] int32 on the device: whether CPUs compute something.
-    `addresses`: of the first five, for kernels."""
+    `addresses` [5] int64 there: of the first five, for kernels."""
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -39,7 +39,7 @@ class Request:
     results: torch.Tensor
     words: torch.Tensor
     asked: torch.Tensor
-    addresses: tuple[int, ...]
+    addresses: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

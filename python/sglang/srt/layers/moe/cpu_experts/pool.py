@@ -12,6 +12,7 @@ import torch
 from sglang.srt.configs.activation import Activation, gate_constants
 from sglang.srt.errors import UserError
 from sglang.srt.layers.moe.cpu_experts.library import Activated, Mailbox, Matrix, load_library
+from sglang.srt.layers.moe.cpu_experts.ops import Request
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.plan.cpu_experts import why_not_on_cpus
 
@@ -111,8 +112,12 @@ class CpuExpertPool:
         assert not code, "a request with too many tokens"
         return out
 
-    def connect(self, mailbox: Mailbox, deadline: float, bus_rate: float) -> None:
-        """Answers requests that come by the doorbell from now on (pool.c)."""
+    def connect(self, request: Request, deadline: float, bus_rate: float) -> None:
+        """Answers requests that come by the doorbell from now on. `bus_rate`: bytes a second at which the GPU copies
+        experts; 0: its share stays. A request that takes longer than `deadline` seconds ends the process."""
+        parts = (request.words, request.ids, request.weights, request.x, request.results)
+        mailbox = Mailbox(*(ctypes.c_void_p(part.data_ptr()) for part in parts))
+        self._request = request  # threads read it
         self.library.cpu_experts_connect(self._pool, mailbox, deadline, bus_rate)
 
     def totals(self) -> PoolTotals:

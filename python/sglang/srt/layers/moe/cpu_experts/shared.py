@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.cpu_cores import threads_on_cores
 from sglang.srt.layers.moe.cpu_experts import ops
 from sglang.srt.layers.moe.cpu_experts.doorbell import Doorbell
-from sglang.srt.layers.moe.cpu_experts.library import Mailbox
 from sglang.srt.layers.moe.cpu_experts.ops import DONE, FETCHED, MAX_PAIRS, MAX_TOKENS, WHOLE, Request
 from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool, PoolTotals
 from sglang.srt.mem_cache.main_memory import device_address, map_memory, register
@@ -48,8 +45,12 @@ class CpuExperts:
             raise UserError(f"{end} bytes of main memory for requests to CPUs cannot be page-locked: CUDA error {code}")
         dtypes = {"x": torch.bfloat16, "weights": torch.float32, "results": torch.float32}
         parts = {name: memory[place].view(dtypes.get(name, torch.int32)) for name, place in places.items()}
-        addresses = tuple(device_address(parts[name]) for name in ("ids", "weights", "x", "results", "words"))
-        self.request = Request(**parts, asked=torch.zeros(1, dtype=torch.int32, device=device), addresses=addresses)
+        addresses = [device_address(parts[name]) for name in ("ids", "weights", "x", "results", "words")]
+        self.request = Request(
+            **parts,
+            asked=torch.zeros(1, dtype=torch.int32, device=device),
+            addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+        )
         self.request.words[FETCHED] = FIRST_SHARE
         return self.pool
 
@@ -58,13 +59,15 @@ class CpuExperts:
         if self.bell is not None or device.type != "cuda":
             return
         assert self.pool is not None
-        request = self.request
-        words = request.words.view(torch.int64)
+        words = self.request.words.view(torch.int64)
         self.bell = Doorbell(words[:1], words[DONE // 2 : DONE // 2 + 1], device)
-        parts = (request.words, request.ids, request.weights, request.x, request.results)
-        mailbox = Mailbox(*(ctypes.c_void_p(part.data_ptr()) for part in parts))
-        self.pool.connect(mailbox, DEADLINE_S, COPY_RATE * PCIE5)
+        self.pool.connect(self.request, DEADLINE_S, COPY_RATE * PCIE5)
         self.bell.probe(1)
+
+    @property
+    def gpu_share(self) -> float:
+        """Returns the share of the missing experts that the GPU copies."""
+        return int(self.request.words[FETCHED]) / WHOLE
 
     def totals(self) -> PoolTotals | None:
         """Returns what CPUs have computed; None where they compute nothing."""
