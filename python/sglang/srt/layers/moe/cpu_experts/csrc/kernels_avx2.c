@@ -72,7 +72,7 @@ INLINE void unpack_planes(int element, const uint8_t *from, float *to) {
     }
 }
 
-/* `halves`: words whose even columns are in the low bits; for odd columns they are shifted by 16. */
+/* A plane of even columns, in the low halves of words; of odd columns if both arguments are exchanged. */
 INLINE __m256 pairs_plane(int plane, __m256i words, __m256i odd_words) {
     __m256i one = _mm256_set1_epi32(1), size;
     switch (plane) {

@@ -114,8 +114,8 @@ static void divide(struct pool *p) {
     p->num_experts = count;
     int rows[2] = {inter_size(q->layer), q->layer->down.rows}, parts[2] = {count, 1};
     for (int phase = 0; phase < 2; phase++) {
-        int chunk = rows[phase] * parts[phase] / (8 * p->threads) / 8 * 8;
-        p->chunk[phase] = chunk < 8 ? 8 : chunk > 64 ? 64 : chunk;
+        int chunk = rows[phase] * parts[phase] / (8 * p->threads) / 16 * 16;
+        p->chunk[phase] = chunk < 16 ? 16 : chunk > 64 ? 64 : chunk;
         p->units[phase] = count ? (rows[phase] + p->chunk[phase] - 1) / p->chunk[phase] * parts[phase] : 0;
         atomic_store_explicit(&p->taken[phase], 0, memory_order_relaxed);
         atomic_store_explicit(&p->finished[phase], 0, memory_order_relaxed);
