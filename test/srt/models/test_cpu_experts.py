@@ -22,7 +22,7 @@ BOUND = 2e-2
 class WithCpus(OffloadedPlan):
     @functools.cached_property
     def description(self) -> ModelDescription:
-        return with_cpus(OffloadedPlan.description.func(self), "bfloat16", 2)
+        return with_cpus(OffloadedPlan.description.func(self), 2)
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])

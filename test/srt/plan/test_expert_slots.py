@@ -165,6 +165,11 @@ def test_cpus_compute_experts_where_a_flag_asks_and_are_advised_where_memory_has
     assert "cpu_experts" not in plan().choices
 
 
+def test_threads_without_experts_in_main_memory_are_noted() -> None:
+    resident = plan("Qwen3-30B-A3B", "rtx-pro-6000", kt_cpuinfer=8)
+    assert any("--kt-cpuinfer 8 has no effect" in note for note in resident.warnings)
+
+
 def test_experts_that_cpus_have_no_kernel_for() -> None:
     assert "--kt-cpuinfer: CPUs compute experts of models in bfloat16, not float16" in refusal(
         dtype="float16", kt_cpuinfer=8

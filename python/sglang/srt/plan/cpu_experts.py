@@ -44,14 +44,17 @@ def why_not_on_cpus(scheme: Scheme | None, dtype: str) -> str:
     return ""
 
 
-def with_cpus(model: ModelDescription, dtype: str, threads: int) -> ModelDescription:
-    """Returns the model with some experts in main memory computed by so many threads of a rank; 0: as it is. Raises
-    UserError for experts that CPUs have no kernel for."""
-    if not threads or model.experts is None:
-        return model
+def check_experts(model: ModelDescription, dtype: str) -> None:
+    """Raises UserError for experts that CPUs have no kernel for."""
+    if model.experts is None:
+        return
     quant = model.expert_quant
     if problem := why_not_on_cpus(quant.format if quant else None, dtype):
         raise UserError(f"{FLAG}: {problem}. Remove the flag, or pass 0.")
+
+
+def with_cpus(model: ModelDescription, threads: int) -> ModelDescription:
+    """Returns the model with some experts in main memory computed by so many threads of a rank."""
     layers = (replace(layer, ffn=layer.ffn.with_cpu_threads(threads)) for layer in model.layers)
     return replace(model, layers=interned(layers))
 

@@ -19,7 +19,7 @@ from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
-from sglang.srt.plan.cpu_experts import threads_of_rank, with_cpus
+from sglang.srt.plan.cpu_experts import check_experts, threads_of_rank, with_cpus
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
     asked_draft,
@@ -112,9 +112,10 @@ class ModelPlanner:
         model = _with_shared_tower(args, self.described[apart])
         model = with_tables(model, args.ple_offload_embedding and self.arch.device != "cpu")
         model = with_slots(model, self.slots)
-        if self.slots is not None:
-            processes = processes_of(args, ranks)
-            model = with_cpus(model, self.model.dtype, threads_of_rank(args.kt_cpuinfer, processes))
+        if args.kt_cpuinfer:
+            check_experts(model, self.model.dtype)
+            if self.slots is not None:
+                model = with_cpus(model, threads_of_rank(args.kt_cpuinfer, processes_of(args, ranks)))
         if self.served:
             model.require_served()
         check_layout(model, ranks)
