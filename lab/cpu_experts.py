@@ -2,7 +2,7 @@
 
     python lab/cpu_experts.py --threads 1 2        # a minute a number of threads; --forms fp8_block mxfp4 for some
 
-A layer of experts of 2048 x 768, eight a token; banks are as large as `--gib`, so that weights come from main memory,
+A layer of experts of 2048 x 768, one a token; banks are as large as `--gib`, so that weights come from main memory,
 not from caches. Printed are gigabytes of weights a second, for one token and for four that choose the same experts.
 """
 
@@ -24,9 +24,9 @@ from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.mem_cache.main_memory import map_memory
 
-HIDDEN, INTER, TOP_K = 2048, 768, 8
+HIDDEN, INTER, TOP_K = 2048, 768, 1
 FORMS = ("bf16", "fp8_block", "mxfp4", "nvfp4 packed", "nvfp4", "int4_g32", "int4_g128")
-SECONDS = 2.0
+SECONDS = 1.5
 
 
 def weights_of(form: str, num_experts: int, rows: int, cols: int) -> ExpertWeights:
@@ -63,27 +63,31 @@ def bytes_of(weights: ExpertWeights) -> int:
 
 
 def rate_of(run: Callable[[int], Any], num_bytes: int) -> float:
-    """Returns bytes a second of calls run(0), run(1), ..., each of which reads so many."""
-    for call in range(3):
+    """Returns bytes a second of the fastest of some calls run(0), run(1), ..., each of which reads so many: other work
+    on the machine disturbs it least."""
+    fastest, end, call = float("inf"), time.perf_counter() + SECONDS, 0
+    while call < 4 or time.perf_counter() < end:
+        begin = time.perf_counter()
         run(call)
-    begin, calls = time.perf_counter(), 3
-    while time.perf_counter() - begin < SECONDS:
-        run(calls)
-        calls += 1
-    return (calls - 3) * num_bytes / (time.perf_counter() - begin)
+        fastest, call = min(fastest, time.perf_counter() - begin), call + 1
+    return num_bytes / fastest
 
 
 def memory_rates(threads: int, gib: float) -> dict[str, float]:
     """Returns the bytes a second that threads read, and those that they copy (read and written bytes both count)."""
-    size = int(gib * (1 << 30)) // threads // 2 // 4096 * 4096
-    parts = [(map_memory(size).view(torch.int64).fill_(1), map_memory(size).view(torch.int64)) for _ in range(threads)]
+    size = (64 << 20) // threads
+    count = max(1, int(gib * (1 << 30)) // (128 << 20))
+    parts = [
+        (map_memory(size).view(torch.int64).fill_(1), map_memory(size).view(torch.int64))
+        for _ in range(threads * count)
+    ]
     with ThreadPoolExecutor(threads) as pool:
 
         def read(call: int) -> None:
-            list(pool.map(lambda part: part[0].sum(), parts))
+            list(pool.map(lambda part: part[0].sum(), parts[call % count :: count]))
 
         def copy(call: int) -> None:
-            list(pool.map(lambda part: part[1].copy_(part[0]), parts))
+            list(pool.map(lambda part: part[1].copy_(part[0]), parts[call % count :: count]))
 
         return {"read": rate_of(read, size * threads), "copied": rate_of(copy, 2 * size * threads)}
 

@@ -15,7 +15,7 @@ from sglang.srt.plan.expert_slot_plan import CHANNEL_RATE, FETCHED, MainMemory
 from sglang.srt.plan.model_description import ModelDescription
 
 FLAG = "--kt-cpuinfer"
-THREAD_RATE = 8e9
+THREAD_RATE = 5e9
 """Bytes of weights a second that a thread computes with, of four bits each; of others it is more."""
 READ_SHARE, BOTH_SHARE = 0.7, 0.85
 """Shares of main memory's rate that CPUs reach, and CPUs and copies together."""

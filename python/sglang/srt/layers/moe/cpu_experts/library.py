@@ -24,7 +24,7 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vbmi", "bf16")))
 FILES: dict[str, tuple[str, ...]] = {"pool.c": (), "kernels_avx2.c": AVX2, "kernels_avx512.c": AVX512}
 """Files, and the options of each beside OPTIONS."""
-OPTIONS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-fPIC", "-pthread")
+OPTIONS = ("-std=gnu11", "-O2", "-ftree-vectorize", "-fvect-cost-model=dynamic", "-fPIC", "-pthread")
 COMPILERS = ("cc", "gcc", "clang")
 ERROR_LINES = 6
 

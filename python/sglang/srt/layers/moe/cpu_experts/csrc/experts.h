@@ -86,7 +86,8 @@ static inline float e4m3(uint8_t code) {
 }
 
 /* The scales of one row as fp32, and zero points times scales for INT4_ZEROS. Zeros follow up to whole strips. */
-static inline void row_scales(const struct matrix *w, int expert, int row, float *scales, float *shifts) {
+static inline void row_scales(const struct matrix *w, int expert, int row, float *restrict scales,
+                              float *restrict shifts) {
     int groups = groups_of(w), group = w->group ? w->group : STRIP, all = w->group ? padded(w->cols) / group : 1;
     const uint8_t *at = w->scale + expert * w->scale_expert;
     if (w->rows_of_scale) at += row / w->rows_of_scale * w->scale_row;

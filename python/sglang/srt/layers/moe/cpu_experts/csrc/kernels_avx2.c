@@ -8,6 +8,8 @@
 #include "experts.h"
 
 #define INLINE static inline __attribute__((always_inline))
+/* Loops whose arrays are registers. */
+#define UNROLL _Pragma("GCC unroll 8")
 
 static const float E2M1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 
@@ -56,7 +58,7 @@ INLINE void unpack_packed(const uint8_t *from, float *to) {
 }
 
 INLINE void unpack_planes(int element, const uint8_t *from, float *to) {
-    for (int half = 0; half < 2; half++) {
+    UNROLL for (int half = 0; half < 2; half++) {
         __m256i words = _mm256_loadu_si256((const __m256i *)(from + 32 * half));
         for (int plane = 0; plane < 8; plane++) {
             __m256i code = _mm256_srli_epi32(words, 4 * plane);
@@ -129,7 +131,7 @@ INLINE void one_row(int element, int tokens, const struct matrix *w, int expert,
     int whole = in_planes(element) ? strips : w->cols / STRIP;
     const uint8_t *from = w->data + expert * w->data_expert + row * w->data_row;
     if (w->scale_type) row_scales(w, expert, row, scales, shifts);
-    for (int m = 0; m < tokens; m++) sum[m][0] = sum[m][1] = _mm256_setzero_ps();
+    UNROLL for (int m = 0; m < tokens; m++) sum[m][0] = sum[m][1] = _mm256_setzero_ps();
     for (int strip = 0; strip < strips; strip++) {
         if (strip < whole) {
             for (int line = 0; line < bytes; line += 64)
@@ -147,16 +149,16 @@ INLINE void one_row(int element, int tokens, const struct matrix *w, int expert,
                 _mm256_store_ps(values + i, _mm256_fmsub_ps(_mm256_load_ps(values + i), by, less));
         }
         for (int i = 0; i < STRIP; i += 16)
-            for (int m = 0; m < tokens; m++) {
+            UNROLL for (int m = 0; m < tokens; m++) {
                 const float *at = (const float *)x[m] + strip * STRIP + i;
-                for (int k = 0; k < 2; k++)
+                UNROLL for (int k = 0; k < 2; k++)
                     sum[m][k] = _mm256_fmadd_ps(_mm256_load_ps(values + i + 8 * k), _mm256_load_ps(at + 8 * k), sum[m][k]);
             }
     }
     float factor = w->factor ? w->factor[expert] : 1.0f;
     if (!group && w->scale_type) factor *= scales[0];
     float bias = w->bias ? from_bits((uint32_t)w->bias[(size_t)expert * w->rows + row] << 16) : 0.0f;
-    for (int m = 0; m < tokens; m++) out[m * stride] = sum_of(_mm256_add_ps(sum[m][0], sum[m][1])) * factor + bias;
+    UNROLL for (int m = 0; m < tokens; m++) out[m * stride] = sum_of(_mm256_add_ps(sum[m][0], sum[m][1])) * factor + bias;
 }
 
 #define FORM(NAME, ELEMENT)                                                                                            \

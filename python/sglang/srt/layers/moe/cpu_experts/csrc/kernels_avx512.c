@@ -8,6 +8,8 @@
 #include "experts.h"
 
 #define INLINE static inline __attribute__((always_inline))
+/* Loops whose arrays are registers. */
+#define UNROLL _Pragma("GCC unroll 8")
 /* Bytes that are prefetched ahead of each row. */
 #define AHEAD 1024
 
@@ -72,9 +74,9 @@ INLINE struct tables tables_of(int element) {
 
 INLINE void unpack(int element, const struct tables *t, const uint8_t *from, __m512i w[4]) {
     if (element == BF16) {
-        for (int i = 0; i < 4; i++) w[i] = _mm512_loadu_si512(from + 64 * i);
+        UNROLL for (int i = 0; i < 4; i++) w[i] = _mm512_loadu_si512(from + 64 * i);
     } else if (element == E4M3) {
-        for (int half = 0; half < 2; half++) {
+        UNROLL for (int half = 0; half < 2; half++) {
             __m512i codes = _mm512_loadu_si512(from + 64 * half);
             __m512i high = _mm512_permutex2var_epi8(t->values[0], codes, t->values[1]);
             __m512i low = _mm512_permutex2var_epi8(t->values[2], codes, t->values[3]);
@@ -96,7 +98,7 @@ INLINE void unpack(int element, const struct tables *t, const uint8_t *from, __m
         w[3] = _mm512_ternarylogic_epi32(w[3], words, sign, 0xf8);
     } else {
         __m512i words = _mm512_loadu_si512(from);
-        for (int g = 0; g < 4; g++)
+        UNROLL for (int g = 0; g < 4; g++)
             w[g] = _mm512_permutexvar_epi16(_mm512_multishift_epi64_epi8(t->bits[g], words), t->values[0]);
     }
 }
@@ -158,6 +160,32 @@ static void prepare(const struct matrix *w, const uint16_t *x, void *to) {
  * four vectors alike (packed); one for each vector, or each half of its lanes (planes). */
 enum scaling { BY_ROW, BY_STRIP, BY_LANE, BY_VECTOR };
 
+/* `row_scales`, 16 at a time for scales of one byte. */
+INLINE void scales_of_row(const struct matrix *w, int expert, int row, float *scales, float *shifts) {
+    if (w->scale_type != SCALE_E8M0 && w->scale_type != SCALE_E4M3) {
+        row_scales(w, expert, row, scales, shifts);
+        return;
+    }
+    const uint8_t *from = w->scale + expert * w->scale_expert + row * w->scale_row;
+    int groups = groups_of(w);
+    for (int g = 0; g < groups; g += 16) {
+        __mmask16 there = groups - g < 16 ? (__mmask16)((1u << (groups - g)) - 1) : 0xffff;
+        __m128i codes = _mm_maskz_loadu_epi8(there, from + g);
+        __m512 values;
+        if (w->scale_type == SCALE_E8M0) {
+            __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(codes), 23);
+            __mmask16 least = _mm512_testn_epi32_mask(bits, bits);
+            values = _mm512_castsi512_ps(_mm512_mask_mov_epi32(bits, least, _mm512_set1_epi32(1 << 22)));
+        } else { /* as half precision they are 256 times smaller */
+            __m256i wide = _mm256_cvtepi8_epi16(codes);
+            __m256i size = _mm256_slli_epi16(_mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), 7);
+            __m256i half = _mm256_or_si256(_mm256_and_si256(wide, _mm256_set1_epi16((short)0x8000)), size);
+            values = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+        }
+        _mm512_storeu_ps(scales + g, values);
+    }
+}
+
 INLINE __m512 lane_scales(const float *scales, int strip, int group) {
     if (group == 16)
         return _mm512_permutexvar_ps(_mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0),
@@ -186,13 +214,13 @@ INLINE void some_rows(int element, int scaling, int num, int tokens, const struc
     __m512 sum[2][PASS];
     int strips = padded(w->cols) / STRIP, bytes = strip_bytes(element), group = w->group;
     int whole = in_planes(element) ? strips : w->cols / STRIP;
-    for (int r = 0; r < num; r++) {
+    UNROLL for (int r = 0; r < num; r++) {
         from[r] = w->data + expert * w->data_expert + (row + r) * w->data_row;
-        if (w->scale_type) row_scales(w, expert, row + r, scales[r], shifts[r]);
-        for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_setzero_ps();
+        if (w->scale_type) scales_of_row(w, expert, row + r, scales[r], shifts[r]);
+        UNROLL for (int m = 0; m < tokens; m++) sum[r][m] = _mm512_setzero_ps();
     }
     for (int strip = 0; strip < strips; strip++) {
-        for (int r = 0; r < num; r++) {
+        UNROLL for (int r = 0; r < num; r++) {
             __m512i v[4];
             if (strip < whole) {
                 for (int line = 0; line < bytes; line += 64)
@@ -203,17 +231,17 @@ INLINE void some_rows(int element, int scaling, int num, int tokens, const struc
                 memcpy(rest, from[r] + (size_t)strip * bytes, (size_t)(w->cols - strip * STRIP) * bytes / STRIP);
                 unpack(element, t, rest, v);
             }
-            for (int m = 0; m < tokens; m++) {
+            UNROLL for (int m = 0; m < tokens; m++) {
                 const uint16_t *at = (const uint16_t *)x[m] + strip * STRIP;
                 if (scaling == BY_ROW) {
-                    for (int i = 0; i < 4; i++) sum[r][m] = dot(sum[r][m], v[i], at + 32 * i);
+                    UNROLL for (int i = 0; i < 4; i++) sum[r][m] = dot(sum[r][m], v[i], at + 32 * i);
                 } else if (scaling == BY_VECTOR) {
-                    for (int i = 0; i < 4; i++)
+                    UNROLL for (int i = 0; i < 4; i++)
                         sum[r][m] = _mm512_fmadd_ps(dot(_mm512_setzero_ps(), v[i], at + 32 * i),
                                                     vector_scales(scales[r], strip, i, group), sum[r][m]);
                 } else {
                     __m512 part = _mm512_setzero_ps();
-                    for (int i = 0; i < 4; i++) part = dot(part, v[i], at + 32 * i);
+                    UNROLL for (int i = 0; i < 4; i++) part = dot(part, v[i], at + 32 * i);
                     __m512 by = scaling == BY_STRIP ? _mm512_set1_ps(scales[r][strip * STRIP / group])
                                                     : lane_scales(scales[r], strip, group);
                     sum[r][m] = _mm512_fmadd_ps(part, by, sum[r][m]);
@@ -221,11 +249,11 @@ INLINE void some_rows(int element, int scaling, int num, int tokens, const struc
             }
         }
     }
-    for (int r = 0; r < num; r++) {
+    UNROLL for (int r = 0; r < num; r++) {
         float factor = w->factor ? w->factor[expert] : 1.0f;
         if (scaling == BY_ROW && w->scale_type) factor *= scales[r][0];
         float bias = w->bias ? from_bits((uint32_t)w->bias[(size_t)expert * w->rows + row + r] << 16) : 0.0f;
-        for (int m = 0; m < tokens; m++) {
+        UNROLL for (int m = 0; m < tokens; m++) {
             float total = _mm512_reduce_add_ps(sum[r][m]);
             if (element == INT4_ZEROS) {
                 const float *sums = (const float *)((const uint16_t *)x[m] + padded(w->cols));
