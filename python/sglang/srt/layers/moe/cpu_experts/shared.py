@@ -27,6 +27,7 @@ class CpuExperts:
     def __init__(self) -> None:
         self.pool: CpuExpertPool | None = None
         self.bell: Doorbell | None = None
+        self.hidden = 0
 
     def start(self, threads: int, hidden: int, device: torch.device) -> CpuExpertPool:
         """Returns the pool, which the first layer starts, for rows of `hidden` columns. Raises UserError."""
