@@ -13,7 +13,7 @@ ANY_CPU = -1
 def cores(sysfs: Path = SYSFS) -> list[int]:
     """Returns one CPU of each physical core that this process may use."""
     allowed = os.sched_getaffinity(0)
-    found = []
+    usable = []
     for cpu in sorted(allowed):
         try:
             text = (sysfs / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
@@ -21,12 +21,12 @@ def cores(sysfs: Path = SYSFS) -> list[int]:
         except (OSError, ValueError):
             siblings = frozenset({cpu})
         if cpu == min(siblings, default=cpu):
-            found.append(cpu)
-    return found
+            usable.append(cpu)
+    return usable
 
 
 def threads_on_cores(threads: int, sysfs: Path = SYSFS) -> list[int]:
     """Returns a CPU for each of so many threads: a core for each, the last cores, so that the first are left to other
     work; any CPU for all if there are fewer cores than threads, or no more."""
-    found = cores(sysfs)
-    return found[-threads:] if len(found) > threads else [ANY_CPU] * threads
+    usable = cores(sysfs)
+    return usable[-threads:] if len(usable) > threads else [ANY_CPU] * threads
