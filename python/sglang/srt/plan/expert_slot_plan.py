@@ -24,12 +24,17 @@ CHANNEL_RATE = 38e9
 """Bytes a second of a channel of DDR5-5600 that copies reach."""
 
 
+BUFFERS = 2
+"""Buffers for experts that are in no slot: those in one arrive while those in the other are computed with."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Sizes in GPU memory: slots of each layer, and buffers for all experts of a layer."""
+    """Sizes in GPU memory: slots of each layer, and the most experts that each of the buffers holds, which layers
+    share."""
 
     slots: int
-    buffers: int
+    buffered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,8 @@ class ExpertSlotPlan:
     layers: int
     experts: int
     slots: int
-    buffers: int
+    buffered: int
+    """Experts in each of the buffers."""
     host_bytes: int
     processes: int
     """Ranks of this machine, each with such a bank."""

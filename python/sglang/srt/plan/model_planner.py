@@ -87,7 +87,7 @@ class ModelPlanner:
         """Returns the planner with as many slots as a plan has, so that trials of other flags need not look for them
         again."""
         slots = trial.expert_slots
-        return self if slots is None else self.with_slots(SlotCounts(slots.slots, slots.buffers))
+        return self if slots is None else self.with_slots(SlotCounts(slots.slots, slots.buffered))
 
     def quantizing(self, scheme: str) -> ModelPlanner | None:
         """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
