@@ -66,6 +66,23 @@ class ExpertSlotPlan:
     prompt: float
     """Of a prompt of one chunk."""
     chunk: int
+    chosen: float
+    """Experts of a layer that a token chooses on this rank."""
+    rate: float
+    """Bytes a second that copies of experts reach."""
+
+    def used_bytes(self, tokens: int) -> float:
+        """Predicts the bytes of the distinct experts that so many tokens of a step choose, each for itself."""
+        return float(self.host_bytes * (1 - (1 - min(1.0, self.chosen / self.experts)) ** tokens))
+
+    def copied_bytes(self, tokens: int) -> float:
+        """Predicts the bytes of these that are in no slot. Slots hold what they can of a step that needs more."""
+        used, share = self.used_bytes(tokens), self.slots / self.experts
+        return max(used * (1 - hit_share(share)), used - self.host_bytes * share)
+
+    def copy_seconds(self, tokens: int) -> float:
+        """Predicts the time of these copies."""
+        return self.copied_bytes(tokens) / self.rate
 
     def tokens_per_second(self, num_requests: int) -> float:
         """Predicts the tokens a second of so many requests together; more than eight gain nothing that is counted."""

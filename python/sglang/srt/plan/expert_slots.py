@@ -24,7 +24,6 @@ from sglang.srt.plan.expert_slot_plan import (
     MainMemory,
     SlotCounts,
     bus_rate,
-    hit_share,
 )
 from sglang.srt.plan.host_cache import SYSTEM_RESERVE
 from sglang.srt.plan.host_tables import host_table_bytes
@@ -232,14 +231,15 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     dense = memory.weights - total * share - BUFFERS * buffered * max(layers) / experts
     chosen = _fewest(model) / parallel.ranks.ep_size
 
-    def decode(num_requests: int) -> float:
-        used = total * (1 - (1 - chosen / experts) ** num_requests)
-        hits = hit_share(share)
-        read = (dense + used * hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
-        return len(layers) * LAYER_S + STEP_S + read + used * (1 - hits) / rate
-
-    chunk = trial.capacity.sizes.tokens_per_step
-    return ExpertSlotPlan(
-        len(layers), experts, counts.slots, buffered, total, processes,
-        decode(1), decode(8), total * (1 - share) / rate, chunk,
+    sizes = ExpertSlotPlan(
+        len(layers), experts, counts.slots, buffered, total, processes, 0.0, 0.0, 0.0,
+        trial.capacity.sizes.tokens_per_step, chosen, rate,
     )  # fmt: skip
+
+    def decode(tokens: int) -> float:
+        copied = sizes.copied_bytes(tokens)
+        found = sizes.used_bytes(tokens) - copied
+        read = (dense + found) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
+        return len(layers) * LAYER_S + STEP_S + read + copied / rate
+
+    return replace(sizes, decode_one=decode(1), decode_eight=decode(8), prompt=total * (1 - share) / rate)
