@@ -254,7 +254,7 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     except RuntimeError as error:
         size = torch.Size(shape).numel() * dtype.itemsize / 1024**3
         raise UserError(
-            f"{size:.2f} GiB of host memory cannot be pinned for a table of n-grams ({error}). Free memory of the"
-            " machine, raise its limit of locked memory (ulimit -l), or start with more GPUs and"
-            " --no-ple-offload-embedding."
+            f"{size:.2f} GiB of host memory cannot be pinned for a table of embeddings ({error}). Free memory of the"
+            " machine, raise its limit of locked memory (ulimit -l), or start without --embed-in-main-memory, or with"
+            " more GPUs and --no-ple-offload-embedding."
         ) from None

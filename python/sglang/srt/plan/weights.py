@@ -29,7 +29,8 @@ def rank_weight_bytes(
     model, item = of_rank.model, _DTYPE_BYTES[dtype]
     hidden = model.hidden_size
     normed = model.embedding.norm is not None and model.embedding.norm.weighted
-    total = (of_rank.head.rows + normed) * hidden * item if model.has_embedding else 0
+    rows = 0 if model.embedding.on_host else of_rank.head.rows
+    total = (rows + normed) * hidden * item if model.has_embedding else 0
     norm = hidden * (4 if model.zero_centred_norms else item)  # one before each block, and the final one
     if not model.layers[-1].residual.norms_apart:
         norm = 0
