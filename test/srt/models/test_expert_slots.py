@@ -1,6 +1,6 @@
 """Models whose experts lie in main memory give the logits of resident ones, in any number of slots.
 
-A CPU adds up a token's experts in the order of their rows, so that these logits differ in rounding; the kernels of GPUs
+A CPU adds up a token's experts wave by wave, so that logits of steps in waves differ in rounding; the kernels of GPUs
 add them up in the order in which they were chosen (`layers/moe/test_expert_slots.py`)."""
 
 from __future__ import annotations
@@ -67,5 +67,6 @@ def test_logits_are_those_of_the_resident_model(name: str, tmp_path: Path) -> No
         buffered = num_experts if slots % 2 else 1  # all of a step at once, or in waves
         got = played(offloaded(tmp_path, slots, buffered), 1)
         for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=0.0, atol=2e-6, msg=f"{slots} slots: {one - other}")
+            rounding = 2e-6 if buffered == 1 else 0.0
+            torch.testing.assert_close(one, other, rtol=0.0, atol=rounding, msg=f"{slots} slots: {one - other}")
             assert torch.equal(one.argmax(-1), other.argmax(-1))
