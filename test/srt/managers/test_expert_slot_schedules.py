@@ -28,7 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "most": FEATURES[FEATURE].flags,
 }
 CELLS = [
-    *cells(kinds("experts", lacking="repeats, cut heads, streams"), ("TP2", "PP2", "DP2"), FEATURE),
+    *cells(kinds("experts", lacking="repeats, cut heads, streams"), ("TP2", "EP2", "PP2", "DP2"), FEATURE),
     *cells(kinds("plain, experts"), ("TP3", "TP2 x PP2", "DP2 x PP2"), FEATURE),
 ]
 

@@ -239,12 +239,24 @@ class Scope:
         if pinned and self.device.type == "cuda":
             tensor = _pinned(shape, dtype)
         elif self.made_for is not None:
-            tensor = map_memory(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+            tensor = _mapped(shape, dtype)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         parts = {PartKey(): TensorPart(shape)} if parts is None else parts
         self.params[name] = Param(name, tensor, parts, init, self.made_for)
         return tensor
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates main memory that is alone on its pages. Raises UserError if there is not enough."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    try:
+        return map_memory(size).view(dtype).view(shape)
+    except OSError as error:
+        raise UserError(
+            f"{size / 1024**3:.2f} GiB of main memory cannot be had for the experts of a layer ({error}). Free memory"
+            " of the machine, raise the container's limit, or keep experts in the memory of more GPUs (--tp-size)."
+        ) from None
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

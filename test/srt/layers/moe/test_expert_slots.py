@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import interpreter
@@ -13,6 +14,7 @@ from pairs import some
 
 from sglang.srt.configs.activation import SILU
 from sglang.srt.errors import UserError
+from sglang.srt.layers import parameter
 from sglang.srt.layers.moe import expert_slots, slot_ops
 from sglang.srt.layers.moe.expert_buffers import ExpertBuffers, each_tensor
 from sglang.srt.layers.moe.expert_slots import EVERY_EXPERT, ExpertSlots
@@ -20,6 +22,7 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import fused_moe
 from sglang.srt.layers.moe.slot_ops import Moves, SlotTables, Wave
 from sglang.srt.layers.triton_ops import expert_rows
 from sglang.srt.layers.triton_ops import expert_slots as kernels
+from sglang.srt.mem_cache.main_memory import map_memory
 from sglang.srt.plan import expert_slots as planned
 from srt.layers.moe.moe_harness import make_case, tile_configs_of
 
@@ -232,3 +235,23 @@ def test_a_page_lock_that_fails_says_what_to_do(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(expert_slots, "register", lambda tensor: 2)
     with pytest.raises(UserError, match=r"0\.00 GiB of main memory cannot be page-locked.*ulimit -l.*--tp-size"):
         expert_slots._page_locked(torch.zeros(100))
+
+
+def test_main_memory_that_the_system_does_not_give_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(num_bytes: int) -> torch.Tensor:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(parameter, "map_memory", refuse)
+    with pytest.raises(UserError, match=r"2\.00 GiB of main memory cannot be had.*Cannot allocate.*--tp-size"):
+        parameter._mapped((1 << 30,), torch.bfloat16)
+
+
+def test_nothing_of_a_bank_outlives_its_process() -> None:
+    """Its memory has no name and no other owner, so that the system unlocks and frees it however the process ends."""
+    memory = map_memory(1 << 22)
+    memory.fill_(1)
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    (found,) = [
+        fields for fields in maps if int((ends := fields[0].split("-"))[0], 16) <= memory.data_ptr() < int(ends[1], 16)
+    ]
+    assert found[1].endswith("p") and found[4] == "0", found
