@@ -51,12 +51,14 @@ def host_table_bytes(model: ModelDescription, parallel: ParallelConfig) -> int:
         for table in tables
         if table.on_host
     )
-    ranks, per_layer, elements = parallel.ranks.vocab_tp_size, model.per_layer_inputs, 0
+    ranks, per_layer = parallel.ranks.vocab_tp_size, model.per_layer_inputs
+    elements = 0
     if model.embedding.on_host:
         elements += -(-model.vocab_size // ranks) * model.hidden_size
     if per_layer is not None and per_layer.on_host:
         elements += per_layer.table_elements(ranks)
-    return ngrams + elements * KV_DTYPE_BYTES[parallel.dtype]
+    total: int = ngrams + elements * KV_DTYPE_BYTES[parallel.dtype]
+    return total
 
 
 def host_table_note(model: ModelDescription, size: int) -> str:
