@@ -289,23 +289,23 @@ def _read_torch(sources: Sources, with_copies: bool) -> _Probe:
     torch = next(
         (Torch(**row["torch"] | {"archs": tuple(row["torch"]["archs"])}) for row in rows if "torch" in row), None
     )
-    found = _Probe(
+    probe = _Probe(
         torch,
         copies=tuple(Copy(**row["copy"]) for row in rows if "copy" in row),
         host_copies=tuple(HostCopy(**row["host_copy"]) for row in rows if "host_copy" in row),
         memory_rate=next((row["memory_rate"] for row in rows if "memory_rate" in row), None),
     )
     if not status:
-        return found
+        return probe
     what = f"did not end within {COPY_SECONDS} s" if status == 124 else f"ended with status {status}"
     if torch is None:
         lines = output.strip().splitlines()
         return _Probe(torch_problem=lines[-1] if lines else what)
     started = next((row["copying"] for row in reversed(rows) if "copying" in row), None)
     if started is None:
-        return replace(found, copy_problem=what)
+        return replace(probe, copy_problem=what)
     source = started[0] if isinstance(started[0], str) else f"GPU {started[0]}"
-    return replace(found, copy_problem=f"a copy from {source} to GPU {started[1]} {what}")
+    return replace(probe, copy_problem=f"a copy from {source} to GPU {started[1]} {what}")
 
 
 def read_memory(root: Path) -> MainMemory | None:

@@ -238,8 +238,8 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
 
     def decode(tokens: int) -> float:
         copied = sizes.copied_bytes(tokens)
-        found = sizes.used_bytes(tokens) - copied
-        read = (dense + found) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
+        hits = sizes.used_bytes(tokens) - copied
+        read = (dense + hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
         return len(layers) * LAYER_S + STEP_S + read + copied / rate
 
     return replace(sizes, decode_one=decode(1), decode_eight=decode(8), prompt=total * (1 - share) / rate)

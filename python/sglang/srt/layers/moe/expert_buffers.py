@@ -45,7 +45,7 @@ class ExpertPool:
             slot = number * num_slots
             begin = slot // step * step
             spare = [first_buffer - begin + buffer * buffered for buffer in range(BUFFERS)]
-            weights = tuple(_since(begin, part, own) for part, own in zip((w13, w2), layer.bank, strict=True))
+            weights = tuple(_since(begin, part, of_layer) for part, of_layer in zip((w13, w2), layer.bank, strict=True))
             layer.place(self, (weights[0], weights[1]), slot - begin, spare)
 
     def claim(self, buffer: int) -> None:
@@ -113,7 +113,7 @@ def each_tensor(weights: ExpertWeights, change: Callable[[torch.Tensor], torch.T
     )
 
 
-def _since(begin: int, pool: ExpertWeights, own: ExpertWeights) -> ExpertWeights:
+def _since(begin: int, pool: ExpertWeights, of_layer: ExpertWeights) -> ExpertWeights:
     """Returns a pool's rows from `begin` on, with what all experts of a layer share."""
-    scale = None if own.input_scale is None else own.input_scale.to(pool.data.device)
+    scale = None if of_layer.input_scale is None else of_layer.input_scale.to(pool.data.device)
     return replace(each_tensor(pool, lambda tensor: tensor[begin:]), input_scale=scale)

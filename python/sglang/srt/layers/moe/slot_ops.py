@@ -128,11 +128,11 @@ def choose_slots(ids: torch.Tensor, tables: SlotTables, moves: Moves) -> None:
     expert_of = tables.expert_of_slot.tolist()
     tables.clock.add_(1)
     now = int(tables.clock)
-    found = {slot_of[expert] for expert in used} - {-1}
-    for slot in found:
+    hits = {slot_of[expert] for expert in used} - {-1}
+    for slot in hits:
         last_used[slot] = now
     missing = [expert for expert in used if slot_of[expert] < 0]
-    free = sorted({*range(len(last_used))} - found, key=lambda slot: (last_used[slot], slot))
+    free = sorted({*range(len(last_used))} - hits, key=lambda slot: (last_used[slot], slot))
     for expert, slot in zip(missing, free, strict=False):
         if expert_of[slot] >= 0:
             slot_of[expert_of[slot]] = -1

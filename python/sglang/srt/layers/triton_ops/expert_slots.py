@@ -67,8 +67,8 @@ def choose_slots_kernel(
     expert = tl.arange(0, EXPERTS)
     used = _used_experts(ids, num_pairs, EXPERTS, CHUNK) & (expert < num_experts)
     slot = tl.load(slot_of_expert + expert, mask=expert < num_experts, other=-1)
-    missing, found = used & (slot < 0), used & (slot >= 0)
-    tl.store(last_used + tl.maximum(slot, 0), now + tl.zeros((EXPERTS,), tl.int64), mask=found)
+    missing, in_slot = used & (slot < 0), used & (slot >= 0)
+    tl.store(last_used + tl.maximum(slot, 0), now + tl.zeros((EXPERTS,), tl.int64), mask=in_slot)
     tl.debug_barrier()
     # The rank of a slot by age: as many slots are older, or as old and before it. Those of this step come last.
     place = tl.arange(0, EXPERTS)
@@ -80,7 +80,7 @@ def choose_slots_kernel(
         older = (others[:, None] < age[None, :]) & (other < num_slots)[:, None]
         rank += tl.sum(older.to(tl.int32), axis=0)
     count = tl.sum(missing.to(tl.int32))
-    free = num_slots - tl.sum(found.to(tl.int32))
+    free = num_slots - tl.sum(in_slot.to(tl.int32))
     tl.store(victims + rank, place, mask=(place < num_slots) & (rank < tl.minimum(count, free)))
     tl.debug_barrier()
     move = tl.maximum(tl.cumsum(missing.to(tl.int32), 0) - 1, 0)
@@ -92,7 +92,7 @@ def choose_slots_kernel(
     tl.store(slot_of_expert + expert, taken, mask=stays)
     tl.store(expert_of_slot + taken, expert, mask=stays)
     tl.store(last_used + taken, now + tl.zeros((EXPERTS,), tl.int64), mask=stays)
-    row = tl.where(found, first_slot + slot, tl.where(stays, first_slot + taken, first_spare + move - free))
+    row = tl.where(in_slot, first_slot + slot, tl.where(stays, first_slot + taken, first_spare + move - free))
     tl.store(row_of_expert + expert, tl.where(used, row, -1), mask=expert < num_experts)
     tl.store(moves + 2 * move, expert, mask=missing)
     tl.store(moves + 2 * move + 1, row, mask=missing)
