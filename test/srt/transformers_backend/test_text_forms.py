@@ -31,12 +31,6 @@ from srt.transformers_backend.text_classes import expected, hidden_states, save_
 MODULE = "sentence_transformers.models."
 
 
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Facts are found here, and not in a process for each class."""
-    monkeypatch.setattr(served_model, "facts_of", trial.facts_of)
-
-
 def args_of(folder: Path, **options: Any) -> ServerArgs:
     return ServerArgs.from_kwargs(
         model_path=str(folder), device="cpu", skip_tokenizer_init=True, max_running_requests=3, max_total_tokens=1024,
@@ -212,7 +206,12 @@ def test_texts_are_as_long_as_the_model_and_its_repository_allow(tmp_path: Path)
     ("kind", "task", "options", "message"),
     [
         ("bert", EMBED, {"tp_size": 2}, "the plan of the model's class divides no products over ranks"),
-        ("qwen3", EMBED, {"pp_size": 2, "model_impl": "transformers"}, "a class of transformers runs as a whole"),
+        (
+            "qwen3",
+            EMBED,
+            {"pp_size": 2, "model_impl": "transformers"},
+            "no plan in transformers that cuts it into stages",
+        ),
         ("gemma2", CLASSIFY, {}, "caps or learned logits, which are only computed over a cache"),
         ("albert", EMBED, {}, "does not attend once in each layer"),
         ("t5", EMBED, {}, "is not supported"),

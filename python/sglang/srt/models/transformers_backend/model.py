@@ -31,6 +31,7 @@ from sglang.srt.models.causal_lm import AuxLayers, CausalLM
 from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
 from sglang.srt.models.transformers_backend.head import Given, decoder_of
 from sglang.srt.models.transformers_backend.rotations import FUNCTION, modules_with_rotation
+from sglang.srt.models.transformers_backend.stages import StageOfClass
 from sglang.srt.plan.transformers_backend.facts import HeadFact, TensorFact
 
 if TYPE_CHECKING:
@@ -60,36 +61,54 @@ class TransformersModel(CausalLM):
         register(attend, compute_experts)
         kind = class_of(code.request)
         self.model = create(kind, config_of(code.request, kind), scope.dtype, code.request.task)
-        self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
+        self.embed = None
+        if description.has_embedding:
+            self.embed = VocabParallelEmbedding(scope.sub("embed"), facts.vocab_size, description.hidden_size)
         self.head = None
         if any(layer.attention.rotary_dim for layer in facts.layers):
             for code_of_class in modules_with_rotation(self.model):
                 setattr(code_of_class, FUNCTION, deferred(getattr(code_of_class, FUNCTION)))
         rotary = RotaryTables(plan.num_positions, plan.context_len, scope.device)
         for i, layer in enumerate(description.layers):
-            assert isinstance(layer.mixer, TransformersLayer)
-            self._fill_layer(scope.sub("layers").sub(i), layer.mixer, layer.ffn.experts, i, rotary)
-        for tensor in facts.tensors:
-            self._take(scope.sub("outside"), "", tensor)
-        embedding = self.model.get_submodule(facts.embedding)
-        self._put(facts.embedding, TransformersEmbedding(embedding, self.embed))
-        if facts.head is not None:
-            self._add_head(scope.sub("lm_head"), facts.head)
+            if isinstance(layer.mixer, TransformersLayer):
+                self._fill_layer(scope.sub("layers").sub(i), layer.mixer, layer.ffn.experts, i, rotary)
+        if description.first_stage:
+            assert self.embed is not None
+            embedding = self.model.get_submodule(facts.embedding)
+            self._put(facts.embedding, TransformersEmbedding(embedding, self.embed))
+        if description.last_stage:
+            for tensor in facts.tensors:
+                self._take(scope.sub("outside"), "", tensor)
+            if facts.head is not None:
+                self._add_head(scope.sub("lm_head"), facts.head)
+        self.stage = self._stage()
         self._fill_buffers()
         self._split()
 
+    def _stage(self) -> StageOfClass | None:
+        """Returns the layers of this stage of a pipeline; None: it has all layers."""
+        here, fact = [not layer.on_other_stage for layer in self.description.layers], self.facts.stages
+        if all(here):
+            return None
+        assert fact is not None, "the layout has been checked"
+        layers = [self.model.get_submodule(self._at(number)) for number in range(len(here))]
+        return StageOfClass(layers, here, self.model.get_submodule(fact.norm), fact)
+
+    def _at(self, number: int) -> str:
+        """Returns the path of a layer."""
+        return self.facts.layers_at.format(layer=number).removesuffix(".")
+
     def _add_head(self, scope: Scope, fact: HeadFact) -> None:
         """Puts our output head in the place of the class's."""
-        assert self.embed is not None
         tied_to = self.embed if self.description.tie_embeddings else None
         self.head = LMHead(scope, self.facts.vocab_size, tied_to)
         bias = scope.param("bias", (fact.rows,), init=Init.ZEROS) if fact.bias else None
-        self._put(fact.name, HeadProduct(self.head, bias, self.embed.weight[:0]))
+        self._put(fact.name, HeadProduct(self.head, bias, torch.empty(0, dtype=scope.dtype, device=scope.device)))
 
     def _split(self) -> None:
         """Takes the class apart: what computes hidden states, and what computes logits of them."""
         self.decoder = decoder_of(self.model)
-        self.logits_of = Given(self.model, self.decoder)
+        self.logits_of = Given(self.model, self.decoder) if self.description.last_stage else None
 
     def _fill_layer(
         self,
@@ -154,7 +173,12 @@ class TransformersModel(CausalLM):
         """Computes the buffers that no checkpoint has, such as rotary frequencies, by the class's own initialization.
         Raises UserError for one that it leaves without values."""
         loaded = {id(param.tensor) for param in self.params.values()}
+        elsewhere = tuple(
+            f"{self._at(number)}." for number, layer in enumerate(self.description.layers) if layer.on_other_stage
+        )
         for path, module in self.model.named_modules():
+            if path.startswith(elsewhere):
+                continue
             passing = [n for n, b in module._buffers.items() if b is not None and id(b) not in loaded and b.is_meta]
             if not passing or self.device.type == "meta":
                 continue
@@ -174,22 +198,20 @@ class TransformersModel(CausalLM):
                     raise UserError(f"{self.facts.architecture}: the buffer {path}.{name} has no initial values.")
                 module._buffers[name] = buffer.to(self.device)
 
-    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        return self.compute(batch, None)
-
     def compute(self, batch: ForwardBatch, received: torch.Tensor | None) -> torch.Tensor:
-        """Returns the decoder's output [T, H] after its final norm. received: None, there are no stages."""
+        """Returns the decoder's output [T, H] after its final norm; in a stage before the last one the residual stream
+        behind its layers."""
+        inputs = {"input_ids": batch.input_ids[None]} if received is None else {"inputs_embeds": received[None]}
+        if self.stage is not None and received is not None:
+            self.stage.received = received[None]
         with AnglesOfStep() as angles:
             self.step.batch, self.step.angles = batch, angles
             try:
-                out = self.decoder(
-                    input_ids=batch.input_ids[None],
-                    position_ids=batch.positions[None],
-                    use_cache=False,
-                    return_dict=True,
-                )
+                out = self.decoder(**inputs, position_ids=batch.positions[None], use_cache=False, return_dict=True)
             finally:
                 self.step.batch = self.step.angles = None
+        if self.stage is not None and not self.description.last_stage:
+            return self.stage.take()[0]
         hidden: torch.Tensor = out[0][0]
         return hidden
 
@@ -204,11 +226,10 @@ class TransformersModel(CausalLM):
         """Computes the whole batch at once."""
         return self(batch)
 
-    def input_buffer(self, num_tokens: int) -> None:
-        """Returns None: there is one stage."""
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits [R, V] fp32 of hidden [R, H] on every rank."""
+        """Returns logits [R, V] fp32 of hidden [R, H] on every rank; [R, 0] in stages before the last."""
+        if self.logits_of is None:
+            return hidden.new_empty((len(hidden), 0), dtype=torch.float32)
         return self.logits_of.logits(hidden).float()
 
     def step_logits(self, hidden: torch.Tensor, exchange: RowExchange | None) -> torch.Tensor:

@@ -111,6 +111,15 @@ class HeadFact:
 
 
 @dataclass(frozen=True, slots=True)
+class StagesFact:
+    """How stages of a pipeline divide a class's layers. norm: name of the module behind the last one. values: how many
+    a layer returns, of which the first is the residual stream; 0: it returns the stream itself."""
+
+    norm: str
+    values: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TextFacts:
     """How a class that generates no text takes one, and what it makes of it.
 
@@ -139,6 +148,7 @@ class ClassFacts:
     beginning: what names begin with in checkpoints with a head, of a class without one
     parts: the first components of names; a class without an output head reads no others. Empty: it reads all
     text: of a class that generates no text; None: of a causal language model
+    stages: how its layers are divided into the stages of a pipeline; None: they cannot be
     problems: why the class cannot be served; the other facts are then incomplete
     """
 
@@ -156,6 +166,7 @@ class ClassFacts:
     beginning: str = ""
     parts: tuple[str, ...] = ()
     text: TextFacts | None = None
+    stages: StagesFact | None = None
     problems: tuple[str, ...] = ()
 
 
