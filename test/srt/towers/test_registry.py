@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from sglang.srt.models.transformers_backend.images import ClassEncoder
 from sglang.srt.towers.base.encoder import VisionEncoder
 from sglang.srt.towers.pictures.processor import load_processor
 from sglang.srt.towers.registry import BY_MODEL_TYPE, TOWERS, TowerRecord, tower_record
@@ -16,7 +17,8 @@ from sglang.srt.towers.registry import BY_MODEL_TYPE, TOWERS, TowerRecord, tower
 @pytest.mark.parametrize("record", TOWERS, ids=lambda record: record.name)
 def test_a_record_names_parts_that_exist(record: TowerRecord) -> None:
     module, _, name = record.encoder.partition(":")
-    assert issubclass(getattr(importlib.import_module(module), name), VisionEncoder)
+    encoder = getattr(importlib.import_module(module), name)
+    assert issubclass(encoder, ClassEncoder if record.by_class else VisionEncoder)
     processor = load_processor(record.name)
     for other in processor.other_classes.values():
         assert (load_processor(other).video is None) == (processor.video is None)

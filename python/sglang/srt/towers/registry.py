@@ -24,6 +24,7 @@ from sglang.srt.towers.muse_glimmer.spec import MuseGlimmerTower, describe_muse_
 from sglang.srt.towers.qwen2_5_vl.spec import Qwen2_5VLTower, describe_qwen2_5_vl
 from sglang.srt.towers.qwen3_vl.spec import Qwen3VLTower, describe_qwen3_vl
 from sglang.srt.towers.step3p7.spec import Step3Tower, describe_step3
+from sglang.srt.towers.transformers_class.spec import MODEL_TYPES, ClassTower, describe_class_tower
 
 _TOWERS = "sglang.srt.towers"
 
@@ -62,6 +63,7 @@ class TowerRecord:
     tower: type of the description
     encoder: "module:class" that computes the description
     sections: a placeholder's position has a time, a row and a column (M-RoPE)
+    by_class: a class of transformers computes it, beside a model that a class computes
     """
 
     processor: str
@@ -70,6 +72,7 @@ class TowerRecord:
     tower: type[Tower]
     encoder: str
     sections: bool = False
+    by_class: bool = False
     prompt: PromptForm = PromptForm()
 
     @property
@@ -194,6 +197,15 @@ TOWERS = (
         encoder=f"{_TOWERS}.deepseek_v41.encoder:DeepseekVitEncoder",
         prompt=PromptForm(default_ids=(129264, 0), reads_videos=False),
     ),
+    TowerRecord(
+        processor=f"{_TOWERS}.transformers_class.processor",
+        model_types=MODEL_TYPES,
+        describe=describe_class_tower,
+        tower=ClassTower,
+        encoder="sglang.srt.models.transformers_backend.images:ClassEncoder",
+        by_class=True,
+        prompt=PromptForm(reads_videos=False),
+    ),
 )
 """Models with an image encoder that is implemented; others are served for text alone."""
 
@@ -204,6 +216,12 @@ PROCESSORS: Mapping[str, str] = {
     _folder(module): module for module in (*(record.processor for record in TOWERS), *_BY_FILES)
 }
 """Modules of processors, by their folders."""
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Returns whether the class of transformers that a config.json names also encodes images here."""
+    record = tower_record(config)
+    return record is not None and record.by_class
 
 
 def tower_record(config: Mapping[str, Any]) -> TowerRecord | None:

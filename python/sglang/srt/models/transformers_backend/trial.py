@@ -16,7 +16,7 @@ import torch
 from transformers import masking_utils
 
 from sglang.srt.errors import UserError
-from sglang.srt.models.transformers_backend.build import class_of, config_of, create, register
+from sglang.srt.models.transformers_backend.build import VISION, class_of, config_of, create, register
 from sglang.srt.models.transformers_backend.calls import TOKENS, Calls
 from sglang.srt.models.transformers_backend.checkpoint_names import renamings
 from sglang.srt.models.transformers_backend.head import Given, decoder_of
@@ -108,9 +108,12 @@ def _read(name: str, model: Any, hidden: torch.Tensor, reading: Reading, layer_c
     if type(head) is not torch.nn.Linear or not isinstance(embedding, torch.nn.Embedding):
         raise Refused("its embedding or its output head is no plain one")
     at_head, at_embedding = reading.names[id(head)], reading.names[id(embedding)]
-    tensors = tuple(fact for fact in reading.outside if fact.name.rpartition(".")[0] not in (at_head, at_embedding))
+    outside = [fact for fact in reading.outside if fact.name.rpartition(".")[0] not in (at_head, at_embedding)]
     decoder = decoder_of(model)
     at_decoder = f"{reading.names[id(decoder)]}.".removeprefix(".")
+    encodes = hasattr(model.config, VISION)
+    images = tuple(fact for fact in outside if encodes and not fact.name.startswith(at_decoder))
+    tensors = tuple(fact for fact in outside if fact not in images)
     facts = ClassFacts(
         name,
         hidden_size=hidden.shape[-1],
@@ -120,6 +123,7 @@ def _read(name: str, model: Any, hidden: torch.Tensor, reading: Reading, layer_c
         embedding=at_embedding,
         head=HeadFact(at_head, head.out_features, head.bias is not None, head.weight is embedding.weight),
         tensors=tensors,
+        images=images,
         renamings=renamings(model),
         ignored=tuple(model._keys_to_ignore_on_load_unexpected or ()),
         base=f"{model.base_model_prefix}.",

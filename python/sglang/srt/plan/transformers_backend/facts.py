@@ -142,6 +142,7 @@ class ClassFacts:
     layers_at: what module names of layers begin with, with {layer} for the number
     embedding: name of the input embedding
     tensors: parameters outside of layers, besides the embedding and the head
+    images: parameters of what encodes images, beside the decoder
     renamings: (pattern, replacement) of names in checkpoints, applied one after the other
     ignored: patterns of names in checkpoints that the class does not read
     base: what names lack in checkpoints without a head
@@ -160,6 +161,7 @@ class ClassFacts:
     embedding: str = ""
     head: HeadFact | None = None
     tensors: tuple[TensorFact, ...] = ()
+    images: tuple[TensorFact, ...] = ()
     renamings: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     base: str = ""
@@ -168,6 +170,11 @@ class ClassFacts:
     text: TextFacts | None = None
     stages: StagesFact | None = None
     problems: tuple[str, ...] = ()
+
+    @property
+    def encoder_at(self) -> tuple[str, ...]:
+        """Beginnings of the names of the modules that encode images."""
+        return tuple(dict.fromkeys(".".join(tensor.name.split(".")[:2]) for tensor in self.images))
 
 
 @dataclass(frozen=True, slots=True)
