@@ -55,7 +55,6 @@ def test_published_classes(kind: str, does: str) -> None:
         described(values(kind))
     said = str(refused.value)
     assert causal_classes()[kind] in said and does in said and READ_MORE in said
-    assert "Supported: " in said and "Qwen3ForCausalLM" in said
 
 
 def changed_attention(**arguments: Any) -> type[torch.nn.Module]:
@@ -117,9 +116,7 @@ def test_what_a_class_may_do(part: str, replacement: Any, does: str, monkeypatch
 
 def test_a_convolution_that_sees_one_token_mixes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "LlamaMLP", Pointwise)
-    with pytest.raises(UserError) as refused:
-        described(values("llama"), model_impl="transformers")
-    assert "convolution" not in str(refused.value)
+    assert described(values("llama"), model_impl="transformers").model_impl == "transformers"
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -184,6 +184,13 @@ def test_a_classifier_reads_pairs(tmp_path: Path) -> None:
         plan_of(tmp_path, is_embedding=False)
 
 
+def test_no_room_is_kept_for_logits_of_a_vocabulary(tmp_path: Path) -> None:
+    """But for the states of all tokens, their labels, and which of the texts each belongs to, in fp32."""
+    save_text_model("bert", CLASSIFY, tmp_path, num_labels=5)
+    plan = plan_of(tmp_path)
+    assert plan.memory.logits == plan.max_prefill_tokens * (64 + 5 + 3) * 4 and plan.memory.penalties == 0
+
+
 def test_texts_are_as_long_as_the_model_and_its_repository_allow(tmp_path: Path) -> None:
     """RoBERTa counts positions from behind the padding token."""
     model = save_text_model("xlm-roberta", EMBED, tmp_path, max_position_embeddings=67, pad_token_id=2)

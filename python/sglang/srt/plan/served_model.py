@@ -77,7 +77,10 @@ def describe_served(
         problems = (*described[:-1], f"{described[-1]} {ADVICE}")
     if args.model_impl == TRANSFORMERS or task != GENERATE:
         raise UserError("\n".join(problems))
-    model = describe_model(config, quantization, keep_shared_apart, source, text_keys)
+    try:
+        model = describe_model(config, quantization, keep_shared_apart, source, text_keys)
+    except UserError:  # it has not even the usual keys
+        raise UserError("\n".join(problems)) from None
     others = (problem for problem in model.unsupported if problem != not_supported(architecture))
     return replace(model, unsupported=(*problems, *others))
 
