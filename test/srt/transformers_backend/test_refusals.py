@@ -123,7 +123,7 @@ def test_a_convolution_that_sees_one_token_mixes_none(monkeypatch: pytest.Monkey
 def test_convolutions_are_seen_without_values(size: int) -> None:
     with Convolutions() as seen:
         torch.nn.Conv1d(4, 4, size, device="meta")(torch.empty(1, 4, 7, device="meta"))
-    assert seen.found == (size > 1)
+    assert seen.mixes == (size > 1)
 
 
 def test_code_of_a_checkpoint_needs_trust() -> None:

@@ -14,12 +14,12 @@ class Convolutions(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.mixes = False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs an operation."""
         if function is torch.ops.aten.convolution.default:
-            self.found |= any(size > 1 for size in args[1].shape[2:])
+            self.mixes |= any(size > 1 for size in args[1].shape[2:])
         return function(*args, **(kwargs or {}))

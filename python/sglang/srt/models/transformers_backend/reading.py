@@ -30,7 +30,7 @@ def run(decoder: Any, **more: Any) -> torch.Tensor:
     positions = torch.arange(TOKENS, device="meta")[None]
     with torch.no_grad(), Convolutions() as convolutions:
         hidden: torch.Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=False, **more)[0]
-    if convolutions.found:
+    if convolutions.mixes:
         raise Refused("a convolution mixes neighbouring tokens, which may belong to other requests")
     if hidden.dim() != 3 or hidden.shape[:2] != (1, TOKENS):
         raise Refused(f"its decoder returns {list(hidden.shape)} for {TOKENS} tokens")

@@ -102,14 +102,14 @@ def _by_its_class(settings: Settings, dtype: str) -> Callable[[Image.Image], Vie
     processor = transformers_class(f"{folder}.image_processing_pil_{folder}", f"{name}Pil", kept)
 
     def see(image: Image.Image) -> Views:
-        made = processor(image, return_tensors="np", **asked)
-        pixels = np.asarray(made["pixel_values"], np.float32)
+        prepared = processor(image, return_tensors="np", **asked)
+        pixels = np.asarray(prepared["pixel_values"], np.float32)
         pixels = pixels.reshape(-1, *pixels.shape[-3:])
         height, width = (side // patch * patch for side in pixels.shape[-2:])
         if height % cell or width % cell:
             raise MediaError(f"a picture becomes {height} x {width} pixels, which are no whole tokens")
         pixels, tiles = pixels[..., :height, :width], len(pixels)
-        grid, parts = write(tiles, height // cell, width // cell, made)
+        grid, parts = write(tiles, height // cell, width // cell, prepared)
         tokens = sum(part for part in parts if isinstance(part, int))
         if tokens > PATCHES_A_STEP:
             raise MediaError(f"an image has {tokens} tokens, and {PATCHES_A_STEP} are the most; send a smaller one")
