@@ -81,8 +81,9 @@ Attention over latents (MLA) has its keys and values expanded in the cache: head
     sglang serve --model-path llava-hf/llava-1.5-7b-hf  # GPU
     sglang serve --model-path HuggingFaceTB/SmolVLM2-2.2B-Instruct  # GPU
 
-Classes of these model types also read images: {image_types}. The class's own modules encode
-them, in the type of the weights, and its image processor in transformers prepares the pictures.
+Classes of these model types also read images: {image_types}.
+The class's own modules encode them, in the type of the weights, and its image processor in transformers prepares the
+pictures.
 A request may have several. Chunks may cut an image, prefixes are known by the picture, and features are kept, as with
 [images of other models](caches.md#images).
 

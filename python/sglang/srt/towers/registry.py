@@ -209,7 +209,13 @@ TOWERS = (
 )
 """Models with an image encoder that is implemented; others are served for text alone."""
 
-BY_MODEL_TYPE: Mapping[str, TowerRecord] = {name: record for record in TOWERS for name in record.model_types}
+BY_MODEL_TYPE: Mapping[str, TowerRecord] = {
+    name: record for record in TOWERS if not record.by_class for name in record.model_types
+}
+"""Records of models that a family computes."""
+_OF_CLASSES: Mapping[str, TowerRecord] = {
+    name: record for record in TOWERS if record.by_class for name in record.model_types
+}
 _BY_FILES = (f"{_TOWERS}.glm46v.processor",)
 """Processors that the files of a checkpoint choose instead of the record's."""
 PROCESSORS: Mapping[str, str] = {
@@ -220,11 +226,11 @@ PROCESSORS: Mapping[str, str] = {
 
 def reads_images(config: Mapping[str, Any]) -> bool:
     """Returns whether the class of transformers that a config.json names also encodes images here."""
-    record = tower_record(config)
-    return record is not None and record.by_class
+    return tower_record(config, by_class=True) is not None
 
 
-def tower_record(config: Mapping[str, Any]) -> TowerRecord | None:
-    """Returns the record for a config.json; None if the model has no encoder, or one that is not implemented."""
-    record = BY_MODEL_TYPE.get(str(config.get("model_type")))
+def tower_record(config: Mapping[str, Any], by_class: bool = False) -> TowerRecord | None:
+    """Returns the record for a config.json; None if the model has no encoder, or one that is not implemented. by_class:
+    a class of transformers computes the model."""
+    record = (_OF_CLASSES if by_class else BY_MODEL_TYPE).get(str(config.get("model_type")))
     return record if isinstance(config.get("vision_config"), Mapping) else None
