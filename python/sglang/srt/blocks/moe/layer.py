@@ -129,8 +129,9 @@ class MoELayer:
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
         others = None if self.on_cpus is None else self.on_cpus.begin(values_of(rows), weights, ids)
-        w13, w2, ids = self.experts.of_step(ids if others is None else others)
-        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features)
+        ids = ids if others is None else others
+        w13, w2, waves = self.experts.of_step(ids)
+        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features, waves)
         if self.on_cpus is not None and others is not None:
             self.on_cpus.end(out)
         # The projection after the experts is linear, so it applies to each rank's partial sums.
