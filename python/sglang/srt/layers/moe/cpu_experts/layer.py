@@ -25,7 +25,9 @@ class LayerOnCpus:
         device = self.tables.clock.device
         self.pool = shared.start(threads, slots.bank[1].rows, device)
         self.number = self.pool.add_layer(*slots.bank, activation)
-        shared.connect(device)
+        if device.type == "cuda":
+            assert plan.expert_slots is not None
+            shared.connect(device, plan.expert_slots.rate)
 
     def begin(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
         """Asks CPUs for some of the experts of ids [T, k] int32 that are in no slot, with `weights` [T, k] fp32 and x

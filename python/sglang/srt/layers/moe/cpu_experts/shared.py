@@ -11,8 +11,6 @@ from sglang.srt.layers.moe.cpu_experts.doorbell import Doorbell
 from sglang.srt.layers.moe.cpu_experts.ops import DONE, FETCHED, MAX_PAIRS, MAX_TOKENS, WHOLE, Request
 from sglang.srt.layers.moe.cpu_experts.pool import CpuExpertPool, PoolTotals
 from sglang.srt.mem_cache.main_memory import device_address, map_memory, register
-from sglang.srt.plan.expert_slot_plan import FETCHED as COPY_RATE
-from sglang.srt.plan.expert_slot_plan import PCIE5
 
 DEADLINE_S = 10.0
 """Seconds after which a process ends whose CPUs have not answered."""
@@ -55,14 +53,15 @@ class CpuExperts:
         self.request.words[FETCHED] = FIRST_SHARE
         return self.pool
 
-    def connect(self, device: torch.device) -> None:
-        """Begins to answer the GPU's requests, unless that has been done. Raises UserError."""
-        if self.bell is not None or device.type != "cuda":
+    def connect(self, device: torch.device, bus_rate: float) -> None:
+        """Begins to answer the GPU's requests, unless that has been done. `bus_rate`: bytes a second at which the GPU
+        copies experts. Raises UserError."""
+        if self.bell is not None:
             return
         assert self.pool is not None
         words = self.request.words.view(torch.int64)
         self.bell = Doorbell(words[:1], words[DONE // 2 : DONE // 2 + 1], device)
-        self.pool.connect(self.request, DEADLINE_S, COPY_RATE * PCIE5)
+        self.pool.connect(self.request, DEADLINE_S, bus_rate)
         self.bell.probe(1)
 
     @property
