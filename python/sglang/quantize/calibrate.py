@@ -41,13 +41,14 @@ T = TypeVar("T")
 class Calibration:
     """`largest` |x| of each module's input, by the module's name in the checkpoint. Experts in `unreached` got no
     token; they have the largest value of their layer's other experts. `products`: the mean x x^T [K, K] fp32 of each
-    module's input x [K], those of experts excepted; empty unless asked for."""
+    module's input x [K], those of experts excepted; empty unless asked for. `device`: where the model was computed."""
 
     largest: dict[str, float]
     unreached: frozenset[str]
     num_prompts: int
     num_tokens: int
     products: dict[str, torch.Tensor]
+    device: str
 
 
 def calibrate(
@@ -80,7 +81,8 @@ def calibrate(
         requests.close()
     largest, unreached = recorder.by_module(runner.model)
     num_tokens = sum(map(len, token_ids))
-    return Calibration(largest, unreached, len(token_ids), num_tokens, recorder.products_by_module(runner.model))
+    products_of = recorder.products_by_module(runner.model)
+    return Calibration(largest, unreached, len(token_ids), num_tokens, products_of, runner.plan.device)
 
 
 def _recording_plan(args: ServerArgs, recorder: Recorder) -> RecordingPlan:

@@ -30,6 +30,7 @@ SAME_MSCALE = {
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama tied": ("llama", {"tie_word_embeddings": True, "attention_bias": True}),
+    "mixtral": ("mixtral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "qwen2_moe": ("qwen2_moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
@@ -89,6 +90,7 @@ KEPT = {
     "qwen3_moe, Q4_0": ("qwen3_moe_wide", "Q4_0"),
     "qwen3_moe, MXFP4": ("qwen3_moe_wide", "MXFP4"),
     "llama, Q8_0": ("llama_wide", "Q8_0"),
+    "mixtral, Q8_0": ("mixtral", "Q8_0"),
     "qwen3_moe, Q8_0": ("qwen3_moe_wide", "Q8_0"),
     "deepseek_v3, Q8_0": ("deepseek_v3", "Q8_0"),
     "gemma3, Q4_0": ("gemma3", "Q4_0"),
