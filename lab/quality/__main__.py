@@ -184,7 +184,9 @@ def _together(args: argparse.Namespace, runs: Sequence[Run]) -> int:
     the exit status."""
     given = ("out", "tokens", "cross_tokens", "window", "chunk", "questions", "calibration_tokens", "device")
     given += ("calibration_device", "texts")
-    options = [(f"--{name.replace('_', '-')}", str(value)) for name in given if (value := getattr(args, name))]
+    options = [
+        (f"--{name.replace('_', '-')}", str(value)) for name in given if (value := getattr(args, name)) is not None
+    ]
 
     def task(run: Run, form: str, caches: Sequence[str]) -> parallel.Task:
         command = [sys.executable, str(Path(__file__).parent), *(word for option in options for word in option)]
