@@ -99,6 +99,8 @@ def _run(args: argparse.Namespace) -> int:
     from sglang.quantize.export import Selection, export
 
     form = _format(args)
+    if args.rounding == "awq":
+        _check_awq(args.model_path)
     calibration = _CalibrationOnce(args)
     report = export(
         args.model_path,
@@ -184,6 +186,15 @@ def _input_scales(args: argparse.Namespace, largest_input: float, calibration: _
         return {module: value / largest_input for module, value in measured.largest.items()}
 
     return measure
+
+
+def _check_awq(model_path: str) -> None:
+    """Raises UserError, before anything is computed, for a model whose layers AWQ does not know."""
+    from sglang.quantize.awq import norm_offset
+    from sglang.srt.configs.hf_config import read_json_object
+    from sglang.srt.configs.model_path import resolve_model_path
+
+    norm_offset(read_json_object(resolve_model_path(model_path, flag="The model") / "config.json").get("model_type"))
 
 
 def _prepare(calibration: _CalibrationOnce, scheme: Scheme) -> Prepare:

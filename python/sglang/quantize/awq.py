@@ -80,9 +80,7 @@ def norm_offset(model_type: object) -> float:
     """Returns what norms of models of this type add to their weights. Raises UserError for a type that is not known."""
     if model_type not in NORM_OFFSETS:
         known = ", ".join(NORM_OFFSETS)
-        raise UserError(
-            f"--rounding awq knows the layers of {known}, not of {model_type}; gptq needs no such knowledge"
-        )
+        raise UserError(f"--rounding awq is for models of the types {known}, not {model_type}; gptq is for any")
     return NORM_OFFSETS[str(model_type)]
 
 

@@ -69,7 +69,8 @@ def calibrate(
         context_length=min(longest, max(WARM_UP_TOKENS, *map(len, token_ids))) + 1,
         chunked_prefill_size=STEP_TOKENS,
         max_running_requests=BATCH_PROMPTS,
-        max_total_tokens=max(sum(len(ids) + 1 for ids in batch) for batch in batches),  # + 1: the next token
+        # One more for the next token; twice, because windows get a part of the cache only.
+        max_total_tokens=2 * max(sum(len(ids) + 1 for ids in batch) for batch in batches),
     )
     recorder = Recorder(products)
     runner = ModelRunner(_recording_plan(args, recorder))
