@@ -90,8 +90,9 @@ def on_device(
 ) -> Quantized:
     """Returns what `compensated` does, in main memory, computed on a device."""
     factor = None if global_scale is None else global_scale.to(device)
-    made = compensated(weight.to(device), scheme, products.to(device), factor)
-    return Quantized(made.data.cpu(), made.scale.cpu(), None if made.global_scale is None else made.global_scale.cpu())
+    rounded = compensated(weight.to(device), scheme, products.to(device), factor)
+    factor = rounded.global_scale
+    return Quantized(rounded.data.cpu(), rounded.scale.cpu(), None if factor is None else factor.cpu())
 
 
 def _inverse_factor(products: torch.Tensor) -> torch.Tensor:
