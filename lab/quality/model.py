@@ -33,6 +33,7 @@ from sglang.srt.managers.scheduler.scheduler_setup import create_plan
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.checkpoint import INDEX_NAME, SINGLE_NAME, find_checkpoint
 from sglang.srt.plan.plan import Plan
+from sglang.srt.plan.weight_spec import Matrix
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 
@@ -45,8 +46,6 @@ class RoundingPlan(Plan):
     """A plan whose quantized products round activations by their scheme, also where the chosen kernel does not."""
 
     rounds: bool = field(kw_only=True)
-    quantized: list[tuple[int, int]] = field(kw_only=True, default_factory=list)
-    """The shapes of these products' weights."""
 
     def entry(self, op: Op[T], key: str = "") -> T:
         """Returns the kernel of an op."""
@@ -55,7 +54,6 @@ class RoundingPlan(Plan):
 
     def _binding(self, kernel: Any) -> Any:
         def bind(weight: LinearWeight, *rest: Any) -> QuantizedProduct:
-            self.quantized.append(weight.shape)
             if self.device == "cpu":
                 return _reference_product(weight, self.rounds)
             dequantizes = wants_planes(weight.scheme, self.arch.features)
@@ -144,24 +142,24 @@ class Model:
         values = {entry.name: getattr(self.plan, entry.name) for entry in fields(self.plan)}
         plan = RoundingPlan(**values, rounds=rounds)
         self.runner = FewKernels(plan)
-        params = self.runner.model.params.items()
-        plain = sum(
-            p.tensor.numel()
-            for name, p in params
-            if p.tensor.ndim == 2
-            and p.tensor.dtype == torch.bfloat16
-            and "layers" in name
-            and not name.endswith("scale")
-        )
-        quantized = sum(rows * columns for rows, columns in plan.quantized)
-        self.quantized_share = quantized / (quantized + plain)
-        """Of the weights of linear layers, how many are quantized."""
         head = self.runner.model.head
         if head is None or head.cap or head.scale != 1.0 or not self.runner.model.description.tie_embeddings:
             raise UserError("Only models whose output head is the embedding, without a cap, are measured.")
         tokenizer = load_tokenizer(args)
         assert tokenizer is not None
         self.tokenizer: Tokenizer = tokenizer
+
+    @property
+    def quantized_share(self) -> float:
+        """Returns how many of the weights of linear layers are quantized."""
+        weights = self.plan.weights
+        sizes = [
+            (part.rows * part.cols, weights.model.quant_of(layer, part) is not None)
+            for layer, parts in enumerate(weights.layers)
+            for part in parts
+            if isinstance(part, Matrix)
+        ]
+        return sum(size for size, quantized in sizes if quantized) / sum(size for size, _ in sizes)
 
     @property
     def head(self) -> torch.Tensor:

@@ -210,6 +210,17 @@ def test_processes_that_fail_or_last_are_named(
     assert capsys.readouterr().out.splitlines() == ["not begun (SIGTERM): never", "waits: not finished (SIGTERM)"]
 
 
+def test_rows_say_if_few_weights_are_quantized(model_file: tuple[Any, Path], tmp_path: Path) -> None:
+    write_16_bits(str(model_file[1]), tmp_path / "plain")
+    words = ["--model", str(tmp_path / "plain"), "--output", str(tmp_path / "some"), "--include", "*.down_proj"]
+    assert quantize([*words, "--scheme", "fp8_channel"]) == 0
+    share = Model(str(tmp_path / "some"), {}, 2, 64).quantized_share
+    assert 0.1 < share < 0.4
+    one = {"weights": "fp8_channel", "cache": "16-bit", "count": 8, "perplexity": 2.0, "perplexity_16_bit": 2.0}
+    one |= {"quantized_share": share, "divergence": 0.0, "same": 1.0, "questions": 0}
+    assert f"| `fp8_channel`, {share:.0%} of the weights | 16-bit |" in tables.table([one])
+
+
 def test_a_form_that_is_refused_has_a_row() -> None:
     assert "| `nvfp4` | 16-bit | refused | | | | |" in tables.table(
         [{"weights": "nvfp4", "cache": "16-bit", "tokens": 8, "refused": "No."}]
