@@ -95,6 +95,8 @@ def load_tower(plan: Plan, load_format: str = "auto", seed: int = 0) -> VisionEn
             fill_random(tower.params, seed)
         else:
             load_checkpoint(tower, plan.model.model_path, getattr(torch, plan.dtype))
+        for step in tower.finish:
+            step()
     return tower
 
 

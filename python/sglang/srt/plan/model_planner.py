@@ -203,7 +203,12 @@ def _described(args: ServerArgs, model: ModelConfig, apart: str) -> ModelDescrip
         args, model.hf_config, model.quantization, apart, model.model_path, model.text_keys, model.written_config
     )
     if description.transformers_class is not None:
-        return description
+        if args.mm_enable_dp_encoder and description.media is not None:
+            raise UserError(
+                f"--mm-enable-dp-encoder shares out frames, and {description.title} encodes whole images; start without"
+                " it."
+            )
+        return replace(description, media=None) if args.language_model_only else description
     media = None if args.language_model_only else describe_media(model.media_config)
     if media is not None:
         check_placeholders(media, description.vocab_size, source)
