@@ -92,37 +92,38 @@ def write_config(folder: Path, config: dict[str, Any], layers: int) -> None:
         shutil.copy(Path(DEFAULT_MODEL_PATH) / name, folder)
 
 
-def write_weights(folder: Path, layers: int) -> None:
-    """Writes random weights of QWEN in 16 bits, a file a layer and an index."""
+def write_weights(folder: Path, config: dict[str, Any], layers: int) -> None:
+    """Writes random weights of a config like QWEN in 16 bits, a file a layer and an index."""
     from safetensors.torch import save_file
 
-    width, inter, heads, kv = 2048, 768, 32 * 128, 4 * 128
-    generator = torch.Generator("cuda").manual_seed(5)
+    width, inter, experts = config["hidden_size"], config["moe_intermediate_size"], config["num_experts"]
+    heads, kv = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(5)
 
-    def matrix(*shape: int) -> torch.Tensor:
-        return (torch.randn(shape, generator=generator, device="cuda") * 0.02).bfloat16().cpu()
+    def of_shapes(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.weight": (torch.randn(shape, generator=generator, device=device) * 0.02).bfloat16().cpu()
+            if len(shape) > 1
+            else torch.ones(shape, dtype=torch.bfloat16)
+            for name, shape in shapes.items()
+        }
 
-    ones, index = torch.ones(width, dtype=torch.bfloat16), {}
-    outside = {"model.embed_tokens": (151552, width), "lm_head": (151552, width)}
-    files = [{f"{name}.weight": matrix(*shape) for name, shape in outside.items()} | {"model.norm.weight": ones}]
-    for layer in range(layers):
-        at = f"model.layers.{layer}"
-        names = {
+    vocabulary, index = (config["vocab_size"], width), {}
+    outside = {"model.embed_tokens": vocabulary, "lm_head": vocabulary, "model.norm": (width,)}
+    for number in range(layers + 1):
+        at = f"model.layers.{number - 1}"
+        shapes: dict[str, tuple[int, ...]] = {
             f"{at}.self_attn.q_proj": (heads, width), f"{at}.self_attn.k_proj": (kv, width),
             f"{at}.self_attn.v_proj": (kv, width), f"{at}.self_attn.o_proj": (width, heads),
-            f"{at}.mlp.gate": (128, width),
+            f"{at}.self_attn.q_norm": (config["head_dim"],), f"{at}.self_attn.k_norm": (config["head_dim"],),
+            f"{at}.input_layernorm": (width,), f"{at}.post_attention_layernorm": (width,),
+            f"{at}.mlp.gate": (experts, width),
         }  # fmt: skip
-        for expert in range(128):
-            names |= {f"{at}.mlp.experts.{expert}.{part}_proj": (inter, width) for part in ("gate", "up")}
-            names[f"{at}.mlp.experts.{expert}.down_proj"] = (width, inter)
-        tensors = {f"{name}.weight": matrix(*shape) for name, shape in names.items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{at}.{norm}.weight"] = ones.clone()
-        for norm in ("q_norm", "k_norm"):
-            tensors[f"{at}.self_attn.{norm}.weight"] = torch.ones(128, dtype=torch.bfloat16)
-        files.append(tensors)
-    for number, tensors in enumerate(files):
-        name = f"model-{number}.safetensors"
+        for expert in range(experts):
+            shapes |= {f"{at}.mlp.experts.{expert}.{part}_proj": (inter, width) for part in ("gate", "up")}
+            shapes[f"{at}.mlp.experts.{expert}.down_proj"] = (width, inter)
+        tensors, name = of_shapes(shapes if number else outside), f"model-{number}.safetensors"
         save_file(tensors, folder / name)
         index |= dict.fromkeys(tensors, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
@@ -144,10 +145,6 @@ def run_case(case: str, folder: str, load_format: str) -> dict[str, Any]:
         context_length=9000, embed_in_main_memory=case == "embeddings", **flags,
     )  # fmt: skip
     result: dict[str, Any] = {"case": case, "start_s": time.perf_counter() - start}
-    plan = engine.get_server_info()
-    slots = plan.get("expert_slots")
-    if slots:
-        result["slots"] = {name: slots[name] for name in ("slots", "experts", "buffered", "layers")}
     choose = random.Random(3)
 
     def ids(length: int) -> list[int]:
@@ -170,6 +167,9 @@ def run_case(case: str, folder: str, load_format: str) -> dict[str, Any]:
     for prompts in ([ids(length) for length in (5, 37, 300)], [ids(9)], [ids(900)]):
         for sampled in (False, True):
             result["tokens"] += timed(prompts, 24, sampled)[1]
+    slots = engine.get_server_info().get("expert_slots")  # which the engine may not have before its first answer
+    if slots:
+        result["slots"] = {name: slots[name] for name in ("slots", "experts", "buffered", "layers")}
     of_expert = slots["host_bytes"] / slots["layers"] / slots["experts"] if slots else 0.0
     for requests in (1, 8):
         prompts = [ids(20) for _ in range(requests)]
@@ -317,7 +317,7 @@ def main() -> None:
         folder = parent / model
         if model == "disk":
             write_config(folder, QWEN, 2)
-            write_weights(folder, 2)
+            write_weights(folder, QWEN, 2)
             torch.cuda.empty_cache()
             wrong += compare(model, ["resident", "50", "embeddings"], folder, "auto")
         elif model == "http":

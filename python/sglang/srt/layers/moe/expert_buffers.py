@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from sglang.srt.layers.moe.expert_weights import ExpertWeights
 from sglang.srt.plan.expert_slot_plan import BUFFERS
-
-if TYPE_CHECKING:
-    from sglang.srt.layers.moe.expert_slots import ExpertSlots
 
 ALIGNED = 16
 """Bytes at whose multiples the tensors of a layer begin, as kernels are compiled for."""
@@ -26,7 +23,8 @@ class ExpertPool:
     """Rows for the experts of all layers of one form: the slots of the first layer, of the second, ..., then the
     buffers. So a product finds a layer's slots and the buffers in one tensor."""
 
-    def __init__(self, layers: Sequence[ExpertSlots], device: torch.device) -> None:
+    def __init__(self, layers: Sequence[Any], device: torch.device) -> None:
+        """layers: of one form, each an `ExpertSlots`."""
         num_slots, buffered = layers[0].num_slots, layers[0].num_buffered
         first_buffer = len(layers) * num_slots
         self.ahead: list[tuple[int, int] | None] = [None] * BUFFERS
@@ -62,8 +60,8 @@ class ExpertBuffers:
 
     expected: int = 0
     """Number of these layers."""
-    layers: list[ExpertSlots] = field(default_factory=list)
-    """Those whose experts are loaded, in the order of a step."""
+    layers: list[Any] = field(default_factory=list)
+    """Those whose experts are loaded, each an `ExpertSlots`, in the order of a step."""
     pools: list[ExpertPool] = field(default_factory=list)
     stream: torch.cuda.Stream | None = None
 
@@ -75,12 +73,12 @@ class ExpertBuffers:
         asked, copied = torch.stack([layer.tables.totals for layer in self.layers]).sum(0).tolist()
         return asked, copied
 
-    def join(self, layer: ExpertSlots, device: torch.device) -> None:
+    def join(self, layer: Any, device: torch.device) -> None:
         """Adds a layer. With the last one all get their places in GPU memory."""
         self.layers.append(layer)
         if len(self.layers) < self.expected:
             return
-        by_form: dict[object, list[ExpertSlots]] = {}
+        by_form: dict[object, list[Any]] = {}
         for each in self.layers:
             form = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors_of(each.bank))
             by_form.setdefault(form, []).append(each)
