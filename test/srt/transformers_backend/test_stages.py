@@ -16,8 +16,8 @@ from sglang.srt.plan.transformers_backend.asking import request_of
 from srt.models.harness import NativePlan, TinyRunner, plan_for, random_tokens
 from srt.transformers_backend.tiny import KINDS, causal_classes, config_values, save_tiny, tiny_config
 
-SAMPLE = ("olmo3", "gemma2", "granite_swa", "ernie4_5_moe", "gpt_neox")
-"""Norms behind blocks, windows; a scaled embedding that is the head; sinks, scaled residuals; experts; other names."""
+SAMPLE = ("olmo3", "gemma2", "ernie4_5_moe", "gpt_neox")
+"""Norms behind blocks, windows; a scaled embedding that is the head; experts; other names of parts."""
 CUTS = (0, 1, 3, 4)
 """Layers at which stages begin, and the number of layers."""
 PROMPTS = {1: random_tokens(17, seed=1), 2: random_tokens(5, seed=2)}
