@@ -47,7 +47,7 @@ def stored_tensors(folder: Path, wanted: Callable[[str], bool]) -> Mapping[str, 
         names = [SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
         if not names:
             return None
-    headers = (_header(folder / name) for name in names if (folder / name).is_file())
+    headers = (file_tensors(folder / name) for name in names if (folder / name).is_file())
     return {name: tensor for header in headers for name, tensor in header.items() if wanted(name)}
 
 
@@ -100,8 +100,8 @@ def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is not a readable safetensors file ({error}). Is the download complete?")
 
 
-def _header(path: Path) -> dict[str, Stored]:
-    """Returns type and shape of each tensor in a file, by name."""
+def file_tensors(path: Path) -> dict[str, Stored]:
+    """Returns type and shape of each tensor in a file, by name. Raises UserError for a damaged file."""
     header_text = header_bytes(path)
     try:
         header = json.loads(header_text)
