@@ -70,7 +70,8 @@ class Rotations:
         def rotate(*args: Any, **more: Any) -> Any:
             rotated = original(*args, **more)
             if len(args) == _ARGUMENTS and not more and isinstance(rotated, tuple):
-                self.calls.append(Rotation(original, *rotated, args[2]))
+                query, key = rotated
+                self.calls.append(Rotation(original, query, key, args[2]))
             else:
                 self.has_others = True
             return rotated
