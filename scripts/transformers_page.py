@@ -163,8 +163,9 @@ def _introduction() -> str:
 
 def page() -> str:
     """The text of docs/transformers_models.md."""
-    outcomes: dict[str, str] = json.loads(OUTCOMES.read_text(encoding="utf-8"))["outcomes"]
-    version = json.loads(OUTCOMES.read_text(encoding="utf-8"))["transformers"]
+    recorded = json.loads(OUTCOMES.read_text(encoding="utf-8"))
+    version, whole = recorded["transformers"], recorded["without_stages"]
+    outcomes: dict[str, str] = recorded["outcomes"]
     served = [name for name, reason in outcomes.items() if not reason]
     of_family = [name for name in served if name in SERVED_ARCHITECTURES]
     others = [name for name in served if name not in SERVED_ARCHITECTURES]
@@ -184,6 +185,7 @@ def page() -> str:
         + SERVED.format(version=version)
         + "\n".join(("| there is | classes |", "|---|---|", *table))
         + "\n\n"
+        + f"`--pp-size` divides all of them but {', '.join(f'`{name}`' for name in whole)}.\n\n"
         + REFUSED
         + "\n".join(("| reason | classes |", "|---|---|", *refused))
         + "\n"
