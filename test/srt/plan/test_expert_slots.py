@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.speculative import AdaptiveSettings
+from sglang.srt.drafts.depth import AdaptiveDepth, with_expert_copies
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, lockable_bytes
 from sglang.srt.plan.expert_slot_plan import MainMemory, bus_rate, hit_share
@@ -114,10 +116,11 @@ def test_prefixes_get_what_experts_leave_of_main_memory() -> None:
     assert plan(main=1400, **args).host_cache is not None
 
 
-def test_two_buffers_where_they_take_little() -> None:
+def test_buffers_hold_all_other_experts_where_that_takes_little() -> None:
     small, large = plan("GLM-5.3-Flash-NVFP4").expert_slots, plan("GLM-5.3-Flash-NVFP4", "rtx-pro-6000").expert_slots
     assert small is not None and large is not None
-    assert (small.buffers, large.buffers) == (1, 2)
+    assert small.slots + small.buffered < small.experts == large.slots + large.buffered
+    assert small.slots + small.buffered > 8 * 8, "eight requests need no waves"
 
 
 def test_predictions() -> None:
@@ -127,6 +130,27 @@ def test_predictions() -> None:
     assert bus_rate(arch, MainMemory(), 1) == 55e9
     assert bus_rate(arch, MainMemory(channels=2), 2) == 38e9
     assert bus_rate(arch_by_name("rtx-3090"), MainMemory(), 1) == 25e9
+
+
+def test_a_step_copies_its_distinct_experts_that_are_in_no_slot() -> None:
+    slots = plan(gpu="rtx-pro-6000", paged_experts_num_resident=64).expert_slots
+    assert slots is not None
+    whole, of_expert = slots.host_bytes, slots.host_bytes / 128
+    assert slots.used_bytes(1) == pytest.approx(8 * of_expert)
+    assert slots.used_bytes(8) == pytest.approx((1 - (15 / 16) ** 8) * whole)
+    assert slots.copied_bytes(1) == pytest.approx(8 * of_expert * (1 - hit_share(0.5)))
+    assert slots.copied_bytes(8192) == pytest.approx(whole / 2), "slots hold the other half"
+    assert slots.copy_seconds(8192) == pytest.approx(slots.prompt)
+
+
+def test_drafts_count_the_experts_that_they_copy() -> None:
+    """A step that copies nothing while it is timed takes three draft tokens; one that copies takes none, or one."""
+    slots = plan().expert_slots
+    times = {(requests, width): 20.0 + width for requests in (1, 4) for width in (1, 2, 3, 4)}
+    settings = AdaptiveSettings()
+    resident = AdaptiveDepth(settings, 4, with_expert_copies(times, None))
+    streamed = AdaptiveDepth(settings, 4, with_expert_copies(times, slots))
+    assert resident.next_width(1) > 2 >= streamed.next_width(1)
 
 
 def test_windows_locks_half_of_its_memory(tmp_path: Path) -> None:

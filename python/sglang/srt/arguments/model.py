@@ -98,6 +98,12 @@ class ModelArgs:
         MEMORY,
         "Keep tables of n-grams (Qwen3.8-Flash-Next) in pinned host memory. By default only if GPUs have no room.",
     )
+    embed_in_main_memory: bool = option(
+        False,
+        MEMORY,
+        "Keep embeddings of tokens in pinned host memory, where the GPU reads a row for each token. Embeddings that the"
+        " output head multiplies by stay in GPU memory.",
+    )
     no_ple_offload_embedding: bool = option(False, MEMORY, "Keep tables of n-grams in GPU memory in any case.")
     kv_cache_dtype: str = option(
         "auto", MODEL, "Type of the KV cache.", choices=("auto", "bf16", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")

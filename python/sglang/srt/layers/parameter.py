@@ -239,12 +239,24 @@ class Scope:
         if pinned and self.device.type == "cuda":
             tensor = _pinned(shape, dtype)
         elif self.made_for is not None:
-            tensor = map_memory(torch.Size(shape).numel() * dtype.itemsize).view(dtype).view(shape)
+            tensor = _mapped(shape, dtype)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=self.device)
         parts = {PartKey(): TensorPart(shape)} if parts is None else parts
         self.params[name] = Param(name, tensor, parts, init, self.made_for)
         return tensor
+
+
+def _mapped(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Allocates main memory that is alone on its pages. Raises UserError if there is not enough."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    try:
+        return map_memory(size).view(dtype).view(shape)
+    except OSError as error:
+        raise UserError(
+            f"{size / 1024**3:.2f} GiB of main memory cannot be had for the experts of a layer ({error}). Free memory"
+            " of the machine, raise the container's limit, or keep experts in the memory of more GPUs (--tp-size)."
+        ) from None
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -254,7 +266,7 @@ def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     except RuntimeError as error:
         size = torch.Size(shape).numel() * dtype.itemsize / 1024**3
         raise UserError(
-            f"{size:.2f} GiB of host memory cannot be pinned for a table of n-grams ({error}). Free memory of the"
-            " machine, raise its limit of locked memory (ulimit -l), or start with more GPUs and"
-            " --no-ple-offload-embedding."
+            f"{size:.2f} GiB of host memory cannot be pinned for a table of embeddings ({error}). Free memory of the"
+            " machine, raise its limit of locked memory (ulimit -l), or start without --embed-in-main-memory, or with"
+            " more GPUs and --no-ple-offload-embedding."
         ) from None

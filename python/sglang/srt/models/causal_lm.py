@@ -221,6 +221,7 @@ def embedding_of(scope: Scope, model: ModelDescription) -> VocabParallelEmbeddin
         model.embedding.scale,
         None if norm is None else model.norm_eps,
         model.stored_vocab_size,
+        model.embedding.on_host,
     )
     if norm is not None and norm.weighted:
         embedding.multiply_by(scope.sub("embed_norm"))

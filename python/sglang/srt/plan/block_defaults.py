@@ -209,7 +209,7 @@ class FeedForwardDefaults(Protocol):
         """Returns the block for a model that is served with images, whose placeholder is `token`."""
         return self
 
-    def with_slots(self, slots: int, buffers: int) -> Self:
+    def with_slots(self, slots: int, buffered: int) -> Self:
         """Returns the block with its experts, if it has any, in main memory."""
         return self
 

@@ -24,12 +24,17 @@ CHANNEL_RATE = 38e9
 """Bytes a second of a channel of DDR5-5600 that copies reach."""
 
 
+BUFFERS = 2
+"""Buffers for experts that are in no slot: those in one arrive while those in the other are computed with."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotCounts:
-    """Sizes in GPU memory: slots of each layer, and buffers for all experts of a layer."""
+    """Sizes in GPU memory: slots of each layer, and the most experts that each of the buffers holds, which layers
+    share."""
 
     slots: int
-    buffers: int
+    buffered: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,8 @@ class ExpertSlotPlan:
     layers: int
     experts: int
     slots: int
-    buffers: int
+    buffered: int
+    """Experts in each of the buffers."""
     host_bytes: int
     processes: int
     """Ranks of this machine, each with such a bank."""
@@ -60,6 +66,23 @@ class ExpertSlotPlan:
     prompt: float
     """Of a prompt of one chunk."""
     chunk: int
+    chosen: float
+    """Experts of a layer that a token chooses on this rank."""
+    rate: float
+    """Bytes a second that copies of experts reach."""
+
+    def used_bytes(self, tokens: int) -> float:
+        """Predicts the bytes of the distinct experts that so many tokens of a step choose, each for itself."""
+        return float(self.host_bytes * (1 - (1 - min(1.0, self.chosen / self.experts)) ** tokens))
+
+    def copied_bytes(self, tokens: int) -> float:
+        """Predicts the bytes of these that are in no slot. Slots hold what they can of a step that needs more."""
+        used, share = self.used_bytes(tokens), self.slots / self.experts
+        return max(used * (1 - hit_share(share)), used - self.host_bytes * share)
+
+    def copy_seconds(self, tokens: int) -> float:
+        """Predicts the time of these copies."""
+        return self.copied_bytes(tokens) / self.rate
 
     def tokens_per_second(self, num_requests: int) -> float:
         """Predicts the tokens a second of so many requests together; more than eight gain nothing that is counted."""

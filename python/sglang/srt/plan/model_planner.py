@@ -29,7 +29,7 @@ from sglang.srt.plan.draft_plan import (
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import UNKNOWN, MainMemory, SlotCounts
 from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, why_not, with_slots
-from sglang.srt.plan.host_tables import has_tables, with_tables
+from sglang.srt.plan.host_tables import has_tables, with_embeddings, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
 from sglang.srt.plan.layer_spec import ParallelConfig
@@ -87,7 +87,7 @@ class ModelPlanner:
         """Returns the planner with as many slots as a plan has, so that trials of other flags need not look for them
         again."""
         slots = trial.expert_slots
-        return self if slots is None else self.with_slots(SlotCounts(slots.slots, slots.buffers))
+        return self if slots is None else self.with_slots(SlotCounts(slots.slots, slots.buffered))
 
     def quantizing(self, scheme: str) -> ModelPlanner | None:
         """Returns the planner of the model quantized with --quantization SCHEME; None where the checkpoint is quantized
@@ -110,6 +110,8 @@ class ModelPlanner:
             self.described[apart] = _described(args, self.model, apart)
         model = _with_shared_tower(args, self.described[apart])
         model = with_tables(model, args.ple_offload_embedding and self.arch.device != "cpu")
+        if args.embed_in_main_memory and self.arch.device != "cpu":
+            model = with_embeddings(model)
         model = with_slots(model, self.slots)
         if self.served:
             model.require_served()

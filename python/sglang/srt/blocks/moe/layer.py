@@ -115,11 +115,11 @@ class MoELayer:
 
     def routed(self, x: Activations, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Returns this rank's partial sums [T, H] of the routed experts' outputs, weighted by `weights` [T, k]."""
-        w13, w2, ids = self.experts.of_step(ids)
+        w13, w2, waves = self.experts.of_step(ids)
         rows = x if self.latent is None else self.latent[0](values_of(x))
         if self.scales_inputs:
             rows, weights = values_of(x) * weights.to(values_of(x).dtype), torch.ones_like(weights)
-        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features)
+        out = self.products(rows, w13, w2, weights, ids, self.activation, self.configs, self.features, waves)
         # The projection after the experts is linear, so it applies to each rank's partial sums.
         return out if self.latent is None else self.latent[1](out)
 
