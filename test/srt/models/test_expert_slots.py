@@ -15,9 +15,13 @@ import torch
 from matrix import KINDS, kinds
 from pairs import some
 
+from sglang.srt.layers.moe.expert_buffers import tensors_of
 from sglang.srt.plan.expert_slot_plan import SlotCounts
 from sglang.srt.plan.expert_slots import with_slots
 from sglang.srt.plan.model_description import ModelDescription
+from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import ONE_RANK
+from sglang.srt.plan.weights import expert_bytes, rank_weight_bytes
 
 from .harness import NativePlan, TinyRunner, plan_for, random_tokens, save_tiny
 
@@ -53,6 +57,24 @@ def played(plan: NativePlan, schedule: int) -> list[torch.Tensor]:
             some = choose.sample(running, choose.randint(1, len(running)))
             logits.append(runner.decode({slot: choose.randrange(250) for slot in some}))
     return logits
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_slots_and_buffers_take_what_is_planned(name: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path)
+    for slots, buffered in ((2, 4), (3, 1)):
+        plan = offloaded(tmp_path, slots, buffered)
+        buffers = TinyRunner(plan).model.expert_buffers
+        assert buffers is not None
+        tensors = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for layer in buffers.layers
+            for tensor in tensors_of(layer.weights[0])
+        }
+        resident = plan_for(tmp_path).description
+        sizes = [rank_weight_bytes(rank_weights(each, ONE_RANK), plan.dtype) for each in (plan.description, resident)]
+        experts = sum(expert_bytes(rank_weights(plan.description, ONE_RANK), plan.dtype))
+        assert sum(tensors.values()) == sizes[0] - (sizes[1] - experts)
 
 
 @pytest.mark.parametrize("name", some(NAMES, QUICK))

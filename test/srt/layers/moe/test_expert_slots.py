@@ -177,9 +177,9 @@ def test_products_are_those_of_resident_experts(scheme: str | None) -> None:
     """Of steps with few pairs and with many, in layers whose rows begin anywhere, for every number of slots; with
     buffers for all the others, and for so few that steps go in waves."""
     experts, top_k = 8, 2
-    case = make_case(scheme, 40, experts, top_k, hidden=256, inter=128, bias=scheme == "mxfp4", device=DEVICE)
+    case = make_case(scheme, 40, experts, top_k, hidden=128, inter=128, bias=scheme == "mxfp4", device=DEVICE)
     steps = []
-    for tokens in (slice(0, 1), slice(1, 2), slice(0, 5), slice(5, 8), slice(0, 40), slice(2, 3)):
+    for tokens in (slice(0, 1), slice(0, 5), slice(0, 40), slice(2, 3), slice(5, 8)):
         x, ids, weights = case.x[tokens], case.ids[tokens].contiguous(), case.weights[tokens].contiguous()
         configs = tile_configs_of(case.w13, case.w2, ids)
         want = fused_moe(x, case.w13, case.w2, weights, ids, SILU, configs)
