@@ -26,6 +26,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])  # the package, not the f
 
 from quality import forms, head, parallel, peers, tables, texts  # noqa: E402
 from quality.model import STEP_TOKENS, Model, write_16_bits  # noqa: E402
+from sglang.quantize.__main__ import CALIBRATED  # noqa: E402
 from sglang.quantize.__main__ import main as quantize  # noqa: E402
 from sglang.srt.errors import UserError  # noqa: E402
 
@@ -149,7 +150,7 @@ class Run:
                 return str(out)
             arguments = ["--model-path", self._checkpoint(forms.PLAIN), "--scheme", form.scheme, "--output", str(out)]
             arguments += ["--rounding", form.rounding]
-            if form.rounding in forms.CALIBRATED:
+            if form.rounding in CALIBRATED:
                 arguments += ["--calibrate", str(texts.calibration_file(self.texts))]
                 arguments += ["--calibration-device", self.args.calibration_device or self.args.device]
                 arguments += ["--calibration-tokens", str(self.args.calibration_tokens)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from sglang.quantize.__main__ import CALIBRATED
 from sglang.quantize.formats import FORMATS
 from sglang.srt.configs.quant_scheme import SCHEMES
 
@@ -36,7 +37,6 @@ TRANSFORMERS = "transformers"
 """The weights of 16 bits, computed by transformers."""
 CACHES: Mapping[str, str] = {PLAIN: "bf16", "fp8": "fp8_e4m3", "fp4": "fp4_e2m1"}
 ROUNDED = ("int4_g32", "int4_g64", "int4_g128", "mxfp4", "nvfp4")
-CALIBRATED = ("awq", "gptq")
 WEIGHTS: Mapping[str, Weights] = {
     PLAIN: Weights(),
     TRANSFORMERS: Weights(),
@@ -44,6 +44,7 @@ WEIGHTS: Mapping[str, Weights] = {
     **{f"{scheme}-fitted": Weights(scheme, "fitted") for scheme in ROUNDED},
     **{f"{scheme}-awq": Weights(scheme, "awq") for scheme in ROUNDED if SCHEMES[scheme].activation is None},
     **{f"{scheme}-gptq": Weights(scheme, "gptq") for scheme in ROUNDED},
+    **{f"{scheme}-awq-gptq": Weights(scheme, "awq-gptq") for scheme in ROUNDED if SCHEMES[scheme].activation is None},
 }
 """`--quantization fp8` gives the weights of fp8_channel, and checkpoints of GPTQ and AutoRound (symmetric) those of
 int4_g*."""

@@ -21,7 +21,6 @@ NOT_YET = {
     "drafts of the kind UNO": "Other drafts",
     "LoRA": "LoRA",
     "prefill and decode on different servers": "Prefill and decode apart",
-    "experts computed by CPUs": "Experts computed by CPUs",
     "TLS": "TLS",
 }
 """Words of the README -> the group of refused flags that is there as long as the feature is not."""

@@ -80,14 +80,14 @@ def test_an_exported_model_loses_less(tmp_path: Path) -> None:
     hf.load_state_dict(tensors, strict=False)
     file = write_prompts(tmp_path / "prompts.txt", [random_tokens(60, seed) for seed in range(8)])
     want, errors = hf_logits(hf, TOKENS), {}
-    for rounding in ("fitted", "awq"):
+    for rounding in ("fitted", "awq", "awq-gptq"):
         target = tmp_path / rounding
         words = ["--model", str(model), "--scheme", "int4_g32", "--output", str(target), "--rounding", rounding]
-        words += ["--calibrate", file, "--calibration-device", "cpu"] if rounding == "awq" else []
+        words += ["--calibrate", file, "--calibration-device", "cpu"] if rounding != "fitted" else []
         assert main(words) == 0
         got = torch.cat(TinyRunner(plan_for(target)).extend({1: TOKENS}))
         errors[rounding] = (got - want).norm().item()
-    assert errors["awq"] < 0.9 * errors["fitted"]
+    assert errors["awq"] < 0.9 * errors["fitted"] and errors["awq-gptq"] < 0.9 * errors["awq"]
     norm = "model.layers.0.input_layernorm.weight"
     written = load_file(tmp_path / "awq" / "model.safetensors")
     assert not torch.allclose(written[norm], tensors[norm]) and written[norm].dtype == tensors[norm].dtype

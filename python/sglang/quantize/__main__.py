@@ -52,12 +52,15 @@ factors from a JSON file {module: factor} instead. Without either nvfp4 gets a f
   awq           AWQ: columns with large inputs are scaled up, and norms or layers before them scaled down; then as
                 fitted. For int4 and mxfp4. Needs --calibrate.
   gptq          GPTQ: columns that are not rounded yet take back the errors of others. Needs --calibrate.
+  awq-gptq      columns scaled as by awq, then rounded as by gptq
 
-awq and gptq take 4 K^2 bytes of main memory for each product with K inputs (29 GB for Qwen3-8B). Experts are fitted.
+These three take 4 K^2 bytes of main memory for each product with K inputs (29 GB for Qwen3-8B). Experts are fitted.
 """
 
-CALIBRATED = ("awq", "gptq")
+CALIBRATED = ("awq", "gptq", "awq-gptq")
 """Values of --rounding that need the products of inputs."""
+SCALED = ("awq", "awq-gptq")
+"""Values of --rounding that scale columns first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
     from sglang.quantize.export import Selection, export
 
     form = _format(args)
-    if args.rounding == "awq":
+    if args.rounding in SCALED:
         _check_awq(args.model_path)
     calibration = _CalibrationOnce(args)
     report = export(
@@ -110,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
         _input_scales(args, form.largest_input, calibration),
         int(args.shard_gb * 1e9),
         _rounding(args.rounding, calibration),
-        _prepare(calibration, form.scheme) if args.rounding == "awq" else None,
+        _prepare(calibration, form.scheme) if args.rounding in SCALED else None,
     )
     unmeasured = f"; {len(report.unmeasured)} activation factors are the default" if report.unmeasured else ""
     print(
@@ -140,8 +143,8 @@ def _format(args: argparse.Namespace) -> Format:
     form = FORMATS[args.scheme]
     if args.rounding != "nearest" and not can_be_fitted(form.scheme):
         raise UserError(f"--rounding {args.rounding} is for schemes of four bits, not for {args.scheme}")
-    if args.rounding == "awq" and form.scheme.activation is not None:
-        raise UserError(f"--rounding awq is for schemes with 16-bit activations, not for {args.scheme}")
+    if args.rounding in SCALED and form.scheme.activation is not None:
+        raise UserError(f"--rounding {args.rounding} is for schemes with 16-bit activations, not for {args.scheme}")
     if args.rounding in CALIBRATED:
         if args.calibrate is None:
             raise UserError(f"--rounding {args.rounding} needs --calibrate FILE")

@@ -22,8 +22,8 @@ STEPS = 20
 SMALLEST = 1e-3
 """Of the largest input: smaller ones, or those that no sample had, count as this."""
 NORM_OFFSETS: Mapping[str, float] = {
-    **dict.fromkeys(("llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3"), 0.0),
-    **dict.fromkeys(("gemma2", "gemma3_text"), 1.0),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), 0.0),
+    "gemma3_text": 1.0,
 }
 """By model_type: what a norm adds to its weight before it multiplies. Of other models it is not known here whether
 something else reads the output of a norm."""

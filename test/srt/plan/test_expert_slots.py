@@ -13,7 +13,7 @@ from sglang.srt.configs.speculative import AdaptiveSettings
 from sglang.srt.drafts.depth import AdaptiveDepth, with_expert_copies
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import arch_by_name, lockable_bytes
-from sglang.srt.plan.expert_slot_plan import MainMemory, bus_rate, hit_share
+from sglang.srt.plan.expert_slot_plan import ExpertSlotPlan, MainMemory, bus_rate, hit_share
 from sglang.srt.plan.expert_slots import RESERVED_TOKENS
 from sglang.srt.plan.plan import Plan, make_plan
 from sglang.srt.server_args import ServerArgs
@@ -29,14 +29,16 @@ def folder(name: str) -> str:
     return str(Path(published.config_files()[name]).parent)
 
 
-def plan(name: str = MODEL, gpu: str = "rtx-5090", main: int | None = 256, free: float = 0, **flags: Any) -> Plan:
+def plan(
+    name: str = MODEL, gpu: str = "rtx-5090", main: int | None = 256, free: float = 0, channels: int = 0, **flags: Any
+) -> Plan:
     args = ServerArgs(model_path=folder(name), **flags)
     arch = arch_by_name(gpu)
     bytes_free = int(free * GIB) or int(0.97 * arch.memory)
     host = None if main is None else main * GIB
     return make_plan(
         args, ModelConfig.from_server_args(args), arch, bytes_free, frozenset({"triton"}), host_bytes=host,
-        advises=False, main_memory=MainMemory(host),
+        advises=False, main_memory=MainMemory(host, channels),
     )  # fmt: skip
 
 
@@ -161,3 +163,38 @@ def test_windows_locks_half_of_its_memory(tmp_path: Path) -> None:
     (tmp_path / "proc/version").write_text("Linux version 5.15.90.1-microsoft-standard-WSL2")
     assert lockable_bytes(80 * 1024, tmp_path) == 50 * 1024
     assert lockable_bytes(30 * 1024, tmp_path) == 30 * 1024
+
+
+def test_cpus_compute_experts_where_a_flag_asks_and_are_advised_where_memory_has_the_channels() -> None:
+    def slots_of(channels: int, **flags: Any) -> ExpertSlotPlan:
+        found = plan(channels=channels, **flags).expert_slots
+        assert found is not None
+        return found
+
+    for channels in (0, 2):
+        assert slots_of(channels).advised_cpus is None, "unknown, and no more than the bus takes"
+    eight = slots_of(8)
+    advice = eight.advised_cpus
+    assert advice is not None and eight.cpu_threads == 0
+    assert eight.decode_one / advice.decode_one > 1.5 and eight.decode_eight / advice.decode_eight > 1.5
+    assert f"--kt-cpuinfer {advice.threads} lets CPUs" in str(eight)
+    asked = slots_of(8, kt_cpuinfer=advice.threads)
+    assert asked.advised_cpus is None and asked.cpu_threads == advice.threads
+    assert asked.decode_one == pytest.approx(advice.decode_one) and asked.prompt == eight.prompt
+    assert slots_of(8, kt_cpuinfer=0).decode_one == eight.decode_one
+    assert f"predicted with {advice.threads} threads of CPUs " in str(asked)
+    assert slots_of(8, kt_cpuinfer=16, tp_size=2).cpu_threads == 8
+    assert ExpertSlotPlan.from_json(eight.describe()) == eight
+    assert plan(kt_cpuinfer=8).choices["cpu_experts"].name == "triton"
+    assert "cpu_experts" not in plan().choices
+
+
+def test_threads_without_experts_in_main_memory_are_noted() -> None:
+    resident = plan("Qwen3-30B-A3B", "rtx-pro-6000", kt_cpuinfer=8)
+    assert any("--kt-cpuinfer 8 has no effect" in note for note in resident.warnings)
+
+
+def test_experts_that_cpus_have_no_kernel_for() -> None:
+    assert "--kt-cpuinfer: CPUs compute experts of models in bfloat16, not float16" in refusal(
+        dtype="float16", kt_cpuinfer=8
+    )

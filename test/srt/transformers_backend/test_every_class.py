@@ -73,7 +73,7 @@ def check(outcome: str, kind: str) -> None:
     recorded, name = json.loads(OUTCOMES.read_text()), causal_classes()[kind]
     if os.environ.get("UPDATE_GOLDEN"):
         outcomes = dict(sorted({**recorded["outcomes"], name: outcome}.items()))
-        recorded = {"transformers": transformers.__version__, "outcomes": outcomes}
+        recorded |= {"transformers": transformers.__version__, "outcomes": outcomes}
         OUTCOMES.write_text(json.dumps(recorded, indent=1) + "\n")
     assert recorded["outcomes"].get(name) == outcome
 

@@ -93,6 +93,13 @@ class ModelArgs:
     paged_experts_num_resident: int | None = option(
         None, MEMORY, "Slots of each layer for experts in use. None: as many as caches leave room for.", minimum=1
     )
+    kt_cpuinfer: int | None = option(
+        None,
+        MEMORY,
+        "Threads of a machine's CPUs that compute some of the experts in main memory which decode steps lack. None or"
+        " 0: the GPU copies and computes all of them.",
+        minimum=0,
+    )
     ple_offload_embedding: bool = option(
         False,
         MEMORY,

@@ -17,6 +17,7 @@ import torch
 
 from sglang.srt.distributed.groups import Groups
 from sglang.srt.errors import UserError
+from sglang.srt.layers.moe.cpu_experts.shared import CpuExperts
 from sglang.srt.layers.moe.expert_buffers import ExpertBuffers
 from sglang.srt.layers.quantization.activations import Activations
 from sglang.srt.mem_cache.main_memory import map_memory
@@ -188,6 +189,8 @@ class Scope:
     """Stores of another model that layers may read, such as the target's for a draft."""
     buffers: ExpertBuffers = field(default_factory=ExpertBuffers)
     """Buffers of experts whose weights lie in main memory."""
+    cpu_experts: CpuExperts = field(default_factory=CpuExperts)
+    """CPUs that compute some of these."""
     made_for: torch.device | None = None
     """Device that reads the parameters if they lie in main memory."""
 

@@ -213,6 +213,10 @@ class FeedForwardDefaults(Protocol):
         """Returns the block with its experts, if it has any, in main memory."""
         return self
 
+    def with_cpu_threads(self, threads: int) -> Self:
+        """Returns the block with some of its experts in main memory, if it has any, computed by CPUs."""
+        return self
+
     @property
     def defers_all_reduce(self) -> bool:
         """Returns whether no bias is part of the sum over ranks."""

@@ -50,6 +50,22 @@ UNKNOWN = MainMemory()
 
 
 @dataclass(frozen=True, slots=True)
+class AdvisedCpus:
+    """Threads of a machine that are worth asking for (`plan/cpu_experts`), and the predicted seconds of a step of one
+    and of eight requests with them."""
+
+    threads: int
+    decode_one: float
+    decode_eight: float
+
+    def __str__(self) -> str:
+        return (
+            f"--kt-cpuinfer {self.threads} lets CPUs compute missing experts: predicted {1 / self.decode_one:.0f} and"
+            f" {8 / self.decode_eight:.0f} tokens/s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertSlotPlan:
     """The experts in main memory of one rank, and predictions for them, in seconds."""
 
@@ -70,6 +86,9 @@ class ExpertSlotPlan:
     """Experts of a layer that a token chooses on this rank."""
     rate: float
     """Bytes a second that copies of experts reach."""
+    cpu_threads: int = 0
+    """Threads of the rank that compute some of the experts which a step lacks."""
+    advised_cpus: AdvisedCpus | None = None
 
     def used_bytes(self, tokens: int) -> float:
         """Predicts the bytes of the distinct experts that so many tokens of a step choose, each for itself."""
@@ -93,12 +112,21 @@ class ExpertSlotPlan:
         """Describes it for /server_info."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, described: dict[str, Any]) -> ExpertSlotPlan:
+        """Returns the plan that `describe` described."""
+        cpus = described["advised_cpus"]
+        return cls(**described | {"advised_cpus": None if cpus is None else AdvisedCpus(**cpus)})
+
     def __str__(self) -> str:
         ranks = f" for each of {self.processes} ranks" if self.processes > 1 else ""
+        cpus = f" with {self.cpu_threads} threads of CPUs" if self.cpu_threads else ""
+        advice = "" if self.advised_cpus is None else f"; {self.advised_cpus}"
         return (
             f"experts of {self.layers} layers in main memory: {self.host_bytes / GIB:.2f} GiB{ranks}, {self.slots} of"
-            f" {self.experts} in GPU memory at a time; predicted {1 / self.decode_one:.0f} tokens/s for one request,"
-            f" {8 / self.decode_eight:.0f} for eight, {self.prompt:.1f} s for a prompt of {self.chunk:,} tokens"
+            f" {self.experts} in GPU memory at a time; predicted{cpus} {1 / self.decode_one:.0f} tokens/s for one"
+            f" request, {8 / self.decode_eight:.0f} for eight, {self.prompt:.1f} s for a prompt of {self.chunk:,}"
+            f" tokens{advice}"
         )
 
 

@@ -13,6 +13,8 @@ from sglang.srt.blocks.moe.spec import MoE
 from sglang.srt.errors import UserError
 from sglang.srt.hardware.arch import ArchTraits
 from sglang.srt.plan.capacity import Trial
+from sglang.srt.plan.cpu_experts import LAYER_S as CPU_LAYER_S
+from sglang.srt.plan.cpu_experts import CpuRate, advised, threads_of_rank, with_threads
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import (
     BUFFERS,
@@ -20,6 +22,7 @@ from sglang.srt.plan.expert_slot_plan import (
     LAYER_S,
     READ_RATE,
     STEP_S,
+    AdvisedCpus,
     ExpertSlotPlan,
     MainMemory,
     SlotCounts,
@@ -31,6 +34,7 @@ from sglang.srt.plan.layer_spec import ParallelConfig
 from sglang.srt.plan.memory import GIB, DoesNotFit
 from sglang.srt.plan.model_description import ModelDescription
 from sglang.srt.plan.rank_weights import rank_weights
+from sglang.srt.plan.ranks import RankLayout
 from sglang.srt.plan.weights import expert_bytes
 from sglang.srt.server_args import ServerArgs
 
@@ -187,7 +191,7 @@ def _check_main_memory(planner: Planner) -> None:
     if free is None:
         return
     model, parallel = planner.describe()
-    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel)
+    needed = (_host_bytes(planner) + host_table_bytes(model, parallel)) * processes_of(planner.args, parallel.ranks)
     usable = max(free - SYSTEM_RESERVE, free // 2)
     if needed > usable:
         raise DoesNotFit(
@@ -195,9 +199,9 @@ def _check_main_memory(planner: Planner) -> None:
         )
 
 
-def processes_of(args: ServerArgs, parallel: ParallelConfig) -> int:
+def processes_of(args: ServerArgs, ranks: RankLayout) -> int:
     """Returns the number of ranks on one machine."""
-    return -(-parallel.ranks.world_size * args.dp_size // args.nnodes)
+    return -(-ranks.world_size * args.dp_size // args.nnodes)
 
 
 def _host_bytes(planner: Planner) -> int:
@@ -225,7 +229,7 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
     features = planner.arch.features if planner.arch.device == "cuda" else None
     layers = expert_bytes(of_rank, parallel.dtype, features)
     total, experts = sum(layers), _experts_of_rank(model, parallel)
-    processes = processes_of(planner.args, parallel)
+    processes = processes_of(planner.args, parallel.ranks)
     rate = FETCHED * bus_rate(planner.arch, planner.main_memory, processes)
     share, buffered = counts.slots / experts, min(counts.buffered, experts - counts.slots)
     dense = memory.weights - total * share - BUFFERS * buffered * max(layers) / experts
@@ -236,10 +240,23 @@ def describe_slots(planner: Planner, trial: Trial, counts: SlotCounts) -> Expert
         trial.capacity.sizes.tokens_per_step, chosen, rate,
     )  # fmt: skip
 
-    def decode(tokens: int) -> float:
-        copied = sizes.copied_bytes(tokens)
-        hits = sizes.used_bytes(tokens) - copied
+    def decode(tokens: int, cpus: CpuRate | None) -> float:
+        missing = sizes.copied_bytes(tokens)
+        hits = sizes.used_bytes(tokens) - missing
         read = (dense + hits) / (READ_RATE * planner.arch.bandwidth) if planner.arch.bandwidth else 0.0
-        return len(layers) * LAYER_S + STEP_S + read + copied / rate
+        layer_s, missing_rate = (LAYER_S, rate) if cpus is None else (LAYER_S + CPU_LAYER_S, cpus.together)
+        return len(layers) * layer_s + STEP_S + read + missing / missing_rate
 
-    return replace(sizes, decode_one=decode(1), decode_eight=decode(8), prompt=total * (1 - share) / rate)
+    threads = threads_of_rank(planner.args.kt_cpuinfer, processes)
+    asked = with_threads(rate, threads, planner.main_memory, processes) if threads else None
+    better = advised(rate, planner.main_memory, processes) if planner.args.kt_cpuinfer is None else None
+    return replace(
+        sizes,
+        decode_one=decode(1, asked),
+        decode_eight=decode(8, asked),
+        prompt=total * (1 - share) / rate,
+        cpu_threads=threads,
+        advised_cpus=None
+        if better is None
+        else AdvisedCpus(better.threads * processes, decode(1, better), decode(8, better)),
+    )

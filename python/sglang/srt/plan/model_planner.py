@@ -19,6 +19,7 @@ from sglang.srt.kernels.spec import Need, PeerLinks
 from sglang.srt.kernels.tables import FLASHINFER_FUSION
 from sglang.srt.plan.capacity import Trial
 from sglang.srt.plan.capacity_plan import CapacityPlanner, args_of_group, stages_of
+from sglang.srt.plan.cpu_experts import check_experts, threads_of_rank, with_cpus
 from sglang.srt.plan.draft_plan import (
     DraftPlan,
     asked_draft,
@@ -28,7 +29,7 @@ from sglang.srt.plan.draft_plan import (
 )
 from sglang.srt.plan.equal_layers import interned
 from sglang.srt.plan.expert_slot_plan import UNKNOWN, MainMemory, SlotCounts
-from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, why_not, with_slots
+from sglang.srt.plan.expert_slots import describe_slots, plan_in_main_memory, processes_of, why_not, with_slots
 from sglang.srt.plan.host_tables import has_tables, with_embeddings, with_tables
 from sglang.srt.plan.kernel_choice import choose_kernels
 from sglang.srt.plan.kv_spec import kv_cache_dtype
@@ -113,6 +114,10 @@ class ModelPlanner:
         if args.embed_in_main_memory and self.arch.device != "cpu":
             model = with_embeddings(model)
         model = with_slots(model, self.slots)
+        if args.kt_cpuinfer:
+            check_experts(model, self.model.dtype)
+            if self.slots is not None:
+                model = with_cpus(model, threads_of_rank(args.kt_cpuinfer, processes_of(args, ranks)))
         if self.served:
             model.require_served()
         check_layout(model, ranks)

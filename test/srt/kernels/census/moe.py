@@ -22,6 +22,7 @@ from sglang.srt.kernels.conditions import MIXED_ROWS
 from sglang.srt.kernels.scaled_product import product_of
 from sglang.srt.kernels.spec import Tile
 from sglang.srt.layers.moe import mixed_moe
+from sglang.srt.layers.moe.cpu_experts.ops import Request
 from sglang.srt.layers.moe.expert_weights import ELEMENT_DTYPES, SCALE_DTYPES, ExpertWeights
 from sglang.srt.layers.moe.fused_moe_triton import config_files
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as moe
@@ -29,7 +30,7 @@ from sglang.srt.layers.moe.fused_moe_triton.config_files import find
 from sglang.srt.layers.moe.fused_moe_triton.expert_tile_configs import TALL_ROWS, mixed_from
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MoeTiles, last_resort, tile_rows
 from sglang.srt.layers.moe.slot_ops import ExpertCopies, Moves, SlotTables, Wave
-from sglang.srt.layers.triton_ops import expert_rows, expert_slots
+from sglang.srt.layers.triton_ops import cpu_experts, expert_rows, expert_slots
 
 from ...layers.moe.moe_harness import tile_configs_of
 from .inputs import BF16, LAUNCHED, MANY, each_once, empty, few_as_rounded, of_scheme
@@ -152,6 +153,17 @@ def launch_expert_slots() -> None:
         expert_slots.mask_pairs(ids, moves)
         expert_rows.look_up(ids, moves.row_of_expert)
         expert_rows.place_blocks(blocks, count, moves.row_of_expert)
+
+
+def launch_cpu_experts() -> None:
+    """Of steps of any size and layers of any sizes: they are no constants."""
+    ids, out = empty(3, 2, dtype=torch.int32), empty(3, 20, dtype=torch.bfloat16)
+    table, clock = empty(9, dtype=torch.int32), empty(1, dtype=torch.int64)
+    part, asked = empty(8), empty(1, dtype=torch.int32)
+    request = Request(part, part, part, part, part, asked, empty(5, dtype=torch.int64))
+    with named("cpu_experts", "all"):
+        cpu_experts.divide_misses(ids, empty(3, 2, dtype=torch.float32), out, table, clock, request)
+        cpu_experts.add_results(out, request)
 
 
 def launch_expert_tiles(

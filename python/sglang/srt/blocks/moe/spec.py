@@ -122,6 +122,7 @@ class MoE(FeedForwardDefaults):
     vocab_size: rows of the router's hash table
     slots: > 0: the experts lie in main memory, and so many of them in GPU memory at a time (`plan/expert_slots`),
         beside buffers that layers share, each with room for up to `buffered`
+    cpu_threads: > 0: so many threads of CPUs compute some of the experts that are in no slot
     """
 
     num_experts: int
@@ -139,6 +140,7 @@ class MoE(FeedForwardDefaults):
     too, and scales the weights of every expert by a number of its own (Gemma 4)."""
     slots: int = 0
     buffered: int = 0
+    cpu_threads: int = 0
 
     @property
     def top_k(self) -> int:
@@ -160,6 +162,9 @@ class MoE(FeedForwardDefaults):
     def with_slots(self, slots: int, buffered: int) -> Self:
         return replace(self, slots=slots, buffered=buffered)
 
+    def with_cpu_threads(self, threads: int) -> Self:
+        return replace(self, cpu_threads=threads)
+
     def with_scale_groups(self, group_of: Callable[[str, Dense], int]) -> MoE:
         if self.shared is None:
             return self
@@ -172,6 +177,8 @@ class MoE(FeedForwardDefaults):
         yield Need("fused_moe", q_dtype=parallel.dtype, traits=frozenset(traits))
         if self.slots:
             yield Need("expert_slots", q_dtype=parallel.dtype)
+        if self.cpu_threads:
+            yield Need("cpu_experts", q_dtype=parallel.dtype)
         if self.shared is not None and not self.fused_shared:
             yield from self.shared.dense(self.activation).needs(parallel)
 

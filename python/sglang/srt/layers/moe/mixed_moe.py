@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
-from sglang.srt.configs.activation import SILU, Activation
+from sglang.srt.configs.activation import SILU, Activation, gate_constants
 from sglang.srt.kernels.tile_configs import TileConfigs, config_for
 from sglang.srt.layers.moe.expert_weights import ExpertWeights, Waves
 from sglang.srt.layers.moe.fused_moe_triton import fused_moe as streamed
@@ -21,7 +21,6 @@ from sglang.srt.layers.moe.fused_moe_triton.fused_moe import COMBINE_BLOCK, matr
 from sglang.srt.layers.moe.fused_moe_triton.kernels import combine_kernel
 from sglang.srt.layers.moe.fused_moe_triton.tiles import MIXED
 from sglang.srt.layers.triton_ops import pdl
-from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 
 if TYPE_CHECKING:

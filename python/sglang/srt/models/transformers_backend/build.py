@@ -102,8 +102,9 @@ def register(attention: Callable[..., Any], experts: Callable[..., Any], name: s
 
 def create(kind: type[Any], config: Any, dtype: torch.dtype, task: str, name: str = REGISTERED) -> Any:
     """Creates a model on the meta device, with the functions registered under `name`."""
-    # What encodes images attends as transformers does: an image is computed whole, over no cache.
-    attention = {"": name, **{part: "sdpa" if part == VISION else name for part in config.sub_configs}}
+    attention: Any = name
+    if VISION in config.sub_configs:  # an image is computed whole, over no cache: as transformers does
+        attention = {"": name, **{part: "sdpa" if part == VISION else name for part in config.sub_configs}}
     config._attn_implementation = attention
     with torch.device("meta"):
         model = kind._from_config(config, dtype=dtype, attn_implementation=attention, experts_implementation=name)

@@ -80,7 +80,7 @@ def describe_class_tower(outer: ConfigReader, vision: ConfigReader) -> ClassTowe
     height, width = (pixels // patch * patch for pixels in _sides(vision, "image_size"))
     cell, patches = patch * side, (height // patch) * (width // patch)
     in_rows = vision.values.get("model_type") == ROWS_OF_CELLS
-    if not in_rows and (height % cell or width % cell):
+    if not in_rows and (height % cell or width % cell or not height or not width):
         raise UserError(f"{vision.source}: {height} x {width} pixels are no squares of {cell} a side, one a token.")
     tiles = 1 if in_rows else max(1, _PATCHES_AT_ONCE // patches)
     hidden, layers = vision.positive("hidden_size"), vision.positive("num_hidden_layers")

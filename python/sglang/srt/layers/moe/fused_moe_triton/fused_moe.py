@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 
-from sglang.srt.configs.activation import Activation
+from sglang.srt.configs.activation import Activation, gate_constants
 from sglang.srt.errors import UserError
 from sglang.srt.kernels.launch import fallbacks_of
 from sglang.srt.kernels.scaled_product import ScaledProduct, product_of
@@ -28,7 +28,6 @@ from sglang.srt.layers.moe.fused_moe_triton.align import ExpertBlocks, align
 from sglang.srt.layers.moe.fused_moe_triton.tiles import FEW, swaps
 from sglang.srt.layers.quantization.activations import Activations, QuantizedActivations, values_of
 from sglang.srt.layers.triton_ops import pdl, scaled_dot
-from sglang.srt.layers.triton_ops.activation import gate_constants
 from sglang.srt.layers.triton_ops.expert_rows import look_up, place_blocks
 from sglang.srt.layers.triton_ops.quantize import quantize_activation
 from sglang.srt.layers.triton_ops.scaled_dot import STRIP
