@@ -130,6 +130,12 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         library.compile_library()
 
 
+def test_machines_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(UserError, match="for x86-64, and this machine is aarch64"):
+        library.compile_library()
+
+
 def request_of(hidden: int) -> Request:
     parts = {
         "ids": torch.zeros(MAX_PAIRS, dtype=torch.int32),
