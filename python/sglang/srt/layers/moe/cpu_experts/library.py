@@ -119,7 +119,7 @@ def load_library() -> ctypes.CDLL:
             ctypes.c_int, [pointer, ctypes.POINTER(Matrix), ctypes.POINTER(Matrix), ctypes.POINTER(Activated)],
         ),
         "run": (ctypes.c_int, [pointer, ctypes.c_int, ctypes.c_int, ctypes.c_int, *[pointer] * 4]),
-        "connect": (None, [pointer, ctypes.POINTER(Mailbox), ctypes.c_double, ctypes.c_double]),
+        "connect": (ctypes.c_int, [pointer, ctypes.POINTER(Mailbox), ctypes.c_double, ctypes.c_double]),
         "totals": (None, [pointer, pointer]),
         "destroy": (None, [pointer]),
         "sizes": (None, [pointer]),
