@@ -18,6 +18,7 @@ from sglang.srt.errors import UserError
 from sglang.srt.managers.scheduler.output import StopChecker
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_setup import create_plan, create_runner
+from sglang.srt.towers.pictures.video import MediaError
 from srt.managers.fake_runner import Collector, add, assert_clean, run_to_end
 from srt.models.media_harness import again_in_graphs, args_of, seeing_scheduler
 from srt.transformers_backend.image_classes import (
@@ -65,6 +66,26 @@ QUICK = ("llava", "smolvlm", "internvl", "mistral3")
 )
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     return Seeing(request.param, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("name", ["mistral3", "lighton_ocr", "llava, any size"])
+def test_pictures_of_one_token(name: str, tmp_path: Path) -> None:
+    """Classes that squeeze features compute such a picture only beside another."""
+    seeing = Seeing(name, tmp_path)
+    scheduler = seeing.scheduler()
+    assert scheduler.media.features is not None
+    encoder = scheduler.media.features.encoder
+    cell, values = encoder.tower.cell, encoder.tower.patch_values
+    tiles = torch.randn(2, 3, cell, cell)
+    (got,) = encoder.encode(tiles[:1].reshape(1, values), [(1, 1, 1)])
+    want = seeing.model.get_image_features(tiles, image_sizes=[(cell, cell)] * 2).pooler_output
+    torch.testing.assert_close(got, torch.cat([*want])[:1].detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_pictures_that_the_processor_does_not_take(tmp_path: Path) -> None:
+    save_image_class("mistral3", tmp_path)
+    with pytest.raises(MediaError, match="no picture of 1 x 5000 pixels; send a less narrow one"):
+        views_of(tmp_path, picture(0, 1, 5000))
 
 
 def encoded(scheduler: Scheduler) -> int:

@@ -76,11 +76,15 @@ class ClassEncoder:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _called(self, tiles: torch.Tensor) -> torch.Tensor:
-        values = tiles.to(self.device, self.dtype)
-        more = {} if self.tower.tile is not None else {"image_sizes": [tuple(tiles.shape[-2:])]}
+        values, more = tiles.to(self.device, self.dtype), {}
+        alone = self.tower.tile is None and values.shape[-2:] == (self.tower.cell, self.tower.cell)
+        if alone:  # classes squeeze the dimension of a single token, so it is computed twice
+            values = values.repeat(2, 1, 1, 1)
+        if self.tower.tile is None:
+            more = {"image_sizes": [tuple(values.shape[-2:])] * len(values)}
         out = self.model.get_image_features(values[None] if self.tower.in_lists else values, **more).pooler_output
         features: torch.Tensor = out if isinstance(out, torch.Tensor) else torch.cat([*out])
-        return features.reshape(-1, features.shape[-1])
+        return features.reshape(-1, features.shape[-1])[: 1 if alone else None]
 
     @torch.inference_mode()
     def _try(self) -> None:

@@ -112,7 +112,13 @@ def _by_its_class(settings: Settings, dtype: str) -> Callable[[Image.Image], Vie
     processor = transformers_class(f"{folder}.image_processing_pil_{folder}", f"{name}Pil", kept)
 
     def see(image: Image.Image) -> Views:
-        prepared = processor(image, return_tensors="np", **asked)
+        try:
+            prepared = processor(image, return_tensors="np", **asked)
+        except ValueError as error:
+            size = f"{image.width} x {image.height}"
+            raise MediaError(
+                f"the model's image processor takes no picture of {size} pixels; send a less narrow one ({error})"
+            ) from error
         pixels = np.asarray(prepared["pixel_values"], np.float32)
         pixels = pixels.reshape(-1, *pixels.shape[-3:])
         height, width = (side // patch * patch for side in pixels.shape[-2:])
