@@ -84,12 +84,13 @@ def inside(file: str, index: Path) -> str:
     return file
 
 
-def header_bytes(path: Path) -> bytes:
-    """Returns the header of a safetensors file, JSON that has not been checked. Raises UserError."""
+def header_bytes(path: Path, longest: int = _LONGEST_HEADER) -> bytes:
+    """Returns the header of a safetensors file, JSON that has not been checked. Raises UserError, also for a header of
+    `longest` bytes or more."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 0 < length < _LONGEST_HEADER:
+            if not 0 < length < longest:
                 raise ValueError(f"a header of {length} bytes")
             return file.read(length)
     except (OSError, ValueError) as error:
@@ -102,7 +103,11 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 def _header(path: Path) -> dict[str, Stored]:
     """Returns type and shape of each tensor in a file, by name."""
-    header_text = header_bytes(path)
+    return tensors_of_header(path, header_bytes(path))
+
+
+def tensors_of_header(path: Path, header_text: bytes) -> dict[str, Stored]:
+    """Returns type and shape of each tensor that the header of a safetensors file lists. Raises UserError."""
     try:
         header = json.loads(header_text)
         return {
@@ -110,5 +115,5 @@ def _header(path: Path) -> dict[str, Stored]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, error) from None
