@@ -121,9 +121,7 @@ _NOT_WITH_ADAPTERS = ("pp_size", "attn_dp_size", "nnodes")
 
 def _check_adapters(args: Any) -> Iterator[tuple[set[str], str]]:
     if not args.enable_lora:
-        given = [
-            name for name in ("max_lora_rank", "lora_target_modules", "max_loaded_loras") if getattr(args, name)
-        ]
+        given = [name for name in ("max_lora_rank", "lora_target_modules", "max_loaded_loras") if getattr(args, name)]
         if given:
             yield {"enable_lora", *given}, f"{flag(given[0])} needs --enable-lora or --lora-paths."
         return

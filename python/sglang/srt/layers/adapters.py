@@ -182,4 +182,3 @@ class AdapterLayers:
             whole_a[place.part, :rank, : shard.cols.count] = a[:, shard.cols.run]
             whole_b[place.begin : place.begin + shard.rows.count, :rank] = b[shard.rows.run]
             adapter.ranks[number, 0] = max(int(adapter.ranks[number, 0]), rank)
-

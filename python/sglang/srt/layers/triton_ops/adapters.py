@@ -72,9 +72,7 @@ def shrink_kernel(
                     mask=mine[:, None] & (k < K)[None, :],
                     other=0.0,
                 )
-                weight = tl.load(
-                    a_rows[None, :] + k[:, None], mask=(k < K)[:, None] & (r < rank)[None, :], other=0.0
-                )
+                weight = tl.load(a_rows[None, :] + k[:, None], mask=(k < K)[:, None] & (r < rank)[None, :], other=0.0)
                 total = tl.dot(some, weight, total)
     width = parts * R
     at = low + (rows.to(tl.int64) + tl.program_id(2) * num_tokens)[:, None] * width + part * R + r[None, :]
