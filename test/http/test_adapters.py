@@ -146,9 +146,7 @@ def test_unloading_waits_for_requests(http: httpx.Client, folders: dict[str, Pat
     with ThreadPoolExecutor(8) as threads:
         sampling = {"max_new_tokens": 60, "temperature": 0, "ignore_eos": True}
         running = [
-            threads.submit(
-                http.post, "/generate", json={"text": PROMPT, "lora_path": "d", "sampling_params": sampling}
-            )
+            threads.submit(http.post, "/generate", json={"text": PROMPT, "lora_path": "d", "sampling_params": sampling})
             for _ in range(4)
         ]
         while not http.get("/v1/loads").json()["loads"][0]["num_running_reqs"] and not running[0].done():

@@ -88,8 +88,8 @@ class Engine:
         and with `stream` an iterator of dicts with all text so far. `image_data` and `video_data` are URLs, data URLs
         or base64: one, a list for one prompt, or for a batch one entry a prompt. `options` are further fields of
         GenerateRequest: return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob,
-        return_text_in_logprobs, return_hidden_states, rid, priority, lora_path, ...; and require_reasoning: the output begins with
-        thoughts in the format of --reasoning-parser."""
+        return_text_in_logprobs, return_hidden_states, rid, priority, lora_path, ...; and require_reasoning: the output
+        begins with thoughts in the format of --reasoning-parser."""
         req = self._request(prompt, sampling_params, input_ids, (image_data, video_data), stream, **options)
         return self._iterate(req) if stream else self._run(native_results(self._manager, req))
 

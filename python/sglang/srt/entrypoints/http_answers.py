@@ -34,7 +34,9 @@ def _one_or_many(schema: Schema) -> Schema:
 _USAGE = _record(prompt_tokens=_COUNT, total_tokens=_COUNT)
 _CHAT_MESSAGE = _record(role="assistant", content=_or_null(_TEXT))
 _CHOICE = {"index": _COUNT, "logprobs": _or_null(_OBJECT), "finish_reason": _TEXT}
-_MODEL = _record(id=_TEXT, object="model", created=_COUNT, owned_by="sglang", root=_TEXT, max_model_len=_or_null(_COUNT))
+_MODEL = _record(
+    id=_TEXT, object="model", created=_COUNT, owned_by="sglang", root=_TEXT, max_model_len=_or_null(_COUNT)
+)
 _META = _record(id=_TEXT, finish_reason=_OBJECT, prompt_tokens=_COUNT, completion_tokens=_COUNT, cached_tokens=_COUNT)
 _GENERATED = _record(output_ids=_list(_COUNT), meta_info=_META)
 _RESPONSE = _record(

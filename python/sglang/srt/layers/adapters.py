@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -17,10 +17,10 @@ from sglang.srt.configs.adapters.files import AdapterFiles
 from sglang.srt.errors import UserError
 from sglang.srt.layers.native_adapters import AdapterWeights
 from sglang.srt.layers.ops import ADD_ADAPTERS
-from sglang.srt.plan.adapters import AdapterPlan, layer_matrices
+from sglang.srt.plan.adapters import layer_matrices
+from sglang.srt.plan.ranks import ShardRange
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.parameter import Scope, WeightShard
     from sglang.srt.plan.plan import Plan
 
 
@@ -33,12 +33,22 @@ class HostAdapter:
     ranks: torch.Tensor
 
 
+class ModuleRows(NamedTuple):
+    """Rows of one module that a linear layer of this rank has, or one of several slices of them. `module`: its name in
+    the checkpoint; `part`: its name in the layer; `rows`, `cols`: of its output and input features."""
+
+    module: str
+    part: str
+    rows: ShardRange
+    cols: ShardRange
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one slice of a module's rows lies in a linear layer: from row `begin` on, as part `part`."""
 
     linear: AdapterLinear
-    shard: WeightShard
+    shard: ModuleRows
     begin: int
     part: int
 
@@ -46,7 +56,7 @@ class Place:
 class AdapterLinear:
     """A and B of one linear layer, in slots."""
 
-    def __init__(self, layers: AdapterLayers, number: int, shards: Sequence[WeightShard]) -> None:
+    def __init__(self, layers: AdapterLayers, number: int, shards: Sequence[ModuleRows]) -> None:
         plan, device, dtype = layers.plan, layers.device, layers.dtype
         self.layers, self.number = layers, number
         names = list(dict.fromkeys(shard.part for shard in shards))
@@ -95,17 +105,15 @@ class AdapterLayers:
         self.places: dict[str, list[Place]] = {}
         """Where the rows of each module lie, by its name in the checkpoint."""
 
-    def linear(self, scope: Scope, shards: Sequence[WeightShard]) -> AdapterLinear | None:
-        """Returns memory for the adapters of a linear layer; None for one that has none."""
-        if not scope.path.startswith("layers."):
-            return None
-        modules = [scope.module(shard.part) for shard in shards]
-        if not self.plan.serves(modules):
+    def linear(self, shards: Sequence[ModuleRows]) -> AdapterLinear | None:
+        """Returns memory for the adapters of a linear layer, whose rows are these slices one below the other; None for
+        one that has none."""
+        if not self.plan.serves(shard.module for shard in shards):
             return None
         linear = AdapterLinear(self, len(self.linears), shards)
         self.linears.append(linear)
-        for module, place in zip(modules, linear.places, strict=True):
-            self.places.setdefault(module, []).append(place)
+        for place in linear.places:
+            self.places.setdefault(place.shard.module, []).append(place)
         return linear
 
     def read(self, files: AdapterFiles) -> HostAdapter:

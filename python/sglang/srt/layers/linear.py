@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from sglang.srt.distributed.groups import Group
-from sglang.srt.layers.adapters import AdapterLinear
+from sglang.srt.layers.adapters import AdapterLinear, ModuleRows
 from sglang.srt.layers.ops import LINEAR
 from sglang.srt.layers.parameter import Apply, Init, Scope, TensorPart, WeightShard, zeroed_behind
 from sglang.srt.layers.quantization.activations import Activations, RowFormat, values_of
@@ -164,7 +164,12 @@ class ReplicatedLinear:
 
 
 def _adapters(scope: Scope, shards: Sequence[WeightShard]) -> AdapterLinear | None:
-    return None if scope.adapters is None else scope.adapters.linear(scope, shards)
+    """Returns memory for the adapters of a linear layer; None for one that has none."""
+    if scope.adapters is None or not scope.path.startswith("layers."):
+        return None
+    return scope.adapters.linear(
+        [ModuleRows(scope.module(shard.part), shard.part, shard.rows, shard.cols) for shard in shards]
+    )
 
 
 def _check(scope: Scope, weights: Matrix, rows: int, cols: int) -> None:
